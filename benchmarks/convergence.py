@@ -63,6 +63,8 @@ METHODS = (
     Method("DiLoCo sparse", changes=SPARSE),
     Method("FedPart int8", changes=FEDPART, freezes=True),
     Method("4 replicas int8", times=2),
+    Method("4 replicas fp32", is_exact=True, times=2),
+    Method("4 replicas fp32, one often absent", absent=True, is_exact=True, times=2),
     Method("4 replicas int8, two with half the steps", times=2, slow=2),
     Method("4 replicas int8, two late", changes=ASYNCHRONOUS, times=2, late=2),
     Method("4 replicas int8, two late, momentum every 2", changes=DELAYED, times=2, late=2),

@@ -19,6 +19,8 @@ from peers.values.leases import SamplePool
 
 Point = tuple[float, float]
 """Tokens that all replicas have trained since the warm start, and the loss on held-out text."""
+SMALL_CHUNKS = 64
+"""Chunks of a small payload (docs/protocol.md, The exchange)."""
 MODEL = {"model_type": "llama", "vocab_size": 259, "num_attention_heads": 4, "tie_word_embeddings": True}
 
 
@@ -100,6 +102,8 @@ class Method:
     """How many of them are half as fast as the others: in each outer step they make half of the inner steps."""
     late: int = 0
     """Instead, how many make all of them, so that what they learn counts an outer step later, with its age."""
+    absent: bool = False
+    """Whether the last replica is absent from a quarter of the chunks, and from every other outer step as a whole."""
 
     def adapt(self, setting: Setting) -> Setting:
         """Return the setting with this method's replicas, and as many outer steps as all the tokens take."""
@@ -115,6 +119,8 @@ class Method:
     @property
     def reference(self) -> type[Reference]:
         """Return what trains by this method."""
+        if self.absent:
+            return AbsentReference
         return ExactReference if self.is_exact else FreezingReference if self.freezes else Reference
 
 
@@ -138,14 +144,31 @@ class ExactReference(Reference):
     def synchronise(self, fragment: int, members: Sequence[Member]) -> None:
         part, outer = self.state.fragments[fragment], self.config.outer_optimizer
         theta, momentum, local = self.state.theta[part], self.state.momentum[part], np.empty_like(self.state.theta)
-        average = np.zeros_like(theta)
+        average, weights = np.zeros_like(theta), np.zeros_like(theta)
         for member in members:
             member.cycles.store(local, fragment)
-            average += np.float32(member.tokens) * (member.base[part] - local[part])
-        average /= np.float32(sum(member.tokens for member in members))
+            weight = np.float32(member.tokens) * self.presence(member, fragment, theta.size)
+            average += weight * (member.base[part] - local[part])
+            weights += weight
+        average /= weights
         momentum *= np.float32(outer.momentum)
         momentum += average
         theta -= np.float32(self.state.learning_rate(self.index)) * (average + np.float32(outer.momentum) * momentum)
+
+
+    def presence(self, member: Member, fragment: int, size: int) -> Vector:
+        """Return 1 for each value of a fragment that a member brings, and 0 for the others."""
+        return np.ones(size, np.float32)
+
+
+class AbsentReference(ExactReference):
+    """The same, where a quarter of the last replica's chunks never arrive, each time others."""
+
+    def presence(self, member: Member, fragment: int, size: int) -> Vector:
+        if member.work.replica != max(self.members):
+            return super().presence(member, fragment, size)
+        drawn = np.random.default_rng((self.index, fragment)).permutation(SMALL_CHUNKS) >= SMALL_CHUNKS // 4
+        return np.repeat(drawn, -(-size // SMALL_CHUNKS))[:size].astype(np.float32)
 
 
 def warm_start(setting: Setting, seed: int) -> Vector:
@@ -201,6 +224,8 @@ def _rosters(method: Method, setting: Setting, pool: SamplePool) -> Iterator[lis
         roster = list(done.values())
         for number in range(setting.replicas):
             is_even = number < even
+            if method.absent and number == setting.replicas - 1 and cycle % 2:
+                continue
             if number in done or (method.late and not is_even and number % 2 > cycle):
                 continue
             steps = setting.inner_steps if is_even or method.late else setting.inner_steps // 2

@@ -8,8 +8,9 @@ the counters of each namespace's interface are read every few milliseconds. For 
 - "used over 80 %": the share of the time until then in which a link carried more than 0.8 of what iperf3 gets through
   all links at once; the mean over the peers.
 
-The bar is on what is said around the exchange (Ready, Begin, Complete, Commit): the time before the first byte without
-making the blocks, and the time after the last, are three delays one way in all at most. --svg draws the two rounds.
+The bar is on what is said around the exchange: the time before the first byte without making the blocks (Ready, for
+the leader sends blocks when it says Begin), and the time after the last (Part, Propose, Vote 1, Vote 2), are five
+delays one way in all at most. --svg draws the two rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PERIOD = 0.004  # seconds between two looks at the counters
 WINDOW = 0.02  # seconds over which a rate is taken
 WELL_USED = 0.8
 CONTROL_BYTES = 1 << 15  # what a few messages take: less has no data in it
-DELAYS = 3.0
+DELAYS = 5.0
 
 
 @dataclass

@@ -30,7 +30,7 @@ JOIN_TO_BACKWARD = (
     "opendiloco/volunteer/volunteer.py",
     "peers/driver/driver.py",
     "peers/protocol/peer.py",
-    "peers/protocol/course.py",
+    "peers/protocol/step_cycle.py",
     "peers/protocol/trainer.py",
     "peers/protocol/effects.py",
     "peers/protocol/effect_table.py",

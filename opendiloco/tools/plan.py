@@ -26,6 +26,7 @@ from peers.errors import ManifestError
 from peers.log.settings import Timing
 from peers.protocol.pace import Pace
 from peers.protocol.planning import deal
+from peers.protocol.voter import OPEN_LIMIT
 from peers.values.chunks import Chunking, payloads_moved
 
 if TYPE_CHECKING:
@@ -96,8 +97,9 @@ class Links(Section):
 # Plan -----------------------------------------------------------------------------------------------------------------
 LINK_SHARE = 0.95
 """Of a link's bits, that are data: a packet of 1,514 bytes carries 1,448, less what TLS and chunk headers take."""
-DELAYS = 6
-"""One way, in a round: Ready, Begin, a block to its reducer, its average back, Prepared, Complete."""
+DELAYS, DELAYS_OF_MORE = 8, 10
+"""One way, in a round: Ready, Begin, a block to its reducer, its average back, Part, Propose, Vote 1, Vote 2; among
+more than `OPEN_LIMIT` peers also a certificate after each vote (docs/protocol.md, Liveness)."""
 QUANTIZED, QUANTIZED_SPARSE = 1.67e9, 0.37e9
 """Values a second that one thread encodes, and as sparse payloads with error feedback (docs/codecs.md)."""
 STEPPED = 1.69e9
@@ -164,7 +166,7 @@ def round_of(peers: Sequence[Peer], values: int, bits: float, encoded: float = Q
     furthest = sorted(peer.latency for peer in peers for _ in range(min(2, peer.count)))[-2:]
     return _Round(
         arithmetic=values / encoded + values / STEPPED,
-        delays=DELAYS * sum(furthest) / 2,
+        delays=(DELAYS if len(names) <= OPEN_LIMIT else DELAYS_OF_MORE) * sum(furthest) / 2,
         transfer=max(payload * share / rate for share, rate in zip(moved, rates, strict=True)),
         payload_bits=payload,
         moved=tuple(

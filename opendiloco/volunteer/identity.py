@@ -101,7 +101,7 @@ async def doubled(transport: HivemindTransport, run_id: str, peer: Peer) -> Dilo
     the error to end with.
 
     Of two that began at once, neither heard of the other before, so one must go, and the same one as both see it:
-    the one that has no say in the log's next entry; if neither has, the one with the smaller incarnation.
+    the one that has no say in the log's next entry; if that tells nothing, the one with the smaller number.
     """
     while True:
         await asyncio.sleep(LOOK_LATER)
@@ -109,7 +109,8 @@ async def doubled(transport: HivemindTransport, run_id: str, peer: Peer) -> Dilo
         if other is None:
             continue
         counts, others_counts = (peer.log.counts(peer.me, one.incarnation) for one in (peer, other))
-        if others_counts or (not counts and peer.incarnation < other.incarnation):
+        is_lower = (peer.incarnation, peer.start) < other.life
+        if (others_counts and not counts) or (counts == others_counts and is_lower):
             return _copied(peer.me, other)
 
 

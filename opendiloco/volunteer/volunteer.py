@@ -36,6 +36,7 @@ from peers.driver.driver import Driver
 from peers.errors import DilocoPeerError
 from peers.log.folder import LogFolder, RunLog
 from peers.log.state import LogState
+from peers.log.votes import VotesFile
 from peers.network.bootstrap import keep_announced
 from peers.network.first_contact import RememberedPeers
 from peers.network.links import LinkSettings
@@ -156,16 +157,16 @@ async def volunteer_with(
 
     `checkpointer` writes every snapshot, `journal` every entry that is applied. Raises: DilocoPeerError.
     """
-    log, lineage, storage = None, None, None
+    log, lineage, storage, votes = None, None, None, None
     if folder is not None:
         log = LogFolder.open(folder.log, run.settings.empty_log, FORMATS[run.config.codec.kind].block_bytes)
-        storage = FolderStorage(folder.download, available_memory)
+        storage, votes = FolderStorage(folder.download, available_memory), VotesFile(folder.log)
         position = await _resume_from(folder, workload, log)
         lineage = await asyncio.to_thread(log.lineage, position)
         if position.last:
             await _recall_moments(folder, workload.trainer.supervisor)
     driver = Driver(
-        *(identity, transport, workload, run.settings, await workload.state_digest(), lineage, log, storage),
+        *(identity, transport, workload, run.settings, await workload.state_digest(), lineage, log, storage, votes),
         on_entry=(lambda header, state_digest: None) if journal is None else journal.append,
         on_snapshot=checkpointer.take,
         team=team,

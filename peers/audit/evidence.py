@@ -19,16 +19,14 @@ from typing import NamedTuple
 from peers.audit.proofs import (
     BadContribution,
     FaultProof,
-    TwoAverages,
-    TwoCommitments,
-    TwoVotes,
+    SignedChoice,
+    SignedDeparture,
+    Statements,
     Verifier,
-    VoteAfterFarewell,
-    are_exclusive,
     read_proof,
 )
-from peers.log.certificate import Certificate, Choice, Departure, Phase, prove
-from peers.log.header import FAULT_AGE, FAULT_LIMIT, Fault, Position, may_be_named
+from peers.log.certificate import Certificate, Departure, Phase, prove
+from peers.log.header import FAULT_LIMIT, Fault, Position, may_be_named
 from peers.log.lineage import Branch, Lineage
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState, committee
@@ -41,15 +39,8 @@ from peers.values.identity import Verify
 from peers.values.wire import WireError, digest_of, pack
 from peers.values.workload import PayloadKind
 
-VOTES_OF_ONE = 16
-"""Votes of one peer that are remembered of one position, besides those in certificates: a liar could give others until
-those are forgotten. An honest voter gives two in each of a few ballots."""
-VOTES = 1 << 16
-"""Votes that are remembered in all: two phases of 128 voters in each of 64 cycles, four times. Some 200 bytes each."""
-ROUNDS = 8
-"""Rounds whose averages are remembered: those of the present cycle's fragments matter, and late ones of some others."""
 OF_ONE = 4
-"""Proofs against one peer, and commitments of one peer, that are remembered: others may have seen others."""
+"""Proofs against one peer that are remembered: others may have seen others."""
 PROVEN = 1 << 10
 """Faults that are remembered as proven: a liar that floods others with proofs must not push out the one that is
 named."""
@@ -72,127 +63,7 @@ class FalseProofError(ValueError):
     """A proof that does not prove anything."""
 
 
-# What was stated -------------------------------------------------------------------------------------------------
-class SignedChoice(NamedTuple):
-    """A vote without its position and incarnation."""
-
-    choice: Choice
-    signature: bytes
-
-
-class SignedDeparture(NamedTuple):
-    """A farewell."""
-
-    departure: Departure
-    signature: bytes
-
-
-class Statements:
-    """What peers have signed lately. Each method takes in one statement, and returns what it proves together with those
-    before.
-
-    A certificate is remembered as the votes in it, for 64 cycles. So where a fork has two commits, a peer that has seen
-    the prepare certificates of the later ballot holds the votes that broke a lock.
-    """
-
-    def __init__(self, verifier: Verifier) -> None:
-        self._verifier = verifier
-        self._votes: OrderedDict[Position, dict[str, dict[tuple[object, ...], SignedChoice]]] = OrderedDict()
-        self._vote_count = 0
-        self._farewells: dict[str, SignedDeparture] = {}
-        self._averages: OrderedDict[bytes, dict[tuple[str, int], Averaged]] = OrderedDict()
-        self._commitments: dict[str, dict[Author, Commitment]] = {}
-
-    def vote(
-        self, peer: str, position: Position, incarnation: int, vote: SignedChoice, is_checked: bool = False
-    ) -> FaultProof | None:
-        """Take in a vote. `is_checked`: it is in a certificate whose signatures have been checked."""
-        choice, text = vote.choice, vote.choice.text
-        votes = self._votes.get(position, {}).get(peer, {})
-        name = incarnation, choice.ballot.order, choice.phase
-        known = votes.get(name)
-        if known is not None and known.choice == choice:
-            return None
-        if not (is_checked or self._verifier.verify(peer, text(position, incarnation), vote.signature)):
-            return None
-        others = (one for (other, *_), one in votes.items() if other == incarnation)
-        broken = next((one for one in others if are_exclusive(one.choice, choice)), None)
-        if known is None and (is_checked or len(votes) < VOTES_OF_ONE):
-            self._keep(peer, position, name, vote)
-        second = _vote(position, incarnation, vote)
-        if broken is not None:
-            return TwoVotes(peer=peer, first=_vote(position, incarnation, broken), second=second)
-        left = self._farewells.get(peer)
-        if left and left.departure.incarnation == incarnation and left.departure.index <= position.index:
-            return VoteAfterFarewell(departure=left.departure, signature=left.signature, vote=second)
-        return None
-
-    def _keep(self, peer: str, position: Position, name: tuple[object, ...], vote: SignedChoice) -> None:
-        self._votes.setdefault(position, {}).setdefault(peer, {})[name] = vote
-        self._vote_count += 1
-        while self._vote_count > VOTES and len(self._votes) > 1:
-            self._drop(next(iter(self._votes)))
-
-    def farewell(self, left: SignedDeparture) -> FaultProof | None:
-        """Take in a farewell. Of several of one incarnation the one from the lowest index is remembered."""
-        departure, peer = left.departure, left.departure.peer
-        known = self._farewells.get(peer)
-        if known and known.departure.incarnation == departure.incarnation and known.departure.index <= departure.index:
-            return None
-        if not self._verifier.verify(peer, departure.text, left.signature):
-            return None
-        self._farewells[peer] = left
-        for position, voters in self._votes.items():
-            for (incarnation, *_), vote in voters.get(peer, {}).items():
-                if incarnation == departure.incarnation and departure.index <= position.index:
-                    shown = _vote(position, departure.incarnation, vote)
-                    return VoteAfterFarewell(departure=departure, signature=left.signature, vote=shown)
-        return None
-
-    def average(self, round: Round, average: Averaged) -> FaultProof | None:
-        """Take in an average whose signature has been checked."""
-        reducer = average.origin.reducer
-        incarnation = round.incarnations.get(reducer)
-        if incarnation is None or average.chunk >= round.chunks:
-            return None
-        if round.terms not in self._averages and len(self._averages) == ROUNDS:
-            self._averages.popitem(last=False)
-        first = self._averages.setdefault(round.terms, {}).setdefault((reducer, average.chunk), average)
-        if first == average:
-            return None
-        return TwoAverages(round=round.name, terms=round.terms, incarnation=incarnation, first=first, second=average)
-
-    def commitment(self, author: Author, commitment: Commitment) -> FaultProof | None:
-        """Take in a commitment. It is repeated each second, so only a new one is checked."""
-        known = self._commitments.get(author.peer, {})
-        first = known.get(author)
-        if first is not None:
-            is_other = first.root != commitment.root
-            return TwoCommitments(author=author, first=first, second=commitment) if is_other else None
-        if commitment.is_of(author, self._verifier.verify):
-            known = self._commitments.setdefault(author.peer, known)
-            known[author] = commitment
-            if len(known) > OF_ONE:
-                del known[next(iter(known))]
-        return None
-
-    def forget(self, lineage: Lineage) -> None:
-        """Drop what no entry can name any more."""
-        oldest, known = lineage.log.position.index - FAULT_AGE, lineage.log.known
-        for position in [position for position in self._votes if position.index < oldest]:
-            self._drop(position)
-        self._farewells = {peer: left for peer, left in self._farewells.items() if peer in known}
-        self._commitments = {peer: said for peer, said in self._commitments.items() if peer in known}
-
-    def _drop(self, position: Position) -> None:
-        self._vote_count -= sum(len(votes) for votes in self._votes.pop(position).values())
-
-
-def _vote(position: Position, incarnation: int, vote: SignedChoice) -> Vote:
-    return Vote(position=position, incarnation=incarnation, choice=vote.choice, signature=vote.signature)
-
-
-# What is proven --------------------------------------------------------------------------------------------------
+# Attention --------------------------------------------------------------------------------------------------------
 class Known(NamedTuple):
     """A proof that has been checked, as bytes."""
 
@@ -273,8 +144,8 @@ class Evidence:
         return self._observe_certificate(certified.certificate, before, lineage)
 
     def observe_late(self, sender: str, certified: Certified, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in a certificate of a recent position that is decided here, once it is proven: the other branch of a
-        fork has another one. A few of each sender are checked in a cycle."""
+        """Take in a certificate of a recent position that is decided here, once it is proven, and that of our entry
+        there: the other branch of a fork has another one. A few of each sender are checked in a cycle."""
         self._follow(lineage)
         position, certificate = certified.position, certified.certificate
         log, entry = lineage.start(position.head), lineage.after(position)
@@ -288,7 +159,8 @@ class Evidence:
             prove(certificate, before, certified.header, self._verifier.verify, certificate.choice.phase)
         except LogError:
             return ()
-        return self._observe_certificate(certificate, before, lineage)
+        ours = self._observe_certificate(entry[1], before, lineage) if entry and entry[1] else ()
+        return ours + self._observe_certificate(certificate, before, lineage)
 
     def observe_split(self, one: Branch, other: Branch, lineage: Lineage) -> tuple[Fault, ...]:
         """Take in the certificates of the entries with which two branches part, all of which have been proven."""

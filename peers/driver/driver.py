@@ -11,6 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -26,15 +27,17 @@ from peers.log.header import Header
 from peers.log.lineage import Lineage
 from peers.log.settings import RunSettings
 from peers.log.state import LogError
+from peers.log.votes import VotesFile, VotesFileError
 from peers.metrics import HEALTH
 from peers.network.channel import PeerRefusedError, PeerUnreachableError
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.protocol import effects
 from peers.protocol.effect_table import EffectTable, row
-from peers.protocol.effects import Dropped, Note, Send, TokensLost, Trouble
-from peers.protocol.events import Event, LeaveRequested, Received, Tick, Undelivered
+from peers.protocol.effects import Dropped, KeepVotes, Note, Send, TokensLost, Trouble
+from peers.protocol.events import Event, LeaveRequested, Received, Tick, Undelivered, VotesKept, VotesNotKept
 from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
+from peers.protocol.voting import RecordError, VotingRecord
 from peers.transfer.buffers import PayloadBuffers, inspection
 from peers.transfer.snapshots import FrozenSnapshot
 from peers.transfer.storage import Storage
@@ -52,7 +55,7 @@ logger = logging.getLogger(__name__)
 CALL = "message"
 CALL_TIMEOUT = 10.0  # seconds in which a peer must have taken a message of the protocol
 TICK = 0.25  # seconds
-INCARNATION_BITS = 61  # random, so that no two starts are alike; the wire counts to 62 bits
+START_BITS = 61  # random, so that no two starts are alike; the wire counts to 62 bits
 FAREWELL_TIMEOUT = 3.0  # seconds
 
 
@@ -75,6 +78,8 @@ class _Messenger:
     def farewells(self) -> list[Awaitable[object]]:
         """Return the calls that say goodbye to everybody we know to be alive. Failures are of no consequence."""
         peer = self._host.peer
+        if peer.goodbye is None:
+            return []
         packed = self._packer.pack(peer.goodbye)
         return [self._transport.call(other, CALL, packed, FAREWELL_TIMEOUT) for other in peer.membership.live(now())]
 
@@ -105,6 +110,61 @@ class _Messenger:
         return b""
 
 
+class _VotesKeeper:
+    """Writes one peer's voting records, one after another, beside everything else. Without a file they are in memory
+    only, and each start of the peer is another incarnation."""
+
+    def __init__(self, file: VotesFile | None, host: Driver) -> None:
+        self._file = file
+        self._host = host
+        self._turn = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, "votes")
+
+    def keep(self, keep: KeepVotes) -> None:
+        """Begin to write a record. What it lets this peer send waits for VotesKept."""
+        if self._file is None:
+            self._host.handle(VotesKept())
+        else:
+            self._host.start(self._keep(keep.record))
+
+    async def _keep(self, record: VotingRecord) -> None:
+        async with self._turn:
+            trouble = await self.write(record)
+            self._host.handle(VotesNotKept(trouble) if trouble else VotesKept())
+
+    async def write(self, record: VotingRecord) -> str:
+        """Write a record, after the entries that it takes for known. Return why that is not possible; empty: it is
+        done."""
+        if self._file is None:
+            return ""
+        await self._host.replication.recorder.finish()
+        write, loop = self._file.write, asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._thread, lambda: write(record.pack()))
+        except VotesFileError as error:
+            return str(error)
+        return ""
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False)
+
+
+def _remembered(file: VotesFile | None, run: str, peer: str) -> VotingRecord | None:
+    """Return the votes of this peer's starts before; None, and why in the log, if there are none to go on with."""
+    if file is None:
+        return None
+    try:
+        packed = file.read()
+        record = None if packed is None else VotingRecord.load(packed, run, peer)
+    except (VotesFileError, RecordError) as error:
+        logger.warning("this peer has no vote until an outer step has it again: %s", error)
+        return None
+    if record is None:
+        logger.info("%s does not exist: this peer votes once an outer step has it", file.path)
+    return record
+
+
 def _note(effect: Note) -> None:
     logger.log(logging.getLevelNamesMapping()[effect.level.upper()], effect.text)
 
@@ -112,17 +172,18 @@ def _note(effect: Note) -> None:
 def _dropped(effect: Dropped) -> None:
     """Name what broke the rules, and who sent it."""
     metrics.DROPPED.labels(effect.what).inc()
-    logger.warning("dropped a %s of %s: %s", effect.what, effect.peer, effect.reason)
+    logger.info("dropped a %s of %s: %s", effect.what, effect.peer, effect.reason)
 
 
 def _tokens_lost(effect: TokensLost) -> None:
     metrics.TOKENS_LOST.labels(effect.what).inc(effect.tokens)
-    logger.warning("%d tokens that we trained are lost: %s", effect.tokens, effect.reason)
+    logger.info("%d tokens that we trained are lost: %s", effect.tokens, effect.reason)
 
 
 def _trouble(effect: Trouble) -> None:
     metrics.TROUBLED.set(bool(effect.reason))
-    logger.warning("%s", effect.reason or "what this peer trains counts again")
+    level = effect.level if effect.reason else "info"
+    logger.log(logging.getLevelNamesMapping()[level.upper()], effect.reason or "what this peer trains counts again")
 
 
 class Driver:
@@ -141,6 +202,7 @@ class Driver:
         lineage: Lineage | None = None,
         log: RunLog | None = None,
         storage: Storage | None = None,
+        votes: VotesFile | None = None,
         on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None,
         on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None,
         team: str = "",
@@ -151,6 +213,7 @@ class Driver:
             lineage: ends where in the log that state is; by default before the first entry.
             log: keeps what is applied from there; by default in memory.
             storage: has room for snapshots; by default in memory.
+            votes: keeps this peer's votes, so that it is the same voter when it starts again; by default in memory.
             on_entry: is told of every outer step that is taken here whole: the entry that closes it, and the state
                 digest after it.
             on_snapshot: is told of every state that is frozen here or fetched.
@@ -164,15 +227,17 @@ class Driver:
             [PayloadKind(each.size, inspection(workload.squared_norm, each)) for each in buffers],
             state_digest,
             now(),
-            secrets.randbits(INCARNATION_BITS),
+            secrets.randbits(START_BITS),
             identity,
             lineage,
+            _remembered(votes, settings.run, identity.peer_id),
         )
         self._tasks: asyncio.TaskGroup
         self._running: set[asyncio.Task[None]] = set()
         self._waiting: list[asyncio.Future[None]] = []
         self._stopped = asyncio.Event()
         self._messenger = _Messenger(transport, self)
+        self._votes = _VotesKeeper(votes, self)
         self._pulse = Pulse(identity, transport, self, team)
         self.rounds = Rounds(transport, workload, buffers, self)
         self._scout = Scout(transport, self.rounds.traffic, self)
@@ -186,12 +251,13 @@ class Driver:
         """Which part carries out which effect."""
         return EffectTable(
             row(effects.Send, self._messenger.send),
+            row(effects.KeepVotes, self._votes.keep),
             row(effects.Train, self._training.begin),
             row(effects.StopTraining, self._training.stop),
             row(effects.OpenRound, self.rounds.open),
             row(effects.SendChunk, self.rounds.traffic.send),
             row(effects.ReduceChunk, lambda reduce: self.start(self.rounds.average(reduce))),
-            row(effects.AssemblePayload, self.rounds.assemble),
+            row(effects.AssemblePayload, lambda assemble: self.start(self.rounds.assemble(assemble))),
             row(effects.Apply, self.replication.apply),
             row(effects.FetchPayload, lambda fetch: self.start(self.replication.fetch_payload(fetch))),
             row(effects.FetchLineage, self.replication.fetch_lineage),
@@ -223,6 +289,7 @@ class Driver:
             await self._say_goodbye()
             raise _first(group) from None
         finally:
+            self._votes.close()
             HEALTH.over("heartbeat")
 
     async def _tick(self) -> None:
@@ -245,7 +312,11 @@ class Driver:
             await asyncio.sleep(timing.heartbeat)
 
     async def _say_goodbye(self) -> None:
-        """The deathrattle: a word to everybody we know to be alive, and a last heartbeat; then nothing more."""
+        """The deathrattle: a word to everybody we know to be alive, and a last heartbeat; then nothing more. A farewell
+        that the disk does not take is not said: this peer would vote after it when it starts again."""
+        if trouble := await self._votes.write(self.peer.record):
+            logger.warning("this peer leaves without a farewell: %s", trouble)
+            return
         last_words = [*self._messenger.farewells(), self._pulse.publish()]
         with suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_TIMEOUT):

@@ -10,9 +10,9 @@ from peers import metrics
 from peers.log.lineage import RECENT_ENTRIES
 from peers.metrics import HEALTH
 from peers.network.links import EAGER
-from peers.presence.heartbeat import Heartbeat, HeldOutLoss, name_peers
+from peers.presence.heartbeat import Heartbeat, HeldOutLoss, PeerState, name_peers
 from peers.protocol.events import AmendmentSeen, Event, HeadsSeen, HeartbeatsSeen, SignedHeadsSeen
-from peers.protocol.states import SHOWN_AS, State
+from peers.protocol.states import SHOWN_AS
 from peers.values.identity import Identity
 from peers.values.system import next_sequence, now
 from peers.values.wire import printable
@@ -56,8 +56,8 @@ class Pulse:
             yield HeadsSeen(last, tuple(heads))
 
     async def beat(self) -> HeartbeatsSeen:
-        """Say that we are here. Returns the words of every peer that we hear, and begins to connect to those that are
-        new."""
+        """Say that we are here. Returns the words of every peer that we hear, with the names of those that have fresh
+        records alone, and begins to connect to those that are new."""
         if self._beats % REFRESH_BEATS == 0:
             await self._transport.refresh_addresses()
         self._beats += 1
@@ -67,7 +67,10 @@ class Pulse:
         self._connect_to_new(heartbeats)
         self._measure()
         silences = self._transport.discovery_of(run).silences()
-        return HeartbeatsSeen(tuple(beat for beat in heartbeats if beat.peer in silences), silences)
+        expiry = self._peer.settings.timing.heartbeat_expiry
+        trainers = [beat.peer for beat in heartbeats if beat.state not in (PeerState.ARCHIVING, PeerState.LEAVING)]
+        unheard = frozenset(peer for peer in trainers if silences.get(peer, math.inf) > expiry) - {self._peer.me}
+        return HeartbeatsSeen(tuple(beat for beat in heartbeats if beat.peer in silences), silences, unheard)
 
     def _connect_to_new(self, heartbeats: Sequence[Heartbeat]) -> None:
         """Begin to connect to strangers; in a large swarm to nobody, before there is something to say to it."""
@@ -94,7 +97,7 @@ class Pulse:
         before = self._transport.discovery_of(self._peer.settings.run).copies.highest
         self._sequence = next_sequence(self._sequence, before)
         peer, progress, log = self._peer, self._peer.trainer.progress, self._peer.settled
-        goodbye = peer.goodbye if peer.state is State.LEFT else None
+        goodbye = peer.goodbye
         ticket, revocations = self._transport.credentials(peer.settings.run)
         return Heartbeat(
             run=peer.settings.run,
@@ -128,6 +131,7 @@ class Pulse:
             team=self._team,
             amendment=log.amendment,
             proposed=peer.proposed_amendment,
+            start=peer.start,
         )
 
     async def _connect(self, stranger: Heartbeat) -> None:

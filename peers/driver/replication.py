@@ -67,6 +67,15 @@ class _Recorder:
         after its cycle, if the entry is the last one of it to be applied."""
         self._last = self._host.start(self._add(made, state_digest, payload))
 
+    async def keep_payload(self, index: int, payload: Payload) -> str:
+        """Write down a payload before it is voted for. Return why that is not possible; empty: it is done."""
+        if self._log.is_on_disk:
+            try:
+                await asyncio.to_thread(self._log.keep_payload, index, payload)
+            except LogFolderError as error:
+                return str(error)
+        return ""
+
     async def follow(self, chain: Chain, end: int) -> None:
         """Take over what leads up to a snapshot."""
         async with self._turn:
@@ -204,12 +213,13 @@ class Replication:
 
     async def fetch_payload(self, fetch: FetchPayload) -> None:
         try:
-            await self._payloads.fetch(fetch.header, fetch.donors)
+            payload = await self._payloads.fetch(fetch.header, fetch.donors)
         except PayloadError as error:
             self._host.handle(PayloadNotFetched(fetch.header, str(error)))
         else:
             metrics.PAYLOADS_FETCHED.inc()
-            self._host.handle(PayloadFetched(fetch.header))
+            trouble = await self.recorder.keep_payload(fetch.header.index, payload)
+            self._host.handle(PayloadFetched(fetch.header, trouble))
 
     def fetch_lineage(self, fetch: FetchLineage) -> None:
         if self._looking is not None:

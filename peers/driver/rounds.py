@@ -54,6 +54,7 @@ class Rounds:
         self._run = host.peer.settings.run
         self._members: dict[int, frozenset[str]] = {}  # of each fragment's last round
         self._reducing = asyncio.Semaphore(REDUCERS)
+        self._assembling = asyncio.Lock()
         self._rounds: dict[int, RoundName] = {}  # by fragment
         self._began_at: float | None = None
         self._seconds = 0.0
@@ -90,13 +91,20 @@ class Rounds:
             if event is not None:
                 self._host.handle(event)
 
-    def assemble(self, assemble: AssemblePayload) -> None:
+    async def assemble(self, assemble: AssemblePayload) -> None:
+        """Keep a payload whose chunks are all here, on the disk, too. Payloads of one round come in their order."""
         round_name, exchange = assemble.round_name, self._host.peer.exchange_of(assemble.round_name)
         buffers = self._buffers_of(round_name)
-        if buffers.round(round_name):
-            self._host.handle(PayloadAssembled(round_name, buffers.assemble(round_name)))
-            if exchange is not None:
-                self._host.start(self._check_an_average(exchange))
+        async with self._assembling:
+            if not buffers.round(round_name):
+                return
+            digest = buffers.assemble(round_name)
+            payload = buffers.kept.get(digest)
+            assert payload is not None, "what was kept last is never dropped"
+            trouble = await self._host.replication.recorder.keep_payload(round_name.position.index, payload)
+            self._host.handle(PayloadAssembled(round_name, digest, trouble))
+        if exchange is not None:
+            self._host.start(self._check_an_average(exchange))
 
     async def _check_an_average(self, exchange: Exchange) -> None:
         """Make one of the averages again that others have made, if it is this round's turn."""

@@ -75,7 +75,8 @@ class Training:
         well all the same. Late work waits for nothing."""
         peer = self._host.peer
         is_late = peer.trainer.is_late(peer.log)
-        if self._is_watched and not is_late and any(round.state is not RoundState.OPEN for round in peer.rounds.values()):
+        are_open = all(round.state is RoundState.OPEN for round in peer.rounds.values())
+        if self._is_watched and not is_late and not are_open:
             self._expect_a_step()
             self._stepped_at = None  # a step that waits is no measure of the next ones
 

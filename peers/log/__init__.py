@@ -11,4 +11,5 @@ header: FAULT_AGE, FAULT_LIMIT, Fault, Faults, Header, Kind, MEMBER_LIMIT, Membe
 lineage: Branch, Lineage, RECENT_ENTRIES, Walk
 settings: RunSettings, Timing
 state: LogError, LogState, Quorum, committee, take_order
+votes: RECORD_LIMIT, VotesFile, VotesFileError
 """

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 
 from peers.errors import DilocoPeerError
 from peers.log.certificate import Certificate
@@ -283,7 +284,7 @@ class RunLog:
             self._add(Entry.whole(header, state_digest, certificate), header)
         finally:
             if payload is not None:
-                self._keep(header.index, payload)
+                self.keep_payload(header.index, payload)
 
     def prepend(self, stretch: Stretch) -> None:
         """Add cycles that lead up to `first`. Their digests vouch for them, so they may come from anybody.
@@ -307,6 +308,13 @@ class RunLog:
         """Return the payload with that digest, if it is here. May take as long as digesting it does."""
         return self._payloads.get(digest)
 
+    def keep_payload(self, index: int, payload: Payload) -> None:
+        """Keep the payload of an entry that is voted for, or was made. May be called in any thread.
+
+        Raises: LogFolderError.
+        """
+        self._payloads.keep(payload)
+
     def prune(self, before: int) -> None:
         """Drop the payloads on the disk of entries with an index less than `before`. Raises: LogFolderError."""
 
@@ -320,9 +328,6 @@ class RunLog:
     def proof(self, digest: bytes) -> bytes | None:
         """Return the proof with that digest, if it is here."""
         return None
-
-    def _keep(self, index: int, payload: Payload) -> None:
-        self._payloads.keep(payload)
 
     def _save(self, appended: Sequence[Entry] = ()) -> None:
         """Write the entries, which have changed, to the disk; if `appended` are given, these at their end alone."""
@@ -366,7 +371,8 @@ class RunLog:
 
 
 class LogFolder(RunLog):
-    """On disk, for one process at a time; its methods are for one thread at a time, but `payload` for any."""
+    """On disk, for one process at a time; its methods are for one thread at a time, but `payload` and
+    `keep_payload` for any."""
 
     is_on_disk = True
 
@@ -376,6 +382,7 @@ class LogFolder(RunLog):
         self.path = path
         self._block_bytes = block_bytes
         self._is_behind = False  # the file lacks something, or ends in half a line
+        self._keeping = Lock()
 
     @classmethod
     def open(cls, path: Path, empty_log: LogState, block_bytes: int) -> LogFolder:
@@ -446,9 +453,9 @@ class LogFolder(RunLog):
             logger.warning("cannot read %s: %s", path, error.strerror or error)
         return None
 
-    def _keep(self, index: int, payload: Payload) -> None:
+    def keep_payload(self, index: int, payload: Payload) -> None:
         path = payload_path(self.path / PAYLOADS, index, payload.digest)
-        with _usable(self.path):
+        with self._keeping, _usable(self.path):
             if not path.exists():
                 write_whole(path, [payload.data])
 

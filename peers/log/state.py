@@ -219,6 +219,11 @@ class LogState:
         nothing = {"tokens": 0, "samples": ()}
         return tuple(member.model_copy(update=nothing) if member.peer in new else member for member in roster)
 
+    def is_known(self, member: Member) -> bool:
+        """Return whether a member of the next entry gets no say by it that it had not before: it has one as the start
+        that it is, or it goes on being on probation. All founders get one."""
+        return self.last is None or self.counts(member.peer, member.incarnation) or self.is_on_probation(member.peer)
+
     @cached_property
     def excluded(self) -> dict[str, int]:
         """The peers that are excluded from the present cycle for a proven lie; the last cycle from which each is."""
@@ -455,13 +460,15 @@ def _next_header(
         raise LogError("a peer is in the roster twice, or out of order")
     if log.probation and log.weighed(roster) != roster:
         raise LogError("a peer on probation counts in the roster")
+    if log.closes and (made_up := [one.peer for one in roster if not (one.tokens or log.is_known(one))]):
+        raise LogError(f"{made_up[0]}: a peer that brings no tokens would have a say that it had not before")
     if log.closes != (leader is not None):
         raise LogError("the entry that closes a cycle has a leader, and no other one")
     if faults and not (log.closes and log.exclusion):
         raise LogError("it has no annex")
     if gone and not log.closes:
         raise LogError("only the entry that closes a cycle says who is gone")
-    _check_annex(faults, log.known, peers)
+    _check_annex(faults, {*log.known, *log.voters}, peers)
     _check_gone(gone, log.voters, {*peers, *(fault.peer for fault in faults)})
     _check_amendment(log, amendment)
     try:
@@ -562,15 +569,15 @@ def committee(voters: tuple[tuple[str, int], ...], seed: bytes) -> tuple[tuple[s
 def _check_annex(faults: Sequence[Fault], known: Collection[str], roster: Collection[str]) -> None:
     """Check an entry's annex. Raises: LogError.
 
-    Only peers with a lease can be excluded, so that nobody fills the log with peers that it has made up. Nobody who is
-    in the entry is: a peer that is needed for it is excluded later.
+    Only peers with a lease or a vote can be excluded, so that a liar can't fill the log with peers that it has made up.
+    No member of the entry can be: a peer that is needed for it is excluded later.
     """
     peers = [fault.peer for fault in faults]
     if len(set(peers)) < len(peers):
         raise LogError("a peer is named twice in its annex")
     for peer in peers:
         if peer not in known:
-            raise LogError(f"{peer}: its annex names a peer without a lease")
+            raise LogError(f"{peer}: its annex names a peer with neither lease nor vote")
         if peer in roster:
             raise LogError(f"{peer}: its annex names a member")
 

@@ -14,7 +14,8 @@ from peers import metrics
 from peers.errors import AdmissionError, LocalProtocolError, RemoteProtocolError
 from peers.metrics import HEALTH
 from peers.network.channel import PeerUnreachableError, RefusalError
-from peers.presence.beats import PAGE, WHO, Beat, Beats, Request
+from peers.presence.beats import Beats
+from peers.presence.calls import PAGE, WHO, Beat, Request
 from peers.presence.copies import Copies
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.meeting_place import MeetingPlace

@@ -35,7 +35,7 @@ from peers.network.known_runs import KnownRuns
 from peers.network.links import EAGER, Links, LinkSettings
 from peers.network.own_network import is_behind_nat, watch_network
 from peers.network.throttle import Caps, LinkTime, Throttle
-from peers.presence.beats import BEAT, BEAT_BYTES, HEARTBEAT, SHORT, WHO, Beat, Request, tag_of
+from peers.presence.calls import BEAT, BEAT_BYTES, HEARTBEAT, SHORT, WHO, Beat, Request, tag_of
 from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest

@@ -3,8 +3,9 @@
 Other rooms import:
 admission: RunAdmission, refused
 allowances: Allowance, Allowances
-beats: BEAT, BEAT_BYTES, Beat, Beats, HEARTBEAT, PAGE, Request, SHORT, WHO, tag_of
+beats: Beats
 branches: state_told
+calls: BEAT, BEAT_BYTES, Beat, HEARTBEAT, PAGE, Request, SHORT, WHO, tag_of
 copies: Copies
 heartbeat: ADDRESS_LENGTH, Endpoint, Heartbeat, HeldOutLoss, NAMED_PEERS, PeerState, SIZE_LIMIT, name_peers
 meeting_place: MeetingPlace

@@ -1,9 +1,8 @@
 """Beats: how the peers of a run tell each other that they are there, without input or output (R20).
 
-Every two seconds a peer sends each other one a *beat*: where it is and what it does, in some 60 bytes, without a
-signature, since the link vouches for its sender. Its signed heartbeat, which says all the rest, goes the same way when
-something in it has changed, and now and then. The answer says whether the other one lacks it. So a beat of a stranger
-costs nothing: it is answered by asking who that is.
+Every two seconds a peer sends each other one a *beat* (calls.py), in some 60 bytes without a signature, since the link
+vouches for its sender. Its signed heartbeat, which says all the rest, goes the same way when it has changed, and now
+and then. The answer says whether the other one lacks it. So a stranger's beat costs nothing: it is asked who it is.
 
 Each peer believes what it hears itself. Signed heartbeats of others are handed out to newcomers and to visitors who
 only look, so that they know whom to ask; they are no signs of life.
@@ -11,148 +10,43 @@ only look, so that they know whom to ask; they are no signs of life.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from itertools import islice
-from typing import Annotated, Self
-
-from pydantic import Field
+from typing import NamedTuple
 
 from peers.errors import RemoteProtocolError
 from peers.presence.admission import RunAdmission, refused
 from peers.presence.allowances import Allowance, Allowances
+from peers.presence.calls import (
+    ANSWER_BYTES,
+    BEAT,
+    HEARTBEAT,
+    KNOWN_LIMIT,
+    NOTHING_TO_SAY,
+    PAGE,
+    SHORT,
+    Answer,
+    Beat,
+    Page,
+    Request,
+    tag_of,
+)
 from peers.presence.copies import Copies
-from peers.presence.heartbeat import DEFAULT_LIFETIME, SIZE_LIMIT, Heartbeat, PeerState, Rate
+from peers.presence.heartbeat import DEFAULT_LIFETIME, Heartbeat, PeerState
 from peers.presence.heartbeat_store import NEVER, HeartbeatStore, Kept, is_from_the_future
-from peers.values.wire import PROTOCOL_VERSION, Count, RunId, Value, WireError, digest_of, pack, unpack, unpack_from
+from peers.values.wire import pack, unpack_from
 
-BEAT, HEARTBEAT, WHO = "beat", "heartbeat", "who"
-"""Names of the calls. Payloads: a Beat; a tag of the run and a signed heartbeat; a Request. The answers to the first
-two are an Answer, to the last a Page."""
-BEAT_BYTES = 100  # of a packed Beat at most
-SHORT = 8  # bytes of a digest that tell it from others, where nothing depends on it
 REFRESH_SHARE = 0.4
 """Of a heartbeat's lifetime, from one signed heartbeat to the next: so often that a copied key is noticed in time."""
 STALE_SHARE = 0.8  # of a heartbeat's lifetime, after which a signed one is asked for again
-PAGE = 64  # heartbeats that one answer hands out
-KNOWN_LIMIT = 4096  # peers that a Request names
-PAGE_BYTES = PAGE * (SIZE_LIMIT + 64)  # before they are made smaller
-REQUEST_BYTES = KNOWN_LIMIT * SHORT + 1024
-ANSWER_BYTES = 2 * SIZE_LIMIT + 1024
 AUDIENCE_LIMIT = 128  # peers
 NEW_AT_ONCE = 64  # of them that are told something first: made-up peers cost a call each
 PAUSE_FIRST, PAUSE_LAST = 1.0, 30.0  # seconds for which a peer that did not answer is left alone
 STRANGER = "stranger"  # all peers that are not in the run share what one peer may have
 WHO_BURST, WHO_RATE, TOGETHER = 1 << 19, 1 << 16, 4  # bytes, and bytes a second, of pages; times that for all together
 STRANGERS_BURST, STRANGERS_RATE = 1 << 18, 1 << 16  # the same, of first heartbeats that are checked
-
-Short = Annotated[bytes, Field(strict=True, min_length=SHORT, max_length=SHORT)]
-Signed = Annotated[bytes, Field(strict=True, min_length=1, max_length=SIZE_LIMIT)]
 ON_THE_WAY = frozenset({"sequence", "state", "view", "inner_step", "speed", "leads", "tokens_per_second", "loss"})
 """Fields of a heartbeat that beats tell, or that are worth no heartbeat of their own."""
-
-
-class Beat(Value):
-    """The short words of a peer between two signed heartbeats. `run` is a tag of the run's id, `head` the beginning of
-    the head; the other fields are as in a Heartbeat."""
-
-    run: Short
-    sequence: Count
-    incarnation: Count
-    state: PeerState
-    index: Count
-    head: Short
-    view: Count
-    inner_step: Count
-    speed: Rate
-    leads: Annotated[bool, Field(strict=True)]
-
-    @classmethod
-    def of(cls, heartbeat: Heartbeat) -> Self:
-        """Return what a beat says of a heartbeat."""
-        return cls(
-            run=tag_of(heartbeat.run),
-            sequence=heartbeat.sequence,
-            incarnation=heartbeat.incarnation,
-            state=heartbeat.state,
-            index=heartbeat.index,
-            head=heartbeat.head[:SHORT],
-            view=heartbeat.view,
-            inner_step=heartbeat.inner_step,
-            speed=heartbeat.speed,
-            leads=heartbeat.leads,
-        )
-
-    def goes_on(self, heartbeat: Heartbeat) -> bool:
-        """Return whether it is about the same place in the log as a signed heartbeat of its peer. A farewell is never
-        said by a beat: it needs a signature."""
-        here = self.index == heartbeat.index and self.head == heartbeat.head[:SHORT]
-        return here and PeerState.LEAVING not in (self.state, heartbeat.state)
-
-    def added_to(self, heartbeat: Heartbeat) -> Heartbeat:
-        """Return the heartbeat with what this says. At another place than the heartbeat's, only that its peer lives."""
-        if not self.goes_on(heartbeat):
-            return heartbeat.model_copy(update={"sequence": self.sequence})
-        told = {"state", "view", "inner_step", "speed", "leads", "sequence"}
-        return heartbeat.model_copy(update={name: getattr(self, name) for name in told})
-
-
-class Answer(Value):
-    """The answer to a beat or a signed heartbeat.
-
-    `wants`: I lack your signed heartbeat. A peer that we do not beat to gets our `beat` so. `heartbeats` are our signed
-    one, if the other side may lack it, and one of its own key that another incarnation has said.
-    """
-
-    wants: Annotated[bool, Field(strict=True)]
-    beat: Beat | None = None
-    heartbeats: Annotated[tuple[Signed, ...], Field(max_length=2)] = ()
-
-
-NOTHING_TO_SAY = b""
-"""An Answer that says nothing; an answer to a Request: ask another peer."""
-
-
-class Request(Value):
-    """A question: which peers of the run do you hear, besides those with these tags?"""
-
-    version: Count = PROTOCOL_VERSION
-    run: RunId
-    known: Annotated[bytes, Field(strict=True, max_length=KNOWN_LIMIT * SHORT)]
-
-    @classmethod
-    def unpack(cls, sender: str, data: bytes) -> Self:
-        """Raises: RemoteProtocolError, also for a request of another protocol version."""
-        request = unpack_from(sender, cls, data, REQUEST_BYTES)
-        if request.version != PROTOCOL_VERSION:
-            raise RemoteProtocolError(sender, f"its protocol version is {request.version}, ours is {PROTOCOL_VERSION}")
-        if len(request.known) % SHORT:
-            raise RemoteProtocolError(sender, f"{len(request.known)} bytes are no whole number of tags")
-        return request
-
-
-class Page(Value):
-    """Signed heartbeats of peers that the answering peer hears. A full page says that there may be more."""
-
-    heartbeats: Annotated[tuple[Signed, ...], Field(max_length=PAGE)]
-
-    def packed(self) -> bytes:
-        """Return the bytes to send: with zlib a third, of many heartbeats a fifth."""
-        return zlib.compress(pack(self), 1)
-
-    @classmethod
-    def unpack(cls, sender: str, data: bytes) -> Self:
-        """Raises: RemoteProtocolError."""
-        inflating = zlib.decompressobj()
-        try:
-            plain = inflating.decompress(data, PAGE_BYTES)
-            if not inflating.eof or inflating.unused_data:
-                raise WireError(f"heartbeats of more than {PAGE_BYTES} bytes, or cut off")
-            return unpack(cls, plain, PAGE_BYTES)
-        except (zlib.error, WireError) as error:
-            raise RemoteProtocolError(sender, f"no heartbeats: {error}") from error
 
 
 class Audience:
@@ -182,7 +76,6 @@ class Audience:
         new = [peer for peer in due if peer not in self._told][: max(0, room)]
         return [peer for peer in due if peer in self._told] + new
 
-    # What each has --------------------------------------------------------------------------------------------
     def has(self, peer: str, sequence: int) -> bool:
         """Return whether a peer has confirmed our signed heartbeat of this sequence."""
         return self._told.get(peer) == sequence
@@ -192,8 +85,7 @@ class Audience:
         self._under_way.add(peer)
 
     def answered(self, peer: str, sequence: int | None, wants: bool) -> None:
-        """Note that a peer has answered to our signed heartbeat of this sequence, or to a beat (None); it `wants` the
-        signed one again if it lacks it."""
+        """Note that a peer has answered to our signed heartbeat of this sequence, or to a beat (None)."""
         self._under_way.discard(peer)
         self._pauses.pop(peer, None)
         if wants:
@@ -201,7 +93,6 @@ class Audience:
         elif sequence is not None and peer in self.peers:
             self._told[peer] = sequence
 
-    # Pauses ---------------------------------------------------------------------------------------------------
     def failed(self, peer: str, now: float) -> None:
         """Leave a peer alone for a while, longer each time it does not answer. It may have started anew meanwhile."""
         self._under_way.discard(peer)
@@ -215,8 +106,7 @@ class Audience:
         self._pauses.pop(peer, None)
 
 
-@dataclass(frozen=True)
-class Word:
+class Word(NamedTuple):
     """One thing to tell a peer: the call's name, and its payload. `sequence` is that of a signed heartbeat."""
 
     call: str
@@ -249,9 +139,8 @@ class Beats:
     def is_news(self, heartbeat: Heartbeat, now: float) -> bool:
         """Return whether a heartbeat of ours is to be signed, and a beat not enough."""
         own = self.own
-        if own is None or heartbeat.state is PeerState.LEAVING:
-            return True
-        if now - own.taken_at >= REFRESH_SHARE * self.lifetime:
+        is_leaving = heartbeat.state is PeerState.LEAVING
+        if own is None or is_leaving or now - own.taken_at >= REFRESH_SHARE * self.lifetime:
             return True
         before = own.heartbeat.__dict__
         return any(said != before[name] for name, said in heartbeat.__dict__.items() if name not in ON_THE_WAY)
@@ -261,7 +150,7 @@ class Beats:
         heartbeat = Heartbeat.verify(signed, self.run)
         first_at = self.own.first_at if self.own else now
         self.own = Kept(heartbeat, signed, heartbeat, taken_at=now, first_at=first_at, heard_at=now)
-        self.lifetime, self.copies.ours = heartbeat.lifetime, heartbeat.incarnation
+        self.lifetime, self.copies.ours = heartbeat.lifetime, heartbeat.life
         self._beat = Beat.of(heartbeat)
 
     def go_on(self, heartbeat: Heartbeat, now: float) -> None:
@@ -326,7 +215,7 @@ class Beats:
         before = self.store.get(sender)
         if not self._may_send(sender, before, len(signed), now):
             return pack(Answer(wants=True))
-        double = (before.heartbeat.incarnation, before.signed) if before and before.is_fresh(now) else None
+        double = (before.heartbeat.life, before.signed) if before and before.is_fresh(now) else None
         heartbeat = Heartbeat.verify(signed, self.run)
         if heartbeat.peer != sender:
             raise RemoteProtocolError(sender, f"it speaks for {heartbeat.peer}")
@@ -336,7 +225,7 @@ class Beats:
         self._heard(sender, now)
         own = self.own
         said = [own.signed] if own is not None and not self.audience.has(sender, own.heartbeat.sequence) else []
-        said += [double[1]] if double and double[0] != heartbeat.incarnation else []
+        said += [double[1]] if double and double[0] != heartbeat.life else []
         return pack(Answer(wants=False, heartbeats=tuple(said))) if said else NOTHING_TO_SAY
 
     def _may_send(self, sender: str, kept: Kept | None, size: int, now: float) -> bool:
@@ -399,8 +288,6 @@ class Beats:
 
     def see_out(self, wall: float) -> None:
         """Forget the peers that may not take part any more: their tickets were revoked, or are expired."""
-        if self.admission is None:
-            return
         for kept in self.store.all():
             if self._refusal(kept.heartbeat, wall):
                 self.store.drop(kept.heartbeat.peer)
@@ -411,21 +298,19 @@ class Beats:
         return [kept.heartbeat.peer for kept in self.store.fresh(now) if kept.is_present(now)]
 
     def heartbeats(self, now: float) -> list[Heartbeat]:
-        """Return the newest words of every peer that is known, ours included, by peer id."""
+        """Return the newest heartbeat of each peer that is known, ours included, by peer id."""
         known = (*filter(None, [self.own]), *self.store.fresh(now))
         return sorted((kept.newest for kept in known), key=lambda heartbeat: heartbeat.peer)
 
     def silences(self, now: float) -> dict[str, float]:
         """Return for how many seconds each other peer was silent, of those that were heard lately."""
-        heard = (kept for kept in self.store.fresh(now) if kept.heard_at > NEVER)
-        return {kept.heartbeat.peer: now - kept.heard_at for kept in heard}
+        return {kept.heartbeat.peer: now - kept.heard_at for kept in self.store.fresh(now) if kept.heard_at > NEVER}
 
     def known_since(self, peer: str) -> float:
         """Return when anything was first known of a peer."""
-        kept = self.store.get(peer)
-        return kept.first_at if kept else 0.0
+        return kept.first_at if (kept := self.store.get(peer)) else 0.0
 
-    # Who asks -------------------------------------------------------------------------------------------------
+    # Questions ------------------------------------------------------------------------------------------------
     def hand_out(self, sender: str, request: Request, now: float, wall: float) -> bytes:
         """Return a page of the heartbeats that a peer, or a visitor, lacks of those that we hear. Of the sender's own
         key we tell what we have: it may be another machine's.
@@ -463,9 +348,3 @@ class Beats:
             self._keep(heartbeat, signed, now, wall)
             found.add(heartbeat.peer)
         return found
-
-
-@lru_cache(maxsize=4096)
-def tag_of(name: str) -> bytes:
-    """Return a short name of a run, or of a peer."""
-    return digest_of(name.encode())[:SHORT]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from peers.presence.heartbeat import Heartbeat, PeerState
 
-LIVES_LIMIT = 8  # incarnations of ours that are remembered
+LIVES_LIMIT = 8  # of our key that are remembered
 SILENCE_SHARE = 0.6
 """Of a heartbeat's lifetime, without a newer one, after which a life is over: signed ones come after four tenths of it,
 and two tenths later they were heard."""
@@ -37,18 +37,17 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        self.ours: int | None = None
-        """The incarnation that we speak as; None: we have said nothing."""
-        self._lives: dict[int, _Life] = {}
+        self.ours: tuple[int, int] | None = None
+        """The life that we speak as; None: we have said nothing."""
+        self._lives: dict[tuple[int, int], _Life] = {}
 
     def hear(self, heartbeat: Heartbeat, now: float) -> None:
         """Take in a heartbeat with our own signature."""
-        incarnation = heartbeat.incarnation
-        if incarnation == self.ours:
+        if heartbeat.life == self.ours:
             return
-        life = self._lives.get(incarnation)
+        life = self._lives.get(heartbeat.life)
         if life is None:
-            self._lives[incarnation] = _Life(now, heartbeat.sequence, heartbeat, now)
+            self._lives[heartbeat.life] = _Life(now, heartbeat.sequence, heartbeat, now)
             if len(self._lives) > LIVES_LIMIT:
                 del self._lives[next(iter(self._lives))]
         elif heartbeat.sequence > life.newest.sequence:

@@ -96,7 +96,7 @@ class HeldOutLoss(Value):
 
 
 class Heartbeat(Value):
-    """One peer of one run at one moment, in one incarnation.
+    """One peer of one run at one moment, in one incarnation and one start of its process.
 
     `index` and `head` are its position in the log, `state_digest` that of theta and momentum there.
     `loss` is that of the inner step under way (None: not known). `speed`, in tokens a second, is that of its last
@@ -150,6 +150,12 @@ class Heartbeat(Value):
     team: Team = ""
     amendment: Amendment | None = None
     proposed: Amendment | None = None
+    start: Count = 0
+
+    @property
+    def life(self) -> tuple[int, int]:
+        """The incarnation, and the start of its process. No two machines with one key have the same."""
+        return self.incarnation, self.start
 
     @property
     def expires(self) -> float:

@@ -30,6 +30,8 @@ class Presence:
         self.membership = Membership(me, expiry, is_farewell)
         self.reachability = Reachability(expiry)
         self.branches = Branches(self, me, expiry, pause)
+        self.unheard: frozenset[str] = frozenset()
+        """Peers that are not heard, though they have fresh records: no link leads there, perhaps."""
         self.rate = 0
         """Bytes a second that our link was seen to carry each way; 0: not measured yet."""
         self._me = me

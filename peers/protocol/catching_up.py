@@ -93,7 +93,17 @@ class CatchingUp:
         context.convict(context.evidence.observe_split(event.ours, event.theirs, self._replica.lineage))
         far = self.search.on_seen(event)
         if far is not None and self.may_begin:
+            self._show_ours(event)
             self.fetch(far)
+
+    def _show_ours(self, seen: LineageSeen) -> None:
+        """Show the donor the certificates of the entries that we give up for its own: who has signed both branches is
+        convicted there, too (R9)."""
+        start, given_up = seen.ours.start, seen.ours.certificates if seen.theirs.splits_from(seen.ours) else ()
+        for fragment in sorted(given_up):
+            made = self._replica.lineage.after(start.of(fragment).position)
+            if made is not None:
+                self._context.emit(Send(seen.donor, Certified(header=made[0], certificate=made[1])))
 
     def on_elsewhere(self, sender: str) -> None:
         """Take in that our inquiry led nowhere: the sender is on another lineage than we are."""
@@ -123,11 +133,11 @@ class CatchingUp:
         self.search.answered()
         self._replica.take(behind)
         if header.payload == NO_PAYLOAD:
-            self._host.entry_made(header, certified.certificate)
+            self._host.entry_made(header, behind.certificate)
 
     def on_not_replayed(self, header: Header, reason: str) -> None:
         """Take in that no donor had an entry's payload."""
-        self._context.emit(Note("warning", f"no payload of entry {header.index}: {reason}"))
+        self._context.emit(Note("info", f"no payload of entry {header.index}: {reason}"))
         far = self.search.far_behind()
         if far is not None:
             self.fetch(far)
@@ -259,7 +269,7 @@ class Search:
             return None
         head = self._replica.contradiction
         why = f" with outer step {head.index} as the archive {head.archive} has signed it" if head is not None else ""
-        self._context.emit(Note("warning", f"{seen.donor} is at {theirs.end.position.index}{why}: fetching a snapshot"))
+        self._context.emit(Note("info", f"{seen.donor} is at {theirs.end.position.index}{why}: fetching a snapshot"))
         return self._far_behind(seen.donor, theirs.start.position.index)
 
     def believed(self, theirs: Branch, ours: Branch) -> Branch | None:

@@ -10,6 +10,7 @@ from peers.log.header import Header
 from peers.protocol.messages import Message
 from peers.protocol.parts import Origin
 from peers.protocol.rounds import Round, RoundName
+from peers.protocol.voting import VotingRecord
 from peers.values.manifest import Amendment
 from peers.values.workload import InnerLoop
 
@@ -22,6 +23,13 @@ class Send:
 
 class Train(InnerLoop):
     """Have the worker do this; ends in TrainingDone."""
+
+
+@dataclass(frozen=True)
+class KeepVotes:
+    """Write the voting record to the disk, in the order in which records come. Ends in VotesKept or VotesNotKept."""
+
+    record: VotingRecord
 
 
 @dataclass(frozen=True)
@@ -72,14 +80,14 @@ class ReduceChunk:
 
 @dataclass(frozen=True)
 class AssemblePayload:
-    """All chunks are here: keep them as a payload. Ends in PayloadAssembled."""
+    """All chunks are here: keep them as a payload, on the disk, too (R10). Ends in PayloadAssembled."""
 
     round_name: RoundName
 
 
 @dataclass(frozen=True)
 class FetchPayload:
-    """Get the payload of `header` from any of these peers, which have it.
+    """Get the payload of `header` from this machine's log, or from any of these peers, and keep it on the disk, too.
 
     Ends in PayloadFetched or PayloadNotFetched.
     """
@@ -161,13 +169,15 @@ class TokensLost:
 @dataclass(frozen=True)
 class Trouble:
     """Why what this peer trains does not count at present, and what to do about it; "": it does again. To be shown to
-    the volunteer, and to everybody in heartbeats."""
+    the volunteer, and to everybody in heartbeats. `level` as in a Note."""
 
     reason: str
+    level: str = "warning"
 
 
 Effect = (
     Send
+    | KeepVotes
     | Train
     | StopTraining
     | OpenRound

@@ -26,11 +26,13 @@ class Tick:
 
 @dataclass(frozen=True)
 class HeartbeatsSeen:
-    """The newest heartbeat of each peer, and for how many seconds nothing newer had come of it (not named: it comes
-    only now)."""
+    """The newest heartbeat of each peer that is heard, and for how many seconds nothing newer had come of it (not
+    named: it comes only now). `unheard` are peers that are not heard, though their records are fresh: in the DHT, or as
+    others hand them out."""
 
     heartbeats: tuple[Heartbeat, ...]
     silences: Mapping[str, float] = field(default_factory=dict)
+    unheard: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -149,18 +151,33 @@ class ChunksUnsent:
 
 
 @dataclass(frozen=True)
+class VotesKept:
+    """The oldest voting record that was to be kept is on the disk."""
+
+
+@dataclass(frozen=True)
+class VotesNotKept:
+    """The disk did not take the oldest voting record that was to be kept."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class PayloadAssembled:
-    """All chunks of the round are here; the payload has this digest and is kept."""
+    """All chunks of the round are here; the payload has this digest and is kept. `trouble` says why it is not on the
+    disk; empty: it is."""
 
     round_name: RoundName
     digest: bytes
+    trouble: str = ""
 
 
 @dataclass(frozen=True)
 class PayloadFetched:
-    """The payload of `header` is here, as peers kept it."""
+    """The payload of `header` is here, as peers kept it. `trouble` says why it is not on the disk; empty: it is."""
 
     header: Header
+    trouble: str = ""
 
 
 @dataclass(frozen=True)
@@ -276,6 +293,8 @@ Event = (
     | AverageRefuted
     | ChunkSent
     | ChunksUnsent
+    | VotesKept
+    | VotesNotKept
     | PayloadAssembled
     | PayloadFetched
     | PayloadNotFetched

@@ -5,7 +5,7 @@ in heartbeats, and stops when a lease was in vain. Cut off: the leader can't be 
 without a lease, and looks again when links or speeds change, and after some time. Late: the last entries went on
 without it. Astray: an archive of the run has signed another log. On probation: a new peer's work does not count yet. It
 is told so, and goes on. Convicted: the log excludes it for a proven lie. Minority and waiting: most of the run's peers
-are gone.
+are gone. No vote: the disk takes none.
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ class Kind(StrEnum):
     ALONE = "alone"
     ASTRAY = "astray"
     NO_SIGNED_LOG = "no signed log"
+    NO_VOTE = "no vote"
     TOO_SLOW = "too slow"
     MINORITY = "minority"
     WAITING = "waiting"
     LATE = "late"
     ON_PROBATION = "on probation"
+
+
+AS_MEANT = frozenset({Kind.ON_PROBATION, Kind.WAITING})
+"""Kinds that the run's or the volunteer's own settings bring about: nobody need act."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +102,12 @@ class Hindrances:
         if kind != self._told_kind:
             self._told_kind = kind
             self.told = told.reason if told else ""
-            self._context.emit(Trouble(self.told))
+            self._context.emit(Trouble(self.told, "info" if kind in AS_MEANT else "warning"))
 
     def _find(self, leader: str | None) -> Hindrance | None:
         return (
             self._convicted()
+            or self._no_vote()
             or self._cut_off(leader)
             or self._astray()
             or self._too_slow()
@@ -125,11 +131,17 @@ class Hindrances:
         )
         return Hindrance(Kind.CONVICTED, reason, is_vain=True)
 
+    def _no_vote(self) -> Hindrance | None:
+        """Return whether the disk takes no votes: this peer trains and takes part in rounds, and others decide."""
+        trouble = self._context.votes.trouble
+        reason = f"this peer has no vote, since none leaves a machine that could forget it: {trouble}"
+        return Hindrance(Kind.NO_VOTE, reason, is_vain=False) if trouble else None
+
     @property
     def _others(self) -> set[str]:
-        """The peers that have a say besides us, and all that are heard and train."""
+        """The peers that have a say besides us, and all that train, whether they are heard or have fresh records."""
         heard = {beat.peer for beat in self._presence.live().trainers}
-        return heard.union(self._replica.log.incarnations) - {self._context.me}
+        return heard.union(self._presence.unheard, self._replica.log.incarnations) - {self._context.me}
 
     def _cut_off(self, leader: str | None) -> Hindrance | None:
         """Return whether no peer can be reached, or not the one that leads, as the last entries without us tell."""
@@ -179,23 +191,29 @@ class Hindrances:
         """Return whether most of the run's peers are gone, and we wait for them, or go on with a few."""
         replica, doubt = self._replica, self._replica.lineage.doubt
         if doubt is not None and replica.is_of_minority:
-            here = len(set(doubt.voters) & set(replica.log.voters))
+            rest = len(set(doubt.voters) & set(replica.log.voters))
             reason = (
-                f"only {here} of the {len(doubt.voters)} peers of outer step {doubt.position.index} went on from there:"
-                f" what is trained here counts nothing if the others did, too; leave, and join again to look for them"
+                f"only {rest} of the {len(doubt.voters)} peers of outer step {doubt.position.index} went on from there:"
+                f" what is trained here counts nothing if the others did, too; this peer looks for them and goes over"
+                f" to a better log, so see that others can reach this machine, or join with --on-partition wait"
             )
             return Hindrance(Kind.MINORITY, reason, is_vain=False)
-        roster = set(replica.log.voters)
-        gone = roster - self._presence.live().keys() - {self._context.me}
-        if self._context.settings.goes_on_alone or 2 * len(gone) < len(roster) or not roster:
+        log, settings = replica.log, self._context.settings
+        present = {self._context.me, *self._presence.live()}
+        gone = set(log.voters) - present
+        if not gone or self._presence.is_quorum(log, present):
             return None
-        reason = f"{len(gone)} of the {len(roster)} peers of the last outer step are gone; waiting for them"
-        return Hindrance(Kind.WAITING, f"{reason}, as --on-partition wait says", is_vain=False)
+        grace = settings.timing.partition_grace
+        until = f", for {grace:.0f} s at most" if settings.goes_on_alone else ", as --on-partition wait says"
+        reason = f"{len(gone)} of the {len(log.voters)} peers of the last outer step are gone; waiting for them{until}"
+        return Hindrance(Kind.WAITING, reason, is_vain=False)
 
     def _late(self) -> Hindrance | None:
         """Return whether the last entries took nothing of what we trained for them."""
-        times, log = self._trainer.in_vain, self._replica.log
-        if times < LATE or self._context.me in log.roster:
+        times, log, me = self._trainer.in_vain, self._replica.log, self._context.me
+        roster = log.last.roster if log.last else ()
+        counted = any(member.peer == me and member.tokens for member in roster)
+        if times < LATE or counted or (me in log.roster and log.is_on_probation(me)):
             return None
         reason = (
             f"the last {times} outer steps went on without what this peer trained for them: it was ready too late, or"

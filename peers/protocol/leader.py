@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 SECOND_CHANCES = 2
 """How often in a view members get heirs because they gave no Part in time."""
+MISSED_ATTEMPTS = 1 << 16
+"""Attempts of a view that its leader may have forgotten, since it started again."""
 AGAIN = 2.0
 """Pauses between repeated messages after which a member that does not answer is told again."""
 REFUSALS = {refusal.value: refusal for refusal in Refusal}
@@ -77,7 +79,8 @@ class Leader:
             return
         for named in (ready.refused, ready.round.ballot if ready.round else None):
             if named is not None and named.view == self._seat.pacemaker.view:
-                self._attempt = max(self._attempt, named.attempt)
+                ahead = named.attempt if named.attempt < self._attempt + MISSED_ATTEMPTS else 0  # else no honest one
+                self._attempt = max(self._attempt, ahead)
         if ready.view != self._seat.pacemaker.view or not self._seat.is_led_by_us:
             return
         if self._begun is not None or self._proposed is not None:

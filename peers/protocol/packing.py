@@ -76,7 +76,7 @@ def open_envelope(run: str, data: bytes) -> tuple[type[Message], Position, list[
     if type(version) is not int or version != PROTOCOL_VERSION:
         raise WireError(f"protocol version {version!r:.20}; this is version {PROTOCOL_VERSION}")
     if named_run != run:
-        raise WireError("a message of another run")
+        raise WireError(f"a message of another run, {named_run!r:.40}; this is run {run!r}")
     if not isinstance(name, str) or name not in KINDS:
         raise WireError(f"unknown kind of message {str(name)[:40]!r}")
     kind, body = KINDS[name], decode(_inflate(content)) if isinstance(content, bytes) else content
@@ -159,7 +159,8 @@ class Packer:
     def unpack(self, data: bytes) -> Message | Unread | None:
         """Return what `unpack_message` does. Raises: WireError."""
         kind, position, values = open_envelope(self._run, data)
-        is_read = position.is_in_cycle_of(self._peer.log.position)
+        # A certificate of an older position may be the other branch of a fork (R9).
+        is_read = kind is Certified or position.is_in_cycle_of(self._peer.log.position)
         return _understand(kind, position, values, self.log_at(position) if is_read else None)
 
     def log_at(self, position: Position) -> LogState | None:

@@ -50,6 +50,8 @@ from peers.protocol.events import (
     TrainingDone,
     TrainingProgress,
     Undelivered,
+    VotesKept,
+    VotesNotKept,
 )
 from peers.protocol.exchange import Exchange, ExchangeEvent
 from peers.protocol.hindrance import Hindrances
@@ -76,6 +78,7 @@ from peers.protocol.rounds import RoundName
 from peers.protocol.states import State
 from peers.protocol.step_cycle import StepCycle
 from peers.protocol.trainer import Trainer
+from peers.protocol.voting import VotingRecord
 from peers.values.identity import Keys
 from peers.values.manifest import Amendment
 from peers.values.workload import PayloadKind
@@ -95,16 +98,18 @@ class Peer:
         payloads: Sequence[PayloadKind],
         state_digest: bytes,
         now: float,
-        incarnation: int,
+        start: int,
         keys: Keys,
         lineage: Lineage | None = None,
+        record: VotingRecord | None = None,
     ) -> None:
-        """`incarnation` is a number that no start of this peer has had before. `lineage` ends where the state is, if
-        that is not before the first entry. `payloads` are of each fragment: what is shown as evidence is judged by
-        them, too."""
+        """`start` is a number that no start of this peer has had before. `lineage` ends where the state is, if that is
+        not before the first entry. `record` has the votes of the starts before (R10). `payloads` are of each fragment:
+        what is shown as evidence is judged by them, too."""
         self.me = me
         self.settings = settings
-        self._context = Context(me, settings, payloads, now, incarnation, keys)
+        self.start = start
+        self._context = Context(me, settings, payloads, now, start, keys, record)
         self._cycle = StepCycle(self._context, state_digest, lineage or Lineage(settings.empty_log))
         self.presence: Presence = self._cycle.presence
         self.trainer: Trainer = self._cycle.trainer
@@ -133,8 +138,9 @@ class Peer:
                 cycle.tick()
             case _ if isinstance(event, ExchangeEvent):
                 self._take(event.round_name.position.fragment, event)
-            case HeartbeatsSeen(heartbeats, silences):
+            case HeartbeatsSeen(heartbeats, silences, unheard):
                 self.membership.observe(heartbeats, self._context.now, silences)
+                self.presence.unheard = unheard
                 cycle.hear_amendments(known for beat in heartbeats for known in (beat.amendment, beat.proposed))
                 cycle.catching_up.check_state()
                 cycle.catching_up.look()
@@ -155,6 +161,10 @@ class Peer:
                 self.presence.rate = rate or self.presence.rate
             case Undelivered(peer):
                 self.membership.unreachable(peer)
+            case VotesKept():
+                self._context.votes_kept()
+            case VotesNotKept(reason):
+                self._context.votes_not_kept(reason)
             case TrainingProgress():
                 self.trainer.take(event)
             case Captured():
@@ -172,13 +182,13 @@ class Peer:
                 cycle.on_fetched(event)
             case LineageSeen() | LineageNotSeen():
                 cycle.catching_up.on_lineage(event)
-            case PayloadFetched(header) if header == self.replica.replaying:
+            case PayloadFetched(header, _) if header == self.replica.replaying:
                 cycle.entry_made(header, self.replica.proof)
             case PayloadNotFetched(header, reason) if header == self.replica.replaying:
                 cycle.catching_up.on_not_replayed(header, reason)
             case LeaveRequested(at_once):
                 cycle.on_leave_requested(at_once)
-            case PayloadFetched(header) | PayloadNotFetched(header, _):
+            case PayloadFetched(header, _) | PayloadNotFetched(header, _):
                 self._take(header.fragment, event)
             case _:
                 raise LocalProtocolError(f"no such event: {event!r}")
@@ -213,6 +223,8 @@ class Peer:
                 context.convict(evidence.observe_vote(sender, message, lineage))
             case Leaving():
                 context.convict(evidence.observe_farewell(sender, message, lineage))
+            case Certified() if sender != self.me and self._is_decided(message.position):
+                context.convict(evidence.observe_late(sender, message, lineage))
             case Ready(commitment=commitment) if commitment is not None and sender != self.me:
                 author = commitment.author(sender, message.incarnation, message.position)
                 context.convict(evidence.observe_commitment(author, commitment, lineage))
@@ -226,6 +238,11 @@ class Peer:
         """Return the round that a message is about, if we are where it is."""
         is_here = position.is_in_cycle_of(self.log.position)
         return self.rounds.get(position.fragment) if is_here else None
+
+    def _is_decided(self, position: Position) -> bool:
+        """Return whether the entry at a position is committed, as far as this peer knows."""
+        round = self._round_at(position)
+        return round is None or round.is_decided
 
     def _receive_here(self, sender: str, message: Message | Unread, round: EntryRound) -> None:
         """Take in a message about a position where we are. What does not fit our state is late or early, and
@@ -317,6 +334,11 @@ class Peer:
         return self._context.incarnation
 
     @property
+    def record(self) -> VotingRecord:
+        """All votes of this peer, and its farewell: what must be on the disk before that is said."""
+        return self._context.votes.record
+
+    @property
     def exchange(self) -> Exchange | None:
         """Of the round under way, where there is one fragment."""
         return self.round.exchange
@@ -334,6 +356,6 @@ class Peer:
         return exchange if exchange and exchange.name == round_name else None
 
     @property
-    def goodbye(self) -> Leaving:
-        """What to tell the others in the end."""
+    def goodbye(self) -> Leaving | None:
+        """The farewell to tell the others in the end; None: there is none."""
         return self._cycle.goodbye

@@ -209,7 +209,7 @@ class Replica(Part):
             self._presence.branches.look_again()
             if (head := self.contradiction) is not None:
                 text = f"the archive {head.archive} has signed another outer step {head.index} than this peer's"
-                self._context.emit(Note("warning", f"{text}: looking for the log that has it"))
+                self._context.emit(Note("info", f"{text}: looking for the log that has it"))
 
     @property
     def contradiction(self) -> SignedHead | None:
@@ -320,5 +320,5 @@ class Replica(Part):
         if after.count(None) > before.count(None):  # nobody else is ahead: to go on alone would be worse
             self._presence.branches.ask_again(failed.donor)
         self.has_snapshot = True  # as good as: whoever knows what followed may have all of it
-        self._context.emit(Note("warning", f"no state from {failed.donor}: {failed.reason}"))
+        self._context.emit(Note("info", f"no state from {failed.donor}: {failed.reason}"))
         self._enter(LEVEL)

@@ -9,6 +9,7 @@ nothing here asks why a message did not come.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
@@ -73,6 +74,8 @@ VOTES: dict[type, Row] = {
 }
 """A voter that trains, or is in no exchange, votes as well."""
 DATA: dict[type, Row] = {event: Row("_exchanged", COMMITTED) for event in ExchangeEvent.__args__} | {Want: Row("_want")}
+LATE_DATA: dict[type, Row] = {event: Row(row.method) for event, row in DATA.items()}
+"""The same once the entry is decided."""
 
 
 class OwnWork:
@@ -130,10 +133,12 @@ class OwnWork:
         return mine in ([stated], [self._log.weighed([stated, *others])[0]])
 
     def is_stated_by(self, begin: Begin) -> bool:
-        """Return whether a reducer is told what all have committed to, and of us what we did. What others have signed,
-        their chunks show."""
+        """Return whether a reducer, or an heir, is told what all have committed to, and of us what we did. What others
+        have signed, their chunks show. So a peer averages nothing in a round of its start before, or of a training
+        before: it may have averaged it otherwise."""
         me, contributors = self._context.me, begin.round.contributors
-        if not any(share.chunks for share in begin.round.shares if share.member.peer == me):
+        averages = any(share.chunks for share in begin.round.shares if share.member.peer == me)
+        if not averages and all(heir != me for _, heir in begin.heirs):
             return True
         told, ours = begin.commitments, self.commitment()
         if len(told) != len(contributors) or digest_of_all(told) != begin.round.committed:
@@ -212,6 +217,12 @@ class Notes:
     answer: Answer = field(default_factory=Answer)
     fetched: set[bytes] = field(default_factory=set)
     """Payloads of proposals that were fetched as a whole."""
+    unkept: set[bytes] = field(default_factory=set)
+    """Payloads that are not on the disk: they are not voted for (R10)."""
+    fetching: bytes | None = None
+    """The payload that is being fetched."""
+    asked_at: float = -math.inf
+    """When it was asked for last."""
     lacking_since: float | None = None
     """Since when the payload of a prepared header is looked for."""
     decided: Certified | None = None
@@ -241,7 +252,7 @@ class EntryRound(Part):
         }
         | VOTES
         | DATA,
-        DECIDED: {Tick: Row("_await_payload")} | DATA,
+        DECIDED: {Tick: Row("_await_payload")} | LATE_DATA,
     }
     EXACT = frozenset({WorkDone})
     state: RoundState
@@ -373,7 +384,8 @@ class EntryRound(Part):
             return True
         index = self.log.position.index
         is_vain = beat.index > index and peer in self._presence.branches.vain
-        return beat.state in PARTICIPATING and beat.index + 1 >= index and not is_vain
+        is_near = beat.index + 1 >= index or peer in self.log.roster  # entries may come faster than beats
+        return beat.state in PARTICIPATING and is_near and not is_vain
 
     def _watch(self, _: Tick) -> None:
         self.look()
@@ -411,7 +423,19 @@ class EntryRound(Part):
         self.look()
         if self.pacemaker.leader != before:
             self._word.at_once()
+        self._go_on_without_the_entry()
         self._go_on()
+
+    def _go_on_without_the_entry(self) -> None:
+        """Give up this peer's vote where the certified entry that its record knows is nowhere for the partition grace:
+        a loss of power may take the end of a log, and not the record."""
+        state, since, context = self.voter.state, self._work.since, self._context
+        if state is None or not state.is_closed or since is None or self._replica.is_behind:
+            return
+        if context.now - since > context.settings.timing.partition_grace:
+            text = f"outer step {self.log.position.index} was made, and its entry is nowhere: it is made anew"
+            context.emit(Note("warning", text))
+            context.begin_anew()
 
     def _keep_exchanging(self, _: Tick) -> None:
         before = self.pacemaker.view
@@ -446,6 +470,8 @@ class EntryRound(Part):
         if self.exchange is not None and self.exchange.name == round.name:
             if self.exchange.round != round:
                 self._context.emit(Dropped(sender, "begin", "it goes on with another round of the same name"))
+                return
+            if not self._work.is_stated_by(begin):
                 return
             if begin.ballot != notes.begun:
                 known = self._contributions(begin)
@@ -535,6 +561,7 @@ class EntryRound(Part):
         if not had_part and self.state is not DECIDED:
             self._tell_part()
         if isinstance(event, PayloadAssembled):
+            self._note_trouble(event.digest, event.trouble)
             self._await_payload() if self.state is DECIDED else self._consider()
 
     def _observe_blocks(self, bad: BadBlocks, exchange: Exchange) -> None:
@@ -592,7 +619,8 @@ class EntryRound(Part):
             answer.heard = self.attendance.left_out(group)
             return Refusal.NOT_ALONE
         if propose.justify is not None:
-            return None if self._has_payload(header) else self._look_for_payload(propose)
+            is_kept = self._has_payload(header) and header.payload not in self._notes.unkept
+            return None if is_kept else self._look_for_payload(propose)
         if (objection := self._objection_to_data(propose)) is not None:
             return objection
         if self.log.closes and header.leader != self._notes.told_by:
@@ -613,7 +641,7 @@ class EntryRound(Part):
         if exchange is None or propose.round != exchange.name:
             return Refusal.NO_PAYLOAD
         self._context.emit(*exchange.proposed(propose.marks))
-        if exchange.payload != header.payload:
+        if exchange.payload != header.payload or header.payload in self._notes.unkept:
             return Refusal.NO_PAYLOAD
         besides = header.leader, header.faults, log.gone_in(header), log.taken_in(header)
         try:
@@ -643,13 +671,15 @@ class EntryRound(Part):
         assert justify is not None
         if not self.voter.place.is_prepared(propose.header, justify):
             return Refusal.NO_PAYLOAD
+        timing, lock = context.settings.timing, self.voter.lock
         if notes.lacking_since is None:
             notes.lacking_since = context.now
+        if notes.fetching != propose.header.payload and context.now - notes.asked_at >= timing.resend:
             self._fetch(propose)
-        if context.now - notes.lacking_since > context.settings.timing.partition_grace and self.voter.lock is not None:
-            context.emit(
-                Note("warning", f"the payload of {propose.header.index} is nowhere: this peer has no say here")
-            )
+        is_bound = lock is not None and lock.header == propose.header
+        if is_bound and context.now - notes.lacking_since > timing.partition_grace:
+            text = f"the payload of outer step {propose.header.index} is nowhere: this peer's vote for it is void"
+            context.emit(Note("warning", text))
             context.begin_anew()
             notes.lacking_since = None
         return Refusal.NO_PAYLOAD
@@ -660,17 +690,25 @@ class EntryRound(Part):
         voters = electorate(self.log, header, justify.group).voters
         signers = [voters[signer.place][0] for signer in justify.signers]
         donors = dict.fromkeys(peer for peer in (self._notes.told_by, *signers) if self._presence.is_live(peer))
+        self._notes.fetching, self._notes.asked_at = header.payload, self._context.now
         self._context.emit(FetchPayload(header, tuple(donors)))
 
     def _fetched(self, fetched: PayloadFetched) -> None:
         self._notes.fetched.add(fetched.header.payload)
+        self._notes.fetching = None
+        self._note_trouble(fetched.header.payload, fetched.trouble)
         self._consider()
+
+    def _note_trouble(self, payload: bytes, trouble: str) -> None:
+        """Note whether a payload is on the disk."""
+        self._notes.unkept.discard(payload)
+        if trouble:
+            self._notes.unkept.add(payload)
+            self._context.has_no_vote(trouble)
 
     def _not_fetched(self, failed: PayloadNotFetched) -> None:
         self._context.emit(Note("info", f"no payload of entry {failed.header.index}: {failed.reason}"))
-        propose = self._notes.propose
-        if propose is not None and propose.justify is not None and propose.header == failed.header:
-            self._fetch(propose)
+        self._notes.fetching = None
 
     # Vote 2, and the entry ------------------------------------------------------------------------------------
     def _vote(self, vote: Vote, sender: str) -> None:
@@ -705,9 +743,10 @@ class EntryRound(Part):
 
     def _proves(self, certified: Certified, sender: str) -> bool:
         assert certified.certificate is not None
+        here = self.here if self._replica.is_settled else self.log  # the digest may be that of the state before
         try:
-            self.here.check_next(certified.header)
-            prove(certified.certificate, self.here, certified.header, self._context.keys.verify)
+            here.check_next(certified.header)
+            prove(certified.certificate, here, certified.header, self._context.keys.verify)
         except LogError as error:
             self._context.emit(Dropped(sender, "certificate", str(error)))
             return False

@@ -85,16 +85,16 @@ class Round(Value):
         )
 
     def counted(self, absent: Mapping[str, int]) -> tuple[Member, ...]:
-        """Return the roster as it counts, given from how many chunks each member is absent."""
+        """Return the roster as it counts, given from how many chunks each member is absent. A member of whose tokens
+        none is left is not in it."""
         if not absent:
             return self.roster if self.chunks else ()
         present = ((member, self.chunks - absent.get(member.peer, 0)) for member in self.roster)
+        counted = [(member, member.tokens * chunks // self.chunks, chunks) for member, chunks in present]
         return tuple(
-            member
-            if chunks == self.chunks
-            else member.model_copy(update={"tokens": member.tokens * chunks // self.chunks})
-            for member, chunks in present
-            if chunks > 0
+            member if tokens == member.tokens else member.model_copy(update={"tokens": tokens})
+            for member, tokens, chunks in counted
+            if chunks > 0 and (tokens or not member.tokens)
         )
 
     def entry(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from peers.log.certificate import Certificate
-from peers.log.header import Header
+from peers.log.header import Header, Position
 from peers.log.lineage import Lineage
 from peers.presence.presence import Presence
 from peers.protocol.catching_up import CatchingUp
@@ -44,9 +44,13 @@ class StepCycle:
         self._me = context.me
         self._whole = context.settings.inner_steps
         self.rounds: dict[int, EntryRound] = {}
+        self._certified: list[Position] = []  # whose entries are in our log, in a cycle that is not whole
         self.open_rounds()
         self._leave_by: float | None = None
         self.has_left = False
+        self.goodbye: Leaving | None = None
+        """The farewell to tell others in the end. None: no peer that trains is there, and nobody would wait for this
+        one, which is the same voter when it comes back."""
 
     @property
     def state(self) -> State:
@@ -114,13 +118,22 @@ class StepCycle:
     def entry_made(self, header: Header, certificate: Certificate | None) -> None:
         """An entry is committed, and its payload is here: take the outer step for its fragment."""
         if certificate is not None and not certificate.choice.alone and self.replica.log.last is not None:
-            self._context.record = self._context.record.closed(self.replica.log.of(header.fragment).position)
+            self._certified.append(self.replica.log.of(header.fragment).position)
         keeps = self.catching_up.keeps_work or not self.replica.log.is_closing(header)
         if not keeps:
             self.trainer.take(WorkEnds(self.replica.log.position, header))
         self.trainer.entered(header)
         self.replica.take(EntryMade(header, certificate, keeps))
+        self._close_positions()
         self.turn()
+
+    def _close_positions(self) -> None:
+        """Note that nothing is voted any more where a whole cycle's certified entries are known. A disk has whole
+        cycles alone, so that votes amid a cycle may be needed again."""
+        if not self.replica.log.made:
+            for position in self._certified:
+                self._context.votes.close(position)
+            self._certified.clear()
 
     def turn(self) -> None:
         """Close the rounds whose entries are made. The next cycle has new ones."""
@@ -223,7 +236,7 @@ class StepCycle:
         is_waiting = self.state is State.JOINING or round.is_taking_part
         if not is_waiting or self.replica.state is not ReplicaState.LEVEL or leader == self._me:
             return
-        self._context.emit(Note("warning", f"refused by {leader}: {refuse.reason}"))
+        self._context.emit(Note("info", f"refused by {leader}: {refuse.reason}"))
         ours = self.replica.state_digest
         if refuse.state_digest == ours:
             self._on_samples_refused(leader, round)
@@ -317,12 +330,9 @@ class StepCycle:
     def _leave(self) -> None:
         self.trainer.stop()
         self.has_left = True
+        if self.presence.live().trainers:
+            self.goodbye = self._context.goodbye(self.replica.log.position)
         self._context.emit(Stop())  # the driver says goodbye to everybody
-
-    @property
-    def goodbye(self) -> Leaving:
-        """What to tell the others in the end."""
-        return self._context.goodbye(self.replica.log.position)
 
     @property
     def _is_exchanging(self) -> bool:

@@ -38,6 +38,8 @@ class Voter:
         self._log = log
         self._proposed: dict[bytes, tuple[Header, Group]] = {}  # by digest
         self._tally = Tally(self.place)
+        for vote in self._cast_before:
+            self._tally.hear(context.me, vote)
 
     @property
     def place(self) -> VotingPlace:
@@ -86,22 +88,25 @@ class Voter:
             return answer
         voters = electorate(self._log, header, group).voters
         if (self._context.me, answer.vote.incarnation) in voters and answer.state != self.state:
-            self._context.remember(answer.state)
-            self._send(answer.vote, header, group, leader)
+            self._context.cast(answer.state, *self._sends(answer.vote, header, group, leader))
         return None
 
-    def _send(self, vote: Vote, header: Header, group: Group, leader: str) -> None:
+    def _sends(self, vote: Vote, header: Header, group: Group, leader: str) -> list[Send]:
         told = dict.fromkeys([self._context.me, leader])
         if is_open(self._log, header, group):
             told |= dict.fromkeys(audience(self._log, header, group))
-        self._context.emit(*(Send(peer, vote) for peer in told))
+        return [Send(peer, vote) for peer in told]
 
     def repeat(self, leader: str) -> None:
         """Tell the leader again what we voted last."""
-        state = self.state
-        votes = [vote for vote in (state.prepare, state.commit) if vote] if state else []
-        if votes and leader != self._context.me:
-            self._context.emit(*(Send(leader, vote) for vote in votes))
+        if leader != self._context.me:
+            self._context.emit(*(Send(leader, vote) for vote in self._cast_before))
+
+    @property
+    def _cast_before(self) -> list[Vote]:
+        """Our last votes here, if they are on the disk: perhaps of a start before, which may have sent them to none."""
+        state = self.state if self._context.votes.are_kept else None
+        return [vote for vote in (state.prepare, state.commit) if vote] if state else []
 
     # Others' votes --------------------------------------------------------------------------------------------
     def hear(self, sender: str, vote: Vote) -> Certified | None:

@@ -41,14 +41,14 @@ from peers.log.certificate import (
 )
 from peers.log.header import Header, Position
 from peers.log.state import LogError, LogState
+from peers.log.votes import RECORD_LIMIT
 from peers.protocol.messages import Certified, Propose, Vote
 from peers.values.identity import Keys
 from peers.values.wire import DIGEST_BYTES, Count, PeerId, RunId, Value, WireError, digest_of, pack, unpack
 
-RECORD_LIMIT = 1 << 24  # bytes; a locked header of 1,000 members has some 200 KB
-PLACES = 64
-"""Positions whose votes are remembered: those of one cycle, and some before. A peer comes back to an old one only where
-two lineages meet."""
+PLACES = 1 << 9
+"""Positions whose votes are remembered: those of two cycles, however many fragments they have. A peer comes
+back to an old one only where two lineages meet."""
 FIRST = Ballot(view=0, attempt=0)
 """Lower than any ballot: a leader's first attempt has the number 1."""
 

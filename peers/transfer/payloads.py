@@ -90,12 +90,14 @@ class Payloads:
         self._buffers = buffers
         self._fetches: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
-    async def fetch(self, header: Header, donors: Sequence[str]) -> None:
+    async def fetch(self, header: Header, donors: Sequence[str]) -> Payload:
         """Get and keep the payload of an entry. Raises: PayloadError when no donor has all of it."""
         async with self._fetches.setdefault(header.payload, asyncio.Lock()):
             buffers = self._buffers[header.fragment]
             payload = await asyncio.to_thread(buffers.find, header.payload)
-            buffers.kept.keep(payload or await self._fetch(buffers, header.payload, donors))
+            payload = payload or await self._fetch(buffers, header.payload, donors)
+            buffers.kept.keep(payload)
+            return payload
 
     async def _fetch(self, buffers: PayloadBuffers, payload: bytes, donors: Sequence[str]) -> Payload:
         fragment, chunks = buffers.fragment, buffers.size.chunks

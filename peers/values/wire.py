@@ -8,9 +8,10 @@ bytes, so digests can be taken of them), bounded in size, and checked field by f
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import StrEnum
 from functools import cache
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Self, TypeAlias, TypeVar
 
 import msgpack
 from blake3 import blake3
@@ -71,6 +72,13 @@ class Value(BaseModel):
         if len(plain) != len(fields):
             raise ValueError(f"needs {len(fields)} fields, has {len(plain)}")
         return dict(zip(fields, plain, strict=True))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with some fields changed. Cached properties, such as digests, are computed anew."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in copied.__dict__.keys() - set(field_names(type(self))):
+            del copied.__dict__[name]
+        return copied
 
     def __eq__(self, other: object) -> bool:
         """Compare fields. pydantic's own comparison knows of more than values have, and takes up to ten times as long;

@@ -12,9 +12,17 @@ from peers.log.lineage import Branch
 from peers.log.settings import RunSettings
 from peers.log.state import LogState, take_order
 from peers.presence.heartbeat import PeerState
-from peers.protocol.commitment import Commitment, Contribution, commit_to, digest_of_all
+from peers.protocol.commitment import (
+    Author,
+    ChunkProof,
+    Commitment,
+    Contribution,
+    Evidence,
+    commit_to,
+    digest_of_all,
+)
 from peers.protocol.context import Context
-from peers.protocol.effects import Effect, FetchLineage, Send
+from peers.protocol.effects import Effect, FetchLineage, KeepVotes, Send
 from peers.protocol.events import (
     Applied,
     ContributionArrived,
@@ -27,18 +35,19 @@ from peers.protocol.events import (
     ReducedArrived,
     Tick,
     TrainingDone,
+    VotesKept,
 )
 from peers.protocol.messages import Begin, Certified, LeaseGrant, Message, Propose, Ready, Unread, Vote
 from peers.protocol.parts import MARK_BYTES, Averaged, Origin, Reducers, statement, statement_of
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Round, RoundName, Share
 from peers.protocol.states import State
-from peers.values.chunks import PayloadSize, Sum
+from peers.values.chunks import PayloadSize, Sum, SumTree
 from peers.values.leases import Lease, SampleRange
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks, PayloadKind, Trained
 from tests.peers.heartbeats import beat
-from tests.peers.logs import CERTIFIED, PAYLOAD, SETTINGS, STATE, TOKENS
+from tests.peers.logs import CERTIFIED, PAYLOAD, SETTINGS, STATE, TOKENS, next_header
 from tests.simulator.simulated_keys import SimulatedKeys
 
 SIZE = PayloadSize(chunks=6, bytes=6000)
@@ -168,6 +177,28 @@ def certified(
     return Certified(header=header, certificate=found)
 
 
+def evidence(log: LogState, liar: str, honest: bool = False) -> Evidence:
+    """Return a chunk whose owner has committed to another norm than it has; if it is honest, to this one."""
+    data, chunk = b"blocks", 2
+    squares = inspect(chunk, data) if honest else 1.0
+    leaves = [Sum(digest_of(bytes([place])), 1.0) for place in range(SIZE.chunks)]
+    leaves[chunk] = Sum(digest_of(data), squares)
+    tree = SumTree(leaves)
+    author = Author(peer=liar, incarnation=0, position=log.position, number=log.position.index + 1)
+    return Evidence(
+        commitment=commit_to(tree.root, author, SimulatedKeys(liar)),
+        chunk=chunk,
+        proof=ChunkProof(squares=squares, path=tree.path(chunk)),
+        data=data,
+    )
+
+
+def two_votes(peer: str, log: LogState) -> list[Vote]:
+    """Return two votes of one ballot and phase, for headers with other payloads."""
+    headers = (next_header(log, roster(log), payload) for payload in (PAYLOAD, digest_of(b"another payload")))
+    return [vote(peer, log, choice(header, Phase.PREPARE)) for header in headers]
+
+
 def sends(effects: Iterable[Effect], kind: type[Message]) -> list[tuple[str, Any]]:
     """Return the messages of a kind, and to whom each goes."""
     return [(one.to, one.message) for one in effects if isinstance(one, Send) and isinstance(one.message, kind)]
@@ -191,7 +222,11 @@ class Rig:
 
     def do(self, event: Event, after: float = 0.0) -> list[Effect]:
         self.now += after
-        self.effects = self.peer.handle(event, self.now)
+        effects = self.peer.handle(event, self.now)
+        for effect in effects:  # which become more
+            if isinstance(effect, KeepVotes):
+                effects += self.peer.handle(VotesKept(), self.now)
+        self.effects = effects
         return self.effects
 
     def tick(self, after: float = 1.0) -> list[Effect]:
@@ -295,12 +330,16 @@ class Rig:
 
     def applying(self) -> Rig:
         """The next entry is committed, and its payload is here."""
-        header, log = self.next_header(), self.log
-        self.hear(self.leader, certified(log, header, Phase.PREPARE))
-        self.hear("a", vote("a", log, choice(header, Phase.COMMIT)))
-        self.hear("c", vote("c", log, choice(header, Phase.COMMIT)))
+        self.committed(self.next_header())
         assert self.peer.state is State.APPLYING
         return self
+
+    def committed(self, header: Header) -> list[Effect]:
+        """The header is prepared, and a and c give vote 2. Returns all effects."""
+        log, effects = self.log, self.hear(self.leader, certified(self.log, header, Phase.PREPARE))
+        for peer in "ac":
+            effects += self.hear(peer, vote(peer, log, choice(header, Phase.COMMIT)))
+        return effects
 
     def applied(self, state: bytes = STATE) -> Rig:
         last = self.peer.log.last
@@ -312,6 +351,20 @@ class Rig:
     def step(self, header: Header, state_digest: bytes = STATE) -> list[Effect]:
         """The outer step is done, and the state after it digested."""
         return [*self.do(Applied(header)), *self.do(Digested(header, state_digest))]
+
+
+def ahead(log: LogState, entries: int = 1, names: str = "abc") -> LogState:
+    """Return the log after so many more entries of these."""
+    for _ in range(entries):
+        log = log.append(next_header(log, roster(log, names)))
+    return log
+
+
+def follower_at_second() -> Rig:
+    """c trains its second lease, and b leads."""
+    rig = Rig("c", "ab").joined().trained().exchanging().whole().applying().applied()
+    assert (rig.peer.state, rig.leader) == (State.TRAINING, "b")
+    return rig
 
 
 def at_second() -> Rig:

@@ -43,9 +43,9 @@ class Founder:
         self.effects = self.peer.handle(event, self.now)
         return self.effects
 
-    def see(self, state: PeerState = PeerState.TRAINING) -> None:
+    def see(self, state: PeerState = PeerState.TRAINING, view: int = 0) -> None:
         self._beats += 1
-        self.do(HeartbeatsSeen(tuple(beat(name, self.peer.log, state, self._beats) for name in "ac")))
+        self.do(HeartbeatsSeen(tuple(beat(name, self.peer.log, state, self._beats, view=view) for name in "ac")))
 
     def is_in(self, state: State) -> bool:
         return self.peer.state is state

@@ -9,7 +9,8 @@ from collections.abc import Collection
 import pytest
 
 from peers.errors import RemoteProtocolError
-from peers.presence.beats import AUDIENCE_LIMIT, BEAT, Answer, Beat, Beats, Page, Request, Word
+from peers.presence.beats import AUDIENCE_LIMIT, Beats, Word
+from peers.presence.calls import BEAT, Answer, Beat, Page, Request
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.meeting_place import SAMPLE, MeetingPlace
 from peers.values.identity import Identity

@@ -174,6 +174,7 @@ def test_when_most_have_forgotten_what_they_held_they_go_on_together(fragments: 
     assert past(swarm, 2)
     for number in (0, 2, 3):
         swarm.kill(f"peer{number}")
+        swarm.disk_of(f"peer{number}").lose()
         swarm.start(f"peer{number}")
     goal = swarm.longest + 2
     assert swarm.run(1.25 * TIMING.partition_grace, until=lambda: swarm.longest >= goal and agreed(swarm))

@@ -13,6 +13,7 @@ import pytest
 
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
+from peers.log.state import TERM
 from peers.protocol.effects import ReduceChunk
 from peers.protocol.hindrance import TRAIN_AGAIN
 from peers.values.wire import digest_of
@@ -42,6 +43,25 @@ def test_peers_that_are_nearly_as_fast_are_in_every_entry(unevenness: float) -> 
         swarm.start(f"peer{place}")
     assert swarm.run(12_000.0, until=lambda: swarm.longest >= 20)
     assert min(entries.values()) >= 0.9 * swarm.longest, entries
+
+
+def test_a_leader_leads_on_where_entries_come_faster_than_beats() -> None:
+    """R1. Regression: its beats named places that were long past, so it was skipped in every other entry."""
+    settings = replace(SETTINGS, minimum_peers=4)
+    swarm = Swarm(1, settings, step_seconds=0.002, unevenness=0.0)
+    leaders: list[str | None] = []
+
+    def see(name: str) -> None:
+        header = swarm.peers[name].peer.log.last
+        assert header is not None
+        if name == "peer0" and TERM < header.index <= 2 * TERM:
+            leaders.append(header.leader)
+
+    swarm.on_apply = see
+    for place in range(4):
+        swarm.start(f"peer{place}")
+    assert swarm.run(600.0, until=lambda: len(leaders) == TERM)
+    assert len(set(leaders)) == 1, leaders
 
 
 def test_a_peer_that_is_never_ready_does_not_hold_up_each_round() -> None:

@@ -25,7 +25,6 @@ from peers.protocol.rounds import Round, RoundName
 from peers.values.chunks import payloads_moved
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of
-from tests.simulator.history import InvariantError
 from tests.simulator.liars import Lie
 from tests.simulator.links import Faults, Rate
 from tests.simulator.malice import KINDS, Deceit, plant
@@ -116,7 +115,6 @@ def sign(swarm: Swarm) -> None:
     swarm.signed = SignedHeads("wall", ("archive",), swarm.signed.heads).with_heads([signed])
 
 
-@pytest.mark.xfail(strict=True, raises=(AssertionError, InvariantError), reason="votes are in memory only, as yet")
 @pytest.mark.parametrize("has_archive", [False, True], ids=["no archive", "an archive"])
 @pytest.mark.parametrize("restarts", [1, 2, 3])
 @pytest.mark.parametrize("peers", [1, 2])

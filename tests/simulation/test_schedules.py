@@ -86,10 +86,12 @@ def test_the_same_seed_gives_the_same_life() -> None:
 def test_lives_are_drawn_from_all_there_is() -> None:
     lives = [draw_life(seed) for seed in range(60)]
     assert draw_life(3) == lives[3]
-    assert {blow.kind for life in lives for blow in life.blows} == {"kill", "leave", "cut off", "deafen", "stop"}
+    assert {blow.kind for life in lives for blow in life.blows} == {
+        *("kill", "lose", "leave", "cut off", "deafen", "stop")
+    }
     assert {life.peers for life in lives} >= {2, 3, 12}
     for life in lives:
-        mortal = {blow.peer for blow in life.blows if blow.kind in ("kill", "leave")}
+        mortal = {blow.peer for blow in life.blows if blow.kind in ("lose", "leave")}
         assert 2 * len(mortal) < life.peers, "who comes back has forgotten everything: only a minority may"
 
 

@@ -14,15 +14,17 @@ from itertools import count
 from peers.log.settings import RunSettings, Timing
 from peers.values.wire import digest_of
 from tests.simulator.history import InvariantError
-from tests.simulator.links import Faults
+from tests.simulator.links import Faults, Rate
 from tests.simulator.malice import KINDS, Deceit, draw_deceits, plant, promised, thrive
 from tests.simulator.simulation import Swarm
 from tests.simulator.spot_checks import check_averages
 
 TRACE_LINES = 60
-HARD = ("kill", "kill", "kill", "leave")  # what only a minority may meet: who comes back has forgotten everything
+HARD = ("lose", "lose", "leave")  # what only a minority may meet: a peer that comes back has forgotten its votes
+KILL = ("kill", "kill")  # a peer that comes back has its disk
 SOFT = ("cut off", "deafen", "stop")
 CALM = Faults()
+THIN = Rate(up=20.0, down=20.0)  # a payload, of 56 bytes, takes three seconds
 SPEEDS = (1.0, 0.9, 0.4)  # by name: some peers train shorter leases
 PEACE = 1000.0  # seconds in which everybody must agree again
 TIMINGS = (Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0), Timing())  # the second: as manifests have it
@@ -96,9 +98,12 @@ def draw_life(seed: int, fragments: int = 1, kinds: tuple[str, ...] = ()) -> Lif
     mortal = names[: (peers - 1) // 2]
     blows = []
     for _ in range(draw.randint(1, 4)):
-        kind = draw.choice(HARD + SOFT if mortal else SOFT)
+        kind = draw.choice((HARD if mortal else ()) + KILL + SOFT)
         victim = draw.choice(mortal if kind in HARD else names)
         blows.append(Blow(kind, victim, draw.randint(1, 150), draw.uniform(0.1, 25.0)))
+    faults = replace(faults, one_way=draw.choice([(), (), _some_ways(draw, names)]))
+    if not slow:
+        faults = replace(faults, rates=draw.choice([(), (), ((draw.choice(names), THIN),)]))
     return Life(seed, peers, faults, tuple(blows), timing, fragments)
 
 
@@ -117,7 +122,7 @@ def _draw_malice(draw: random.Random, seed: int, peers: int, fragments: int, kin
     victims = honest[: peers - 2 * len(deceits) - 1]
     blows = []
     for _ in range(draw.randint(0, 2) if victims else 0):
-        kind, victim = draw.choice(HARD + SOFT), draw.choice(victims)
+        kind, victim = draw.choice(HARD + KILL + SOFT), draw.choice(victims)
         blows.append(Blow(kind, victim, draw.randint(1, 150), draw.uniform(0.1, 25.0)))
     timing = draw.choice((*TIMINGS, IMPATIENT))
     return Life(seed, peers, faults, tuple(blows), timing, fragments, deceits, draw.choice((1.0, 1.0, FAST)))
@@ -127,6 +132,12 @@ def _some_pairs(draw: random.Random, names: list[str]) -> tuple[tuple[str, str],
     """One pair, or all that one peer is in."""
     one, other = draw.sample(names, 2)
     return draw.choice([((one, other),), tuple((one, third) for third in names if third != one)])
+
+
+def _some_ways(draw: random.Random, names: list[str]) -> tuple[tuple[str, str], ...]:
+    """One pair of peers of which the first does not reach the second, and is reached by it."""
+    one, other = draw.sample(names, 2)
+    return ((one, other),)
 
 
 def unwatched(swarm: Swarm) -> None:
@@ -180,7 +191,13 @@ def _live_with_liars(swarm: Swarm, life: Life) -> None:
 
 def _strike(swarm: Swarm, blow: Blow) -> None:
     """Wait for the victim's n-th effect, hit it between two of them, and undo it later."""
-    strike = {"kill": swarm.kill, "cut off": swarm.cut_off, "deafen": swarm.deafen, "stop": swarm.stop}
+    strike = {
+        "kill": swarm.kill,
+        "lose": swarm.kill,
+        "cut off": swarm.cut_off,
+        "deafen": swarm.deafen,
+        "stop": swarm.stop,
+    }
     deeds = count(1)
     struck = False
 
@@ -199,6 +216,8 @@ def _strike(swarm: Swarm, blow: Blow) -> None:
     swarm.run(blow.seconds)
     if blow.kind in SOFT:
         swarm.heal()
+    if blow.kind == "lose" and struck:
+        swarm.disk_of(blow.peer).lose()
     if swarm.peers[blow.peer] not in swarm.living:
         swarm.start(blow.peer)
 

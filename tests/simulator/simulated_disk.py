@@ -1,35 +1,57 @@
-"""A simulated peer's disk: named files that outlive its process, unless the story takes them away."""
+"""A simulated peer's disk, which outlives its processes unless the story takes it away."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 
+from peers.protocol.voting import VotingRecord
+from peers.values.chunks import Payload
+from tests.simulator.simulated_log import Frozen, SimulatedLog
+
+OLDER = 4  # outer steps whose payloads stay
+
+
+@dataclass
 class SimulatedDisk:
-    """Files by name. A write is on the disk at once and whole, as after fsync and rename."""
+    """What a peer has written. A write is on the disk at once and whole, as after fsync and rename.
 
-    def __init__(self) -> None:
-        self._files: dict[str, bytes] = {}
+    `record` has its votes, `frozen` the state after the last whole cycle, `entries` the log up to there, or further.
+    """
 
-    def write(self, name: str, data: bytes) -> None:
-        """Put a file in place of the one before."""
-        self._files[name] = data
+    record: VotingRecord | None = None
+    entries: SimulatedLog | None = None
+    frozen: Frozen | None = None
+    is_full: bool = False
+    _payloads: dict[bytes, tuple[int, Payload]] = field(default_factory=dict)  # with their entry's index
 
-    def read(self, name: str) -> bytes | None:
-        """Return what a file has; None: there is no such file."""
-        return self._files.get(name)
+    def keep(self, index: int, payload: Payload) -> None:
+        """Keep the payload of an entry, and drop those that are much older."""
+        self._payloads[payload.digest] = index, payload
+        for digest, (older, _) in list(self._payloads.items()):
+            if older < index - OLDER:
+                del self._payloads[digest]
 
-    def remove(self, name: str) -> None:
-        """Drop a file, if it is there."""
-        self._files.pop(name, None)
+    def payload(self, digest: bytes) -> Payload | None:
+        """Return a payload that is kept."""
+        return self._payloads[digest][1] if digest in self._payloads else None
+
+    @property
+    def log(self) -> SimulatedLog | None:
+        """Return the log up to the state."""
+        if self.entries is None or self.frozen is None or self.frozen.last is None:
+            return None
+        return self.entries.first(self.frozen.last.index + 1)
 
     # What a story does to it ----------------------------------------------------------------------------------
-    def image(self) -> dict[str, bytes]:
-        """Return a copy of all files, as a snapshot of a virtual machine has them."""
-        return dict(self._files)
+    def image(self) -> SimulatedDisk:
+        """Return a copy, as a snapshot of a virtual machine has it."""
+        return replace(self, entries=self.log, _payloads=dict(self._payloads))
 
-    def set_back(self, image: dict[str, bytes]) -> None:
-        """Have the files of an earlier image again, and no others."""
-        self._files = dict(image)
+    def set_back(self, image: SimulatedDisk) -> None:
+        """Have what an earlier image has, and nothing else."""
+        copy = image.image()
+        self.record, self.entries, self.frozen, self._payloads = copy.record, copy.entries, copy.frozen, copy._payloads
 
     def lose(self) -> None:
-        """Lose all files."""
-        self._files.clear()
+        """Lose everything."""
+        self.set_back(SimulatedDisk())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from peers.log.certificate import Certificate
 from peers.log.header import Header, Position
-from peers.log.lineage import RECENT_ENTRIES, Branch, Walk
+from peers.log.lineage import RECENT_ENTRIES, Branch, Lineage, Walk
 from peers.log.state import LogError, LogState
 from peers.protocol.events import SnapshotRestored
 from peers.transfer.snapshots import Offered, SnapshotOffer
@@ -73,10 +73,23 @@ class SimulatedLog:
 
     def until(self, position: Position) -> SimulatedLog:
         """Return the log up to the cycle that begins there."""
+        return self.first(position.index)
+
+    def first(self, cycles: int) -> SimulatedLog:
+        """Return the log up to the end of so many cycles."""
         whole = SimulatedLog(self._starts[0][0])
-        whole._starts = self._starts[: position.index + 1]
+        whole._starts = self._starts[: cycles + 1]
         whole._entries = self._entries[: whole._starts[-1][1]]
         return whole
+
+    def lineage(self) -> Lineage:
+        """Return what a peer knows of the log that starts again with it."""
+        log = self._starts[0][0]
+        lineage = Lineage(log)
+        for header, certificate in self._entries:
+            log = log.append(header)
+            lineage.append(header, log, certificate)
+        return lineage
 
     def branches(self, theirs: SimulatedLog, verify: Verify) -> tuple[Branch, Branch]:
         """Return what follows there and here, from the last cycle on that both begin with, and the places before."""

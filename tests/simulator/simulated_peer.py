@@ -44,6 +44,8 @@ from peers.protocol.events import (
     SnapshotFailed,
     TrainingDone,
     TrainingProgress,
+    VotesKept,
+    VotesNotKept,
 )
 from peers.protocol.messages import Message
 from peers.protocol.packing import Packer
@@ -53,6 +55,7 @@ from peers.protocol.states import SHOWN_AS, State
 from peers.transfer.averages import Admission, Admitted, ChunkHeader, average_chunk
 from peers.transfer.buffers import PayloadBuffers, inspection
 from peers.transfer.snapshots import PATIENCE, PAUSE, NotYetVouchedError, Vouched
+from peers.values.chunks import Payload
 from peers.values.wire import Reach
 from peers.values.workload import PayloadKind, Progress, SnapshotError, Trained
 from tests.simulator.history import InvariantError
@@ -68,6 +71,8 @@ from tests.simulator.simulated_workload import (
     run_now,
     trained_in,
 )
+
+FULL = "no space is left on the simulated disk"
 
 
 class World(Protocol):
@@ -109,12 +114,15 @@ class SimulatedPeer:
         clock: tuple[float, float],
         incarnation: int | None = None,
     ) -> None:
-        """`incarnation`: of a second process that runs with the key of another one."""
+        """`incarnation`: of a second process that runs with the key of another one, and on a disk of its own."""
         self.name, self.world, self.clock = name, world, clock
-        self.disk = world.disk_of(name)
+        self.disk = world.disk_of(name) if incarnation is None else SimulatedDisk()
         self.fragments = [Fragment(name, block_count, kept_bytes) for _ in range(world.settings.fragments)]
         self.speed = world.speeds[ord(name[-1]) % len(world.speeds)]
         self._keys = SimulatedKeys(name)
+        log, frozen = self.disk.log, self.disk.frozen or Frozen(None, (), self.states)
+        for fragment, state in zip(self.fragments, frozen.states, strict=True):
+            fragment.workload.state = state
         self.peer = Peer(
             name,
             world.settings,
@@ -126,6 +134,8 @@ class SimulatedPeer:
             self.time(0.0),
             next(world.incarnations) if incarnation is None else incarnation,
             self._keys,
+            log.lineage() if log else None,
+            self.disk.record,
         )
         self.packer = Packer(self.peer)
         self.alive, self._has_stopped, self.sequence = True, False, 0
@@ -138,13 +148,13 @@ class SimulatedPeer:
         self._trained: Trained | None = None
         self._training = SimulatedTraining()
         self._captured: list[Captured] = []
-        self.shelf = SimulatedShelf(world.settings.empty_log, Frozen(None, (), self.states))
+        self.shelf = SimulatedShelf(world.settings.empty_log, frozen)
         self._sent, self._received = RateMeter(lambda: world.now), RateMeter(lambda: world.now)
         self._from = defaultdict[str, RateMeter](lambda: RateMeter(lambda: world.now))  # by sender
         self._was_averaging = self._is_digesting = False
         self._last_of_cycle: Header | None = None  # the entry that was applied last in it
         self._postponed: deque[Apply | FetchSnapshot] = deque()
-        self.entries = SimulatedLog(world.settings.empty_log)
+        self.entries = log or SimulatedLog(world.settings.empty_log)
         self._admissions = [Admission(self.peer, one.buffers, one.workload.squared_norm) for one in self.fragments]
         self._effects = self._table()
 
@@ -197,6 +207,7 @@ class SimulatedPeer:
                 "sequence": self.sequence,
                 "state": SHOWN_AS[peer.state],
                 "incarnation": peer.incarnation,
+                "start": peer.start,
                 "index": peer.settled.position.index,
                 "head": peer.settled.position.head,
                 "state_digest": peer.state_digest,
@@ -232,6 +243,7 @@ class SimulatedPeer:
         """What carries out which effect, in the order of the real driver's table."""
         return EffectTable(
             row(effects.Send, lambda send: self.world.send(self, send.to, send.message)),
+            row(effects.KeepVotes, self._keep_votes),
             row(effects.Train, self._begin_training),
             row(effects.StopTraining, self._stop_training),
             row(effects.OpenRound, self._open_round),
@@ -256,6 +268,13 @@ class SimulatedPeer:
     def _note(self, effect: Effect) -> None:
         self.world.note(self.name, effect)
 
+    def _keep_votes(self, keep: effects.KeepVotes) -> None:
+        if self.disk.is_full:
+            self.world.handle(self, VotesNotKept(FULL))
+        else:
+            self.disk.record = keep.record
+            self.world.handle(self, VotesKept())
+
     # The training side ----------------------------------------------------------------------------------------
     def _begin_training(self, train: Train) -> None:
         settings = self.world.settings
@@ -274,6 +293,7 @@ class SimulatedPeer:
 
     def _stop(self, stop: effects.Stop) -> None:
         self._has_stopped = True
+        self.disk.record = self.peer.record
         self.world.farewell(self)
 
     def _stop_training(self, stop: StopTraining) -> None:
@@ -329,9 +349,20 @@ class SimulatedPeer:
                 self.world.handle(self, event)
 
     def _assemble(self, assemble: AssemblePayload) -> None:
-        buffers = self._buffers(assemble.round_name)
-        if buffers.round(assemble.round_name):
-            self.world.handle(self, PayloadAssembled(assemble.round_name, buffers.assemble(assemble.round_name)))
+        name, buffers = assemble.round_name, self._buffers(assemble.round_name)
+        if buffers.round(name):
+            digest = buffers.assemble(name)
+            payload = buffers.kept.get(digest)
+            assert payload is not None
+            trouble = self._keep(name.position.index, payload)
+            self.world.handle(self, PayloadAssembled(name, digest, trouble))
+
+    def _keep(self, index: int, payload: Payload) -> str:
+        """Keep a payload on the disk. Return why that is not possible; empty: it is."""
+        if self.disk.is_full:
+            return FULL
+        self.disk.keep(index, payload)
+        return ""
 
     def _report_rate(self) -> None:
         """Tell the protocol what the link has carried, in rounds that did not come to an end, too; and what came from
@@ -378,16 +409,27 @@ class SimulatedPeer:
                 self.world.soon(self, Digested(self.shelf.newest.last, self.state), delays=2.0)
             case Digested():
                 self._is_digesting = False
+                self._write_down(self.shelf.newest)
                 while self._postponed and not self._is_digesting:
                     self.carry_out(self._postponed.popleft())
 
+    def _write_down(self, frozen: Frozen) -> None:
+        """Have the disk know the state after a cycle, and the log up to there."""
+        if not self.disk.is_full:
+            self.disk.entries, self.disk.frozen = self.entries, frozen
+
+    def payload(self, header: Header) -> Payload | None:
+        """Return the payload of an entry that this peer has, in memory or on its disk."""
+        return self.fragments[header.fragment].buffers.kept.get(header.payload) or self.disk.payload(header.payload)
+
     def _fetch_payload(self, fetch: FetchPayload) -> None:
         header = fetch.header
-        for donor in self.world.fetch_from(self, fetch.donors):
-            payload = donor.fragments[header.fragment].buffers.kept.get(header.payload)
+        for donor in (self, *self.world.fetch_from(self, fetch.donors)):
+            payload = donor.payload(header)
             if payload is not None:
                 self.fragments[header.fragment].buffers.kept.keep(payload)
-                self.world.soon(self, PayloadFetched(header), delays=2.0)
+                trouble = self._keep(header.index, payload)
+                self.world.soon(self, PayloadFetched(header, trouble), delays=2.0)
                 return
         self.world.soon(self, PayloadNotFetched(header, "nobody has it"))
 
@@ -423,6 +465,7 @@ class SimulatedPeer:
             fragment.workload.state = state
         self.shelf.take(frozen, is_chosen=True)
         self.entries = sources[fetch.donor].entries.until(self.shelf.place(frozen))
+        self._write_down(frozen)
         self.world.soon(self, restored(fetch.donor, frozen, believed, self.peer.lineage.doubt), delays=5.0)
 
     def _fetch_lineage(self, fetch: FetchLineage) -> None:

@@ -220,7 +220,10 @@ class Swarm:
             ours = {index: heads[index] for index in self.signed.indices if index < len(heads)}
             self.handle(peer, SignedHeadsSeen(self.signed, ours))
         beats = tuple(beat for other in others if (beat := other.heartbeat_for(peer.name)))
-        self.soon(peer, HeartbeatsSeen(beats))
+        side, heard = self.side[peer.name], {peer.name, *(beat.peer for beat in beats)}
+        recorded = {one for one, other in self.peers.items() if other.is_there and self.side[one] == side}
+        unheard = frozenset(recorded - heard)
+        self.soon(peer, HeartbeatsSeen(beats, unheard=unheard))
         self._learn_reach(peer)
 
     def _learn_reach(self, peer: SimulatedPeer) -> None:
@@ -332,8 +335,9 @@ class Swarm:
         return self._read[here]
 
     def farewell(self, sender: SimulatedPeer) -> None:
-        for other in self.living:
-            self.send(sender, other.name, sender.peer.goodbye)
+        if (goodbye := sender.peer.goodbye) is not None:
+            for other in self.living:
+                self.send(sender, other.name, goodbye)
 
     def send_chunk(self, sender: SimulatedPeer, send: SendChunk, data: bytes) -> None:
         if not self.on_chunk(sender.name, send):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from peers.presence.heartbeat import Heartbeat
@@ -95,4 +96,4 @@ def _heard(event: Event, far: tuple[str, ...], is_wanted: bool) -> Event:
     """Return what one process hears of the others: the far ones, or the near ones."""
     if not isinstance(event, HeartbeatsSeen):
         return event
-    return HeartbeatsSeen(tuple(beat for beat in event.heartbeats if (beat.peer in far) == is_wanted))
+    return replace(event, heartbeats=tuple(beat for beat in event.heartbeats if (beat.peer in far) == is_wanted))

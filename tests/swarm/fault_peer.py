@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,20 @@ import click
 
 from benchmarks.processes import say
 from peers.driver.driver import CALL, Driver
+from peers.log.certificate import Phase
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
 from peers.network import dht_node
 from peers.network.transport import HivemindTransport
 from peers.protocol.events import ChunkSent, Event, ReducedArrived
-from peers.protocol.messages import Commit
-from peers.protocol.packing import open_envelope
+from peers.protocol.messages import Propose, Vote
+from peers.protocol.packing import open_envelope, unpack_message
 from peers.values.identity import Identity
 from peers.values.wire import digest_of
-from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 from tests.swarm import terms
-from tests.swarm.vector_workload import VectorWorkload
+from tests.swarm.vector_workload import UnhurriedWorkload, VectorWorkload, whole_members
 
 VALUES = 32 * 1024  # in 32 chunks
-TRAINING_SECONDS = 0.2
 TIMING = Timing(
     heartbeat=0.5, heartbeat_expiry=3.0, grace=3.0, round_timeout=10.0, partition_grace=8.0, resend=0.2, leave=5.0
 )
@@ -47,11 +45,11 @@ class Moment(StrEnum):
     SENDING = "sending"
     """Some chunks of its contribution are where they belong, the others are not."""
     REDUCING = "reducing"
-    """It has averaged some chunks of its part, and told nobody of the last one."""
-    CONCLUDING = "concluding"
-    """The leader has decided on the entry, and told nobody."""
+    """It has averaged some chunks of its part, and has not told of the last one."""
+    PROPOSING = "proposing"
+    """The leader knows what the round came to, and has not proposed it yet."""
     COMMITTING = "committing"
-    """The leader has told one member that the entry is committed, and none of the others."""
+    """It has given its vote 2 to one member, and to none of the others."""
 
 
 TIMES = {Moment.SENDING: 4, Moment.REDUCING: 4}  # that it comes to this before it is the moment; else once
@@ -86,24 +84,26 @@ class Fault:
 
 
 class FaultyTransport(HivemindTransport):
-    """Sends commits one after another while a fault between them is awaited."""
+    """Sends votes 2 one after another while a fault between them is awaited."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self.fault = Fault()
-        self._commits = asyncio.Lock()
+        self._votes = asyncio.Lock()
 
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
-        kind, position, _ = open_envelope(SETTINGS.run, payload) if name == CALL else (None, None, None)
-        if kind is not Commit or position is None:
+        if name != CALL:
             return await super().call(peer_id, name, payload, timeout)
-        index = position.index
-        self.fault.reached(Moment.CONCLUDING, index)
-        if not self.fault.awaits(Moment.COMMITTING, index):
+        kind, position, _ = open_envelope(SETTINGS.run, payload)
+        if kind is Propose:
+            self.fault.reached(Moment.PROPOSING, position.index)
+        message = unpack_message(SETTINGS.run, payload, None) if kind is Vote else None
+        is_commit = isinstance(message, Vote) and message.choice.phase is Phase.COMMIT
+        if not is_commit or not self.fault.awaits(Moment.COMMITTING, position.index):
             return await super().call(peer_id, name, payload, timeout)
-        async with self._commits:
+        async with self._votes:
             answer = await super().call(peer_id, name, payload, timeout)
-            self.fault.reached(Moment.COMMITTING, index)
+            self.fault.reached(Moment.COMMITTING, position.index)
         return answer
 
 
@@ -121,7 +121,7 @@ class FaultyDriver(Driver):
         super().handle(event)
 
     async def listen(self) -> None:
-        """Do as we are told; leave when nobody is there any more to tell us anything."""
+        """Obey the lines on standard input, and leave when it ends."""
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         while line := await reader.readline():
@@ -133,22 +133,13 @@ class FaultyDriver(Driver):
         self.leave()
 
 
-class UnhurriedWorkload(VectorWorkload):
-    def __init__(self, values: int = VALUES, seconds: float = TRAINING_SECONDS) -> None:
-        super().__init__(values)
-        self._seconds = seconds
-
-    async def run_inner_loop(
-        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
-    ) -> Trained:
-        trained = await super().run_inner_loop(work, on_progress, on_captured)
-        await asyncio.sleep(self._seconds)
-        return trained
-
-
 def tell(header: Header, state_digest: bytes) -> None:
-    members = [member.peer for member in header.roster if not member.missed]
-    say("applied", index=header.index, head=header.digest.hex(), state=state_digest.hex(), members=members)
+    say("applied", index=header.index, **said_of(header, state_digest), members=whole_members(header))
+
+
+def said_of(header: Header, state_digest: bytes) -> dict[str, object]:
+    """Return what a test hears of an entry, besides its members."""
+    return {"head": header.digest.hex(), "state": state_digest.hex(), "leader": header.leader}
 
 
 async def run_peer(identity: Identity, listen: str, contact: str | None) -> None:
@@ -158,7 +149,7 @@ async def run_peer(identity: Identity, listen: str, contact: str | None) -> None
         if contact is None:
             await asyncio.to_thread(sys.stdin.read)
             return
-        driver = FaultyDriver(identity, transport, UnhurriedWorkload())
+        driver = FaultyDriver(identity, transport, UnhurriedWorkload(VALUES))
         listening = asyncio.create_task(driver.listen())
         await driver.run()
         await listening

@@ -25,11 +25,12 @@ LOOK = 0.02  # seconds
 
 @dataclass(frozen=True)
 class Entry:
-    """What a peer says of an entry that it has applied. Members are those of whose work nothing is missing."""
+    """What a peer says of an entry that it has applied. Members are those whose work counts in it."""
 
     head: str
     state: str
     members: tuple[str, ...]
+    leader: str
     payload: str = ""
     """In base64, where its peer says it."""
 
@@ -120,7 +121,7 @@ class Volunteer:
 
     @asynccontextmanager
     async def cut_off(self) -> AsyncIterator[None]:
-        """It runs, and hears of nobody."""
+        """Cut its cable: it runs, and hears no other peer."""
         assert self.network is not None
         async with self.stopped():
             self.network.cut(self.place)
@@ -149,8 +150,8 @@ class Volunteer:
     def hear(self, event: Event) -> None:
         """Take in what the process says."""
         if event["event"] == "applied":
-            said = event["head"], event["state"], tuple(event["members"]), event.get("payload", "")
-            self.applied[event["index"]] = Entry(*said)
+            said = event["head"], event["state"], tuple(event["members"]), event["leader"]
+            self.applied[event["index"]] = Entry(*said, event.get("payload", ""))
         elif event["event"] == "struck":
             self.struck_at, self.is_armed = event["index"], False
         elif event["event"] == "disarmed":
@@ -181,14 +182,14 @@ class Swarm:
         await self.until(lambda: bool(self.whole(0)), "the first entry of all")
 
     async def end(self) -> None:
-        everybody = [self._bootstrap, *self.volunteers]
-        await asyncio.gather(*(one.end() for one in everybody))
-        left = await gone(set[int]().union(*(one.daemons for one in everybody)), DEADLINE)
+        started = [self._bootstrap, *self.volunteers]
+        await asyncio.gather(*(one.end() for one in started))
+        left = await gone(set[int]().union(*(one.daemons for one in started)), DEADLINE)
         sweep_sockets()  # of those who were killed
         assert not left, "daemons outlive their peers"
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Look again whenever anybody says something."""
+        """Look again at each event of a peer."""
         try:
             async with asyncio.timeout(DEADLINE):
                 while not condition():
@@ -204,7 +205,7 @@ class Swarm:
         return max(max(one.applied, default=-1) for one in self.volunteers)
 
     def whole(self, since: int) -> list[Entry]:
-        """Entries from the index `since` on that everybody has applied, with everybody's work in them."""
+        """Return the entries from the index `since` on that all have applied, with the work of all in them."""
         first, *others = (one.applied for one in self.volunteers)
         return [
             entry
@@ -214,10 +215,10 @@ class Swarm:
             and all(other.get(index) == entry for other in others)
         ]
 
-    def in_roster_order(self) -> list[Volunteer]:
-        """The first one leads."""
-        roster = self.whole(0)[-1].members
-        return sorted(self.volunteers, key=lambda one: roster.index(one.id))
+    def leader_and_members(self) -> list[Volunteer]:
+        """Return the peer that led the last entry of all, which goes on leading (R1), and then the others."""
+        leader = self.whole(0)[-1].leader
+        return sorted(self.volunteers, key=lambda one: one.id != leader)
 
 
 def divergences(volunteers: Sequence[Volunteer], since: int) -> dict[int, set[Entry]]:

@@ -195,7 +195,7 @@ async def fetch_and_die(identity: Identity, contact: str, downloads: Path, chunk
 async def drive(
     driver: Driver, identity: Identity, transport: HivemindTransport, be_told: Callable[[], None] = lambda: None
 ) -> None:
-    """Until nobody is there any more to tell us anything."""
+    """Run until standard input ends."""
     say("listening", peer=identity.peer_id)
 
     async def tell() -> None:

@@ -27,18 +27,18 @@ from peers.network.channel import Serve
 from peers.network.throttle import Caps
 from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat
-from peers.protocol.effects import Effect, Send, SendChunk
+from peers.protocol.effects import Effect, ReduceChunk, Send, SendChunk
 from peers.protocol.events import Event, Received, Tick
 from peers.protocol.messages import Message
-from peers.values.chunks import Payload
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment
 from peers.values.wire import Buffer, digest_of
 from peers.values.workload import Blocks, Reduction
-from tests.simulator.liars import LiarsPacker, Lie, Means
+from tests.simulator.liars import LiarsPacker, Lie
 from tests.swarm import terms
-from tests.swarm.fault_peer import UnhurriedWorkload
+from tests.swarm.fault_peer import said_of
 from tests.swarm.real_lies import LIES, RealLie
+from tests.swarm.vector_workload import UnhurriedWorkload
 
 VALUES = 16 * 1024  # in 16 chunks
 LINK = Caps(1e6, 1e6)
@@ -76,14 +76,13 @@ class HonestWorkload(UnhurriedWorkload):
 
     def tell(self, header: Header, state_digest: bytes) -> None:
         """Say of an entry who counts in it, what was averaged, and the state that it leads to."""
-        members = [member.peer for member in header.roster if member.tokens and not member.missed]
-        payload = base64.b64encode(self.payload).decode()
-        said = {"head": header.digest.hex(), "state": state_digest.hex(), "members": members, "payload": payload}
-        say("applied", index=header.index, **said)
+        members = [member.peer for member in header.roster if member.tokens]
+        said = {**said_of(header, state_digest), "payload": base64.b64encode(self.payload).decode()}
+        say("applied", index=header.index, **said, members=members)
 
 
 class LyingWorkload(HonestWorkload):
-    """What it trains goes through the lies."""
+    """What it trains and averages goes through the lies."""
 
     lies: tuple[Lie, ...] = ()
 
@@ -97,8 +96,7 @@ class LyingWorkload(HonestWorkload):
     async def reduce(self, reduction: Reduction) -> Blocks:
         blocks = await super().reduce(reduction)
         for lie in self.lies:
-            if isinstance(lie, RealLie):
-                blocks = lie.averages(bytes(blocks))
+            blocks = lie.averages(blocks)
         return blocks
 
 
@@ -118,12 +116,12 @@ class LyingTransport(HivemindTransport):
         await super().on_pull(name, lied, gives_way)
 
 
-class LyingDriver(Driver, Means):
+class LyingDriver(Driver):
     """A peer between whose protocol and the network its lies stand."""
 
     def __init__(self, identity: Identity, transport: LyingTransport, workload: LyingWorkload) -> None:
         super().__init__(identity, transport, workload, SETTINGS, workload.state.digest(), on_entry=workload.tell)
-        self.name, self.keys, self.allies = identity.peer_id, identity, (identity.peer_id,)
+        self.keys = identity
         self.transport, self.workload = transport, workload
         self.lies: tuple[Lie, ...] = ()
         self._has_lied = False
@@ -131,14 +129,12 @@ class LyingDriver(Driver, Means):
         self._messenger._packer = LiarsPacker(self.peer)
         self._carry_out, self._effects.carry_out = self._effects.carry_out, self.carry_out  # type: ignore[method-assign]
         self._honest_beat, self._pulse.heartbeat = self._pulse.heartbeat, self._beat  # type: ignore[method-assign]
-        honest = HonestWorkload(0.0)  # with its own it would find that others are wrong
-        self.rounds._spot_check._average = honest.reduce
         [outgoing] = self.rounds.traffic._outgoing
         self._honest_data, outgoing._data = outgoing._data, self._data  # type: ignore[method-assign]
 
     # As it is told --------------------------------------------------------------------------------------------
     async def listen(self) -> None:
-        """Do as we are told; leave when nobody is there any more to tell us anything."""
+        """Obey the lines on standard input, and leave when it ends."""
         lines: asyncio.Queue[str] = asyncio.Queue()
         reading = asyncio.create_task(read_lines(lines, self.leave))
         while not reading.done() or not lines.empty():
@@ -157,10 +153,14 @@ class LyingDriver(Driver, Means):
             if isinstance(lie, RealLie):
                 lie.end()
         self._has_lied = False
-        self.lies = self.workload.lies = self.transport.lies = tuple(kind(self, random.Random(7)) for kind in kinds)
+        self.lies = self.workload.lies = self.transport.lies = tuple(map(self._made, kinds))
         for lie in self.lies:
             if isinstance(lie, RealLie):
                 lie.begin()
+
+    def _made(self, kind: type[Lie]) -> Lie:
+        draw = random.Random(7)
+        return kind(self, draw) if issubclass(kind, RealLie) else kind(self.peer, self.keys, draw)
 
     def told(self) -> None:
         """One of the lies was told."""
@@ -177,7 +177,7 @@ class LyingDriver(Driver, Means):
             self.told()
         super().handle(event)
         for lie in self.lies:
-            if isinstance(event, Received) and event.sender != self.name:
+            if isinstance(event, Received) and event.sender != self.peer.me:
                 self._add(lie.hears(event.sender, event.message))
             elif isinstance(event, Tick):
                 self._add(lie.volunteers())
@@ -188,7 +188,7 @@ class LyingDriver(Driver, Means):
             self._say(*one)
 
     def _say(self, to: str, message: Message) -> None:
-        if to != self.name:
+        if to != self.peer.me:
             self._carry_out(Send(to, message))
 
     def carry_out(self, effect: Effect) -> None:
@@ -203,6 +203,13 @@ class LyingDriver(Driver, Means):
                     self._carry_out(Send(*one))
             case SendChunk() if self.lies:
                 self._give(effect)
+            case ReduceChunk():
+                reduce = effect
+                for lie in self.lies:
+                    reduce = lie.reduces(reduce)
+                if reduce != effect:
+                    self.told()
+                self._carry_out(reduce)
             case _:
                 self._carry_out(effect)
 
@@ -231,18 +238,6 @@ class LyingDriver(Driver, Means):
         if beat != honest:
             self.told()
         return beat
-
-    # What it makes lies of ------------------------------------------------------------------------------------
-    def keys_of(self, ally: str) -> Identity:
-        assert isinstance(self.keys, Identity)
-        return self.keys
-
-    def payload_of_its_own(self) -> Payload:
-        [fragment] = self.workload.fragments
-        start, stop = fragment.byte_range(0, fragment.block_count)
-        payload = Payload.cut(memoryview(b"\x07" * (stop - start)), fragment.byte_range(0, 1)[1])
-        self.replication._buffers[0].kept.keep(payload)
-        return payload
 
 
 async def run_honest(identity: Identity, listen: str, contact: str, seconds: float) -> None:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from benchmarks.processes import Event
 from peers.values.identity import Identity
-from tests.swarm.fault_peer import TRAINING_SECONDS
 from tests.swarm.fault_swarm import Entry, Swarm, Volunteer, divergences
 from tests.swarm.liar_peer import PEERS, VALUES
 from tests.swarm.networks import Place
-from tests.swarm.vector_workload import VectorWorkload
+from tests.swarm.vector_workload import TRAINING_SECONDS, VectorWorkload
 
 PROGRAM = "tests.swarm.liar_peer"
 ENTRIES = 2
@@ -67,20 +66,23 @@ class LiarSwarm(Swarm):
         await self.until(lambda: self.liar.is_honest, "a liar that is honest again")
 
     async def led_by_the_liar(self) -> None:
-        """Have those start again that come before the liar in the roster, if it was late once."""
+        """Have the liar start again, and then each leader, until the liar leads: a peer that comes back is last in the
+        roster, and a leader is followed by the next one of the roster (R1)."""
         await self.part_of(self.liar)
-        while self.order[0] != self.liar.id:
-            [first] = (one for one in self.volunteers if one.id == self.order[0])
-            await self.restart(first)
+        if self.leader != self.liar.id:
+            await self.restart(self.liar)
+        while self.leader != self.liar.id:
+            [leader] = (one for one in self.volunteers if one.id == self.leader)
+            await self.restart(leader)
 
     async def led_by_others(self) -> None:
-        """Have somebody honest lead, and the liar take part."""
+        """Have an honest peer lead, and the liar take part."""
         await self.part_of(self.liar)
-        while self.order[0] == self.liar.id:
+        while self.leader == self.liar.id:
             await self.restart(self.liar)
 
     async def restart(self, peer: Volunteer) -> None:
-        """Whoever starts again comes last in the roster, and has forgotten what it applied."""
+        """Start a peer again: it comes last in the roster, and has forgotten what it applied."""
         await self.check()
         async with peer.killed():  # until there is an entry without it, or it keeps its place
             since, others = self.index + 1, [one for one in self.honest if one is not peer]
@@ -105,9 +107,9 @@ class LiarSwarm(Swarm):
         return max(max(one.applied, default=-1) for one in self.honest)
 
     @property
-    def order(self) -> tuple[str, ...]:
-        """The roster of the newest entry that all honest peers have."""
-        return self.entries(0)[-1].members
+    def leader(self) -> str:
+        """The peer that led the newest entry that all honest peers have."""
+        return self.entries(0)[-1].leader
 
     def entries(self, since: int) -> list[Entry]:
         """Entries from the index `since` on that all honest peers have applied."""
@@ -128,13 +130,13 @@ class LiarSwarm(Swarm):
         )
         await self.check()
 
-    async def find_out(self, says: str) -> None:
-        """Wait until somebody honest says so in its log."""
+    async def found_out(self, text: str) -> None:
+        """Wait until an honest peer's log says this of the liar."""
 
         def is_said() -> bool:
-            return any(says in log.read_text(errors="replace") for log in self._logs)
+            return any(f"{self.liar.id} {text}" in log.read_text(errors="replace") for log in self._logs)
 
-        await self.until(is_said, f"somebody who says that the liar {says}")
+        await self.until(is_said, f"an honest peer that says: the liar {text}")
 
     async def check(self) -> None:
         """Replay all that was applied since the last look."""

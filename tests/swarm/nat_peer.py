@@ -21,9 +21,10 @@ from peers.network.transport import HivemindTransport
 from peers.protocol.events import Event, ReducedArrived
 from peers.values.identity import Identity
 from peers.values.wire import digest_of
-from tests.swarm.fault_peer import UnhurriedWorkload
+from tests.swarm.vector_workload import UnhurriedWorkload, whole_members
 
 RELAYED_MEGABITS = 800.0  # a second
+VALUES = 32 * 1024  # in 32 chunks
 TIMING = Timing(
     heartbeat=0.5, heartbeat_expiry=6.0, grace=6.0, round_timeout=20.0, partition_grace=60.0, resend=0.25, leave=5.0
 )
@@ -46,10 +47,9 @@ class TellingDriver(Driver):
         super().handle(event)
 
     def _tell(self, header: Header, state_digest: bytes) -> None:
-        members = [member.peer for member in header.roster if not member.missed]
         reach = {peer: str(way) for peer, way in self._reaching().items()}
-        fields = {"state": state_digest.hex(), "members": members, "reach": reach, "averaged": self._averaged}
-        say("applied", index=header.index, head=header.digest.hex(), **fields)
+        fields = {"state": state_digest.hex(), "reach": reach, "averaged": self._averaged}
+        say("applied", index=header.index, head=header.digest.hex(), members=whole_members(header), **fields)
 
 
 async def run_volunteer(contact: tuple[str, ...], listen: tuple[str, ...], peers: int, pause: float) -> None:
@@ -58,7 +58,7 @@ async def run_volunteer(contact: tuple[str, ...], listen: tuple[str, ...], peers
     transport = await HivemindTransport.create(identity, contact, listen)
     try:
         say("listening", peer=identity.peer_id)
-        driver = TellingDriver(identity, transport, settings, UnhurriedWorkload(seconds=pause))
+        driver = TellingDriver(identity, transport, settings, UnhurriedWorkload(VALUES, pause))
         told = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
         told.add_done_callback(lambda _: driver.leave())
         await driver.run()

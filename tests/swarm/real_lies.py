@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 import struct
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
+from peers.driver.driver import CALL
+from peers.log.certificate import position_of
 from peers.network.channel import PeerUnreachableError, Serve
 from peers.network.dht_storage import heartbeats_key
-from peers.presence.beats import BEAT, HEARTBEAT, Beat, tag_of
+from peers.presence.calls import BEAT, HEARTBEAT, Beat, tag_of
 from peers.presence.heartbeat import Heartbeat
-from peers.protocol.averages import NO_TERMS, Averages
 from peers.protocol.effects import SendChunk
+from peers.protocol.messages import Inquire, LeaseRequest, Message
+from peers.protocol.packing import Packer
 from peers.transfer.lineage_fetch import BYTES_LIMIT, HEADERS, HeadersRequest
 from peers.transfer.payloads import PAYLOAD, PayloadRequest
 from peers.transfer.snapshots import SNAPSHOT, SnapshotOffer, SnapshotRequest
 from peers.values.chunks import chunk_digests, digest_of_chunks
 from peers.values.identity import Identity
-from peers.values.wire import Buffer, digest_of, pack, unpack
-from tests.simulator.leading_lies import HandsOnItsOwn, RefusesAll
-from tests.simulator.liars import Lie
-from tests.simulator.lies import Accuser, AllAbsent, FalseRate, FalseState, InventedHeld, InventedLog
-from tests.simulator.mixtures import UnaskedCommits
+from peers.values.wire import Buffer, pack, unpack
+from peers.values.workload import Blocks
+from tests.simulator import claims, lies, mixtures
+from tests.simulator.liars import Lie, signed_average
 
 if TYPE_CHECKING:
     from tests.swarm.liar_peer import LyingDriver
 
 AT_ONCE = 4  # requests of a flood to each victim
 INVENTED = 40  # peers
-LIMIT = 1 << 20  # bytes that an answer to a flood may have
 TIMEOUT = 10.0  # seconds that a flood waits for one
 HUGE = struct.pack("<f", 2.0**57)
 
@@ -41,9 +42,9 @@ HUGE = struct.pack("<f", 2.0**57)
 class RealLie(Lie):
     """One way to depart from the protocol that concerns bytes, or what a process does with its time."""
 
-    @property
-    def driver(self) -> LyingDriver:
-        return cast("LyingDriver", self.liar)
+    def __init__(self, driver: LyingDriver, draw: random.Random) -> None:
+        super().__init__(driver.peer, driver.keys, draw)
+        self.driver = driver
 
     def begin(self) -> None:
         """It is to be told from now on."""
@@ -54,10 +55,6 @@ class RealLie(Lie):
     def contributes(self, payload: bytes) -> bytes:
         """Return what is taken for the pseudo-gradient."""
         return payload
-
-    def averages(self, blocks: bytes) -> bytes:
-        """Return what is taken for the average of a chunk."""
-        return blocks
 
     @asynccontextmanager
     async def serves(self, name: str, serve: Serve, sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
@@ -94,27 +91,26 @@ class HugeBlock(RealLie):
 
 
 class TwoAverages(RealLie):
-    """It gives each member another average, and signs each."""
+    """It gives each member another average of what it averages, and signs each."""
 
     def gives(self, send: SendChunk, data: bytes) -> tuple[SendChunk, bytes]:
-        if not send.reduced:
+        exchange = self.exchange
+        is_own = send.origin is not None and send.origin.reducer == self.me
+        if exchange is None or exchange.name != send.round_name or not is_own:
             return send, data
-        exchange = self.liar.peer.exchange
-        starts = {member.peer: member.incarnation for member in exchange.round.roster} if exchange else {}
         (scale,) = struct.unpack_from("<f", data)
-        differing = struct.pack("<f", scale * (2.0 + self.liar.others.index(send.to))) + data[4:]
-        terms = exchange.round.terms if exchange else NO_TERMS
-        mine = Averages(self.liar.name, send.round_name, self.liar.keys, starts, terms)
-        mine.sign(send.chunk, digest_of(differing), send.absent)
-        return replace(send, origin=mine.origin(send.chunk)), differing
+        longer = 1.25 + 0.25 * self.others.index(send.to)  # not so long that it shows at once
+        data = struct.pack("<f", scale * longer) + data[len(HUGE) :]
+        return signed_average(exchange, self.keys, send, data), data
 
 
 class WrongAverages(RealLie):
     """It gives all the same averages, which are as long as the right ones, and are not those."""
 
-    def averages(self, blocks: bytes) -> bytes:
+    def averages(self, blocks: Blocks) -> Blocks:
         self.driver.told()
-        return blocks[: len(HUGE)] + blocks[: len(HUGE) - 1 : -1]
+        data = bytes(blocks)
+        return data[: len(HUGE)] + data[: len(HUGE) - 1 : -1]
 
 
 class FlippedBit(RealLie):
@@ -133,7 +129,7 @@ class Flood(RealLie):
     _tasks: tuple[asyncio.Task[None], ...] = ()
 
     def begin(self) -> None:
-        self._tasks = tuple(self.driver.start(self._drown(one)) for one in self.liar.others for _ in range(AT_ONCE))
+        self._tasks = tuple(self.driver.start(self._drown(one)) for one in self.others for _ in range(AT_ONCE))
 
     def end(self) -> None:
         for task in self._tasks:
@@ -157,7 +153,18 @@ class Flood(RealLie):
 
     @property
     def run(self) -> str:
-        return self.liar.log.run
+        return self.log.run
+
+
+class MessageFlood(Flood):
+    """It asks for samples, and for the last entry, as if it never got an answer."""
+
+    def ask(self, victim: str) -> Coroutine[None, None, object]:
+        log = self.log
+        message: Message = LeaseRequest(position=log.position, state_digest=self.peer.state_digest)
+        if log.last is not None and self.draw.random() < 0.5:
+            message = Inquire(position=position_of(log.last))
+        return self.driver.transport.call(victim, CALL, Packer(self.peer).pack(message), TIMEOUT)
 
 
 class HeaderFlood(Flood):
@@ -169,7 +176,7 @@ class PayloadFlood(Flood):
     """It asks for payloads that were made, and for such as were not."""
 
     def request(self) -> tuple[str, bytes]:
-        last = self.liar.log.last
+        last = self.log.last
         digest = last.payload if last is not None and self.draw.random() < 0.5 else secrets.token_bytes(32)
         return PAYLOAD, pack(
             PayloadRequest(run=self.run, fragment=0, payload=digest, first=0, last=self.draw.choice((0, 1, 2**61)))
@@ -180,7 +187,7 @@ class SnapshotFlood(Flood):
     """It asks for ever newer snapshots, and for chunks of the newest."""
 
     def request(self) -> tuple[str, bytes]:
-        position = self.liar.log.position
+        position = self.log.position
         head = self.draw.choice((None, position.head, secrets.token_bytes(32)))
         least = self.draw.choice((0, position.index, position.index + 1))
         return SNAPSHOT, pack(SnapshotRequest(run=self.run, head=head, least=least, first=0, last=1))
@@ -209,23 +216,38 @@ class RecordFlood(Flood):
         return self.driver.heartbeat().model_copy(update=invented)
 
 
-LIES: Mapping[str, tuple[type[Lie], ...]] = {
-    "a corrupt leader": (FalseState, RefusesAll),
-    "a leader that hands on its own": (HandsOnItsOwn,),
-    "a flipped bit": (FlippedBit,),
-    "a false snapshot": (FalseSnapshot,),
-    "unsolicited commits": (UnaskedCommits,),
-    "a heavy lineage": (InventedLog,),
-    "an invented rate": (FalseRate,),
+LEADERS: Mapping[str, tuple[type[Lie], ...]] = {
+    "a corrupt leader": (claims.FalseState, claims.RefusesAll),
+    "a mute leader": (lies.MuteLeader,),
+    "two proposals": (lies.TwoProposals,),
+}
+MEMBERS: Mapping[str, tuple[type[Lie], ...]] = {
+    "a false state": (claims.FalseState,),
+    "an invented log": (claims.InventedLog,),
+    "an invented lock": (lies.InventedLock,),
+    "unasked certificates": (lies.UnaskedCertificates,),
+    "two votes": (lies.DoubleVoter,),
+    "no block for one member": (lies.Starves,),
+    "all are absent": (lies.MakesAbsent,),
+    "two averages": (TwoAverages,),
+    "wrong averages": (WrongAverages,),
+    "one huge block": (HugeBlock,),
+    "no link to anybody": (claims.ReachesNobody,),
+    "a boasted rate": (claims.Trickles,),
+    "forged proofs": (claims.ForgedProofs,),
+    "replays": (mixtures.Replays,),
+    "a flood of messages": (MessageFlood,),
     "a flood of header pulls": (HeaderFlood,),
     "a flood of payload pulls": (PayloadFlood,),
     "a flood of snapshot requests": (SnapshotFlood,),
     "a flood of heartbeat records": (RecordFlood,),
-    "one huge block": (HugeBlock,),
-    "an empty accusation": (Accuser,),
-    "all are absent": (AllAbsent,),
-    "two averages": (TwoAverages,),
-    "an invented entry that it holds": (InventedHeld,),
-    "wrong averages": (WrongAverages,),
+}
+LIES: Mapping[str, tuple[type[Lie], ...]] = {
+    **LEADERS,
+    **MEMBERS,
+    "a false snapshot": (FalseSnapshot,),
+    "a flipped bit": (FlippedBit,),
 }
 """What a line on its standard input has a liar do."""
+CONVICTS: Mapping[str, str] = {"two votes": "votes", "two averages": "averages"}
+"""Lies that convict the liar (R9), and the kind of their proof."""

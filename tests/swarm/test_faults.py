@@ -1,6 +1,6 @@
 """Processes that are killed, stopped, frozen and cut off at named moments of a round: the others go on as one.
 
-One swarm lives through all cases. Each ends with everybody in one entry again.
+One swarm lives through all cases. Each ends with an entry of all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.swarm
 Fault: TypeAlias = Callable[[Volunteer], AbstractAsyncContextManager[None]]
 Story: TypeAlias = Callable[[Swarm], Coroutine[None, None, None]]
 Tell: TypeAlias = Callable[[Story], None]
-LEADERS = (Moment.CONCLUDING, Moment.COMMITTING)
+LEADERS = (Moment.PROPOSING, Moment.COMMITTING)
 PATIENCE = 4  # entries of all for which the moment may not come
 TURNS = 6
 
@@ -56,19 +56,19 @@ def cables(machines: Network | str) -> None:
 
 
 async def strike(swarm: Swarm, fault: Fault, moment: Moment) -> tuple[Volunteer, int]:
-    """Wait until somebody has struck itself at this moment; who, and the entry that the round was about.
+    """Wait until a peer has struck itself at this moment. Return it, and the entry that the round was about.
 
     A peer may have stopped leading, or reduce everything or nothing in these rounds, so that its moment never comes:
     after a few entries another one is chosen.
     """
     for turn in range(TURNS):
-        leader, *members = swarm.in_roster_order()
+        leader, *members = swarm.leader_and_members()
         victim = leader if moment in LEADERS else members[-1 - turn % len(members)]
         victim.arm(moment, signal.SIGKILL if fault is Volunteer.killed else signal.SIGSTOP)
         await is_struck_or_disarmed(swarm, victim, moment)
         if victim.struck_at is not None:
             return victim, victim.struck_at
-    pytest.fail(f"nobody was {moment}")
+    pytest.fail(f"no peer was {moment}")
 
 
 async def is_struck_or_disarmed(swarm: Swarm, victim: Volunteer, moment: Moment) -> None:
@@ -88,7 +88,7 @@ async def go_on_without(swarm: Swarm, victim: Volunteer, index: int) -> None:
 
 
 async def become_whole(swarm: Swarm) -> None:
-    """Nobody goes on by itself: all end with the same bits."""
+    """Wait for an entry of all, with the same bits."""
     index = swarm.index + 1
     await swarm.until(lambda: bool(swarm.whole(index)), "an entry of all")
 
@@ -98,7 +98,7 @@ async def become_whole(swarm: Swarm) -> None:
     [
         pytest.param(Volunteer.killed, Moment.SENDING, marks=pytest.mark.thorough),
         pytest.param(Volunteer.killed, Moment.REDUCING, marks=pytest.mark.thorough),
-        pytest.param(Volunteer.killed, Moment.CONCLUDING, marks=pytest.mark.thorough),
+        pytest.param(Volunteer.killed, Moment.PROPOSING, marks=pytest.mark.thorough),
         (Volunteer.killed, Moment.COMMITTING),
         pytest.param(Volunteer.frozen, Moment.SENDING, marks=pytest.mark.thorough),
         (Volunteer.stopped, Moment.REDUCING),

@@ -109,13 +109,13 @@ async def past(volunteers: list[Volunteer], cycles: int) -> None:
 
 
 async def settle(volunteers: list[Volunteer]) -> None:
-    """Let nobody begin to train again, and wait until all are at one place."""
+    """Let no peer begin to train again, and wait until all are at one place."""
     for one in volunteers:
         one.workload.may_train.clear()
     await wait_until(
         volunteers,
         lambda: len({one.index for one in volunteers}) == 1 and all(one.rests for one in volunteers),
-        "everybody to settle at one position",
+        "all to settle at one position",
     )
     assert len(digests_by_position(volunteers)) == 1
 
@@ -163,7 +163,7 @@ def test_a_run_goes_on_from_its_volunteers_disks(tmp_path: Path) -> None:
 
 
 def test_an_amendment_is_in_force_for_all_fragments_and_after_a_restart(tmp_path: Path) -> None:
-    """Whoever replays a log holds each state against the one that was recorded when it was first reached."""
+    """Replaying a log compares each state with the one that was recorded when it was first reached."""
 
     async def scenario() -> None:
         async with swarm(tmp_path) as run:

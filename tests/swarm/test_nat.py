@@ -16,7 +16,7 @@ from tests.swarm.routers import Internet, Kind, Machine
 
 pytestmark = pytest.mark.swarm
 PROGRAM = "tests.swarm.nat_peer"
-DEADLINE = 240.0  # seconds until everybody is in a roster
+DEADLINE = 240.0  # seconds until all are in a roster
 WEB_PORT, WEB_DATA_PORT = 443, 80
 LAPTOP = ("--peers", 2, "--pause", 1.0)  # the others go on without it, and not too far
 ENTRIES = 3  # that all apply alike
@@ -77,7 +77,7 @@ class Swarm:
             pytest.fail("\n".join([why, *(one.last_words() for one in self.volunteers)]))
 
     def whole(self, since: int = 0) -> list[int]:
-        """Entries that all have applied alike, with everybody's work in them."""
+        """Return the entries that all have applied alike, with the work of all in them."""
         everybody = {one.id for one in self.volunteers}
         first, *others = self.volunteers
         return [

@@ -11,6 +11,7 @@ from opendiloco.config.optimizers import OuterOptimizerSection
 from opendiloco.kernels import INT8, quantize_difference
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.outer import OuterState
+from peers.log.header import Header
 from peers.values.chunks import digest_of_state
 from peers.values.leases import sample_count
 from peers.values.manifest import Amendment
@@ -26,6 +27,8 @@ from peers.values.workload import (
 )
 
 VALUES = 5000
+TOKENS = 8  # of a sample
+TRAINING_SECONDS = 0.2
 FRAGMENT = 2048  # values of each fragment but the last, where there are several
 
 
@@ -68,7 +71,7 @@ class VectorWorkload:
             await on_captured(fragment)
             await self.may_go_on[fragment].wait()
         await self.take_inner_steps()
-        return Trained(work.samples, 8 * sample_count(work.samples), 1.0)
+        return Trained(work.samples, TOKENS * sample_count(work.samples), 1.0)
 
     async def take_inner_steps(self) -> None:
         """Those before the next fragment's offset. They take no time."""
@@ -114,3 +117,23 @@ class VectorWorkload:
             raise SnapshotError("not that state")
         momentum, theta = np.frombuffer(state, np.float32).reshape(2, -1)
         self.state.replace(theta, momentum)
+
+
+class UnhurriedWorkload(VectorWorkload):
+    """Its trainings take a moment: a newcomer catches up only where entries take longer than to replay one."""
+
+    def __init__(self, values: int = VALUES, seconds: float = TRAINING_SECONDS) -> None:
+        super().__init__(values)
+        self._seconds = seconds
+
+    async def run_inner_loop(
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
+    ) -> Trained:
+        trained = await super().run_inner_loop(work, on_progress, on_captured)
+        await asyncio.sleep(self._seconds)
+        return trained
+
+
+def whole_members(header: Header) -> list[str]:
+    """Return the members whose work is whole in an entry, absent from no chunk (R14)."""
+    return [member.peer for member in header.roster if member.tokens == TOKENS * sample_count(member.samples)]

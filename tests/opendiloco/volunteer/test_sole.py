@@ -102,7 +102,7 @@ def test_of_two_that_began_at_once_one_goes(
     network = Network(monkeypatch, lambda second: said(second, THEIRS))
 
     async def scenario() -> bool:
-        peer = cast(Peer, SimpleNamespace(me=IDENTITY.peer_id, incarnation=ours, log=Log(*roster)))
+        peer = cast(Peer, SimpleNamespace(me=IDENTITY.peer_id, incarnation=ours, start=0, log=Log(*roster)))
         waiting = asyncio.create_task(doubled(as_transport(network), RUN, peer))
         for _ in range(30):
             await network.heartbeats(RUN)

@@ -11,8 +11,9 @@ import msgpack
 import pytest
 
 from peers.audit import evidence as evidence_module
-from peers.audit.evidence import KEPT, LOOKED_AT, OF_ONE, VOTES_OF_ONE, Evidence, FalseProofError
-from peers.audit.proofs import TwoVotes, read_proof
+from peers.audit import proofs as proofs_module
+from peers.audit.evidence import KEPT, LOOKED_AT, OF_ONE, Evidence, FalseProofError
+from peers.audit.proofs import COMMITMENTS, VOTES_OF_ONE, TwoVotes, read_proof
 from peers.log.certificate import Certificate, Choice, Phase
 from peers.log.certificate import Proof as Weight
 from peers.log.header import FAULT_AGE, FAULT_LIMIT, Fault, Header, Kind, Position
@@ -395,7 +396,7 @@ def test_votes_are_forgotten_with_time_and_when_they_are_too_many(monkeypatch: p
     for peer in "abc":
         held.observe_vote(peer, vote(peer, choice(A, 1), lineage.log.position), lineage)
     assert statements._vote_count == 3, "the first one is too old"
-    monkeypatch.setattr(evidence_module, "VOTES", 4)
+    monkeypatch.setattr(proofs_module, "VOTES", 4)
     before = Position(index=lineage.log.position.index - 1, head=lineage.heads[-2])
     for peer in "abc":
         held.observe_vote(peer, vote(peer, choice(A, 1), before), lineage)
@@ -404,16 +405,16 @@ def test_votes_are_forgotten_with_time_and_when_they_are_too_many(monkeypatch: p
 
 def test_averages_and_commitments_of_few_are_remembered() -> None:
     held = evidence()
-    rounds = [round_of(view=view) for view in range(evidence_module.ROUNDS + 1)]
+    rounds = [round_of(view=view) for view in range(proofs_module.ROUNDS + 1)]
     for round in rounds:
         held.observe_average(round, average(b"one", round=round), HERE)
     assert held.observe_average(rounds[0], average(b"two", round=rounds[0]), HERE) == ()
     assert held.observe_average(rounds[-1], average(b"two", round=rounds[-1]), HERE)
     held = evidence()
-    for number in range(OF_ONE + 1):
+    for number in range(COMMITMENTS + 1):
         held.observe_commitment(author(number=number), commitment(b"one", author(number=number)), HERE)
     assert held.observe_commitment(author(), commitment(b"two"), HERE) == ()
-    last = author(number=OF_ONE)
+    last = author(number=COMMITMENTS)
     assert held.observe_commitment(last, commitment(b"two", last), HERE)
 
 

@@ -110,7 +110,7 @@ async def beats(network: Network, peer: Peer, count: int) -> None:
 
 
 def new_peer() -> Peer:
-    return Peer(ME.peer_id, SETTINGS, PAYLOADS, STATE, 0.0, incarnation=5, keys=ME)
+    return Peer(ME.peer_id, SETTINGS, PAYLOADS, STATE, 0.0, start=5, keys=ME)
 
 
 def test_what_the_runs_archives_have_signed_is_held_against_the_log() -> None:
@@ -179,7 +179,7 @@ def test_whom_we_do_not_hear_is_connected_to_and_not_told_of() -> None:
         async with asyncio.TaskGroup() as tasks:
             return await pulse_of(new_peer(), network, tasks.create_task).beat()
 
-    assert asyncio.run(scenario()) == HeartbeatsSeen((), {})
+    assert asyncio.run(scenario()) == HeartbeatsSeen((), {}, frozenset({OTHER.peer_id}))
     assert network.connected == [OTHER.peer_id]
 
 

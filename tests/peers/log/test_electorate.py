@@ -170,8 +170,21 @@ def test_r1_whoever_joins_or_leaves_moves_no_turn_but_its_own() -> None:
     log, leader = FOUNDED, FOUNDED.leader_of(0)
     for names in ("abcde", "abcdez", "bcdez", "bcdexyz", "cdez"):
         members = take_order(log.roster, names)
-        log = log.append(next_header(log, [log.expected(one) if one in log.known else idle(one) for one in members]))
+        grants = iter(range(len(members)))
+        brought = [log.expected(one) if one in log.known else log.expected(one, next(grants)) for one in members]
+        log = log.append(next_header(log, brought))
         assert log.leader_of(0) == leader
+
+
+@pytest.mark.parametrize("incarnation", [0, 7])
+def test_r12_a_peer_that_brings_no_tokens_gets_no_say(incarnation: int) -> None:
+    """A leader can't make up voters: the entry counts what all members have signed, and these have signed nothing."""
+    members = [FOUNDED.expected(name) for name in "abcd"]
+    made_up = Member(peer="z" if incarnation == 0 else "e", tokens=0, samples=(), incarnation=incarnation)
+    with pytest.raises(LogError, match="brings no tokens"):
+        next_header(FOUNDED, [*members, made_up])
+    waits = Member(peer="e", tokens=0, samples=(), incarnation=FOUNDED.incarnations["e"])
+    assert "e" in FOUNDED.append(next_header(FOUNDED, [*members, waits])).voters
 
 
 def test_r1_before_the_first_entry_no_leader_follows_from_the_log() -> None:

@@ -74,23 +74,33 @@ def test_who_is_excluded_neither_votes_nor_leads() -> None:
 @pytest.mark.parametrize(
     ("faults", "reason"),
     [
-        ("z", "z: its annex names a peer without a lease"),
+        ("z", "z: its annex names a peer with neither lease nor vote"),
         ("a", "a: its annex names a member"),
         ("xx", "a peer is named twice"),
     ],
 )
-def test_an_annex_names_others_that_have_a_lease(faults: str, reason: str) -> None:
+def test_r9_an_annex_names_others_that_have_a_lease_or_a_vote(faults: str, reason: str) -> None:
     with pytest.raises(LogError, match=reason):
         entry(founded(), "abc", [fault(peer) for peer in faults])
 
 
+def test_r9_a_voter_without_a_lease_can_be_excluded() -> None:
+    """It stands by, and votes: its two votes must convict it, too."""
+    log = founded()
+    for _ in range(EMPTY.staleness + 1):
+        log = log.append(entry(log, "abc"))
+    assert "x" in log.voters
+    assert "x" not in log.known
+    assert "x" not in excluding(log).voters
+
+
 def test_nobody_is_excluded_twice_at_once() -> None:
-    with pytest.raises(LogError, match="x: its annex names a peer without a lease"):
+    with pytest.raises(LogError, match="x: its annex names a peer with neither lease nor vote"):
         excluding(excluding(founded()))
 
 
 def test_the_first_entry_has_no_annex() -> None:
-    with pytest.raises(LogError, match="without a lease"):
+    with pytest.raises(LogError, match="neither lease nor vote"):
         next_header(EMPTY, [member("a", 0, 20)], PAYLOAD, [fault("x")])
 
 

@@ -15,7 +15,7 @@ from peers.network import discovery as module
 from peers.network.channel import PeerUnreachableError
 from peers.network.discovery import PeerDiscovery
 from peers.network.transport import HivemindTransport
-from peers.presence.beats import BEAT, HEARTBEAT, SHORT, WHO, Beat, Request
+from peers.presence.calls import BEAT, HEARTBEAT, SHORT, WHO, Beat, Request
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.meeting_place import SAMPLE, SEARCH_LAST
 from peers.values.identity import Identity

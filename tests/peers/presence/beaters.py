@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from peers.presence.beats import BEAT, HEARTBEAT, Beat, Beats, Request, Word
+from peers.presence.beats import Beats, Word
+from peers.presence.calls import BEAT, HEARTBEAT, Beat, Request
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 from peers.values.wire import pack, unpack

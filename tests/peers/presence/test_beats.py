@@ -9,22 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.errors import RemoteProtocolError
-from peers.presence.beats import (
+from peers.presence.beats import REFRESH_SHARE, WHO_BURST, Word
+from peers.presence.calls import (
     BEAT,
     BEAT_BYTES,
     HEARTBEAT,
     KNOWN_LIMIT,
     NOTHING_TO_SAY,
     PAGE,
-    REFRESH_SHARE,
     REQUEST_BYTES,
     SHORT,
-    WHO_BURST,
     Answer,
     Beat,
     Page,
     Request,
-    Word,
     tag_of,
 )
 from peers.presence.heartbeat import SIZE_LIMIT, PeerState

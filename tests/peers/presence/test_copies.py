@@ -66,7 +66,7 @@ class TestListening:
 
     def test_what_we_say_ourselves_is_no_copy(self) -> None:
         copies = Copies()
-        copies.ours = 5
+        copies.ours = (5, 0)
         for second in range(0, 60, 2):
             copies.hear(said(float(second), incarnation=5), float(second))
         assert (copies.living(60.0), copies.highest) == (None, 0)

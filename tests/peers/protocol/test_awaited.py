@@ -1,4 +1,4 @@
-"""Whom the leader of an asynchronous run waits for, and for how long."""
+"""The peers that a leader waits for, and for how long (R7, R16)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from peers.log.header import Member
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.presence.standing import Standing
-from peers.protocol.awaited import Awaited
-from tests.peers.builders import SETTINGS, beat, first_log
+from peers.protocol.awaited import Awaited, late
+from tests.peers.heartbeats import beat
+from tests.peers.logs import SETTINGS, TOKENS, first_log, next_header
 
-SPEED = 200.0
+SPEED = 10.0
 """Tokens a second of all: a lease takes ten seconds."""
 SLACK = 4.0
 
@@ -25,8 +26,8 @@ class Leading:
     def __init__(self, contributions: float | None = 0.5, log: LogState | None = None) -> None:
         self.log = log or first_log()
         changed = replace(SETTINGS, contributions=contributions)
-        self.awaited = Awaited("a", self.log, Standing(60.0), changed)
-        self.awaited.grace = self.awaited.shortest_grace = 10.0
+        self.awaited = Awaited("a", self.log, changed)
+        self.awaited.grace = 10.0
         self.awaited.slack = SLACK
 
     def ready(self, names: str, now: float = 0.0) -> Leading:
@@ -39,14 +40,35 @@ class Leading:
         return beat("c", self.log, **fields)
 
     def is_time(self, now: float, ready: str, c: Heartbeat, contributing: Collection[str] | None = None) -> bool:
-        self.awaited.look(now, {"b": beat("b", self.log), "c": c}, (), ())
-        return self.awaited.is_time(now, set(ready), set(ready if contributing is None else contributing))
+        self.awaited.look({"b": beat("b", self.log), "c": c}, {}, ())
+        return self.awaited.is_time(
+            now, set(ready), set(ready if contributing is None else contributing), set(self.log.voters)
+        )
 
 
-def test_nobody_is_waited_for_that_is_far_away() -> None:
+def test_r16_nobody_is_waited_for_that_is_far_away() -> None:
     assert Leading().ready("ab").is_time(0.0, "ab", Leading().at(0)), "it takes ten seconds"
-    assert not Leading(None).ready("ab").is_time(9.0, "ab", Leading().at(0)), "a synchronous run waits for the grace"
-    assert Leading(None).ready("ab").is_time(10.0, "ab", Leading().at(0))
+
+
+@pytest.mark.parametrize(
+    ("told", "seconds"),
+    [({"tokens_per_second": 0.0, "speed": 0.0}, 10.0), ({}, 7.5)],
+    ids=["for the grace", "but not for one that says it needs twice what is left"],
+)
+def test_r7_a_synchronous_run_waits_for_the_grace(told: dict[str, Any], seconds: float) -> None:
+    assert not Leading(None).ready("ab").is_time(seconds - 0.1, "ab", Leading().at(0, **told))
+    assert Leading(None).ready("ab").is_time(seconds + 0.1, "ab", Leading().at(0, **told))
+
+
+def test_r7_who_was_in_neither_of_the_last_two_entries_is_not_waited_for() -> None:
+    log = replace(first_log(), staleness=9)
+    for _ in range(2):
+        assert not Leading(None, log).ready("ab").is_time(0.0, "ab", Leading(None, log).at())
+        log = log.append(next_header(log, [Member(peer=one, tokens=TOKENS, samples=log.leases[one]) for one in "ab"]))
+    assert late(log) == {"c"}
+    assert Leading(None, log).ready("ab").is_time(0.0, "ab", Leading(None, log).at())
+    last = SETTINGS.inner_steps - 1
+    assert not Leading(0.9, log).ready("ab").is_time(0.0, "ab", Leading(0.9, log).at(last)), "its slack is short anyhow"
 
 
 def test_whoever_comes_soon_is_waited_for_until_the_slack_is_over() -> None:
@@ -67,7 +89,7 @@ def test_where_a_heartbeat_does_not_tell_its_peer_may_come_any_moment(told: dict
 
 
 def test_fewer_than_enough_wait_as_in_a_synchronous_run() -> None:
-    assert not Leading(0.75).ready("ab").is_time(9.0, "ab", Leading().at(0)), "three of four are needed, so all three"
+    assert not Leading(0.75).ready("ab").is_time(7.0, "ab", Leading().at(0)), "three of four are needed, so all three"
     assert Leading(0.75).ready("ab").is_time(10.0, "ab", Leading().at(0))
     assert Leading(0.75).ready("abc").is_time(0.0, "abc", Leading().at(0))
 
@@ -78,7 +100,7 @@ def test_most_voters_must_be_ready_however_small_the_share() -> None:
 
 def test_whoever_brings_nothing_is_no_contribution() -> None:
     leading = Leading(1.0).ready("ab")
-    assert not leading.is_time(9.0, "ab", leading.at(0), contributing="a"), "c has a contribution to make"
+    assert not leading.is_time(7.0, "ab", leading.at(0), contributing="a"), "c has a contribution to make"
     assert Leading(0.5).ready("ab").is_time(0.0, "ab", leading.at(0), contributing="a"), "one of two"
 
 

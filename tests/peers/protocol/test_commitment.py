@@ -1,4 +1,4 @@
-"""What a member commits to, and what shows that it did not keep to it."""
+"""Commitments to contributions, and chunks that convict their owners (R3, R9)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,28 @@ from typing import Any
 import pytest
 
 from peers.log.header import Position
-from peers.protocol.commitment import Commitment, Evidence
-from peers.values.wire import digest_of
+from peers.protocol.commitment import Author, Commitment, Contribution, Evidence, commit_to
+from peers.values.chunks import Sum
+from peers.values.wire import WireError, digest_of, from_plain
 from peers.values.workload import BadBlocksError, Blocks
-from tests.peers.builders import SIZE, attempt, author, commitment, evidence, first_log, inspect
+from tests.peers.builders import CONTRIBUTION, SIZE, evidence, inspect
+from tests.peers.logs import first_log
 from tests.simulator.simulated_keys import SimulatedKeys
 
 LOG = first_log()
 VERIFY = SimulatedKeys("anybody").verify
 
 
+def author(peer: str, incarnation: int = 0, at: Position = LOG.position, number: int = 2) -> Author:
+    return Author(peer=peer, incarnation=incarnation, position=at, number=number)
+
+
+def commitment(peer: str, incarnation: int = 0, root: Sum = CONTRIBUTION, number: int = 2) -> Commitment:
+    return commit_to(root, author(peer, incarnation, number=number), SimulatedKeys(peer))
+
+
 def convicts(shown: Evidence, peer: str = "c", at: Position = LOG.position) -> bool:
-    return shown.convicts(author(peer, 0, at), SIZE.chunks, VERIFY, inspect)
+    return shown.convicts(author(peer, at=at), SIZE.chunks, VERIFY, inspect)
 
 
 def test_a_norm_that_is_not_the_committed_one_convicts() -> None:
@@ -31,7 +41,7 @@ def test_what_no_encoder_makes_convicts_whatever_norm_was_committed_to() -> None
         raise BadBlocksError("code -128")
 
     shown = evidence(LOG, "c", honest=True)
-    assert shown.convicts(author("c", 0, LOG.position), SIZE.chunks, VERIFY, refuse)
+    assert shown.convicts(author("c"), SIZE.chunks, VERIFY, refuse)
 
 
 def test_what_was_honestly_committed_to_convicts_nobody() -> None:
@@ -44,11 +54,11 @@ CHANGES: dict[str, Callable[[Evidence], dict[str, Any]]] = {
     "no such chunk": lambda shown: {"chunk": SIZE.chunks},
     "another norm": lambda shown: {"proof": shown.proof.model_copy(update={"squares": 2.0})},
     "no way up": lambda shown: {"proof": shown.proof.model_copy(update={"path": b""})},
-    "another root": lambda shown: {"commitment": commitment("c", 0, LOG.position)},
+    "another root": lambda shown: {"commitment": commitment("c")},
     "not signed": lambda shown: {"commitment": shown.commitment.model_copy(update={"signature": bytes(64)})},
-    "signed by another": lambda shown: {"commitment": commitment("b", 0, LOG.position, shown.commitment.root)},
-    "of another start": lambda shown: {"commitment": commitment("c", 1, LOG.position, shown.commitment.root)},
-    "for another round": lambda shown: {"commitment": commitment("c", 0, LOG.position, shown.commitment.root, 2)},
+    "signed by another": lambda shown: {"commitment": commitment("b", root=shown.commitment.root)},
+    "of another incarnation": lambda shown: {"commitment": commitment("c", 1, shown.commitment.root)},
+    "of another training": lambda shown: {"commitment": commitment("c", 0, shown.commitment.root, 3)},
 }
 
 
@@ -64,10 +74,21 @@ def test_it_convicts_nobody_else_and_nowhere_else() -> None:
     assert not convicts(evidence(LOG, "c"), at=elsewhere)
 
 
-def test_a_commitment_is_for_one_round_of_one_entry_and_one_start() -> None:
-    said: Commitment = commitment("c", 7, LOG.position, after=3)
-    assert said.is_of(author("c", 7, LOG.position, 3), VERIFY)
-    assert not said.is_of(author("c", 8, LOG.position, 3), VERIFY)
-    assert not said.is_of(author("b", 7, LOG.position, 3), VERIFY)
-    assert not said.is_of(author("c", 7, LOG.position, 4), VERIFY)
-    assert not said.is_of(author("c", 7, attempt(LOG).position.model_copy(update={"fragment": 1}), 3), VERIFY)
+def test_a_commitment_is_for_one_training_at_one_position_in_one_incarnation() -> None:
+    said = commitment("c", 7, number=3)
+    assert said.number == 3
+    assert said.is_of(author("c", 7, number=3), VERIFY)
+    another_fragment = LOG.position.model_copy(update={"fragment": 1})
+    for other in (
+        author("c", 8, number=3),
+        author("b", 7, number=3),
+        author("c", 7, number=4),
+        author("c", 7, another_fragment, 3),
+    ):
+        assert not said.is_of(other, VERIFY)
+
+
+@pytest.mark.parametrize("squares", [-1.0, float("nan"), float("inf"), True, "1", None])
+def test_a_norm_is_a_finite_number(squares: object) -> None:
+    with pytest.raises(WireError, match="squares"):
+        from_plain(Contribution, [CONTRIBUTION.digest, squares, 0])

@@ -1,4 +1,4 @@
-"""One round at one member, as tables of events and the effects that they have; then whole circles of members.
+"""One round at one member (R3), as tables of events and the effects that they have; then whole circles of members.
 
 The members are a, b, c and so on. Each averages one chunk, the first the chunk 0.
 """

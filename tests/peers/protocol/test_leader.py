@@ -1,17 +1,22 @@
-"""The leader of a view: when it begins, what it proposes, and what it does when something does not come."""
+"""The leader of a view: when it begins, what it proposes, and what it does when something does not come (R4, R7)."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from peers.log.certificate import Ballot, Phase
 from peers.log.header import Header
 from peers.presence.heartbeat import PeerState
-from peers.protocol.messages import Begin, Certified, Part, Propose, Ready
+from peers.protocol.effects import Send
+from peers.protocol.messages import Begin, Certified, Part, Proof, Propose, Ready
+from peers.protocol.pacemaker import death
 from peers.protocol.parts import Reducers
 from peers.protocol.rounds import Round
 from peers.protocol.voting import Refusal
-from tests.peers.builders import Rig, at_second, averaged, certified, choice, ready, sends, vote
+from peers.values.wire import digest_of
+from tests.peers.builders import Rig, at_second, averaged, certified, choice, of, ready, sends, two_votes, vote
 from tests.peers.logs import TIMING, TOKENS
 
 
@@ -100,6 +105,41 @@ def test_a_member_that_has_not_heard_of_the_round_is_told_again() -> None:
     assert not sends(says_ready(rig, "a", round=round.name, terms=round.terms).effects, Begin)
 
 
+# Liars (R9) ----------------------------------------------------------------------------------------------------------
+def convinced(rig: Rig, liar: str = "c") -> Rig:
+    for lie in two_votes(liar, rig.log):
+        rig.hear(liar, lie)
+    return rig
+
+
+def test_r9_a_peer_that_is_proven_to_lie_is_in_no_round_and_the_header_excludes_it() -> None:
+    """Each member is shown the proof before the proposal, once; and again if it says that it lacks it."""
+    rig = convinced(leading())
+    round = sends(says_ready(rig, "a").effects, Begin)[-1][1].round
+    assert round.peers == ("a", "b"), "and the liar is not waited for"
+    says_ready(rig, "c")
+    tells_part(rig, round, "ab")
+    to_a = [message for to, message in sends(rig.effects, Proof) + sends(rig.effects, Propose) if to == "a"]
+    proof, propose = to_a
+    (fault,) = propose.header.faults
+    assert (fault.peer, fault.kind, proof.fault) == ("c", "votes", "votes")
+    assert digest_of(proof.proof) == fault.proof
+    assert [exclusion.peer for exclusion in propose.header.excluded] == ["c"]
+    kinds = [type(effect.message) for effect in of(rig.effects, Send) if effect.to == "a"]
+    assert kinds.index(Proof) < kinds.index(Propose)
+    rig.now += 10 * TIMING.resend
+    assert sends(says_ready(rig, "a", round=round.name, unproven=(fault.proof,)).effects, Proof)
+
+
+def test_r9_a_proof_that_a_member_shows_convicts_as_well() -> None:
+    rig = convinced(leading())
+    faults = rig.peer._context.evidence.provable(rig.log, rig.peer.lineage, "ab")
+    (known,) = rig.peer._context.evidence.behind(faults)
+    other = leading()
+    other.hear("a", Proof(position=other.log.position, fault="votes", proof=known.data))
+    assert sends(says_ready(other, "a").effects, Begin)[-1][1].round.peers == ("a", "b")
+
+
 # Parts ----------------------------------------------------------------------------------------------------------
 def test_it_proposes_when_all_parts_are_here() -> None:
     rig = leading()
@@ -186,6 +226,16 @@ def test_a_voter_that_has_voted_in_a_newer_ballot_gets_a_newer_one() -> None:
     told = sends(says_ready(rig, "a", refused=first.ballot, reason=Refusal.OLD_BALLOT.value).effects, Propose)
     assert told[-1][1].header == first.header
     assert first.ballot < told[-1][1].ballot
+
+
+@pytest.mark.parametrize("beyond", [-0.5, 0.5])
+def test_r12_a_leader_calls_a_voter_gone_only_after_a_deaths_time(beyond: float) -> None:
+    """It is more patient than its members, so that they have noticed, too, when they are asked to agree."""
+    rig = leading()
+    rig.waits(int(death(TIMING)) - 1, PeerState.READY, "a")
+    rig.tick(1.0 + beyond)
+    header = tells_part(rig, begun(rig, "a"), "ab")[-1][1].header
+    assert rig.log.gone_in(header) == (("c",) if beyond > 0 else ())
 
 
 def test_a_peer_that_members_hear_is_not_gone() -> None:

@@ -1,17 +1,87 @@
-"""Whom to believe that they have founded a run."""
+"""The peers that are here: whether they are a quorum, when they go on alone (R8), and who may found a run (R13)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
-from peers.protocol.desk import Desk
-from peers.protocol.minority import may_found
-from tests.peers.builders import LOG, PAYLOADS, SETTINGS, beat, first_log
-from tests.simulator.simulated_keys import SimulatedKeys
+from peers.protocol.effects import Apply
+from peers.protocol.events import PayloadAssembled
+from peers.protocol.messages import Propose
+from peers.protocol.minority import NEARLY, Attendance, may_found
+from tests.peers.builders import at_second, context, of, sends
+from tests.peers.heartbeats import beat
+from tests.peers.logs import LOG, SETTINGS, TIMING, first_log
+
+GRACE = SETTINGS.timing.partition_grace
+
+
+def attendance(
+    seconds: float, live: str = "", starts: int = 0, goes_on_alone: bool = True, is_behind: bool = False
+) -> Attendance:
+    """Return what b sees that has been ready at the second entry for so long, while these were there."""
+    here = context("b", replace(SETTINGS, goes_on_alone=goes_on_alone))
+    presence = Presence("b", 10.0, 40.0, 0.0, here.is_farewell)
+    log = first_log()
+    seen = Attendance(here, presence, log)
+    for second in range(int(seconds) + 1):
+        here.now = presence.now = float(second)
+        beats = [beat(name, log, PeerState.READY, second + 1, incarnation=starts) for name in live]
+        presence.membership.observe(beats, here.now)
+        seen.look(0.0, True, is_behind)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("more", "is_alone", "joins"),
+    [
+        ({"seconds": GRACE - 1}, False, True),
+        ({"seconds": GRACE}, True, True),
+        ({"seconds": NEARLY * GRACE - 1}, False, False),
+        ({"seconds": GRACE, "live": "a"}, False, False),
+        ({"seconds": GRACE, "is_behind": True}, False, False),
+        ({"seconds": GRACE, "goes_on_alone": False}, False, False),
+        ({"seconds": GRACE, "live": "ac", "starts": 7, "goes_on_alone": False}, True, True),
+    ],
+    ids=["nearly", "alone", "too early", "a quorum", "others are ahead", "its owner waits", "all have started again"],
+)
+def test_r8_a_peer_goes_on_alone_when_no_quorum_was_here_for_the_partition_grace(
+    more: dict[str, Any], is_alone: bool, joins: bool
+) -> None:
+    """It joins others a little earlier, since clocks differ; its owner decides, unless most are here by their names."""
+    seen = attendance(**more)
+    assert (seen.is_alone, seen.joins_alone) == (is_alone, joins)
+
+
+def test_r8_more_than_half_of_those_here_decide_and_all_of_them_are_the_group() -> None:
+    here = attendance(GRACE, "ac", starts=7)
+    assert here.group == (("a", 7), ("b", 0), ("c", 7))
+    assert here.is_enough({"a": 7, "c": 7})
+    assert not here.is_enough({"a": 7}), "most voters are here by name: there can be one such group only"
+    assert here.left_out((("a", 7), ("b", 0))) == ("c",)
+
+
+def test_r8_a_lone_survivor_makes_an_entry_that_says_so() -> None:
+    """It takes the say of all voters outside it, and its certificate is one of a minority."""
+    rig = at_second().trained()
+    rig.waits(int(GRACE), others="")
+    assert rig.peer.exchange is None
+    rig.waits(int(TIMING.heartbeat_expiry) + 2, others="")
+    exchange = rig.whole().peer.exchange
+    assert exchange is not None
+    assert exchange.round.group == (("b", 0),)
+    outcome = exchange.outcome()
+    assert outcome is not None
+    effects = rig.do(PayloadAssembled(exchange.name, outcome.payload)) + rig.waits(2, others="")
+    assert not sends(effects, Propose), "it tells itself alone"
+    (apply,) = of(effects, Apply)
+    assert apply.certificate is not None
+    assert apply.certificate.choice.alone
+    assert (apply.header.peers, rig.peer.log.voters) == (("b",), ("b",))
 
 
 @pytest.mark.parametrize(
@@ -24,28 +94,28 @@ from tests.simulator.simulated_keys import SimulatedKeys
         ("x", "a", "d", True),
     ],
 )
-def test_few_found_no_run_while_enough_wait_to_do_so(
+def test_r13_few_found_no_run_while_enough_wait_to_do_so(
     founders: str, waiting: str, archives: str, is_believed: bool
 ) -> None:
     settings = replace(SETTINGS, minimum_peers=3)
-    desk = Desk("me", settings, PAYLOADS, 0.0, incarnation=0, keys=SimulatedKeys("me"))
-    presence = Presence("me", 10.0, 40.0, bar=20.0, now=0.0)
+    here = context("me", settings)
+    presence = Presence("me", 10.0, 40.0, 0.0, here.is_farewell)
     presence.membership.observe([beat(name, LOG, PeerState.READY) for name in waiting], 0.0)
     presence.membership.observe([beat(name, LOG, PeerState.ARCHIVING) for name in archives], 0.0)
     presence.membership.observe([beat(name, first_log()) for name in founders], 0.0)
-    desk.now = presence.now = settings.timing.heartbeat_expiry
-    assert may_found(desk, presence, len(founders)) is is_believed
+    here.now = presence.now = settings.timing.heartbeat_expiry
+    assert may_found(here, presence, len(founders)) is is_believed
 
 
-def test_few_found_no_run_while_others_do_not_answer_for_a_moment_or_cannot_have_been_heard_of() -> None:
+def test_r13_few_found_no_run_while_others_do_not_answer_for_a_moment_or_cannot_have_been_heard_of() -> None:
     """Regression: one lost message to one of those who waited, and a liar's own founding was believed."""
     settings = replace(SETTINGS, minimum_peers=3)
-    desk = Desk("me", settings, PAYLOADS, 0.0, incarnation=0, keys=SimulatedKeys("me"))
-    presence = Presence("me", 10.0, 40.0, bar=20.0, now=0.0)
-    assert not may_found(desk, presence, 1), "we have just started"
+    here = context("me", settings)
+    presence = Presence("me", 10.0, 40.0, 0.0, here.is_farewell)
+    assert not may_found(here, presence, 1), "we have just started"
     presence.membership.observe([beat(name, LOG, PeerState.READY) for name in "ab"], 0.0)
-    desk.now = presence.now = settings.timing.heartbeat_expiry
+    here.now = presence.now = settings.timing.heartbeat_expiry
     presence.membership.unreachable("a")
-    assert not may_found(desk, presence, 1)
-    desk.now = presence.now = settings.timing.partition_grace + 1
-    assert may_found(desk, presence, 1), "nobody has been heard of for long"
+    assert not may_found(here, presence, 1)
+    here.now = presence.now = settings.timing.partition_grace + 1
+    assert may_found(here, presence, 1), "nobody has been heard of for long"

@@ -1,4 +1,4 @@
-"""How much peers of different speeds train, and how long those who are ready wait."""
+"""How much peers of different speeds train, and how long those who are ready wait (R7, R16)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The view timer: when the next leader's turn comes, and when it does not."""
+"""The view timer: when the next leader's turn comes, and when it does not (R1, R2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who averages how much, by who reaches whom; what claims about links are worth; how long a round may take."""
+"""Who averages how much, by who reaches whom; what claims about links are worth; how long a round may take (R3)."""
 
 from __future__ import annotations
 

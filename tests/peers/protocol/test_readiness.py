@@ -1,4 +1,4 @@
-"""The leader's book: who gets which samples, who is ready, and who cannot be in the entry."""
+"""The leader's book: who gets which samples, who is ready, and who can't be in the entry (R14)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The replica alone: entries in order, and the ways back to where the others are."""
+"""The replica alone (R14, R19, R21): entries in order, and the ways back to where the others are."""
 
 from __future__ import annotations
 
@@ -11,29 +11,17 @@ from peers.log.lineage import RECENT_ENTRIES, Branch, Lineage
 from peers.log.state import LogState
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
-from peers.protocol.certifier import OPEN_LIMIT
-from peers.protocol.desk import Desk
-from peers.protocol.effects import Apply, Dropped, FetchLineage, FetchPayload, FetchSnapshot, Note, Send, TokensLost
+from peers.protocol.catching_up import Search
+from peers.protocol.effects import Apply, Dropped, FetchLineage, FetchSnapshot, Note, Send, TokensLost
 from peers.protocol.events import Applied, Digested, LineageSeen, SignedHeadsSeen, SnapshotFailed, SnapshotRestored
 from peers.protocol.internal import EntryMade, FarBehind, NobodyAhead
-from peers.protocol.messages import Commit, Inquire
-from peers.protocol.replica import Replica, ReplicaState
-from peers.protocol.search import Search
+from peers.protocol.messages import Certified
+from peers.protocol.replica import PASSED_ON, Replica, ReplicaState
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of
-from tests.peers.builders import (
-    CERTIFIED,
-    LOG,
-    PAYLOAD,
-    PAYLOADS,
-    SETTINGS,
-    STATE,
-    TOKENS,
-    beat,
-    first_log,
-    member,
-    of,
-)
+from tests.peers.builders import context, of
+from tests.peers.heartbeats import beat
+from tests.peers.logs import CERTIFIED, LOG, PAYLOAD, SETTINGS, STATE, TOKENS, departed, first_log, member, next_header
 from tests.simulator.simulated_keys import SimulatedKeys
 
 NEXT = digest_of(b"the state after the entry")
@@ -46,40 +34,40 @@ def roster_of(log: LogState) -> tuple[Member, ...]:
 def after(log: LogState, payload: bytes = PAYLOAD) -> LogState:
     """All that have a lease have trained it."""
     roster = [one.model_copy(update={"samples": log.leases[one.peer]}) for one in roster_of(log)]
-    return log.append(log.next_header(roster, payload)) if roster else first_log()
+    return log.append(next_header(log, roster, payload)) if roster else first_log()
 
 
 class Place:
     """b's replica, at some place in the log, beside a and c."""
 
     def __init__(self, log: LogState = LOG) -> None:
-        self.desk = Desk("b", SETTINGS, PAYLOADS, 0.0, incarnation=0, keys=SimulatedKeys("b"))
-        self.presence = Presence("b", 10.0, 40.0, bar=20.0, now=0.0)
-        self.replica = Replica(self.desk, self.presence, Lineage(log), STATE)
-        self.search = Search(self.desk, self.presence, self.replica)
+        self.context = context("b")
+        self.presence = Presence("b", 10.0, 40.0, 0.0, self.context.is_farewell)
+        self.replica = Replica(self.context, self.presence, Lineage(log), STATE)
+        self.search = Search(self.context, self.presence, self.replica)
         self.beats = 0
 
     def see(self, log: LogState, names: str = "ac", state: PeerState = PeerState.TRAINING) -> None:
         self.beats += 1
-        self.presence.membership.observe([beat(name, log, state, self.beats) for name in names], self.desk.now)
+        self.presence.membership.observe([beat(name, log, state, self.beats) for name in names], self.context.now)
 
     def step(self, log: LogState) -> None:
         assert log.last is not None
         self.replica.take(EntryMade(log.last, None, keeps_work=False))
         self.replica.take(Applied(log.last))
         self.replica.take(Digested(log.last, NEXT))
-        self.desk.take_effects()
+        self.context.take_effects()
 
 
-def told(header: Header) -> Commit:
-    return Commit(header=header, certificate=None)
+def told(header: Header) -> Certified:
+    return Certified(header=header, certificate=None)
 
 
 def test_an_entry_is_applied_and_then_has_a_digest() -> None:
     place, log = Place(), after(LOG)
     assert log.last is not None
     place.replica.take(EntryMade(log.last, None, keeps_work=True))
-    assert of(place.desk.take_effects(), Apply) == [Apply(log.last, True)]
+    assert of(place.context.take_effects(), Apply) == [Apply(log.last, True)]
     assert (place.replica.log, place.replica.settled) == (log, LOG)
     place.replica.take(Applied(log.last))
     assert not place.replica.is_settled, "heartbeats name the place before, until the digest is there"
@@ -88,18 +76,18 @@ def test_an_entry_is_applied_and_then_has_a_digest() -> None:
     assert place.replica.state_digest == NEXT
 
 
-@pytest.mark.parametrize(("size", "is_news"), [(OPEN_LIMIT, False), (OPEN_LIMIT + 1, True)])
+@pytest.mark.parametrize(("size", "is_news"), [(PASSED_ON, False), (PASSED_ON + 1, True)])
 def test_an_entry_of_many_is_news_for_a_moment(size: int, is_news: bool) -> None:
     """Its commit is on its way to all: whoever asks meanwhile need not be told by its leader, too."""
     roster = [member(f"peer{place:02}", 20 * place, 20 * place + 20) for place in range(size)]
-    first = LOG.append(LOG.next_header(roster, PAYLOAD))
+    first = LOG.append(next_header(LOG, roster))
     second = after(first)
     assert first.last is not None
     assert second.last is not None
     place = Place()
     place.step(first)
     assert place.replica.is_news(first.last) == is_news
-    place.desk.now += SETTINGS.timing.resend
+    place.context.now += SETTINGS.timing.resend
     assert not place.replica.is_news(first.last)
     place.step(second)
     assert not place.replica.is_news(first.last), "an older one never is"
@@ -113,42 +101,25 @@ def test_a_digest_of_another_entry_is_a_bug_of_ours() -> None:
         place.replica.take(Digested(log.last, NEXT))
 
 
-def test_a_few_entries_behind_it_asks_what_followed_and_replays_that() -> None:
-    place, log = Place(), after(after(LOG))
-    place.see(log)
-    place.search.catch_up()
-    assert of(place.desk.take_effects(), Send) == [Send("c", Inquire(position=LOG.position))]
-    first = after(LOG).last
-    assert first is not None
-    behind = place.replica.follow("c", told(first), proof=Proof(True, 2), was_asked=False)
-    assert behind is not None
-    assert behind.donors == ("a", "c")
-    place.replica.take(behind)
-    assert of(place.desk.take_effects(), FetchPayload) == [FetchPayload(first, ("a", "c"))]
-    place.replica.take(EntryMade(first, None, keeps_work=False))
-    assert place.replica.log.last == first
-
-
 def test_nobody_is_followed_who_is_not_further_on_unless_it_was_asked() -> None:
     place, first = Place(), after(LOG).last
     assert first is not None
-    place.see(LOG)
-    assert place.replica.follow("a", told(first), proof=Proof(True, 2), was_asked=False) is None
-    behind = place.replica.follow("a", told(first), proof=Proof(True, 2), was_asked=True)
+    place.see(LOG, "a")
+    alone = Proof(False, 1)
+    assert place.replica.follow("a", told(first), alone, was_asked=False) is None
+    behind = place.replica.follow("a", told(first), alone, was_asked=True)
     assert behind is not None
     assert behind.donors == ("a",)
-    assert place.replica.follow("z", told(first), proof=Proof(True, 2), was_asked=True) is None
+    assert place.replica.follow("z", told(first), alone, was_asked=True) is None, "it is not heard"
 
 
-def test_an_entry_that_does_not_follow_is_dropped_with_its_senders_name() -> None:
-    place = Place()
-    place.see(after(after(LOG)))
-    second = after(after(LOG)).last
-    assert second is not None
-    place.beats = 2
-    place.see(after(after(after(LOG))))
-    assert place.replica.follow("a", told(second), proof=Proof(True, 2), was_asked=False) is None
-    assert [one.peer for one in of(place.desk.take_effects(), Dropped)] == ["a"]
+def test_a_certified_entry_is_followed_whoever_shows_it_and_its_members_have_the_payload() -> None:
+    place, first = Place(), after(LOG).last
+    assert first is not None
+    place.see(LOG)
+    behind = place.replica.follow("z", told(first), CERTIFIED, was_asked=False)
+    assert behind is not None
+    assert behind.donors == ("a", "c")
 
 
 def far_from(log: LogState, entries: int) -> LogState:
@@ -161,17 +132,17 @@ def test_far_behind_it_looks_at_a_log_then_takes_a_state_and_then_replays() -> N
     place, log = Place(), far_from(LOG, SETTINGS.snapshot_every + 1)
     place.see(log)
     place.search.catch_up()
-    assert of(place.desk.take_effects(), FetchLineage) == [FetchLineage("c", SETTINGS.snapshot_every + 1, ("a",))]
+    assert of(place.context.take_effects(), FetchLineage) == [FetchLineage("c", SETTINGS.snapshot_every + 1, ("a",))]
     far = place.search.on_seen(LineageSeen("c", Branch(LOG, log), Branch(LOG, LOG)))
     assert far == FarBehind("c", 1)
     place.replica.take(far)
-    assert of(place.desk.take_effects(), FetchSnapshot) == [FetchSnapshot("c", ("a",), 1)]
+    assert of(place.context.take_effects(), FetchSnapshot) == [FetchSnapshot("c", ("a",), 1)]
     place.replica.take(SnapshotRestored("c", first_log().last, NEXT))
     assert place.replica.state is ReplicaState.LEVEL
     assert place.replica.log.position == first_log().position
-    place.desk.take_effects()
+    place.context.take_effects()
     place.search.catch_up()
-    assert of(place.desk.take_effects(), Send), "it has a snapshot: from here on it asks what followed"
+    assert of(place.context.take_effects(), Send), "it has a snapshot: from here on it asks what followed"
 
 
 @pytest.mark.parametrize(
@@ -184,17 +155,6 @@ def test_a_snapshot_must_be_so_new_that_what_followed_is_known(theirs: PeerState
     far = place.search.far_behind()
     assert far is not None
     assert far.least == least
-
-
-def test_who_says_that_it_is_further_on_and_does_not_say_what_followed_is_asked_no_more() -> None:
-    """Regression: an honest peer that was further on, too, and said less of itself was never asked."""
-    place, asked = Place(), set[str]()
-    for second in range(40):
-        place.desk.now = place.presence.now = float(second)
-        place.see(after(LOG))
-        place.search.catch_up()
-        asked |= {send.to for send in of(place.desk.take_effects(), Send)}
-    assert asked == {"a", "c"}
 
 
 def gone_on_alone(place: Place, theirs: str, elsewhere: str = "", further: str = "") -> FarBehind | None:
@@ -238,18 +198,20 @@ def test_those_who_go_on_where_nobody_is_left_are_no_minority() -> None:
     assert not place.replica.is_of_minority
     place.replica.lineage.doubt = LOG
     assert not place.replica.is_of_minority, "there was nobody before the first entry"
-    log_of_others = LOG.append(LOG.next_header([member("z", 0, 20)], NEXT))
+    log_of_others = LOG.append(next_header(LOG, [member("z", 0, 20)], NEXT))
     place.replica.lineage.doubt = log_of_others
     assert place.replica.is_of_minority
-    leaving = [beat("z", log_of_others, PeerState.LEAVING, 5)]
-    place.presence.membership.is_farewell = lambda *said: True
-    place.presence.membership.observe([one.model_copy(update={"farewell": bytes(64)}) for one in leaving], 0.0)
+    departure, farewell = departed("z", 1)
+    leaving = beat("z", log_of_others, PeerState.LEAVING, 5, departure=departure, farewell=farewell)
+    place.presence.membership.observe([leaving], 0.0)
     assert not place.replica.is_of_minority, "all have left"
 
 
 def founding(place: Place, theirs: str, proof: Proof) -> FarBehind | None:
     """c shows that it has founded the run with others, and trained more."""
-    other = LOG.append(LOG.next_header([member("c", 0, 20, 2000)], NEXT))
+    other = LOG.append(
+        next_header(LOG, [member(name, 20 * place, 20 * place + 20) for place, name in enumerate("cxyz")], NEXT)
+    )
     place.see(other, names=theirs)
     place.search.weigh("c")
     ours = Branch(LOG, place.replica.log, {0: (b"ours", CERTIFIED)})
@@ -275,7 +237,7 @@ def heard(place: Place, index: int, head: bytes) -> None:
     place.replica.hear_signed(SignedHeadsSeen(SignedHeads("tiny", ("z",)).with_heads([signed])))
 
 
-OTHER = LOG.append(LOG.next_header([member("c", 0, 20, 2000)], NEXT))
+OTHER = LOG.append(next_header(LOG, [member("c", 0, 20)], NEXT))
 """Another founding."""
 
 
@@ -315,18 +277,18 @@ def test_who_is_astray_says_so_and_looks_at_those_that_it_had_passed_over() -> N
     place.step(first_log())
     place.step(after(first_log()))
     place.see(OTHER, names="c")
-    place.presence.pass_over("c")
+    place.presence.branches.pass_over("c")
     assert place.replica.claimant is None
-    place.desk.take_effects()
+    place.context.take_effects()
     heard(place, 1, OTHER.position.head)
     assert place.replica.claimant == "c"
-    [note] = of(place.desk.take_effects(), Note)
+    [note] = of(place.context.take_effects(), Note)
     assert note == Note(
-        "warning",
+        "info",
         "the archive z has signed another outer step 1 than this peer's: looking for the log that has it",
     )
     heard(place, 1, OTHER.position.head)
-    assert not of(place.desk.take_effects(), Note), "once"
+    assert not of(place.context.take_effects(), Note), "once"
 
 
 def test_whoever_is_astray_follows_nobody_from_entry_to_entry() -> None:
@@ -336,9 +298,9 @@ def test_whoever_is_astray_follows_nobody_from_entry_to_entry() -> None:
     place.step(after(first_log()))
     heard(place, 1, OTHER.position.head)
     place.see(far_from(place.replica.log, 2))
-    place.desk.take_effects()
+    place.context.take_effects()
     place.search.catch_up()
-    effects = place.desk.take_effects()
+    effects = place.context.take_effects()
     assert of(effects, FetchLineage)
     assert not of(effects, Send)
 
@@ -364,7 +326,7 @@ def test_an_entry_in_place_of_a_signed_one_is_not_followed() -> None:
     assert header is not None
     heard(place, 2, bytes(32))
     assert place.replica.follow("a", told(header), Proof(True, 2), was_asked=False) is None
-    assert "the archive z has signed another outer step 2" in of(place.desk.take_effects(), Dropped)[0].reason
+    assert "the archive z has signed another outer step 2" in of(place.context.take_effects(), Dropped)[0].reason
     heard(place, 2, second.position.head)
     assert place.replica.follow("a", told(header), Proof(True, 2), was_asked=False) is not None
 
@@ -376,7 +338,7 @@ def test_a_newcomer_that_knows_of_a_signed_head_looks_at_a_whole_log_first() -> 
     assert header is not None
     heard(place, 1, bytes(32))
     place.search.catch_up()
-    effects = place.desk.take_effects()
+    effects = place.context.take_effects()
     assert of(effects, FetchLineage)
     assert not of(effects, Send)
     assert place.replica.follow("a", told(header), Proof(True, 2), was_asked=True) is None
@@ -395,8 +357,7 @@ def test_a_donor_that_failed_is_asked_again_only_if_there_is_no_other() -> None:
     for donor, unhelpful in (("c", {"c"}), ("a", {"c"})):
         place.replica.take(FarBehind(donor))
         place.replica.take(SnapshotFailed(donor, "gone"))
-        assert place.presence.unhelpful == unhelpful
-        assert place.presence.distrusted == frozenset(), "it may lead all the same"
+        assert place.presence.branches.unhelpful == unhelpful
 
 
 def in_doubt(others: str = "c") -> Place:
@@ -428,16 +389,16 @@ def test_the_only_one_that_is_further_on_is_asked_again_though_others_are_furthe
     place.see(far_from(place.replica.log, SETTINGS.snapshot_every + 1), "c")
     place.replica.take(FarBehind("c"))
     place.replica.take(SnapshotFailed("c", "gone"))
-    assert place.presence.unhelpful == frozenset()
+    assert place.presence.branches.unhelpful == frozenset()
 
 
 def test_who_leaves_a_lineage_loses_its_own_tokens_in_it() -> None:
     place = Place()
     place.step(after(LOG))
-    other = LOG.append(LOG.next_header(roster_of(first_log()), NEXT))
+    other = LOG.append(next_header(LOG, roster_of(first_log()), NEXT))
     place.replica.take(FarBehind("a"))
     place.replica.take(SnapshotRestored("a", other.last, NEXT, (other.position.head,)))
-    [lost] = of(place.desk.take_effects(), TokensLost)
+    [lost] = of(place.context.take_effects(), TokensLost)
     assert (lost.what, lost.tokens) == ("entries", TOKENS)
 
 

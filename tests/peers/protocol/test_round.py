@@ -1,4 +1,4 @@
-"""One member at one position: what it takes part in, what it votes for, and what it does with what is decided."""
+"""One member at one position: what it takes part in (R3), votes for (R5, R6), and does with what is decided."""
 
 from __future__ import annotations
 
@@ -7,40 +7,51 @@ from typing import Any
 
 import pytest
 
+from peers.audit.evidence import Evidence
 from peers.log.certificate import Ballot, Phase
 from peers.log.header import NO_PAYLOAD, Member
 from peers.presence.heartbeat import PeerState
+from peers.presence.presence import Presence
 from peers.protocol.effects import Apply, Dropped, FetchPayload, OpenRound
-from peers.protocol.events import Captured, PayloadFetched, PayloadNotFetched
-from peers.protocol.messages import Certified, Part, Propose, Ready, Vote
-from peers.protocol.round import STALLED, RoundState
+from peers.protocol.events import Applied, Captured, Digested, PayloadFetched, PayloadNotFetched
+from peers.protocol.messages import Certified, Part, Proof, Propose, Ready, Vote
+from peers.protocol.round import STALLED, OwnWork, RoundState
+from peers.protocol.rounds import Round, Share
 from peers.protocol.states import State
+from peers.protocol.trainer import Trainer
 from peers.protocol.voting import Refusal
+from peers.values.wire import digest_of
+from peers.values.workload import Trained
 from tests.peers.builders import (
     CONTRIBUTION,
     FIRST,
+    PAYLOADS,
     Rig,
+    ahead,
     at_second,
     begin_of,
     certified,
     choice,
+    context,
+    follower_at_second,
     of,
     propose,
+    roster,
     round_of,
     sends,
+    trained,
+    two_votes,
     vote,
 )
-from peers.values.workload import Trained
-from tests.peers.logs import PAYLOAD, SETTINGS, TIMING, TOKENS
+from tests.peers.logs import PAYLOAD, SETTINGS, TIMING, TOKENS, first_log, next_header
+from tests.simulator.simulated_keys import SimulatedKeys
 
 SECOND = Ballot(view=0, attempt=2)
 
 
 def ready_at_second() -> Rig:
     """b is ready with its second lease. It leads itself: so c leads view 1."""
-    rig = Rig("c", "ab").joined().trained().exchanging().whole().applying().applied().trained()
-    assert rig.leader == "b"
-    return rig
+    return follower_at_second().trained()
 
 
 def whole() -> Rig:
@@ -64,8 +75,23 @@ def told(rig: Rig) -> Ready:
     for _ in range(3):
         found = sends(rig.tick(), Ready)
         if found:
-            return found[-1][1]
+            said: Ready = found[-1][1]
+            return said
     raise AssertionError("nothing was said")
+
+
+def test_r17_a_round_may_count_nothing_of_a_member_on_probation() -> None:
+    """It trains and takes part; its round has it without tokens, unless all members are new."""
+    log = replace(first_log(replace(SETTINGS, probation=2).empty_log), probation=2)
+    here = context("d", replace(SETTINGS, probation=2))
+    presence = Presence("d", 10.0, 40.0, 0.0, here.is_farewell)
+    work = OwnWork(here, presence, Trainer(here), log)
+    work.make(trained(log.grants[0]))
+    mine, others = work.member(), roster(log)
+    for members, is_taken in (((*others, mine.model_copy(update={"tokens": 0, "samples": ()})), True), (others, False)):
+        shares = tuple(Share(member=member, chunks=2) for member in members)
+        assert work.is_taken_by(Round(name=round_of(log).name, shares=shares)) is is_taken
+    assert log.is_on_probation("d")
 
 
 # Ready ----------------------------------------------------------------------------------------------------------
@@ -198,12 +224,32 @@ def test_an_entry_that_names_another_leader_than_its_view_has_is_refused() -> No
 def test_a_voter_that_is_heard_is_not_gone() -> None:
     rig = ready_at_second()
     round = round_of(rig.log, "bc", leader="b")
-    shares = tuple(share.model_copy(update={"chunks": 3}) for share in round.shares)
-    rig.hear("b", begin_of(round.model_copy(update={"shares": shares}), rig.log))
+    rig.hear("b", begin_of(round, rig.log))
     rig.whole()
-    assert rig.peer.exchange is not None
-    header = rig.peer.exchange.round.entry(rig.log, {}, PAYLOAD, "b", gone=("a",))
+    header = round.entry(rig.log, {}, PAYLOAD, "b", gone=("a",))
     assert refusal(rig, proposal(rig, header=header)) == Refusal.NOT_GONE.value
+    assert told(rig).heard == ("a",)
+
+
+def test_r5_a_fault_that_is_not_proven_here_is_refused_until_the_proof_comes() -> None:
+    rig = ready_at_second()
+    evidence = Evidence(SETTINGS, SimulatedKeys("z").verify, PAYLOADS)
+    faults = [fault for lie in two_votes("a", rig.log) for fault in evidence.observe_vote("a", lie, rig.peer.lineage)]
+    round = round_of(rig.log, "bc", leader="b")
+    rig.hear("b", begin_of(round, rig.log))
+    rig.whole()
+    header = round.entry(rig.log, {}, PAYLOAD, "b", tuple(faults))
+    assert refusal(rig, proposal(rig, header=header)) == Refusal.UNPROVEN_FAULT.value
+    assert told(rig).unproven == (faults[0].proof,)
+    (known,) = evidence.behind(faults)
+    rig.hear("b", Proof(position=rig.log.position, fault="votes", proof=known.data))
+    rig.tick()
+    assert votes(rig, Phase.PREPARE)
+
+
+def test_r5_a_minoritys_proposal_is_refused_where_a_quorum_is_heard_or_it_leaves_a_peer_out() -> None:
+    rig = whole()
+    assert refusal(rig, proposal(rig, group=(("b", 0), ("c", 0)))) == Refusal.NOT_ALONE.value
     assert told(rig).heard == ("a",)
 
 
@@ -230,7 +276,8 @@ def test_what_was_prepared_is_voted_for_when_its_payload_was_fetched_from_those_
     shown = certified(rig.log, header, Phase.PREPARE, by="ab").certificate
     again = propose(header, SECOND, shown)
     assert of(rig.hear("b", again), FetchPayload) == [FetchPayload(header, ("b", "a"))]
-    assert of(rig.do(PayloadNotFetched(header, "gone")), FetchPayload), "once more"
+    rig.do(PayloadNotFetched(header, "gone"))
+    assert of(rig.tick(), FetchPayload), "once more, and not at once"
     rig.do(PayloadFetched(header))
     assert votes(rig, Phase.PREPARE)
 
@@ -262,7 +309,7 @@ def test_a_voter_that_trains_gives_vote_2_and_is_shown_no_entry_before_its_paylo
     assert rig.peer.state is State.TRAINING
     (fetch,) = of(rig.hear("a", certified(rig.log, header)), FetchPayload)
     assert set(fetch.donors) == {"a", "c"}
-    assert rig.peer.state is State.REPLAYING
+    assert rig.peer.replica.replaying == header
     assert of(rig.do(PayloadFetched(header)), Apply)
 
 
@@ -314,3 +361,17 @@ def test_a_fragment_that_it_has_trained_is_not_skipped(has_work: bool) -> None:
     assert bool(votes(rig, Phase.PREPARE)) is not has_work
     if has_work:
         assert told(rig).reason == Refusal.HAS_WORK.value
+
+
+def test_the_entry_after_one_that_is_not_digested_yet_is_believed() -> None:
+    """R6. Regression: it was held against the state before."""
+    rig = Rig().joined().trained().exchanging().whole().applying()
+    last, state = rig.peer.log.last, digest_of(b"the state after")
+    assert last is not None
+    rig.do(Applied(last))
+    log = rig.peer.log.in_state(state)
+    rig.see(ahead(log))
+    effects = rig.hear("a", certified(log, next_header(log, roster(log, "ac"))))
+    effects += rig.do(Digested(last, state))
+    assert not of(effects, Dropped)
+    assert of(effects, FetchPayload)

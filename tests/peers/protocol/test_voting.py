@@ -554,3 +554,12 @@ def test_what_is_signed_differs_wherever_a_vote_does() -> None:
         for incarnation in (7, 8)
     }
     assert len(texts) == 5 * 3 * 2
+
+
+def test_r10_all_positions_of_a_cycle_of_many_fragments_are_remembered() -> None:
+    """Regression: the 65th vote of a cycle made a healthy voter forget the first one, and begin anew."""
+    head, record = digest_of(b"head"), VotingRecord(run="run", peer="a", incarnation=7)
+    places = [Position(index=3, head=head, fragment=fragment) for fragment in range(256)]
+    for position in places:
+        record = record.after(VoterState(position=position, incarnation=7))
+    assert all(isinstance(record.at(position), VoterState) for position in places)

@@ -1,4 +1,4 @@
-"""How much contributions count with, by their age."""
+"""The weights of contributions, by their age (R16)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from peers.protocol.contributions import Contributions
 from peers.protocol.exchange import Exchange
 from peers.protocol.weights import aged, weights_of
-from tests.peers.builders import PAYLOAD, SETTINGS, first_log, member
+from tests.peers.logs import SETTINGS, first_log, member, next_header
 from tests.peers.rounds import round_among
 
 ASYNCHRONOUS = replace(SETTINGS, contributions=0.5)
@@ -23,7 +23,7 @@ def test_old_work_counts_less() -> None:
 def test_an_age_follows_from_the_log_and_nothing_that_a_peer_says() -> None:
     log = replace(first_log(), staleness=2)
     assert [log.age(peer) for peer in ("a", "b", "stranger")] == [0, 0, 0]
-    log = log.append(log.next_header([member("a", 60, 80)], PAYLOAD, "a"))
+    log = log.append(next_header(log, [member("a", 60, 80)]))
     assert [log.age(peer) for peer in ("a", "b", "stranger")] == [0, 1, 0]
     members = [member("b", 80, 100)]
     assert weights_of(members, log, SETTINGS) == {"b": 100}

@@ -29,6 +29,14 @@ def test_round_trip_gives_the_same_bytes() -> None:
     assert pack(unpack(Header, pack(header))) == pack(header)
 
 
+def test_a_copy_with_other_fields_has_another_digest() -> None:
+    """Regression: a copy kept the digest that was computed before, so it seemed to be the value that it was made of."""
+    header = first_log().last
+    assert header is not None
+    before, copied = header.digest, header.model_copy(update={"payload": bytes(32)})
+    assert copied.digest == unpack(Header, pack(copied)).digest != before
+
+
 def test_digest_is_blake3() -> None:
     assert digest_of(b"").hex() == "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
 

@@ -8,6 +8,7 @@ import pytest
 
 from opendiloco.tools.plan import (
     DELAYS,
+    DELAYS_OF_MORE,
     LINK_SHARE,
     QUANTIZED,
     QUANTIZED_SPARSE,
@@ -58,6 +59,8 @@ def test_delays_are_those_of_the_two_that_are_furthest_apart() -> None:
     found = round_of(peers, VALUES, 8)
     assert found.delays == pytest.approx(DELAYS * (0.1 + 0.02) / 2)
     assert round_of([peer(latency=0.1, count=2)], VALUES, 8).delays == pytest.approx(DELAYS * 0.1)
+    assert round_of([peer(latency=0.1, count=16)], VALUES, 8).delays == pytest.approx(DELAYS * 0.1)
+    assert round_of([peer(latency=0.1, count=17)], VALUES, 8).delays == pytest.approx(DELAYS_OF_MORE * 0.1)
     assert found.arithmetic == pytest.approx(1e8 / QUANTIZED + 1e8 / STEPPED)
 
 
@@ -98,8 +101,8 @@ def test_a_fragment_is_taken_its_overlap_before_it_is_due_and_never_before_the_c
 def test_while_a_round_waits_for_its_last_messages_the_link_carries_the_next() -> None:
     far = replace(plan(peer(count=2, latency=10.0), inner_steps=10), fragments=FRAGMENTS, overlap=9)
     assert sum(each.transfer for each in far.rounds) < 10
-    assert max(each.delays for each in far.rounds) == 60
-    assert forecast(far).cycle_seconds < 5 * 60
+    assert max(each.delays for each in far.rounds) == 80
+    assert forecast(far).cycle_seconds < 5 * 80
 
 
 def test_slow_machines_make_fewer_inner_steps_and_hold_nobody_up() -> None:

@@ -1,0 +1,123 @@
+"""Votes and the disk (R10): nothing leaves before the record is kept, and what is not kept was never voted."""
+
+from __future__ import annotations
+
+from peers.protocol.context import Context
+from peers.protocol.effects import Effect, KeepVotes, Note
+from peers.protocol.events import Event, LeaveRequested, PayloadAssembled, VotesKept, VotesNotKept
+from peers.protocol.messages import Leaving, Vote
+from peers.protocol.voting import VoterState, VotingRecord
+from tests.peers.builders import PAYLOADS, Rig, of, propose, sends
+from tests.peers.logs import SETTINGS
+from tests.simulator.simulated_keys import SimulatedKeys
+
+START = 7000
+FULL = "no space is left"
+
+
+class SlowDisk(Rig):
+    """A peer whose disk says nothing of itself, once it is slow."""
+
+    is_slow = False
+
+    def do(self, event: Event, after: float = 0.0) -> list[Effect]:
+        if not self.is_slow:
+            return super().do(event, after)
+        self.now += after
+        self.effects = self.peer.handle(event, self.now)
+        return self.effects
+
+
+def asked() -> SlowDisk:
+    """c is asked for vote 1, and has all that it needs; its disk is slow."""
+    rig = SlowDisk("c", "ab")
+    rig.joined().trained().exchanging().whole().applying().applied().trained().exchanging().whole()
+    rig.is_slow = True
+    assert rig.peer.exchange is not None
+    rig.hear("b", propose(rig.next_header(), round=rig.peer.exchange.round, marks=rig.marks))
+    return rig
+
+
+def context(record: VotingRecord | None = None) -> Context:
+    return Context("c", SETTINGS, PAYLOADS, 0.0, START, SimulatedKeys("c"), record)
+
+
+# Before a vote ---------------------------------------------------------------------------------------------------
+def test_r10_a_vote_is_sent_when_the_record_that_has_it_is_on_the_disk() -> None:
+    rig = asked()
+    (keep,) = of(rig.effects, KeepVotes)
+    assert keep.record.places[-1].prepare is not None
+    assert not sends(rig.effects, Vote)
+    assert not sends(rig.tick() + rig.tick(), Vote), "nor is it repeated"
+    said = sends(rig.do(VotesKept()), Vote)
+    assert {to for to, _ in said} == {"a", "b"}
+    assert {vote for _, vote in said} == {keep.record.places[-1].prepare}
+
+
+def test_r10_a_vote_that_is_not_kept_was_not_given_and_is_given_when_there_is_room() -> None:
+    rig = asked()
+    before = rig.peer.record
+    (note,) = of(rig.do(VotesNotKept(FULL)), Note)
+    assert (note.level, note.text) == ("warning", f"this peer has no vote: {FULL}")
+    assert rig.peer.record != before
+    state = rig.peer.record.at(rig.log.position)
+    assert isinstance(state, VoterState)
+    assert state.prepare is None
+    (again,) = of(rig.tick(), KeepVotes)
+    assert again.record == before, "the same vote"
+    assert sends(rig.do(VotesKept()), Vote)
+
+
+def test_r10_the_same_trouble_is_told_once() -> None:
+    rig = asked()
+    rig.do(VotesNotKept(FULL))
+    rig.tick()
+    assert not of(rig.do(VotesNotKept(FULL)), Note)
+
+
+def test_r10_there_is_no_vote_1_without_the_payload_on_the_disk() -> None:
+    rig = SlowDisk("c", "ab")
+    rig.joined().trained().exchanging().whole().applying().applied().trained().exchanging().whole()
+    exchange = rig.peer.exchange
+    assert exchange is not None
+    assert exchange.payload is not None
+    rig.do(PayloadAssembled(exchange.name, exchange.payload, FULL))
+    rig.hear("b", propose(rig.next_header(), round=exchange.round, marks=rig.marks))
+    assert not of(rig.effects, KeepVotes)
+    rig.do(PayloadAssembled(exchange.name, exchange.payload))
+    assert sends(rig.effects, Vote)
+
+
+# Starts ----------------------------------------------------------------------------------------------------------
+def test_r10_with_its_record_it_is_the_same_incarnation_and_its_trainings_have_other_numbers() -> None:
+    record = VotingRecord(run=SETTINGS.run, peer="c", incarnation=5)
+    assert context(record).incarnation == 5
+    assert context(record).number_of_work() > START
+
+
+def test_r10_without_a_record_or_after_a_farewell_it_is_another_incarnation() -> None:
+    record, _ = VotingRecord(run=SETTINGS.run, peer="c", incarnation=5).farewell()
+    assert context().incarnation == context(record).incarnation == START
+
+
+def test_r10_what_a_given_up_incarnation_has_under_way_is_not_sent() -> None:
+    rig = asked()
+    rig.peer._context.begin_anew()
+    assert not sends(rig.do(VotesKept()), Vote)
+    rig.peer._context.begin_anew()
+    assert rig.peer.record.places == ()
+
+
+# Farewells -------------------------------------------------------------------------------------------------------
+def test_r11_who_leaves_others_that_train_signs_a_farewell_and_has_it_in_its_record() -> None:
+    rig = asked()
+    rig.do(LeaveRequested(at_once=True))
+    assert isinstance(rig.peer.goodbye, Leaving)
+    assert rig.peer.record.left == rig.peer.goodbye.departure
+
+
+def test_r11_who_leaves_alone_signs_none() -> None:
+    rig = Rig("c", "")
+    rig.do(LeaveRequested(at_once=True))
+    assert rig.peer.goodbye is None
+    assert rig.peer.record.left is None
