@@ -171,7 +171,7 @@ def test_r1_whoever_joins_or_leaves_moves_no_turn_but_its_own() -> None:
     for names in ("abcde", "abcdez", "bcdez", "bcdexyz", "cdez"):
         members = take_order(log.roster, names)
         grants = iter(range(len(members)))
-        brought = [log.expected(one) if one in log.known else log.expected(one, next(grants)) for one in members]
+        brought = [log.expected(one) if one in log.known else newcomer(log, one, next(grants)) for one in members]
         log = log.append(next_header(log, brought))
         assert log.leader_of(0) == leader
 
