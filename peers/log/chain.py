@@ -10,7 +10,7 @@ A chain is continued, cut and told by whole cycles. Within a cycle entries lie i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, TypeAlias
@@ -24,8 +24,6 @@ from peers.values.identity import verify
 from peers.values.manifest import Amendment
 from peers.values.wire import Count, Digest, PeerId, Value, pack, unpack
 
-Places = Annotated[tuple[Count, ...], Field(max_length=2 * MEMBER_LIMIT)]
-"""Of voters, in their order."""
 FRAMES = 32
 """Cycles from one that is kept whole to the next: any header is found by following the outcomes of fewer than these."""
 STRETCH_LIMIT = 256  # entries
@@ -73,8 +71,8 @@ class Turnout(Value):
 
 class Outcome(Value):
     """The entry of a fragment that follows the head `previous`, in brief. `state` and `faults` as in the header.
-    `gone` are the places of the voters that have no say any more, `amendment` is the one that it takes in. `leader` is
-    named if it is not the one whose turn it was first."""
+    `gone` are the voters that have no say any more, `amendment` is the one that it takes in. `leader` is named if it is
+    not the one whose turn it was first."""
 
     previous: Digest
     fragment: Count
@@ -82,7 +80,7 @@ class Outcome(Value):
     turnout: Turnout
     payload: Digest
     faults: Faults = ()
-    gone: Places = ()
+    gone: Annotated[tuple[PeerId, ...], Field(max_length=2 * MEMBER_LIMIT)] = ()
     amendment: Amendment | None = None
     leader: PeerId | None = None
 
@@ -121,7 +119,7 @@ def _outcome_of(log: LogState, header: Header) -> Outcome:
         turnout=Turnout.of(log, header.roster),
         payload=header.payload,
         faults=header.faults,
-        gone=_places_of(log.gone_in(header), log),
+        gone=log.gone_in(header),
         amendment=log.taken_in(header),
         leader=None if header.leader == _first_leader(log) else header.leader,
     )
@@ -130,28 +128,13 @@ def _outcome_of(log: LogState, header: Header) -> Outcome:
 @lru_cache(maxsize=8)
 def _header_of(log: LogState, outcome: Outcome) -> Header:
     """Many messages are about one entry."""
-    roster, gone = outcome.turnout.roster(log), _voters_at(outcome.gone, log)
-    leader = outcome.leader or _first_leader(log)
-    besides = leader, outcome.faults, gone, outcome.amendment
-    return log.in_state(outcome.state).next_header(roster, outcome.payload, *besides)
+    besides = outcome.leader or _first_leader(log), outcome.faults, outcome.gone, outcome.amendment
+    return log.in_state(outcome.state).next_header(outcome.turnout.roster(log), outcome.payload, *besides)
 
 
 def _first_leader(log: LogState) -> str | None:
     """Return the peer whose turn it is first to propose the next entry, if that closes a cycle."""
     return log.leader_of(0) if log.closes else None
-
-
-def _places_of(voters: Iterable[str], log: LogState) -> tuple[int, ...]:
-    """Return the places of these among the log's voters."""
-    places = {peer: place for place, peer in enumerate(log.voters)}
-    return tuple(places[peer] for peer in voters)
-
-
-def _voters_at(places: Sequence[int], log: LogState) -> tuple[str, ...]:
-    """Return the voters at these places. Raises: LogError when there are not so many."""
-    if any(place >= len(log.voters) for place in places):
-        raise LogError(f"there is no place {max(places)} among {len(log.voters)} voters")
-    return tuple(log.voters[place] for place in places)
 
 
 Told: TypeAlias = tuple[Annotated[Header | Outcome, Field(union_mode="left_to_right")], Certificate | None]
