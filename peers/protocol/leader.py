@@ -7,7 +7,6 @@ under way comes to; what a new round does.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -430,20 +429,31 @@ class Leader:
 
     def _gone(self, named: Iterable[str], group: Group) -> tuple[str, ...]:
         """Return the voters that have no say any more, besides those that the entry names: those that we do not hear,
-        unless most members do; or any member, once our proposal was refused for that. A minority begins anew with
-        those whom it has."""
+        and that nobody else hears who matters (R12). A minority begins anew with those whom it has."""
         log, timing = self._seat.log, self._context.settings.timing
         if not log.closes:
             return ()
         here: set[str] = set()
         if not group:
-            ready = self.readiness.of(self._view)
-            heard = Counter(peer for said in ready.values() for peer in said.named if said.reason != STRANGER)
-            was_refused = Refusal.NOT_GONE.value in {said.reason for said in ready.values()}
             here = self._presence.voters_here(log, self._context.incarnation, death(timing))
-            here |= {peer for peer, count in heard.items() if was_refused or 2 * count > len(ready)}
+            here |= {peer for peer in log.voters if self._is_heard_by_others(peer)}
         besides = here.union(named)
         return tuple(peer for peer in log.voters if peer not in besides)
+
+    def _is_heard_by_others(self, voter: str) -> bool:
+        """Return whether a voter keeps its say though we do not hear it: so many hear it that the others are no quorum;
+        or any member does, which refused our proposal for that, and we heard it within the partition grace."""
+        seat, timing, proposed = self._seat, self._context.settings.timing, self._proposed
+        ready = self.readiness.of(self._view)
+        hearing = {peer: said for peer, said in ready.items() if voter in said.named and said.reason != STRANGER}
+        others = {peer: said for peer, said in ready.items() if peer not in hearing}
+        if hearing and not seat.attendance.is_quorum(_starts(others)):
+            return True
+        patience = death(timing) + timing.partition_grace
+        if proposed is None or voter not in self._presence.voters_here(seat.log, self._context.incarnation, patience):
+            return False
+        is_kept = voter not in seat.here.gone_in(proposed.header)
+        return is_kept or any(said.refused == proposed.ballot for said in hearing.values())
 
     # Members that have not heard ------------------------------------------------------------------------------------
     def _remind(self, peer: str, ready: Ready) -> None:
