@@ -124,6 +124,8 @@ class CatchingUp:
                 proof = None
         behind = self._replica.follow(sender, certified, proof, was_asked)
         if behind is None:
+            if self._replica.claimant == sender and not (proof and proof.is_certified):
+                self.search.weigh(sender)  # its log says whether others are on the same branch
             return
         if self._replica.log.is_closing(header):
             self.keeps_work = self._trainer.outlives(header)

@@ -173,13 +173,13 @@ def may_found(context: Context, presence: Presence, founders: int) -> bool:
     return waiting < least and context.now - context.started_at >= timing.heartbeat_expiry
 
 
-def may_follow(
-    context: Context, presence: Presence, log: LogState, sender: str, header: Header, proof: Proof | None
-) -> bool:
-    """Return whether to replay an entry that a minority has made: a voter must have made it, at least."""
+def may_follow(context: Context, presence: Presence, log: LogState, header: Header, proof: Proof | None) -> bool:
+    """Return whether to replay an entry that a minority has made (R21): a voter has signed it, unless all have left or
+    none lives; and those who live, and did not go along, are too few to make another one here or further on."""
     if not (context.settings.goes_on_alone or presence.are_all_gone(log) or are_most(log, header.peers)):
         return False
-    is_of_one = proof is not None and proof.signers > 0
-    is_of_one = is_of_one or not log.roster or (sender in log.voters and sender in header.peers)
-    is_of_one = is_of_one or presence.live().keys().isdisjoint(log.voters)
-    return is_of_one and not presence.are_most_here(log, context.incarnation)
+    is_signed = proof is not None and proof.signers > 0
+    if not (is_signed or presence.are_all_gone(log) or presence.live().keys().isdisjoint(log.voters)):
+        return False
+    along = {*header.peers, *(one.peer for one in header.bystanders)} if is_signed else ()
+    return not presence.are_most_here(log, context.incarnation, along)

@@ -249,7 +249,7 @@ class Replica(Part):
             donors |= live.keys() & set(header.peers)
         elif sender not in donors:
             return None
-        if not self._may_follow(sender, header, proof, is_certified):
+        if not self._may_follow(header, proof, is_certified):
             return None
         if self.log.fragments > 1:  # of who is in our cycle heartbeats do not tell which of its entries it has
             donors |= {peer for peer, beat in live.items() if beat.head == header.previous}
@@ -270,11 +270,11 @@ class Replica(Part):
             header, certified.certificate if proof is not None else None, (*first, *sorted(donors - {sender}))
         )
 
-    def _may_follow(self, sender: str, header: Header, proof: Proof | None, is_certified: bool) -> bool:
+    def _may_follow(self, header: Header, proof: Proof | None, is_certified: bool) -> bool:
         """Return whether to believe an entry that was made by a minority, or founds the run."""
         context, presence = self._context, self._presence
         if not is_certified:
-            if not may_follow(context, presence, self.log, sender, header, proof):
+            if not may_follow(context, presence, self.log, header, proof):
                 return False
             if not context.evidence.has(header.faults, self.lineage):
                 return False  # too few have seen the proofs of its annex

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
+from peers.log.certificate import Proof
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.effects import Apply
 from peers.protocol.events import PayloadAssembled
 from peers.protocol.messages import Propose
-from peers.protocol.minority import NEARLY, Attendance, may_found
-from tests.peers.builders import at_second, context, of, sends
+from peers.protocol.minority import NEARLY, Attendance, may_follow, may_found
+from tests.peers.builders import ahead, at_second, context, of, roster, sends
 from tests.peers.heartbeats import beat
-from tests.peers.logs import LOG, SETTINGS, TIMING, first_log
+from tests.peers.logs import LOG, PAYLOAD, SETTINGS, TIMING, first_log
 
 GRACE = SETTINGS.timing.partition_grace
 
@@ -63,6 +64,29 @@ def test_r8_more_than_half_of_those_here_decide_and_all_of_them_are_the_group() 
     assert here.is_enough({"a": 7, "c": 7})
     assert not here.is_enough({"a": 7}), "most voters are here by name: there can be one such group only"
     assert here.left_out((("a", 7), ("b", 0))) == ("c",)
+
+
+@pytest.mark.parametrize(
+    ("live", "members", "signers", "is_followed"),
+    [
+        ("a", "a", 1, True),
+        ("ac", "ac", 2, True),
+        ("ac", "a", 1, False),
+        ("a", "a", 0, False),
+        ("z", "a", 0, True),
+    ],
+    ids=["alone", "both went along", "c went elsewhere", "nobody has signed", "no voter lives"],
+)
+def test_r21_an_uncertified_entry_is_followed_where_it_is_signed_and_the_others_are_no_quorum(
+    live: str, members: str, signers: int, is_followed: bool
+) -> None:
+    """b is behind, so that all that live are further on."""
+    here, log = context("b"), first_log()
+    presence = Presence("b", 10.0, 40.0, 0.0, here.is_farewell)
+    presence.membership.observe([beat(name, ahead(log), PeerState.TRAINING) for name in live], 0.0)
+    gone = tuple(peer for peer in log.voters if peer not in members)
+    header = log.next_header(roster(log, members), PAYLOAD, members[0], gone=gone)
+    assert may_follow(here, presence, log, header, Proof(False, signers)) is is_followed
 
 
 def test_r8_a_lone_survivor_makes_an_entry_that_says_so() -> None:
