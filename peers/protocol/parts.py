@@ -133,6 +133,11 @@ class Reducers:
         owner = self._owners[chunk]
         return *reversed(self._heirs[owner]), owner
 
+    def chunks_of(self, peer: str) -> set[int]:
+        """Return the chunks that a member may average, its own and those that it is an heir of."""
+        owners = [peer, *(owner for owner, heirs in self._heirs.items() if peer in heirs)]
+        return {chunk for owner in owners for chunk in self.parts.get(owner, ())}
+
     def add(self, heirs: Iterable[tuple[str, str]]) -> dict[str, list[range]]:
         """Note the heirs of some reducers. Return the parts that are new to each heir. Only contributors can be heirs,
         since an average has its maker's own blocks at least."""
