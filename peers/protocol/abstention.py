@@ -43,7 +43,7 @@ class Abstention:
         """Give our say up if we can take part in nothing."""
         rounds, is_late = list(rounds), self._trainer.is_late(self._replica.log)
         if not is_late and any(round.is_taking_part for round in rounds):
-            self._trainer.waits()
+            self._trainer.watch.forgive(self._context.now)
         if not (self._trainer.is_stuck or self._hindrances.reaches_nobody):
             self._unable_since = None
             return

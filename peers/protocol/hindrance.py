@@ -179,7 +179,7 @@ class Hindrances:
 
     def _too_slow(self) -> Hindrance | None:
         usual = self._presence.usual(self._replica.log)
-        if not self._trainer.is_too_slow(usual):
+        if not self._context.pace.is_too_slow(self._trainer.speed, usual):
             return None
         reason = (
             f"this peer trains {self._trainer.speed:.3g} tokens a second, most others {usual:.3g}: not even the"

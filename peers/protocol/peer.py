@@ -318,7 +318,7 @@ class Peer:
 
     def keeps(self, fragment: int) -> bool:
         """Whether what was captured of a fragment in this training is of use, in this cycle or a later one."""
-        return self.trainer.keeps(fragment)
+        return self.trainer.captures.keeps(fragment)
 
     def is_live(self, peer: str) -> bool:
         """Whether its heartbeats say so, as of the last event."""

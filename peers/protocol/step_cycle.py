@@ -87,7 +87,7 @@ class StepCycle:
 
     def on_captured(self, event: Captured) -> None:
         """In the midst of training a fragment's turn has come."""
-        self.trainer.capture(event)
+        self.trainer.take(event)
         round = self.rounds.get(event.fragment)
         if round is not None:
             self._offer_captured(round)
@@ -97,7 +97,7 @@ class StepCycle:
         has passed without us. We still have a say in what its entry is, and may hear that it is made."""
         if round.state is not RoundState.OPEN or round.log.closes:
             return
-        replaying, captured = self.replica.replaying, self.trainer.captured.get(round.log.fragment)
+        replaying, captured = self.replica.replaying, self.trainer.captures.of(round.log.fragment)
         is_replayed = replaying is not None and replaying.fragment == round.log.fragment
         is_past = self.trainer.state is TrainerState.TRAINED or bool(self.replica.log.made)
         if captured is not None and not is_replayed:
@@ -122,7 +122,7 @@ class StepCycle:
         keeps = self.catching_up.keeps_work or not self.replica.log.is_closing(header)
         if not keeps:
             self.trainer.take(WorkEnds(self.replica.log.position, header))
-        self.trainer.entered(header)
+        self.trainer.captures.entry_made(header, self._me)
         self.replica.take(EntryMade(header, certificate, keeps))
         self._close_positions()
         self.turn()
@@ -214,7 +214,7 @@ class StepCycle:
         if self.joiner.accepts(leader, grant) and not self.replica.needs_signed_log:
             self.round.granted(leader)
             speeds = self.presence.speeds(self.replica.log)
-            self._begin(grant.samples, self.trainer.steps_of_grant(grant.steps, speeds))
+            self._begin(grant.samples, self._context.pace.steps_of_grant(grant.steps, self.trainer.speed, speeds))
 
     def await_lease(self) -> None:
         """There is something new to ask for."""
