@@ -312,7 +312,7 @@ class EntryRound(Part):
     @property
     def here(self) -> LogState:
         """The log before the entry, with the state that we have."""
-        return self._replica.in_our_state(self.log)
+        return self.voter.here
 
     def granted(self, leader: str) -> None:
         """Note who gave us our lease."""
