@@ -348,7 +348,6 @@ class StepCycle:
         if self.hindrances.is_aside and can_stop:
             self._drop_work()
             self._ask_at_once()
-        self.hindrances.tell()
 
     # For others -----------------------------------------------------------------------------------------------
     def hear_amendments(self, amendments: Iterable[Amendment | None]) -> None:
