@@ -3,7 +3,7 @@
 Other rooms import:
 certificate: Ballot, Certificate, CertificateError, Choice, Departure, Group, Phase, Proof, certify, digest_of_group,
     electorate, position_of, prove, shortened, weigh
-chain: Chain, Entry, Outcome, STRETCH_LIMIT, Stretch, Turnout, follow, header_of, outcome_of, turnout_of
+chain: Chain, Entry, Outcome, STRETCH_LIMIT, Stretch, Turnout, follow, header_of, outcome_of
 folder: ENTRIES, LogFolder, LogFolderError, PAYLOADS, RunLog, payload_path, proof_path, read_chain, read_payload
 head_signer: CannotSignError, HeadSigner, SignedFileError
 header: FAULT_AGE, FAULT_LIMIT, Fault, Faults, Header, Kind, MEMBER_LIMIT, Member, NO_PAYLOAD, Position,

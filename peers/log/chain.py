@@ -10,26 +10,20 @@ A chain is continued, cut and told by whole cycles. Within a cycle entries lie i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from peers.log.certificate import Certificate, CertificateError, prove
 from peers.log.header import MEMBER_LIMIT, Faults, Header, Member, cycle_head
 from peers.log.state import LogError, LogState
 from peers.values.identity import verify
-from peers.values.leases import prefix, sample_count
 from peers.values.manifest import Amendment
 from peers.values.wire import Count, Digest, PeerId, Value, pack, unpack
 
-Column = Annotated[tuple[tuple[Count, Count], ...], Field(max_length=MEMBER_LIMIT)]
-"""Numbers of some members: how many members stand between this one and the one named before, and its number."""
-Places = Annotated[tuple[Count, ...], Field(max_length=2 * MEMBER_LIMIT)]
-"""Of voters, in their order."""
 FRAMES = 32
 """Cycles from one that is kept whole to the next: any header is found by following the outcomes of fewer than these."""
 STRETCH_LIMIT = 256  # entries
@@ -37,62 +31,48 @@ STRETCH_BYTES = 1 << 22  # of outcomes, after which a stretch ends
 HEADER_LIMIT = 1 << 20  # bytes of an entry's header or outcome
 
 
-class Newcomer(Value):
-    """A member without a lease, at its place in the roster. It trained on one of the grants, or on nothing."""
-
-    place: Count
-    peer: PeerId
-    grant: Count | None
-
-
 class Turnout(Value):
-    """A roster in brief.
+    """A roster in brief: runs of places [first, last) among the peers that have a lease (`LogState.known`), of members
+    that did what the log expects of them (`LogState.expected`); all others in full, among them newcomers."""
 
-    `known` are runs of places [first, last) among the peers that have a lease (`LogState.known`), in roster order.
-    Newcomers stand between them. A member is taken to have trained all of its lease or grant, to count with as many
-    tokens as these samples have, to want as many samples as last time, and not to have started anew since. The columns
-    name the members of which something else is true.
-    """
+    members: Annotated[tuple[tuple[Count, Count] | Member, ...], Field(max_length=MEMBER_LIMIT)]
 
-    known: Annotated[tuple[tuple[Count, Count], ...], Field(max_length=MEMBER_LIMIT)]
-    newcomers: Annotated[tuple[Newcomer, ...], Field(max_length=MEMBER_LIMIT)]
-    samples: Column
-    tokens: Column
-    wants: Column
-    incarnation: Column
+    @classmethod
+    def of(cls, log: LogState, roster: Sequence[Member]) -> Turnout:
+        """Return a roster in brief. Raises: LogError when a member trained what was not for it."""
+        members = list[tuple[int, int] | Member]()
+        for member in roster:
+            place = log.known.get(member.peer)
+            if place is None or member != log.expected(member.peer):
+                log.check_member(member)
+                members.append(member)
+            elif members and isinstance(run := members[-1], tuple) and run[1] == place:
+                members[-1] = run[0], place + 1
+            else:
+                members.append((place, place + 1))
+        return cls(members=tuple(members))
 
     def roster(self, log: LogState) -> tuple[Member, ...]:
-        """Return the roster in full. Raises: LogError when it names members that are not there."""
-        roster = self._expected(log)
-        for place, count in _numbers(self.samples, len(roster)).items():
-            samples = prefix(roster[place].samples, count)
-            tokens = sample_count(samples) * log.tokens_per_sample
-            roster[place] = _changed(roster[place], samples=samples, tokens=tokens)
-        for name in ("tokens", "wants", "incarnation"):
-            for place, number in _numbers(getattr(self, name), len(roster)).items():
-                roster[place] = _changed(roster[place], **{name: number})
-        return tuple(roster)
+        """Return the roster in full.
 
-    def _expected(self, log: LogState) -> list[Member]:
-        """The members, each as the log foresees it."""
-        if sum(last - first for first, last in self.known) + len(self.newcomers) > MEMBER_LIMIT:
-            raise LogError(f"a roster has at most {MEMBER_LIMIT} members")
-        peers, roster = log.names, list[Member]()
-        for first, last in self.known:
-            if not first < last <= len(peers):
-                raise LogError(f"there are no places {first} to {last} among {len(peers)} peers with a lease")
-            roster += [log.expected(peer) for peer in peers[first:last]]
-        for newcomer in self.newcomers:
-            if newcomer.peer in log.known or newcomer.place > len(roster):
-                raise LogError(f"{newcomer.peer} is no newcomer at place {newcomer.place}")
-            roster.insert(newcomer.place, log.expected(newcomer.peer, newcomer.grant))
-        return roster
+        Raises: LogError when it names places that are not there, or too many; or a member trained what was not for it.
+        """
+        runs, roster = (one for one in self.members if isinstance(one, tuple)), list[Member]()
+        if any(not first < last <= len(log.names) for first, last in runs):
+            raise LogError(f"there are no such places among {len(log.names)} peers with a lease")
+        for one in self.members:
+            if isinstance(one, Member):
+                log.check_member(one)
+            roster += [one] if isinstance(one, Member) else map(log.expected, log.names[slice(*one)])
+            if len(roster) > MEMBER_LIMIT:
+                raise LogError(f"a roster has at most {MEMBER_LIMIT} members")
+        return tuple(roster)
 
 
 class Outcome(Value):
     """The entry of a fragment that follows the head `previous`, in brief. `state` and `faults` as in the header.
-    `gone` are the places of the voters that have no say any more, `amendment` is the one that it takes in. `leader` is
-    named if it is not the one whose turn it was first."""
+    `gone` are the voters that have no say any more, `amendment` is the one that it takes in. `leader` is named if it is
+    not the one whose turn it was first."""
 
     previous: Digest
     fragment: Count
@@ -100,41 +80,9 @@ class Outcome(Value):
     turnout: Turnout
     payload: Digest
     faults: Faults = ()
-    gone: Places = ()
+    gone: Annotated[tuple[PeerId, ...], Field(max_length=2 * MEMBER_LIMIT)] = ()
     amendment: Amendment | None = None
     leader: PeerId | None = None
-
-
-def turnout_of(log: LogState, roster: Sequence[Member]) -> Turnout:
-    """Return a roster in brief. Raises: LogError when a member trained what was not for it."""
-    runs, newcomers, expected = list[tuple[int, int]](), list[Newcomer](), list[Member]()
-    for place, member in enumerate(roster):
-        known = log.known.get(member.peer)
-        grant = log.grant_of(member.samples) if known is None else None
-        expected.append(log.expected(member.peer, grant))
-        if known is None:
-            newcomers.append(Newcomer(place=place, peer=member.peer, grant=grant))
-        elif runs and runs[-1][1] == known:
-            runs[-1] = (runs[-1][0], known + 1)
-        else:
-            runs.append((known, known + 1))
-    trained, tokens = dict[int, int](), dict[int, int]()
-    for place, (member, foreseen) in enumerate(zip(roster, expected, strict=True)):
-        count, usual = sample_count(member.samples), foreseen.tokens
-        if count != sample_count(foreseen.samples):
-            trained[place], usual = count, count * log.tokens_per_sample
-        if member.tokens != usual:
-            tokens[place] = member.tokens
-    turnout = Turnout(
-        known=tuple(runs),
-        newcomers=tuple(newcomers),
-        samples=_column(trained),
-        tokens=_column(tokens),
-        **{name: _unlike(roster, expected, name) for name in ("wants", "incarnation")},
-    )
-    if turnout.roster(log) != tuple(roster):
-        raise LogError("a member trained what was not for it")
-    return turnout
 
 
 def outcome_of(log: LogState, header: Header) -> Outcome:
@@ -142,32 +90,36 @@ def outcome_of(log: LogState, header: Header) -> Outcome:
     return _outcome_of(log.opening(header.fragment), header)
 
 
-def header_of(log: LogState, outcome: Outcome) -> Header:
-    """Return the entry of the log's present cycle that an outcome means. Raises: LogError when there is none."""
-    if outcome.previous != log.position.head or outcome.fragment >= log.fragments:
-        place = f"{outcome.previous.hex()[:8]}/{outcome.fragment}"
+def header_of(log: LogState, told: Header | Outcome) -> Header:
+    """Return the entry of the log's present cycle that is told, whole or in brief.
+
+    Raises: LogError when there is none for an outcome. Whether a header follows is not checked.
+    """
+    if isinstance(told, Header):
+        return told
+    if told.previous != log.position.head or told.fragment >= log.fragments:
+        place = f"{told.previous.hex()[:8]}/{told.fragment}"
         raise LogError(f"an entry that follows {place} does not follow {log.position}")
-    return _header_of(log.opening(outcome.fragment), outcome)
+    return _header_of(log.opening(told.fragment), told)
 
 
 def follow(log: LogState, told: Header | Outcome) -> LogState:
     """Return the log with the entry that is told, as a header or in brief. Raises: LogError when there is none."""
-    return log.append(told if isinstance(told, Header) else header_of(log, told))
+    return log.append(header_of(log, told))
 
 
 @lru_cache(maxsize=8)
 def _outcome_of(log: LogState, header: Header) -> Outcome:
     """One entry is told to all members, and written to the disk."""
     log.append(header)
-    turnout = turnout_of(log, header.roster)
     return Outcome(
         previous=header.previous,
         fragment=header.fragment,
         state=header.state,
-        turnout=turnout,
+        turnout=Turnout.of(log, header.roster),
         payload=header.payload,
         faults=header.faults,
-        gone=_places_of(log.gone_in(header), log),
+        gone=log.gone_in(header),
         amendment=log.taken_in(header),
         leader=None if header.leader == _first_leader(log) else header.leader,
     )
@@ -176,10 +128,8 @@ def _outcome_of(log: LogState, header: Header) -> Outcome:
 @lru_cache(maxsize=8)
 def _header_of(log: LogState, outcome: Outcome) -> Header:
     """Many messages are about one entry."""
-    roster, gone = outcome.turnout.roster(log), _voters_at(outcome.gone, log)
-    leader = outcome.leader or _first_leader(log)
-    besides = leader, outcome.faults, gone, outcome.amendment
-    return log.in_state(outcome.state).next_header(roster, outcome.payload, *besides)
+    besides = outcome.leader or _first_leader(log), outcome.faults, outcome.gone, outcome.amendment
+    return log.in_state(outcome.state).next_header(outcome.turnout.roster(log), outcome.payload, *besides)
 
 
 def _first_leader(log: LogState) -> str | None:
@@ -187,62 +137,16 @@ def _first_leader(log: LogState) -> str | None:
     return log.leader_of(0) if log.closes else None
 
 
-def _places_of(voters: Iterable[str], log: LogState) -> tuple[int, ...]:
-    """Return the places of these among the log's voters."""
-    places = {peer: place for place, peer in enumerate(log.voters)}
-    return tuple(places[peer] for peer in voters)
-
-
-def _voters_at(places: Sequence[int], log: LogState) -> tuple[str, ...]:
-    """Return the voters at these places. Raises: LogError when there are not so many."""
-    if any(place >= len(log.voters) for place in places):
-        raise LogError(f"there is no place {max(places)} among {len(log.voters)} voters")
-    return tuple(log.voters[place] for place in places)
-
-
-def _column(numbers: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
-    """Numbers by place, in the order of places."""
-    places = list(numbers)
-    return tuple((place - before - 1, numbers[place]) for before, place in zip([-1, *places], places, strict=False))
-
-
-def _unlike(roster: Sequence[Member], expected: Sequence[Member], name: str) -> tuple[tuple[int, int], ...]:
-    """The column of a field, with the members in which it is not as expected."""
-    pairs = enumerate(zip(roster, expected, strict=True))
-    return _column(
-        {place: getattr(one, name) for place, (one, usual) in pairs if getattr(one, name) != getattr(usual, name)}
-    )
-
-
-def _numbers(column: Sequence[tuple[int, int]], members: int) -> dict[int, int]:
-    """Return a column by place. Raises: LogError when a place is not among so many members."""
-    places = [place - 1 for place in accumulate(gap + 1 for gap, _ in column)]
-    if places and places[-1] >= members:
-        raise LogError(f"there is no place {places[-1]} in a roster of {members}")
-    return dict(zip(places, (number for _, number in column), strict=True))
-
-
-def _changed(member: Member, **fields: object) -> Member:
-    try:
-        return Member(**{**member.__dict__, **fields})
-    except ValidationError as error:
-        raise LogError(f"{member.peer}: {error.errors()[0]['msg']}") from error
+Told: TypeAlias = tuple[Annotated[Header | Outcome, Field(union_mode="left_to_right")], Certificate | None]
+"""An entry, whole or in brief, with its certificate."""
 
 
 class Stretch(Value):
-    """Consecutive entries of whole cycles, as one peer tells them to another: those of the first cycle as whole
-    `headers`, unless the reader is to know what it follows. `certificates` are those of the entries, in order; None:
-    not known to the peer that tells it."""
+    """Consecutive entries of whole cycles, as one peer tells them to another: those of the first cycle as headers,
+    unless the reader is to know what it follows. Each has its certificate; None: not known to the peer that tells it.
+    """
 
-    headers: Annotated[tuple[Header, ...], Field(max_length=STRETCH_LIMIT)] = ()
-    outcomes: Annotated[tuple[Outcome, ...], Field(max_length=STRETCH_LIMIT)] = ()
-    certificates: Annotated[tuple[Certificate | None, ...], Field(max_length=2 * STRETCH_LIMIT)] = ()
-
-    @property
-    def told(self) -> tuple[tuple[Header | Outcome, Certificate | None], ...]:
-        """The entries, each with its certificate."""
-        entries: tuple[Header | Outcome, ...] = (*self.headers, *self.outcomes)
-        return tuple(zip(entries, (*self.certificates, *(None for _ in entries)), strict=False))
+    told: Annotated[tuple[Told, ...], Field(max_length=STRETCH_LIMIT)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,17 +348,16 @@ class Chain:
         entries = self.cycles(first, min(last, first + max(1, STRETCH_LIMIT // self.fragments)))
         if not entries or entries[0].index != first:
             return Stretch()
-        headers = list[Header]()
+        told, size = list[Told](), 0
         if entries[0].is_whole or (is_whole and first > 0):
-            headers = list(self.headers(first, first + 1))
-        size, outcomes = 0, list[Outcome]()
-        for entry in entries[len(headers) :]:
+            headers = self.headers(first, first + 1)
+            told += [(header, entry.proof) for header, entry in zip(headers, entries, strict=False)]
+        for entry in entries[len(told) :]:
             size += len(entry.told) + len(entry.certificate or b"")
-            if size > STRETCH_BYTES and outcomes and entry.fragment == 0:
+            if size > STRETCH_BYTES and entry.index > first and entry.fragment == 0:
                 break
-            outcomes.append(unpack(Outcome, entry.told, HEADER_LIMIT))
-        certificates = tuple(entry.proof for entry in entries[: len(headers) + len(outcomes)])
-        return Stretch(headers=tuple(headers), outcomes=tuple(outcomes), certificates=certificates)
+            told.append((entry.content, entry.proof))
+        return Stretch(told=tuple(told))
 
     def led_up_to(self, stretch: Stretch) -> Chain:
         """Return this chain with entries before it. Their digests vouch for them, so they may come from anybody.
@@ -468,7 +371,7 @@ class Chain:
         for told, certificate in stretch.told:
             if chain.next_index >= self.first and len(chain):
                 raise wrong
-            header = told if isinstance(told, Header) else header_of(chain.end, told)
+            header = header_of(chain.end, told)
             if certificate is not None and header.previous == chain.end.position.head:
                 prove(certificate, chain.end.of(header.fragment), header, verify)
             chain.add(Entry.whole(header, None, certificate))

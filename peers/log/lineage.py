@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from peers.log.certificate import Certificate, Proof, prove
+from peers.log.chain import Outcome, header_of
 from peers.log.header import UNKNOWN_STATE, Header, Position
 from peers.log.state import LogState
 from peers.values.identity import Verify
@@ -254,8 +255,10 @@ class Walk:
         self._founders: int | None = None
         self._certificates: dict[int, Certificate] = {}
 
-    def take(self, header: Header, certificate: Certificate | None) -> None:
-        """Go on by one entry. Raises: LogError where it does not follow, or its certificate is none of it."""
+    def take(self, told: Header | Outcome, certificate: Certificate | None) -> Header:
+        """Go on by one entry, and return it. Raises: LogError where it does not follow, or its certificate is none of
+        it."""
+        header = header_of(self.end, told)
         log = self.end.of(header.fragment)
         end = log.append(header)
         if log.last is None:
@@ -273,6 +276,7 @@ class Walk:
         self.end = end
         self.whole = self.whole if end.made else end
         self._heads[end.position.index] = end.position.head
+        return header
 
     def branch(self) -> Branch:
         """Return what has been passed."""

@@ -39,7 +39,7 @@ from peers.log.header import (
     Tenure,
     cycle_head,
 )
-from peers.values.leases import Grants, Lease, SamplePool, SampleRange, prefix, sample_count
+from peers.values.leases import Lease, SamplePool, SampleRange, prefix, sample_count
 from peers.values.manifest import Amendment
 from peers.values.wire import digest_of
 
@@ -75,8 +75,9 @@ class Quorum(StrEnum):
 
 
 @lru_cache(maxsize=16)
-def _grants(pool: SamplePool, samples_per_lease: int) -> Grants:
-    return Grants(pool, samples_per_lease, MEMBER_LIMIT)
+def _grants(pool: SamplePool, samples_per_lease: int) -> dict[int, Lease]:
+    """Return the leases that peers without one may be given, by their first sample."""
+    return {lease[0].start: lease for lease in pool.deal([samples_per_lease] * MEMBER_LIMIT)[0]}
 
 
 @dataclass(frozen=True)
@@ -262,14 +263,12 @@ class LogState:
         """The places of these peers."""
         return {peer: place for place, peer in enumerate(self.names)}
 
-    def expected(self, peer: str, grant: int | None = None) -> Member:
-        """Return what a peer brings if all goes as the log foresees: its whole lease, or this one of the grants.
+    def expected(self, peer: str) -> Member:
+        """Return what a peer brings if all goes as the log foresees: its whole lease, and without one nothing.
 
-        Raises: LogError when there is no such grant, or its samples are too many to count.
+        Raises: LogError when its samples are too many to count.
         """
-        if grant is not None and not grant < len(self.grants):
-            raise LogError(f"{peer}: there is no grant {grant}")
-        lease = self.leases.get(peer, () if grant is None else self.grants[grant])
+        lease = self.leases.get(peer, ())
         tokens, samples = sample_count(lease) * self.tokens_per_sample, lease if self.closes else ()
         wants, incarnation = self._wanted.get(peer, 0), self.incarnations.get(peer, 0)
         try:
@@ -282,14 +281,10 @@ class LogState:
         """The samples that members of the last cycle wanted."""
         return {member.peer: member.wants for member in self.last.roster} if self.last else {}
 
-    def grant_of(self, samples: Lease) -> int | None:
-        """Return which of the grants these samples begin."""
-        return self.grants.beginning_with(samples[0].start) if samples else None
-
     @cached_property
-    def grants(self) -> Grants:
+    def grants(self) -> tuple[Lease, ...]:
         """The leases that peers without one may be given at this position: whole, disjoint, in this order."""
-        return _grants(self.pool, self.samples_per_lease)
+        return tuple(_grants(self.pool, self.samples_per_lease).values())
 
     def lease_of(self, peer: str, samples: Lease) -> Lease:
         """What `peer` may train if it names these samples: its own lease, or the grant that they begin.
@@ -298,8 +293,7 @@ class LogState:
         """
         lease = self.leases.get(peer)
         if lease is None:
-            grant = self.grant_of(samples)
-            lease = () if grant is None else self.grants[grant]
+            lease = _grants(self.pool, self.samples_per_lease).get(samples[0].start, ()) if samples else ()
         if samples != prefix(lease, sample_count(samples)):
             raise LogError(f"{peer}: samples {samples[0].start}..{samples[-1].stop} do not begin a lease of its own")
         return lease

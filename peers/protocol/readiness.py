@@ -61,10 +61,8 @@ class Readiness:
         """Return the next grant that no peer has. Those before our own come last: its giver may have given them."""
         own = self._trainer.lease
         grants, given = self._log.grants, {*self._granted.values(), own}
-        ours = self._log.grant_of(own or ())
-        first = 0 if ours is None or grants[ours] != own else ours + 1
-        order = (*range(first, len(grants)), *range(first))
-        return next((grants[number] for number in order if grants[number] not in given), None)
+        first = grants.index(own) + 1 if own in grants else 0
+        return next((grant for grant in (*grants[first:], *grants[:first]) if grant not in given), None)
 
     # Ready --------------------------------------------------------------------------------------------------------
     def take(self, sender: str, ready: Ready, state_digest: bytes) -> bool:

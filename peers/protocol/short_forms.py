@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from peers.log.certificate import Ballot, Certificate, Group
-from peers.log.chain import Outcome, Turnout, header_of, outcome_of, turnout_of
+from peers.log.chain import Outcome, Turnout, header_of, outcome_of
 from peers.log.header import MEMBER_LIMIT, Header
 from peers.log.state import LogError, LogState, take_order
 from peers.protocol.chunk_sets import chunk_set, chunks_in
@@ -188,7 +188,7 @@ def _name_of(short: _ShortName, log: LogState) -> RoundName:
 def _short_round(round: Round, log: LogState) -> _ShortRound:
     return _ShortRound(
         name=_short_name(round.name, log),
-        turnout=turnout_of(log, round.roster),
+        turnout=Turnout.of(log, round.roster),
         chunks=tuple(share.chunks for share in round.shares),
         committed=round.committed,
         group=tuple((_place(peer, log), start) for peer, start in round.group),

@@ -1,9 +1,9 @@
 """Something large from several peers at once, chunk by chunk, each held against its digest.
 
-Donors that bulk data reaches best are asked first, and by chance among these: everybody sees the same peers in the same
+Donors that bulk data reaches best are asked first, and by chance among these: all peers see the same donors in the same
 order, and without chance all joiners would ask the same few. Every donor is asked for a few ranges of chunks at a time,
-so that fast ones give more. A donor that fails, stalls, trickles or gives wrong bytes costs the ranges it was to give,
-and is asked no more. At the end idle donors are asked for what slow ones still owe.
+so that fast ones give more. A donor that fails or gives wrong bytes is asked no more. One that stalls or trickles loses
+its place to another. At the end idle donors are asked for what slow ones still owe.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 from peers.errors import RemoteProtocolError
@@ -28,13 +28,11 @@ PLACES: Mapping[Reach | None, int] = {Reach.OPEN: 4, Reach.PUNCHED: 4, None: 4, 
 """Donors that give at once: one of this reach is added to fewer than so many. So a relay carries bulk data only where
 direct donors are too few to replace one another, and an unreachable donor is tried when nobody else is left."""
 RANK: Mapping[Reach | None, int] = {Reach.OPEN: 0, Reach.PUNCHED: 0, None: 1, Reach.RELAYED: 2, Reach.NONE: 3}
-LEAST = 60.0  # seconds that a donor has for what it was asked, however fast others are: it may be in a round
-MOST = LONGEST  # seconds after which it is given up, however slow all are
-SLOWER = 8  # times as slow as the others on average is too slow
-UNKNOWN = 10.0  # seconds that a donor needs, as long as it has given nothing
+MOST = LONGEST  # seconds after which a donor is given up
+SILENT = 10.0  # seconds without a range after which a donor's place is another's, too; and that a new donor needs
 RANGES = 4  # asked of each donor at once: a link of 1 Gbit/s and 40 ms is not idle between two of 8 MiB
 PULLS = RANGES + 1  # served of one peer at once: one may have been given up, and its end not be seen yet
-LOOK = 1.0  # seconds from one look at who is slow to the next
+LOOK = 1.0  # seconds from one look for silent donors to the next
 
 
 class PullTransport(Protocol):
@@ -68,35 +66,27 @@ def to_ask(transport: PullTransport, donors: Sequence[str], most: int) -> list[s
 
 @dataclass(frozen=True)
 class _Request:
-    """Something that a donor was asked for."""
+    """A range that a donor was asked for."""
 
     donor: str
     size: int  # bytes
     at: float  # seconds
-    given_then: Counter[str]
 
 
-@dataclass
 class _DonorPace:
-    """What donors have given. `at_once` is how many requests each answers beside one another."""
+    """The pace of each donor, from the ranges that it has given."""
 
-    at_once: int
-    given: Counter[str] = field(default_factory=Counter)
-    """Bytes by donor."""
-    _seconds_per_byte: dict[str, float] = field(default_factory=dict)
-
-    def ask(self, donor: str, size: int, now: float) -> _Request:
-        return _Request(donor, size, now, self.given.copy())
+    def __init__(self) -> None:
+        self._seconds_per_byte: dict[str, float] = {}
 
     def answered(self, request: _Request, now: float) -> None:
-        """A donor has given what it was asked for."""
+        """Note that a donor has given a range. The last one counts as much as all before."""
         latest = (now - request.at) / max(1, request.size)
-        known = self._seconds_per_byte.get(request.donor, latest)
-        self._seconds_per_byte[request.donor] = (known + latest) / 2
+        self._seconds_per_byte[request.donor] = (self._seconds_per_byte.get(request.donor, latest) + latest) / 2
 
     def seconds(self, donor: str, size: int) -> float:
-        """Return how long a donor takes for so many bytes, as far as it is known."""
-        return size * self._seconds_per_byte[donor] if donor in self._seconds_per_byte else UNKNOWN
+        """Return how long a donor takes for so many bytes."""
+        return size * self._seconds_per_byte[donor] if donor in self._seconds_per_byte else SILENT
 
     def seconds_left(self, request: _Request, now: float) -> float:
         """Return how long a donor will probably still take.
@@ -105,17 +95,6 @@ class _DonorPace:
         """
         elapsed, usual = now - request.at, request.size * self._seconds_per_byte.get(request.donor, 0.0)
         return elapsed if elapsed > 2 * usual else max(0.0, usual - elapsed)
-
-    def is_too_slow(self, request: _Request, now: float) -> bool:
-        """Return whether the others have given several times as much meanwhile.
-
-        What they gave before does not count: when a round is under way, all give little.
-        """
-        if now - request.at < LEAST:
-            return False
-        meanwhile = self.given - request.given_then
-        meanwhile.pop(request.donor, None)
-        return bool(meanwhile) and meanwhile.total() >= SLOWER * self.at_once * request.size * len(meanwhile)
 
 
 logger = logging.getLogger(__name__)
@@ -156,20 +135,17 @@ class Download:
 
     def __init__(self, transport: PullTransport, wanted: Wanted, data: memoryview) -> None:
         self._transport = transport
+        self.fetched = Counter[str]()
         self._wanted = wanted
         self._data = data
         self._missing = deque(_ranges(range(len(wanted.digests)), wanted.range))
         self._asked: dict[Range, dict[asyncio.Task[tuple[bytes, bytearray]], _Request]] = {}  # longest ago first
         self._reasons: dict[str, str] = {}  # why who failed us
         self._workers: dict[asyncio.Task[None], str] = {}  # each asks its donor for one range after another
-        self._began: dict[str, float] = {}  # when who was first asked
-        self._pace = _DonorPace(RANGES)
+        self._gave_at: dict[str, float] = {}  # when each donor gave its last range, or was first asked
+        self._pace = _DonorPace()
         self._changed = asyncio.Event()
         self._now = asyncio.get_running_loop().time
-
-    @property
-    def fetched(self) -> Counter[str]:
-        return self._pace.given
 
     @property
     def size(self) -> int:
@@ -192,7 +168,6 @@ class Download:
         try:
             while not self._is_done:
                 self._forget_those_that_ended()
-                self._give_slow_ones_up()
                 self._ask_more_of(waiting)
                 if not self._workers:
                     raise DownloadError("; ".join(self._reasons.values()) or "nobody has it")
@@ -206,7 +181,7 @@ class Download:
         begun: list[str] = []
         while waiting and self._has_place_for(waiting[0], begun):
             begun.append(waiting.popleft())
-        self._began.update(dict.fromkeys(begun, self._now()))
+        self._gave_at.update(dict.fromkeys(begun, self._now()))
         for donor in begun * RANGES:
             worker = asyncio.create_task(self._work(donor))
             worker.add_done_callback(lambda _: self._notify())
@@ -217,19 +192,10 @@ class Download:
             del self._workers[worker]
             worker.result()  # raises what is no donor's fault
 
-    def _give_slow_ones_up(self) -> None:
-        now = self._now()
-        asked = [item for requests in self._asked.values() for item in requests.items()]
-        slow = {request.donor for _, request in asked if self._pace.is_too_slow(request, now)}
-        self._reasons.update({donor: f"peer {donor} gives far less than others do" for donor in slow})
-        for pull, request in asked:
-            if request.donor in slow:
-                pull.cancel()
-
     def _has_place_for(self, donor: str, begun: Sequence[str]) -> bool:
-        """Return whether too few donors give. As many again are asked if these keep silent."""
+        """Return whether too few donors give. As many again are asked if these fall silent."""
         places, at_work = PLACES[self._transport.reach_of(donor)], set(self._workers.values())
-        silent = sum(donor not in self.fetched and self._now() - self._began[donor] > UNKNOWN for donor in at_work)
+        silent = sum(self._now() - self._gave_at[donor] > SILENT for donor in at_work)
         return len(at_work) + len(begun) - min(silent, places) < places
 
     async def _work(self, donor: str) -> None:
@@ -268,7 +234,7 @@ class Download:
         """Ask for a range, and take it, unless another donor is faster. It is missing again if nobody gives it."""
         start, stop = self._wanted.bounds(*wanted)
         message = self._wanted.request(*wanted)
-        request = self._pace.ask(donor, stop - start, self._now())
+        request = _Request(donor, stop - start, self._now())
         pull = asyncio.create_task(self._transport.pull(donor, self._wanted.name, message, stop - start, MOST))
         self._asked.setdefault(wanted, {})[pull] = request
         try:
@@ -297,6 +263,7 @@ class Download:
         start, stop = self._wanted.bounds(*wanted)
         self._data[start:stop] = chunks
         self.fetched[donor] += stop - start
+        self._gave_at[donor] = self._now()
         for pull in self._asked.pop(wanted):
             pull.cancel()  # who else was asked for it; ours is done
 
@@ -317,7 +284,7 @@ class Download:
         self._changed = asyncio.Event()
 
     async def _change_or_look(self) -> None:
-        """Wait until something happens, or it is time for all to look who is slow."""
+        """Wait until something happens, or it is time to look for silent donors."""
         try:
             async with asyncio.timeout(LOOK):
                 await self._changed.wait()

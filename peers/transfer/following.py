@@ -16,7 +16,6 @@ from typing import Protocol
 
 from peers.errors import RemoteProtocolError, SwarmUnreachableError
 from peers.log.certificate import Certificate, Proof
-from peers.log.chain import header_of
 from peers.log.folder import RunLog
 from peers.log.header import NO_PAYLOAD, Header, Position
 from peers.log.lineage import Walk
@@ -126,9 +125,7 @@ async def next_in_log(
     for told, certificate in stretch.told[: log.fragments]:
         if told.previous != log.position.head:
             raise _OtherLineageError(f"entry {index}: its previous does not follow from the log")
-        header = told if isinstance(told, Header) else header_of(walk.end, told)
-        walk.take(header, certificate)
-        entries.append((header, certificate))
+        entries.append((walk.take(told, certificate), certificate))
     if len(entries) < log.fragments:
         raise LogError(f"it has no entry {index}")
     branch = walk.branch()

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from peers.errors import RemoteProtocolError
 from peers.log.certificate import Certificate
-from peers.log.chain import STRETCH_LIMIT, Chain, Entry, Stretch, follow, header_of
+from peers.log.chain import STRETCH_LIMIT, Chain, Entry, Stretch, follow
 from peers.log.folder import RunLog
 from peers.log.header import Header, Position
 from peers.log.lineage import Branch, Walk
@@ -225,13 +225,12 @@ class LineageFetch:
     def _passed(self, log: LogState, stretch: Stretch) -> tuple[LogState, Stretch]:
         """Leave out what is in our log, too."""
         with suppress(LogError):
-            for place in range(0, len(stretch.outcomes), log.fragments):
+            for place in range(0, len(stretch.told), log.fragments):
                 after = log
-                for told in stretch.outcomes[place : place + log.fragments]:
+                for told, _ in stretch.told[place : place + log.fragments]:
                     after = follow(after, told)
                 if self._ours.heads(log.position.index, log.position.index + 1) != [after.position.head]:
-                    certificates = stretch.certificates[place:]
-                    return log, Stretch(outcomes=stretch.outcomes[place:], certificates=certificates)
+                    return log, Stretch(told=stretch.told[place:])
                 log = after
         return log, NO_STRETCH
 
@@ -309,8 +308,6 @@ def _go_on(walk: Walk, chain: Chain, stretch: Stretch) -> int:
     taken = 0
     with suppress(LogError):
         for told, certificate in stretch.told:
-            header = told if isinstance(told, Header) else header_of(walk.end, told)
-            walk.take(header, certificate)
-            chain.add(Entry.whole(header, None, certificate))
+            chain.add(Entry.whole(walk.take(told, certificate), None, certificate))
             taken += 1
     return taken

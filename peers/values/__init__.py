@@ -6,7 +6,7 @@ Other rooms import:
 chunks: Chunking, KEPT_BYTES, KeptPayloads, MOST_LEVELS, NODE, Payload, PayloadSize, StateChunking, Sum, SumTree,
     chunk_digests, chunks_of, digest_of_chunks, digest_of_state, parts_of, payloads_moved, root_of, split_by_rate
 identity: Identity, Keys, SIGNATURE_BYTES, Signature, Verify, is_peer_id, peer_id_of_bytes, verify
-leases: Grants, Lease, PIECE_LIMIT, SamplePool, SampleRange, prefix, sample_count
+leases: Lease, PIECE_LIMIT, SamplePool, SampleRange, prefix, sample_count
 manifest: ADDRESS, Amendment, Invite, RUN_ID, SignedManifest, check_momentum, newest
 signed_heads: HEADS_BYTES, KEYS_LIMIT, NOTHING_SIGNED, SignedHead, SignedHeads, SignedHeadsError, pack_heads,
     unpack_heads

@@ -7,7 +7,7 @@ handed out again before anything fresh, so that a dead peer's samples are traine
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -120,41 +120,3 @@ class SamplePool:
     def release(self, returned: Iterable[SampleRange]) -> SamplePool:
         """Put ranges back; they will be handed out again."""
         return SamplePool(self.cursor, _merge((*self.free, *returned)))
-
-
-class Grants:
-    """Whole leases that a pool can give, disjoint and in its order.
-
-    Each is made when somebody looks at it: of a thousand all but a few are fresh samples that nobody ever asks for.
-    """
-
-    def __init__(self, pool: SamplePool, size: int, count: int) -> None:
-        """`size`: samples in each; `count`: how many there are."""
-        # A lease takes either that many free samples, or all ranges that it has room for, or what is left of them.
-        whole, scattered = sample_count(pool.free) // size, len(pool.free) // (PIECE_LIMIT - 1)
-        dealt = min(count, whole + scattered + 1 if pool.free else 0)
-        self._dealt, rest = pool.deal([size] * dealt)
-        self._cursor = rest.cursor
-        self._size = size
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Lease]:
-        return map(self.__getitem__, range(self._count))
-
-    def __getitem__(self, place: int) -> Lease:
-        number = range(self._count)[place]
-        if number < len(self._dealt):
-            return self._dealt[number]
-        start = self._cursor + (number - len(self._dealt)) * self._size
-        return (SampleRange(start, start + self._size),)
-
-    def beginning_with(self, sample: int) -> int | None:
-        """Return which of the leases has this as its first sample."""
-        fresh, rest = divmod(sample - self._cursor, self._size)
-        number = len(self._dealt) + fresh
-        if fresh >= 0:
-            return number if rest == 0 and number < self._count else None
-        return next((number for number, lease in enumerate(self._dealt) if lease[0].start == sample), None)

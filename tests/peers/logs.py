@@ -21,7 +21,7 @@ from peers.log.chain import Chain, Entry
 from peers.log.header import Fault, Header, Member
 from peers.log.settings import RunSettings, Timing
 from peers.log.state import LogState
-from peers.values.leases import SampleRange
+from peers.values.leases import SampleRange, sample_count
 from peers.values.manifest import Amendment
 from peers.values.wire import digest_of
 from tests.simulator.simulated_keys import SimulatedKeys
@@ -61,6 +61,13 @@ def next_header(
     if leader is None and log.closes:
         leader = log.leader_of(0) or roster[0].peer
     return log.next_header(roster, payload, leader, faults, gone, amendment)
+
+
+def newcomer(log: LogState, peer: str, grant: int = 0) -> Member:
+    """Return a member without a lease that trained all of one of the grants."""
+    samples = log.grants[grant]
+    tokens = sample_count(samples) * log.tokens_per_sample
+    return log.expected(peer).model_copy(update={"tokens": tokens, "samples": samples if log.closes else ()})
 
 
 def first_log(empty: LogState = LOG) -> LogState:

@@ -13,7 +13,7 @@ from peers.log.header import EXCLUSION_LIMIT, FAULT_AGE, Exclusion, Fault, Heade
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError, LogState, _exclusions_after
 from peers.values.wire import pack, unpack
-from tests.peers.logs import LOG, PAYLOAD, SETTINGS, member, next_header
+from tests.peers.logs import LOG, PAYLOAD, SETTINGS, member, newcomer, next_header
 
 EMPTY = replace(LOG, exclusion=3, staleness=2)
 
@@ -57,11 +57,11 @@ def test_who_is_excluded_has_no_lease_and_its_samples_return() -> None:
 def test_who_is_excluded_can_be_in_no_entry() -> None:
     log = excluding(founded())
     with pytest.raises(LogError, match="x is excluded up to cycle 4"):
-        next_header(log, [log.expected("a"), log.expected("x", 0)], PAYLOAD)
+        next_header(log, [log.expected("a"), newcomer(log, "x")], PAYLOAD)
     later = log
     for _ in range(3):
         later = later.append(entry(later, "abc"))
-    assert next_header(later, [later.expected("a"), later.expected("x", 0)], PAYLOAD)
+    assert next_header(later, [later.expected("a"), newcomer(later, "x")], PAYLOAD)
 
 
 def test_who_is_excluded_neither_votes_nor_leads() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.log.chain import Outcome, Turnout, follow, header_of, outcome_of, turnout_of
+from peers.log.chain import Outcome, Turnout, follow, header_of, outcome_of
 from peers.log.header import MEMBER_LIMIT, Header, Member
 from peers.log.state import LogError, LogState, take_order
 from peers.values.leases import prefix, sample_count
@@ -59,23 +59,21 @@ def numbers(limit: int) -> st.SearchStrategy[int]:
     return st.integers(0, limit) | st.sampled_from((2**31, 2**62 - 1))
 
 
-PAIRS = st.lists(st.tuples(numbers(6), numbers(40)), max_size=4).map(tuple)
-NEWCOMERS = st.lists(st.tuples(numbers(4), st.sampled_from("abcxyz"), st.none() | numbers(3)).map(list), max_size=4)
+RUNS = st.tuples(numbers(6), numbers(40))
+MEMBERS = st.builds(
+    Member,
+    peer=st.sampled_from("abcxyz"),
+    tokens=numbers(100),
+    samples=st.just(()) | st.sampled_from([((60, 80),), ((80, 85),), ((120, 140),), ((125, 140),), ((0, 2**62 - 1),)]),
+    wants=numbers(20),
+    incarnation=numbers(3),
+)
 
 
-@given(PAIRS, NEWCOMERS, PAIRS, PAIRS, PAIRS, PAIRS, st.booleans())
-def test_whatever_is_said_leads_to_an_entry_or_to_none(
-    known: Any, newcomers: Any, samples: Any, tokens: Any, wants: Any, incarnation: Any, is_first: bool
-) -> None:
+@given(st.lists(RUNS | MEMBERS, max_size=5).map(tuple), st.booleans())
+def test_whatever_is_said_leads_to_an_entry_or_to_none(members: Any, is_first: bool) -> None:
     log = LOG if is_first else first_log()
-    turnout = Turnout(
-        known=known,
-        newcomers=newcomers,
-        samples=samples,
-        tokens=tokens,
-        wants=wants,
-        incarnation=incarnation,
-    )
+    turnout = Turnout(members=members)
     with suppress(LogError):
         after = follow(
             log, Outcome(previous=log.position.head, fragment=0, state=STATE, turnout=turnout, payload=PAYLOAD)
@@ -85,38 +83,23 @@ def test_whatever_is_said_leads_to_an_entry_or_to_none(
         assert follow(log, outcome_of(log, after.last)) == after
 
 
-def nobody(**fields: Any) -> Turnout:
-    return Turnout(
-        **{
-            "known": (),
-            "newcomers": (),
-            "samples": (),
-            "tokens": (),
-            "wants": (),
-            "incarnation": (),
-            **fields,
-        }
-    )
-
-
 @pytest.mark.parametrize(
-    "turnout",
+    "members",
     [
-        nobody(known=((0, 4),)),
-        nobody(known=((2, 2),)),
-        nobody(known=((2, 1),)),
-        nobody(known=((0, 2**61),)),
-        nobody(known=((0, 3),) * (MEMBER_LIMIT // 3 + 1)),
-        nobody(newcomers=({"place": 1, "peer": "x", "grant": 0},)),
-        nobody(newcomers=({"place": 0, "peer": "a", "grant": 0},)),
-        nobody(newcomers=({"place": 0, "peer": "x", "grant": MEMBER_LIMIT},)),
-        nobody(known=((0, 3),), tokens=((3, 1),)),
-        nobody(known=((0, 3),), samples=((0, 1), (1, 1), (0, 1))),
+        ((0, 4),),
+        ((2, 2),),
+        ((2, 1),),
+        ((0, 2**61),),
+        ((0, 3),) * (MEMBER_LIMIT // 3 + 1),
+        (member("x", 125, 140),),
+        (member("a", 0, 20),),
+        (member("a", 60, 80, tokens=101),),
+        (Member(peer="a", tokens=0, samples=(), wants=21),),
     ],
 )
-def test_members_that_are_not_there(turnout: Turnout) -> None:
+def test_members_that_cannot_be_there(members: Any) -> None:
     with pytest.raises(LogError):
-        turnout.roster(first_log())
+        Turnout(members=members).roster(first_log())
 
 
 def test_another_position_is_not_the_one_that_an_outcome_is_meant_for() -> None:
@@ -132,10 +115,9 @@ def test_what_does_not_follow_cannot_be_told() -> None:
     header = next_header(log, roster, PAYLOAD)
     with pytest.raises(LogError, match="lineage_tokens"):
         outcome_of(log, header.model_copy(update={"lineage_tokens": 1}))
-    with pytest.raises(LogError, match="was not for it"):
-        turnout_of(log, [member("a", 0, 20)])
-    with pytest.raises(LogError, match="was not for it"):
-        turnout_of(log, [member("x", 205, 210)])
+    for not_its_own in (member("a", 0, 20), member("x", 205, 210)):
+        with pytest.raises(LogError, match="do not begin a lease of its own"):
+            Turnout.of(log, [not_its_own])
 
 
 def crowd(size: int) -> LogState:
@@ -167,7 +149,7 @@ def test_who_wants_as_many_samples_as_last_time_is_not_named_again() -> None:
         header = next_header(log, roster, PAYLOAD)
         outcome = outcome_of(log, header)
         log = log.append(header)
-    assert outcome.turnout == nobody(known=((0, 3),))
+    assert outcome.turnout == Turnout(members=((0, 3),))
 
 
 def test_entries_of_all_fragments_are_told() -> None:
@@ -188,7 +170,9 @@ def test_entries_of_all_fragments_are_told() -> None:
             log = log.append(header)
             assert header_of(log if log.made else begins, told[-1]) == header_of(begins, told[-1]) == header
         if cycle:
-            assert all(outcome.turnout.tokens == outcome.turnout.samples == () for outcome in told)
+            assert all(
+                not isinstance(one, Member) or one.peer == "x" for outcome in told for one in outcome.turnout.members
+            )
         followed = begins
         for outcome in told:
             followed = follow(followed, outcome)

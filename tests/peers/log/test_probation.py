@@ -13,7 +13,7 @@ from peers.log.chain import header_of, outcome_of
 from peers.log.header import MEMBER_LIMIT, Header, Member
 from peers.log.state import LogError, LogState
 from peers.values.wire import pack, unpack
-from tests.peers.logs import LOG, PAYLOAD, certificate, choice_of, next_header, votes
+from tests.peers.logs import LOG, PAYLOAD, certificate, choice_of, newcomer, next_header, votes
 from tests.simulator.simulated_keys import SimulatedKeys
 
 EMPTY = replace(LOG, probation=2)
@@ -23,7 +23,7 @@ VERIFY = SimulatedKeys("a").verify
 def bringing(log: LogState, names: Iterable[str]) -> list[Member]:
     """Members that have trained all of their leases, newcomers a grant each."""
     grants = iter(range(len(log.grants)))
-    return [log.expected(name, None if name in log.leases else next(grants)) for name in names]
+    return [log.expected(name) if name in log.leases else newcomer(log, name, next(grants)) for name in names]
 
 
 def after(log: LogState, names: Iterable[str]) -> LogState:

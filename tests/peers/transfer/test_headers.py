@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from peers.errors import RemoteProtocolError
-from peers.log.chain import STRETCH_LIMIT, Stretch
+from peers.log.chain import STRETCH_LIMIT, Outcome, Stretch
 from peers.log.header import Header
 from peers.log.state import LogState
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError
@@ -47,11 +47,11 @@ def test_as_many_as_the_donor_has(first: int, last: int) -> None:
         me = await joined_to(ENTRIES)
         expected = ENTRIES[first:last]
         brief = await fetch_stretch(me, "a", RUN, first, last, is_whole=False)
-        assert not brief.headers
-        assert [outcome.previous for outcome in brief.outcomes] == [header.previous for header in expected]
+        assert all(isinstance(told, Outcome) for told, _ in brief.told)
+        assert [told.previous for told, _ in brief.told] == [header.previous for header in expected]
         whole = await fetch_stretch(me, "a", RUN, first, last, is_whole=True)
-        assert whole.headers == (tuple(expected[:1]) if first else ())
-        assert len(whole.outcomes) == len(expected) - len(whole.headers)
+        assert [told for told, _ in whole.told if isinstance(told, Header)] == (expected[:1] if first else [])
+        assert len(whole.told) == len(expected)
 
     asyncio.run(scenario())
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from peers.log import chain as chain_module
-from peers.log.chain import Chain, Entry, Stretch
+from peers.log.chain import Chain, Entry, Stretch, Turnout
 from peers.log.folder import RunLog
 from peers.log.header import Header, Position
 from peers.log.lineage import Branch
@@ -27,7 +27,7 @@ from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.fakes import FakeTransport, at_once
 from tests.peers.heartbeats import beat
-from tests.peers.logs import LOG, RUN, certificate, first_log, next_header
+from tests.peers.logs import LOG, RUN, certificate, first_log, newcomer, next_header
 from tests.peers.network.test_throttle import simulate
 from tests.simulator.simulated_keys import SimulatedKeys
 
@@ -124,7 +124,7 @@ def test_where_two_logs_split_is_found(common: int) -> None:
         ours, past = Past(5, after=before, by="c", name=b"ours"), Past(6, after=before, name=b"theirs")
         if common == 0:  # two foundings: theirs by fewer
             past = Past(0)
-            header = next_header(LOG, [LOG.expected("a", 0)], digest_of(b"another"))
+            header = next_header(LOG, [newcomer(LOG, "a")], digest_of(b"another"))
             past.entries = [Entry.whole(header, None, certificate(LOG, header))]
             past.logs = [LOG, LOG.append(header)]
         donors = Donors()
@@ -224,9 +224,9 @@ def test_an_entry_that_does_not_follow_ends_the_look() -> None:
 
     async def lie(name: str, header: bytes, data: bytearray) -> bytearray:
         stretch = unpack(Stretch, bytes(data), 1 << 20)
-        nobody = {"turnout": stretch.outcomes[0].turnout.model_copy(update={"known": ()})}
-        outcomes = [one.model_copy(update=nobody) for one in stretch.outcomes]
-        return bytearray(pack(stretch.model_copy(update={"outcomes": tuple(outcomes)})))
+        nobody = {"turnout": Turnout(members=())}
+        lies = [(one.model_copy(update=nobody), certificate) for one, certificate in stretch.told]
+        return bytearray(pack(stretch.model_copy(update={"told": tuple(lies)})))
 
     async def scenario() -> None:
         donors = Donors()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.values.leases import PIECE_LIMIT, Grants, Lease, SamplePool, SampleRange, _merge, prefix, sample_count
+from peers.values.leases import PIECE_LIMIT, Lease, SamplePool, SampleRange, _merge, prefix, sample_count
 
 RANGES = st.builds(lambda start, size: SampleRange(start, start + size), st.integers(0, 60), st.integers(0, 20))
 LISTS = st.lists(RANGES, max_size=6)
@@ -127,22 +127,7 @@ def test_of_too_many_free_ranges_the_smallest_are_given_up(ranges: list[SampleRa
             assert (piece.size, -piece.start) > (lost.size, -lost.start), "of equal ones the later"
 
 
-@given(LISTS, st.integers(1, 15), st.integers(0, 30))
-def test_grants_are_the_leases_that_the_pool_deals(ranges: list[SampleRange], size: int, count: int) -> None:
-    """Whichever of them is looked at first. Each is found by its first sample, and by no other."""
-    pool = SamplePool(cursor=90, free=_merge(ranges))
-    grants, dealt = Grants(pool, size, count), pool.deal([size] * count)[0]
-    assert [grants[place] for place in reversed(range(count))] == dealt[::-1]
-    assert list(grants) == dealt
-    found = {
-        sample: place for sample in range(100 + size * count) if (place := grants.beginning_with(sample)) is not None
-    }
-    assert found == {lease[0].start: place for place, lease in enumerate(dealt)}
-
-
-def test_grants_of_scattered_samples_have_few_ranges() -> None:
+def test_leases_of_scattered_samples_have_few_ranges() -> None:
     free = tuple(SampleRange(2 * place, 2 * place + 1) for place in range(100))
-    pool = SamplePool(200, free)
-    grants = Grants(pool, 20, 50)
-    assert list(grants) == pool.deal([20] * 50)[0]
-    assert max(len(lease) for lease in grants) == PIECE_LIMIT
+    dealt, _ = SamplePool(200, free).deal([20] * 50)
+    assert max(len(lease) for lease in dealt) == PIECE_LIMIT
