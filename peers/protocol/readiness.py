@@ -173,12 +173,13 @@ class Readiness:
         return {peer for peer, start in starts.items() if log.counts(peer, start)}
 
     def _due(self) -> dict[str, int]:
-        """Return how many samples each joiner trains."""
-        settings = self._context.settings
-        whole = settings.inner_steps
-        return {
-            peer: sample_count(lease) * self._steps.get(peer, whole) // whole for peer, lease in self._granted.items()
-        }
+        """Return how many samples each joiner trains: a slow one makes fewer inner steps than it was granted."""
+        whole, speeds, live = self._context.settings.inner_steps, self._presence.speeds(self._log), self._presence.live()
+        due = dict[str, int]()
+        for peer, lease in self._granted.items():
+            own = self._trainer.steps_of(live[peer].speed, speeds) if peer in live else whole
+            due[peer] = sample_count(lease) * min(own, self._steps.get(peer, whole)) // whole
+        return due
 
     def is_full(self, view: int) -> bool:
         """Return whether all whom we waited for when time passed last are ready by now."""

@@ -208,8 +208,6 @@ class Notes:
     moved_at: float
     """When a chunk came last."""
     began_at: float = 0.0
-    entered: Ballot = FIRST
-    """The newest ballot that began a round of ours: to come back to an older one would be to average anew."""
     begun: Ballot = FIRST
     views: set[int] = field(default_factory=set)
     """Those whose leaders have gone on with our round."""
@@ -491,7 +489,7 @@ class EntryRound(Part):
     def _join(self, begin: Begin, sender: str, seconds: float) -> bool:
         """Enter a new round. Return whether we do."""
         round, notes = begin.round, self._notes
-        if round.name.ballot <= notes.entered or not self._work.is_taken_by(round):
+        if not self._work.is_taken_by(round):
             return False
         if round.group and (not self.attendance.joins_alone or self.attendance.left_out(round.group)):
             return False
@@ -502,8 +500,10 @@ class EntryRound(Part):
             self._context.emit(Dropped(sender, "begin", "it does not say what all members have committed to"))
             return False
         context = self._context
+        if not context.votes.enter(self.log.position, round.name.ballot):
+            return False
         notes.views.clear()
-        notes.entered, notes.began_at, notes.moved_at = round.name.ballot, context.now, context.now
+        notes.began_at = notes.moved_at = context.now
         self._presence.reachability.round_begins(self.log.fragment)
         resend, contributions = context.settings.timing.resend, self._contributions(begin)
         besides = late(self.log) if context.settings.contributions is None else ()

@@ -217,9 +217,13 @@ class Trainer(Part):
         usual = median_high([self.speed, *speeds])
         return min(max(speeds, default=0.0), usual / self._pace.smallest_share)
 
-    def _steps_at_our_speed(self, fastest: float) -> int:
-        """Inner steps that we make while the fastest peer makes all. A newcomer finds out: all."""
-        return self._pace.steps(self.speed, fastest) if self.speed else self._pace.inner_steps
+    def steps_of(self, speed: float, speeds: Collection[float]) -> int:
+        """Return the inner steps that a peer of this speed makes beside others with these speeds."""
+        return self._steps_at(speed, self._fastest(speeds))
+
+    def _steps_at(self, speed: float, fastest: float) -> int:
+        """Return the inner steps that a peer makes while the fastest peer makes all. A newcomer finds out: all."""
+        return self._pace.steps(speed, fastest) if speed else self._pace.inner_steps
 
     def steps_of_grant(self, steps: int, speeds: Collection[float]) -> int:
         """Inner steps that we make of a grant of so many, beside others with these speeds. Nobody keeps it for us: in
@@ -227,12 +231,12 @@ class Trainer(Part):
         them."""
         fastest = self._fastest(speeds)
         if self._pace.contributions is None or not self.speed or self.speed >= fastest:
-            return min(steps, self._steps_at_our_speed(fastest))
+            return min(steps, self._steps_at(self.speed, fastest))
         return max(1, int(steps * self.speed / fastest))
 
     def wants(self, speeds: Collection[float]) -> int:
         """The samples of the next lease that we finish together with others of these speeds; 0: a whole one."""
-        settings, steps = self._context.settings, self._steps_at_our_speed(self._fastest(speeds))
+        settings, steps = self._context.settings, self.steps_of(self.speed, speeds)
         return 0 if steps == settings.inner_steps else steps * settings.samples_per_lease // settings.inner_steps
 
     def is_too_slow(self, usual: float) -> bool:

@@ -12,6 +12,7 @@ from peers.log.certificate import Ballot, Phase
 from peers.log.header import NO_PAYLOAD, Member
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
+from peers.protocol.commitment import digest_of_all
 from peers.protocol.effects import Apply, Dropped, FetchPayload, OpenRound
 from peers.protocol.events import Applied, Captured, Digested, PayloadFetched, PayloadNotFetched
 from peers.protocol.messages import Certified, Part, Proof, Propose, Ready, Vote
@@ -32,6 +33,7 @@ from tests.peers.builders import (
     begin_of,
     certified,
     choice,
+    commitment,
     context,
     follower_at_second,
     of,
@@ -166,6 +168,19 @@ def test_a_later_ballot_goes_on_with_the_round_and_no_earlier_round_is_joined_ag
     assert not of(rig.hear("b", begin_of(new, rig.log, Ballot(view=0, attempt=3))), OpenRound)
     assert rig.peer.exchange is not None
     assert rig.peer.exchange.round == new
+
+
+def test_r3_a_peer_is_heir_only_to_a_round_of_its_present_training() -> None:
+    """A member without chunks of its own checks as an heir what is said of its commitment."""
+    rig = ready_at_second()
+    round = round_of(rig.log, leader="b")
+    chunks = {"a": 6, "b": 0, "c": 0}
+    shares = tuple(one.model_copy(update={"chunks": chunks[one.member.peer]}) for one in round.shares)
+    stated = tuple(commitment(peer, rig.log, number=7).contribution for peer in "abc")
+    round = round.model_copy(update={"shares": shares, "committed": digest_of_all(stated)})
+    begin = begin_of(round, rig.log, heirs=(("a", "c"),), commitments=stated)
+    assert not of(rig.hear("b", begin), OpenRound)
+    assert rig.peer.state is State.READY
 
 
 def test_a_round_of_the_same_name_is_no_other_round() -> None:
