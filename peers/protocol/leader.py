@@ -144,10 +144,10 @@ class Leader:
         return self._seat.attendance.is_enough(timely) or waited >= 2 * self.readiness.awaited.grace
 
     def _set_pace(self) -> None:
-        awaited, trainer = self.readiness.awaited, self._trainer
-        awaited.grace = trainer.grace()
+        awaited, trainer, pace = self.readiness.awaited, self._trainer, self._context.pace
+        awaited.grace = pace.grace(trainer.seconds)
         usual_round = self._context.round_times.usual or 0.0
-        awaited.slack = trainer.slack(usual_round, self._presence.usual(self._seat.log))
+        awaited.slack = pace.slack(trainer.seconds, usual_round, self._presence.usual(self._seat.log))
         awaited.own = trainer.inner_step(), trainer.speed if trainer.is_training else 0.0
 
     def _drop(self) -> None:

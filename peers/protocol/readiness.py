@@ -180,7 +180,7 @@ class Readiness:
         whole, speeds, live = self._context.settings.inner_steps, self._presence.speeds(self._log), self._presence.live()
         due = dict[str, int]()
         for peer, lease in self._granted.items():
-            own = self._trainer.steps_of(live[peer].speed, speeds) if peer in live else whole
+            own = self._context.pace.steps_beside(live[peer].speed, speeds) if peer in live else whole
             due[peer] = sample_count(lease) * min(own, self._steps.get(peer, whole)) // whole
         return due
 

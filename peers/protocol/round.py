@@ -97,7 +97,10 @@ class OwnWork:
         """Bring this, and decide how much to ask for next: a round must take all of it as it was made."""
         self.trained, self.since = trained, self._context.now
         self._number = self._context.number_of_work()
-        self._wants = self._trainer.wants(self._presence.speeds(self._log))
+        settings, others = self._context.settings, self._presence.speeds(self._log)
+        steps = self._context.pace.steps_beside(self._trainer.speed, others)
+        is_whole = steps == settings.inner_steps
+        self._wants = 0 if is_whole else steps * settings.samples_per_lease // settings.inner_steps
 
     def member(self) -> Member:
         """Return our share in the entry, as we state it."""
@@ -183,7 +186,7 @@ class OwnWork:
     @property
     def grace(self) -> float:
         """Seconds for which a leader waits for members that are late."""
-        return self._trainer.grace()
+        return self._context.pace.grace(self._trainer.seconds)
 
     @property
     def is_under_way(self) -> bool:
@@ -309,7 +312,7 @@ class EntryRound(Part):
     @property
     def here(self) -> LogState:
         """The log before the entry, with the state that we have."""
-        return self._replica.in_our_state(self.log)
+        return self.voter.here
 
     def granted(self, leader: str) -> None:
         """Note who gave us our lease."""

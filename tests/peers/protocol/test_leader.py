@@ -73,7 +73,7 @@ def test_it_begins_as_soon_as_all_that_are_expected_are_ready() -> None:
 def test_it_waits_for_those_who_are_late_until_the_grace_is_over() -> None:
     rig = says_ready(leading(), "a")
     effects = []
-    for _ in range(int(rig.peer.trainer.grace()) + 3):
+    for _ in range(int(rig.peer.settings.timing.grace) + 3):
         effects += says_ready(rig, "a").effects + rig.see(state=PeerState.READY) + rig.tick()
     (told,) = {message.round.peers for _, message in sends(effects, Begin)}
     assert told == ("a", "b")
