@@ -177,12 +177,20 @@ def state_named(log: LogState, beats: Iterable[Heartbeat], besides: Sequence[byt
 
 def state_told(branch: Branch, beats: Iterable[Heartbeat], place: LogState) -> bytes | None:
     """Return the digest that more than half of the voters at a place of a branch that are here name for the state
-    there; UNKNOWN_STATE if they do not, or are elsewhere in the log; None if none of them is here."""
+    there; UNKNOWN_STATE if they do not, or are elsewhere in the log; None if none of them is here. Voters that are on
+    another branch can't know the state, and have no say: after a fork they may be most."""
     voters = [beat for beat in beats if place.counts(beat.peer, beat.incarnation)]
-    named = Counter(_state_named_by(beat, place, branch) for beat in voters)
+    there = [beat for beat in voters if beat.head == place.position.head or not _has_parted(beat, place, branch)]
+    named = Counter(_state_named_by(beat, place, branch) for beat in there)
     for digest, count in named.most_common(1):
-        return digest if 2 * count > len(voters) else UNKNOWN_STATE
-    return None
+        return digest if 2 * count > len(there) else UNKNOWN_STATE
+    return UNKNOWN_STATE if voters else None
+
+
+def _has_parted(beat: Heartbeat, place: LogState, branch: Branch) -> bool:
+    """Return whether a peer is on another branch than this one, as far on as the place at least."""
+    head = place.position.head if beat.index == place.position.index else branch.heads.get(beat.index)
+    return beat.index >= place.position.index and head not in (None, beat.head)
 
 
 def _state_named_by(beat: Heartbeat, place: LogState, branch: Branch) -> bytes:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from peers.audit.evidence import Evidence
-from peers.log.certificate import Departure
+from peers.log.certificate import Ballot, Departure
 from peers.log.header import Fault, Position
 from peers.log.settings import RunSettings
 from peers.protocol.amending import Amending
@@ -15,7 +15,7 @@ from peers.protocol.events import Event, Received
 from peers.protocol.messages import Leaving
 from peers.protocol.pace import Pace
 from peers.protocol.pacemaker import RoundTimes
-from peers.protocol.voting import Refusal, VoterState, VotingRecord
+from peers.protocol.voting import FIRST, PLACES, Refusal, VoterState, VotingRecord
 from peers.values.identity import Keys
 from peers.values.workload import PayloadKind
 
@@ -132,7 +132,7 @@ class Context:
 
 class OwnVotes:
     """The voting record of this peer, and the votes that wait until the disk has it (R10). `trouble` says why the disk
-    takes none; empty: it does."""
+    takes none; empty: it does. With the votes goes the newest round that this start has entered at each position."""
 
     def __init__(self, record: VotingRecord) -> None:
         """`record` is on the disk, or empty."""
@@ -140,6 +140,18 @@ class OwnVotes:
         self.trouble = ""
         self._on_disk = record
         self._waiting: deque[tuple[VotingRecord, tuple[Send, ...]]] = deque()
+        self._entered: dict[Position, Ballot] = {}
+
+    def enter(self, position: Position, began: Ballot) -> bool:
+        """Enter a round that this ballot began, unless it is no newer than one that was entered: to come back to it
+        would be to average anew. Return whether it is entered. A new start has other numbers of trainings (R10)."""
+        if began <= self._entered.get(position, FIRST):
+            return False
+        self._entered.pop(position, None)
+        self._entered[position] = began
+        while len(self._entered) > PLACES:
+            del self._entered[next(iter(self._entered))]
+        return True
 
     @property
     def are_kept(self) -> bool:

@@ -170,7 +170,7 @@ class OwnWork:
             lock=voter.lock,
             refused=answer.ballot,
             reason=answer.refusal.value if answer.refusal else "",
-            heard=answer.heard or self._heard_bystanders(),
+            named=answer.named or self._heard_bystanders(),
             unproven=answer.unproven,
         )
 
@@ -200,7 +200,7 @@ class Answer:
 
     ballot: Ballot | None = None
     refusal: Refusal | None = None
-    heard: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
     unproven: tuple[bytes, ...] = ()
 
 
@@ -211,9 +211,9 @@ class Notes:
     moved_at: float
     """When a chunk came last."""
     began_at: float = 0.0
-    entered: Ballot = FIRST
-    """The newest ballot that began a round of ours: to come back to an older one would be to average anew."""
     begun: Ballot = FIRST
+    heard: frozenset[tuple[str, int]] = frozenset()
+    """The peers that were heard when we entered the round, each as the incarnation that it was."""
     views: set[int] = field(default_factory=set)
     """Those whose leaders have gone on with our round."""
     propose: Propose | None = None
@@ -494,7 +494,7 @@ class EntryRound(Part):
     def _join(self, begin: Begin, sender: str, seconds: float) -> bool:
         """Enter a new round. Return whether we do."""
         round, notes = begin.round, self._notes
-        if round.name.ballot <= notes.entered or not self._work.is_taken_by(round):
+        if not self._work.is_taken_by(round):
             return False
         if round.group and (not self.attendance.joins_alone or self.attendance.left_out(round.group)):
             return False
@@ -505,8 +505,11 @@ class EntryRound(Part):
             self._context.emit(Dropped(sender, "begin", "it does not say what all members have committed to"))
             return False
         context = self._context
+        if not context.votes.enter(self.log.position, round.name.ballot):
+            return False
         notes.views.clear()
-        notes.entered, notes.began_at, notes.moved_at = round.name.ballot, context.now, context.now
+        notes.began_at = notes.moved_at = context.now
+        notes.heard = self._heard_starts()
         self._presence.reachability.round_begins(self.log.fragment)
         resend, contributions = context.settings.timing.resend, self._contributions(begin)
         besides = late(self.log) if context.settings.contributions is None else ()
@@ -619,7 +622,7 @@ class EntryRound(Part):
         """Return what stands against a proposal, besides our own votes (R5, 4 to 11)."""
         header, group = propose.header, propose.group
         if group and (not self.attendance.joins_alone or self.attendance.left_out(group)):
-            answer.heard = self.attendance.left_out(group)
+            answer.named = self.attendance.left_out(group)
             return Refusal.NOT_ALONE
         if propose.justify is not None:
             is_kept = self._has_payload(header) and header.payload not in self._notes.unkept
@@ -628,9 +631,12 @@ class EntryRound(Part):
             return objection
         if self.log.closes and header.leader != self._notes.told_by:
             return Refusal.DOES_NOT_FOLLOW
-        answer.heard = () if group else self._forgotten(header)
-        if answer.heard:
+        answer.named = () if group else self._forgotten(header)
+        if answer.named:
             return Refusal.NOT_GONE
+        answer.named = self._strangers(header)
+        if answer.named:
+            return Refusal.STRANGER
         answer.unproven = self._context.evidence.lacking(header.faults, self._replica.lineage)[:16]
         return Refusal.UNPROVEN_FAULT if answer.unproven else None
 
@@ -662,6 +668,21 @@ class EntryRound(Part):
         here = self._presence.voters_here(self.log, self._context.incarnation, expiry)
         others = {one.peer for one in header.roster if not self.log.counts(one.peer, one.incarnation)}
         return tuple(sorted(here & {*self.log.gone_in(header), *others}))
+
+    def _strangers(self, header: Header) -> tuple[str, ...]:
+        """Return the members that would get a say, or serve their probation, and that we have not heard since we
+        entered the round: a leader might have made them up (R5). Founders do not all hear each other."""
+        if not self.log.closes or self.log.last is None:
+            return ()
+        known = self.log.starts.items() | self._notes.heard | self._heard_starts()
+        return tuple(one.peer for one in header.roster if (one.peer, one.incarnation) not in known)
+
+    def _heard_starts(self) -> frozenset[tuple[str, int]]:
+        """Return the peers that we hear, and ourselves, each as the incarnation that it is."""
+        live = self._presence.live()
+        return frozenset(
+            {(self._context.me, self._context.incarnation), *((one, live[one].incarnation) for one in live)}
+        )
 
     def _has_payload(self, header: Header) -> bool:
         is_here = self.exchange is not None and self.exchange.payload == header.payload

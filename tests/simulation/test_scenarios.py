@@ -19,7 +19,7 @@ from peers.log.settings import RunSettings, Timing
 from peers.log.state import Quorum
 from peers.protocol.effects import SendChunk, TokensLost
 from peers.protocol.messages import Begin, Message, Ready
-from peers.protocol.pacemaker import death
+from peers.protocol.pacemaker import MARGIN, death
 from peers.protocol.planning import Link, shares
 from peers.protocol.rounds import Round, RoundName
 from peers.values.chunks import payloads_moved
@@ -36,8 +36,9 @@ TIMING = Timing()
 MINUTE, HOUR = 60.0, 3600.0
 BLOCKS = 14
 """In a payload, and as many chunks."""
-T0 = 25.0
-"""Seconds of a view timer, with the default timing and rounds of five seconds at most."""
+LONGEST_ROUND = 5.0  # seconds, here
+T0 = TIMING.grace + MARGIN * LONGEST_ROUND
+"""Seconds of a view timer: 25."""
 USUAL = (0.9, 1.1)  # of the usual time, that a training takes
 
 
@@ -297,13 +298,22 @@ def test_silent_allies_that_lead_one_after_another_cost_a_view_timer_each(monkey
     assert swarm.run(4 * MINUTE, until=lambda: swarm.longest >= goal), f"the log moves the ring on, from {first:.0f} s"
 
 
+@pytest.mark.thorough
+def test_allies_that_begin_and_stall_one_after_another_cost_two_view_timers_each_and_their_exchanges() -> None:
+    """The bound of R2, whatever seconds their Begins name. Seventeen members, of which eight."""
+    allies = [Deceit(f"peer{number:02}", "never proposes", 3) for number in range(1, 9)]
+    swarm = swarm_of(17, settings(minimum_peers=17), deceits=allies)
+    exchanges = sum(MARGIN * min(TIMING.round_timeout, 2**k * MARGIN * LONGEST_ROUND) for k in range(8))
+    before, promised = swarm.longest, 8 * 2 * T0 + exchanges + death(TIMING) + MINUTE
+    assert swarm.run(promised, until=lambda: swarm.longest > before)
+
+
 # Forks ---------------------------------------------------------------------------------------------------------
 def of_five_from_the_start(seed: int, quorum: Quorum, liar: str) -> Swarm:
     """Return five peers with two entries. From now on one of them proposes two entries when it leads."""
     swarm = Swarm(seed, settings(minimum_peers=5, quorum=quorum), one_child=False, block_count=BLOCKS)
     swarm.training_time = lambda steps: steps * swarm.random.uniform(*USUAL)  # type: ignore[method-assign]
     plant(swarm, (Deceit(liar, "two proposals", 2),))
-    swarm.history.may_fork = quorum is Quorum.MAJORITY
     for name in range(5):
         swarm.start(f"peer{name:02}")
     assert swarm.run(2 * MINUTE, until=lambda: swarm.longest >= 2)

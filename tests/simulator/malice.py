@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from peers.log.settings import Timing
-from peers.log.state import TERM
-from peers.protocol.pacemaker import LONGEST, death
+from peers.log.state import TERM, Quorum
+from peers.protocol.pacemaker import MARGIN, death
 from tests.simulator import claims, lies, mixtures
 from tests.simulator.history import InvariantError
 from tests.simulator.liars import Liar, Lie
@@ -81,6 +81,8 @@ SIGNED: Mapping[str, str] = {
     "many proofs": "commitments",
 }
 """Lies that convict their liar wherever they are told, and the kind of their proof."""
+FORKS = frozenset({"two proposals"})
+"""Lies that fork a run by majority, where their author is in both quorums. They convict it, and all end on a branch."""
 ENTRIES = 2
 """Entries that the honest must make in their time; each of them must count in one."""
 
@@ -129,12 +131,14 @@ def plant(swarm: Swarm, deceits: tuple[Deceit, ...]) -> None:
 
     swarm.peer_of = peer_of
     swarm.history.liars = frozenset(by_name)
+    swarm.history.may_fork = swarm.settings.quorum is Quorum.MAJORITY and any(one.kind in FORKS for one in deceits)
 
 
 def promised(timing: Timing, training: float, liars: int) -> float:
     """Return the seconds within which an honest majority makes an entry, whatever so many liars do: each leads one view
-    at most, and a view ends by its cap."""
-    return training + timing.grace + (liars + 1) * LONGEST * timing.round_timeout + 2 * death(timing)
+    at most, which may begin at its end, and then has thrice the time of an exchange."""
+    begins = timing.grace + timing.round_timeout
+    return training + timing.grace + (liars + 1) * (2 * begins + MARGIN * timing.round_timeout) + 2 * death(timing)
 
 
 def thrive(swarm: Swarm, deceits: tuple[Deceit, ...], training: float) -> None:
@@ -157,8 +161,14 @@ def thrive(swarm: Swarm, deceits: tuple[Deceit, ...], training: float) -> None:
     if not swarm.run(limit, until=lambda: swarm.longest >= goal):
         raise InvariantError(f"no progress in {limit:.0f} s: longest {swarm.longest}, wanted {goal}")
     limit += TERM * (training + timing.grace)
-    if swarm.run(limit, until=lambda: not excluded() and do_agree()):
+
+    def has_healed() -> bool:
+        return not swarm.history.forks or bool(swarm.history.named)
+
+    if swarm.run(limit, until=lambda: not excluded() and do_agree() and has_healed()):
         return
+    if not has_healed():
+        raise InvariantError(f"the author of a fork at index {swarm.history.forks[0]} is not excluded")
     if excluded():
         raise InvariantError(f"excluded for {limit:.0f} s, though honest: {', '.join(excluded())}")
     heads = {one.name: str(one.peer.log.position) for one in swarm.honest}

@@ -95,6 +95,7 @@ class World(Protocol):
     def link_rate(self, peer: SimulatedPeer) -> Rate: ...
     def fetch_from(self, peer: SimulatedPeer, donors: tuple[str, ...]) -> list[SimulatedPeer]: ...
     def farewell(self, sender: SimulatedPeer) -> None: ...
+    def opened(self, peer: SimulatedPeer) -> None: ...
     def training_time(self, steps: int) -> float: ...
     def tokens_per_second(self, speed: float) -> float: ...
     def recorded(self, peer: SimulatedPeer, made: Apply, payload: bytes | None) -> None: ...
@@ -313,6 +314,7 @@ class SimulatedPeer:
         for peer in opening.round.peers:
             self._from[peer].begin_round()
         self._buffers(opening.round.name).open(opening.round.name)
+        self.world.opened(self)
 
     def _send_chunk(self, send: SendChunk) -> None:
         buffers = self._buffers(send.round_name)
@@ -322,6 +324,11 @@ class SimulatedPeer:
     def header(self, send: SendChunk) -> ChunkHeader:
         """What it says of a chunk that it sends."""
         return ChunkHeader.of(send, self._buffers(send.round_name))
+
+    def makes_wait(self, sender: str, round_name: RoundName) -> bool:
+        """Return whether a chunk of a live peer waits, since this peer is not in the round yet."""
+        admission = self._admissions[round_name.position.fragment]
+        return self.peer.is_live(sender) and not admission.is_shared(round_name, sender)
 
     def accept(
         self, sender: str, round_name: RoundName, header: ChunkHeader, data: bytes, seconds: float = 0.0

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
+from peers.driver.traffic import ADMISSION_TIMEOUT
 from peers.log.header import Position
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
@@ -95,6 +96,7 @@ class Swarm:
         self.messages: Counter[str] = Counter()  # sent, by sender
         self.chunks: Counter[str] = Counter()
         self._checked: dict[str, tuple[LogState, tuple[bytes, ...]]] = {}  # where each peer was when it was checked
+        self._doors: defaultdict[str, list[Callable[[], None]]] = defaultdict(list)  # chunks that wait, by receiver
         self._read: dict[tuple[bytes, Position, bytes], Message | Unread | None] = {}  # what bytes say, and where
         self._sequence = 0
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -345,11 +347,15 @@ class Swarm:
         self.chunks[sender.name] += 1
         header, sent, size = sender.header(send), self.now, len(data)
 
-        def arrive() -> None:
+        def arrive(latest: float = 0.0) -> None:
             if not sender.alive:
                 return  # it died with the chunk under way
             if send.to in self.stopped:
                 self.at(1.0, arrive)
+                return
+            latest = latest or self.now + ADMISSION_TIMEOUT
+            if self.now < latest and self._must_wait(sender.name, send):
+                self._wait_at_door(send.to, lambda: arrive(latest), latest)
                 return
             is_taken = False
             if self._reaches(sender.name, send.to) and self.random.random() >= self.faults.stream_failure:
@@ -373,6 +379,31 @@ class Swarm:
             self.at(self.links.receive(send.to, send.round_name, size, self.faults, self.now), arrive)
 
         self.at(delay + self.links.send(sender.name, send.round_name, size, faults, self.now), pass_down)
+
+    def _must_wait(self, sender: str, send: SendChunk) -> bool:
+        """Return whether a chunk waits until its receiver begins the round, as the driver has it."""
+        if not self._reaches(sender, send.to):
+            return False
+        return all(process.makes_wait(sender, send.round_name) for process in self.peers[send.to].processes_for(sender))
+
+    def _wait_at_door(self, name: str, again: Callable[[], None], latest: float) -> None:
+        """Do something again when a peer begins a round, or when it has waited for long enough."""
+        door = self._doors[name]
+        door.append(again)
+
+        def give_up() -> None:
+            if again in door:
+                door.remove(again)
+                again()
+
+        self.at(latest - self.now, give_up)
+
+    def opened(self, peer: SimulatedPeer) -> None:
+        """Let in what has waited for a peer to begin a round."""
+        door = self._doors[peer.name]
+        for again in door:
+            self.at(0.0, again)
+        door.clear()
 
     def link_rate(self, peer: SimulatedPeer) -> Rate:
         """Return what a peer's link carries, as it would find out by itself."""

@@ -142,6 +142,14 @@ def test_most_of_the_roster_who_are_here_tell_what_the_state_is(beats: list[Hear
     assert state_told(Branch(LOG, AHEAD), beats, AHEAD) == told
 
 
+def test_voters_on_another_branch_do_not_tell_what_the_state_is_on_this_one() -> None:
+    """Regression (R21): after a fork those on the lesser branch, if they were most, could never go over."""
+    other = LOG.append(next_header(LOG, AHEAD.last.roster if AHEAD.last else (), b"\0" * 32))
+    here, parted = beat("a", AHEAD), [beat("b", other, state_digest=FALSE), beat("c", other, state_digest=FALSE)]
+    assert state_told(Branch(LOG, AHEAD), [here, *parted], AHEAD) == STATE
+    assert state_told(Branch(LOG, AHEAD), parted, AHEAD) == UNKNOWN_STATE, "and not just any state"
+
+
 def test_whoever_has_gone_on_from_a_place_had_the_state_that_its_next_entry_names() -> None:
     further = AHEAD.append(next_header(AHEAD, [AHEAD.expected("a"), AHEAD.expected("b")]))
     heads = {log.position.index: log.position.head for log in (AHEAD, further)}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from peers.log.certificate import Ballot
 from peers.protocol.context import Context
 from peers.protocol.effects import Effect, KeepVotes, Note
 from peers.protocol.events import Event, LeaveRequested, PayloadAssembled, VotesKept, VotesNotKept
 from peers.protocol.messages import Leaving, Vote
 from peers.protocol.voting import VoterState, VotingRecord
-from tests.peers.builders import PAYLOADS, Rig, of, propose, sends
+from tests.peers.builders import FIRST, PAYLOADS, Rig, of, propose, sends
 from tests.peers.logs import SETTINGS
 from tests.simulator.simulated_keys import SimulatedKeys
 
 START = 7000
+SECOND = Ballot(view=0, attempt=2)
 FULL = "no space is left"
 
 
@@ -109,6 +111,16 @@ def test_r10_what_a_given_up_incarnation_has_under_way_is_not_sent() -> None:
 
 
 # Farewells -------------------------------------------------------------------------------------------------------
+def test_r10_a_round_is_entered_once_though_the_peer_begins_anew_at_its_position() -> None:
+    """It would average anew what it has signed, and convict itself."""
+    votes, here = context().votes, Rig().log.position
+    assert votes.enter(here, FIRST)
+    assert not votes.enter(here, FIRST)
+    assert votes.enter(here, SECOND)
+    assert not votes.enter(here, FIRST), "nor an older one"
+    assert votes.enter(here.model_copy(update={"fragment": 1}), FIRST), "each position has its own"
+
+
 def test_r11_who_leaves_others_that_train_signs_a_farewell_and_has_it_in_its_record() -> None:
     rig = asked()
     rig.do(LeaveRequested(at_once=True))

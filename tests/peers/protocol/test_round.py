@@ -12,6 +12,7 @@ from peers.log.certificate import Ballot, Phase
 from peers.log.header import NO_PAYLOAD, Member
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
+from peers.protocol.commitment import digest_of_all
 from peers.protocol.effects import Apply, Dropped, FetchPayload, OpenRound
 from peers.protocol.events import Applied, Captured, Digested, PayloadFetched, PayloadNotFetched
 from peers.protocol.messages import Certified, Part, Proof, Propose, Ready, Vote
@@ -32,6 +33,7 @@ from tests.peers.builders import (
     begin_of,
     certified,
     choice,
+    commitment,
     context,
     follower_at_second,
     of,
@@ -168,6 +170,19 @@ def test_a_later_ballot_goes_on_with_the_round_and_no_earlier_round_is_joined_ag
     assert rig.peer.exchange.round == new
 
 
+def test_r3_a_peer_is_heir_only_to_a_round_of_its_present_training() -> None:
+    """A member without chunks of its own checks as an heir what is said of its commitment."""
+    rig = ready_at_second()
+    round = round_of(rig.log, leader="b")
+    chunks = {"a": 6, "b": 0, "c": 0}
+    shares = tuple(one.model_copy(update={"chunks": chunks[one.member.peer]}) for one in round.shares)
+    stated = tuple(commitment(peer, rig.log, number=7).contribution for peer in "abc")
+    round = round.model_copy(update={"shares": shares, "committed": digest_of_all(stated)})
+    begin = begin_of(round, rig.log, heirs=(("a", "c"),), commitments=stated)
+    assert not of(rig.hear("b", begin), OpenRound)
+    assert rig.peer.state is State.READY
+
+
 def test_a_round_of_the_same_name_is_no_other_round() -> None:
     rig = ready_at_second().exchanging()
     other = round_of(rig.log, leader="b").model_copy(update={"committed": bytes(32)})
@@ -228,7 +243,38 @@ def test_a_voter_that_is_heard_is_not_gone() -> None:
     rig.whole()
     header = round.entry(rig.log, {}, PAYLOAD, "b", gone=("a",))
     assert refusal(rig, proposal(rig, header=header)) == Refusal.NOT_GONE.value
-    assert told(rig).heard == ("a",)
+    assert told(rig).named == ("a",)
+
+
+def newcomers_round(rig: Rig) -> Round:
+    """Return a round with d, which brings a grant's work and has no say yet."""
+    new = Member(peer="d", tokens=TOKENS, samples=rig.log.grants[0], incarnation=7)
+    round = round_of(rig.log, leader="b")
+    said = [commitment(peer, rig.log).contribution for peer in "abcd"]
+    return round.model_copy(
+        update={"shares": (*round.shares, Share(member=new, chunks=0)), "committed": digest_of_all(said)}
+    )
+
+
+@pytest.mark.parametrize(("incarnation", "is_heard"), [(None, False), (8, False), (7, True)])
+def test_r5_a_member_that_would_get_a_say_is_heard_by_the_voter(incarnation: int | None, is_heard: bool) -> None:
+    """Else the leader might have made it up, or named another incarnation of it."""
+    rig = ready_at_second()
+    if incarnation is not None:
+        rig.see(others="d", incarnation=incarnation)
+    round = newcomers_round(rig)
+    rig.hear("b", begin_of(round, rig.log))
+    rig.whole()
+    what = proposal(rig, header=round.entry(rig.log, {}, PAYLOAD, "b"))
+    if is_heard:
+        rig.hear("b", what)
+        assert votes(rig, Phase.PREPARE)
+        return
+    assert refusal(rig, what) == Refusal.STRANGER.value
+    assert told(rig).named == ("d",)
+    rig.see(others="d", incarnation=7)
+    rig.tick()
+    assert votes(rig, Phase.PREPARE), "it is heard by now"
 
 
 def test_r5_a_fault_that_is_not_proven_here_is_refused_until_the_proof_comes() -> None:
@@ -250,7 +296,7 @@ def test_r5_a_fault_that_is_not_proven_here_is_refused_until_the_proof_comes() -
 def test_r5_a_minoritys_proposal_is_refused_where_a_quorum_is_heard_or_it_leaves_a_peer_out() -> None:
     rig = whole()
     assert refusal(rig, proposal(rig, group=(("b", 0), ("c", 0)))) == Refusal.NOT_ALONE.value
-    assert told(rig).heard == ("a",)
+    assert told(rig).named == ("a",)
 
 
 def test_a_proposal_of_a_later_view_or_of_another_peer_is_not_looked_at() -> None:
