@@ -158,9 +158,9 @@ class Peer:
             case Undelivered(peer):
                 self.membership.unreachable(peer)
             case VotesKept():
-                self._context.votes_kept()
+                self._context.votes.kept()
             case VotesNotKept(reason):
-                self._context.votes_not_kept(reason)
+                self._context.votes.not_kept(reason)
             case TrainingProgress():
                 self.trainer.take(event)
             case Captured(fragment):

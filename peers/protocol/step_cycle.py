@@ -408,7 +408,7 @@ class StepCycle:
         self.trainer.stop()
         self.has_left = True
         if self.presence.live().trainers:
-            self.goodbye = self._context.goodbye(self.replica.log.position)
+            self.goodbye = self._context.votes.leave(self.replica.log.position)
         self._context.emit(Stop())  # the driver says goodbye to the others
 
     @property
