@@ -447,7 +447,7 @@ class EntryRound(Part):
             self._word.at_once()
             self._enter(READY)
             self._go_on()
-            self._host.attempt_over(self)
+            self._host.leave_if_possible()
         else:
             self._go_on()
 
