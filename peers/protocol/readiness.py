@@ -174,7 +174,8 @@ class Readiness:
 
     def _due(self) -> dict[str, int]:
         """Return how many samples each joiner trains: a slow one makes fewer inner steps than it was granted."""
-        whole, speeds, live = self._context.settings.inner_steps, self._presence.speeds(self._log), self._presence.live()
+        whole, live = self._context.settings.inner_steps, self._presence.live()
+        speeds = self._presence.speeds(self._log)
         due = dict[str, int]()
         for peer, lease in self._granted.items():
             own = self._trainer.steps_of(live[peer].speed, speeds) if peer in live else whole
