@@ -40,6 +40,7 @@ MISSED_ATTEMPTS = 1 << 16
 """Attempts of a view that its leader may have forgotten, since it started again."""
 AGAIN = 2.0
 """Pauses between repeated messages after which a member that does not answer is told again."""
+STRANGER = Refusal.STRANGER.value
 REFUSALS = {refusal.value: refusal for refusal in Refusal}
 
 
@@ -143,10 +144,10 @@ class Leader:
         return self._seat.attendance.is_enough(timely) or waited >= 2 * self.readiness.awaited.grace
 
     def _set_pace(self) -> None:
-        awaited, trainer = self.readiness.awaited, self._trainer
-        awaited.grace = trainer.grace()
+        awaited, trainer, pace = self.readiness.awaited, self._trainer, self._context.pace
+        awaited.grace = pace.grace(trainer.seconds)
         usual_round = self._context.round_times.usual or 0.0
-        awaited.slack = trainer.slack(usual_round, self._presence.usual(self._seat.log))
+        awaited.slack = pace.slack(trainer.seconds, usual_round, self._presence.usual(self._seat.log))
         awaited.own = trainer.inner_step(), trainer.speed if trainer.is_training else 0.0
 
     def _drop(self) -> None:
@@ -344,7 +345,7 @@ class Leader:
             for said in ready.values()
             if said.refused == propose.ballot and said.reason in REFUSALS
         }
-        if Refusal.HAS_WORK in refusals:
+        if Refusal.HAS_WORK in refusals or self._does_without_strangers(propose, ready):
             self._drop()
         elif refusals & {Refusal.NOT_GONE, Refusal.NOT_ALONE, Refusal.OLD_BALLOT, Refusal.OTHER_VOTE}:
             self._propose_anew(propose, refusals)
@@ -365,6 +366,23 @@ class Leader:
             self._proposed = None
             self._told.clear()
         return bool(wrong)
+
+    def _does_without_strangers(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
+        """Leave out the newcomers that some voters do not hear, if these keep the proposal from a quorum, and have had
+        time to hear them (R5). Return whether there are such."""
+        if self._context.now - self._at < AGAIN * self._context.settings.timing.heartbeat:
+            return False
+        refusing = {
+            peer: said.named
+            for peer, said in ready.items()
+            if said.refused == propose.ballot and said.reason == STRANGER
+        }
+        if self._seat.attendance.is_enough(_starts({peer: ready[peer] for peer in ready if peer not in refusing})):
+            return False
+        new = {one.peer for one in propose.header.roster if not self._seat.log.counts(one.peer, one.incarnation)}
+        named = new & {peer for names in refusing.values() for peer in names}
+        self.readiness.strangers |= named
+        return bool(named)
 
     def _propose_anew(self, propose: Propose, refusals: set[Refusal]) -> None:
         """Propose the same in another ballot; without the say of peers that are heard after all, if that is news."""
@@ -419,7 +437,7 @@ class Leader:
         here: set[str] = set()
         if not group:
             ready = self.readiness.of(self._view)
-            heard = Counter(peer for said in ready.values() for peer in said.heard)
+            heard = Counter(peer for said in ready.values() for peer in said.named if said.reason != STRANGER)
             was_refused = Refusal.NOT_GONE.value in {said.reason for said in ready.values()}
             here = self._presence.voters_here(log, self._context.incarnation, death(timing))
             here |= {peer for peer, count in heard.items() if was_refused or 2 * count > len(ready)}
