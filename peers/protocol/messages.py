@@ -84,7 +84,8 @@ class Ready(Value):
     `relayed` and `unreached` name peers that it reaches through a relay only, or not at all. `lock` is the header that
     it is bound to, with the prepare certificate. `refused` is the ballot of the last proposal that it voted not for,
     and `reason` says why; `heard` are the voters that it hears, though that header says that they are gone, or though
-    they were not in the last entry. `unproven` are the digests of proofs that were named, and that are not here.
+    they are in no round or entry with it. `lacking` are the reducers whose proposed averages are not here. `unproven`
+    are the digests of proofs that were named, and that are not here.
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"
@@ -106,6 +107,7 @@ class Ready(Value):
     refused: Ballot | None = None
     reason: Reason = ""
     heard: Peers = ()
+    lacking: Peers = ()
     unproven: Annotated[tuple[Digest, ...], Field(max_length=16)] = ()
 
 
