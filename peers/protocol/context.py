@@ -13,6 +13,7 @@ from peers.protocol.amending import Amending
 from peers.protocol.effects import Effect, KeepVotes, Note, Send
 from peers.protocol.events import Event, Received
 from peers.protocol.messages import Leaving
+from peers.protocol.pace import Pace
 from peers.protocol.pacemaker import RoundTimes
 from peers.protocol.planning import Undealt
 from peers.protocol.voting import FIRST, PLACES, Refusal, VoterState, VotingRecord
@@ -39,6 +40,7 @@ class Context:
         self.me = me
         self.keys = keys
         self.settings = settings
+        self.pace = Pace.of(settings)
         self.payloads = payloads
         self.evidence = Evidence(settings, keys.verify, payloads)
         self.amending = Amending(settings.run, settings.organiser)

@@ -7,7 +7,7 @@ under way comes to; what a new round does.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,7 @@ MISSED_ATTEMPTS = 1 << 16
 """Attempts of a view that its leader may have forgotten, since it started again."""
 AGAIN = 2.0
 """Pauses between repeated messages after which a member that does not answer is told again."""
+STRANGER = Refusal.STRANGER.value
 REFUSALS = {refusal.value: refusal for refusal in Refusal}
 
 
@@ -143,10 +144,10 @@ class Leader:
         return self._seat.attendance.is_enough(timely) or waited >= 2 * self.readiness.awaited.grace
 
     def _set_pace(self) -> None:
-        awaited, trainer = self.readiness.awaited, self._trainer
-        awaited.grace = trainer.grace()
+        awaited, trainer, pace = self.readiness.awaited, self._trainer, self._context.pace
+        awaited.grace = pace.grace(trainer.seconds)
         usual_round = self._context.round_times.usual or 0.0
-        awaited.slack = trainer.slack(usual_round, self._presence.usual(self._seat.log))
+        awaited.slack = pace.slack(trainer.seconds, usual_round, self._presence.usual(self._seat.log))
         awaited.own = trainer.inner_step(), trainer.speed if trainer.is_training else 0.0
 
     def _drop(self) -> None:
@@ -349,7 +350,7 @@ class Leader:
             for said in ready.values()
             if said.refused == propose.ballot and said.reason in REFUSALS
         }
-        if Refusal.HAS_WORK in refusals:
+        if Refusal.HAS_WORK in refusals or self._does_without_strangers(propose, ready):
             self._drop()
         elif refusals & {Refusal.NOT_GONE, Refusal.NOT_ALONE, Refusal.OLD_BALLOT, Refusal.OTHER_VOTE}:
             self._propose_anew(propose, refusals)
@@ -374,14 +375,31 @@ class Leader:
         return bool(wrong)
 
     def _named_by_enough(self, named: Mapping[str, Iterable[str]]) -> set[str]:
-        """Return the peers that are named by so many of those who are ready that the rest, with us, are no quorum."""
-        by = defaultdict[str, set[str]](set)
-        for peer, names in named.items():
-            for name in names:
-                by[name].add(peer)
+        """Return peers to take account of, given whom each of the ready names: those that most name first, until those
+        who name no other, and we, are enough."""
         ready = {self._context.me: self._context.incarnation} | _starts(self.readiness.of(self._view))
-        is_quorum = self._seat.attendance.is_quorum
-        return {name for name, peers in by.items() if not is_quorum({one: ready[one] for one in ready.keys() - peers})}
+        found = set[str]()
+        while True:
+            left = {peer: names for peer in sorted(named) if (names := set(named[peer]) - found)}
+            if not left or self._seat.attendance.is_enough({peer: ready[peer] for peer in ready.keys() - left.keys()}):
+                return found
+            by = Counter(name for names in left.values() for name in names)
+            found.add(max(by, key=lambda name: (by[name], name)))
+
+    def _does_without_strangers(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
+        """Leave out the newcomers that some voters do not hear, if these keep the proposal from a quorum, and have had
+        time to hear them (R5). Return whether there are such."""
+        if self._context.now - self._at < AGAIN * self._context.settings.timing.heartbeat:
+            return False
+        new = {one.peer for one in propose.header.roster if not self._seat.log.counts(one.peer, one.incarnation)}
+        unheard = {
+            peer: new.intersection(said.named)
+            for peer, said in ready.items()
+            if said.refused == propose.ballot and said.reason == STRANGER
+        }
+        strangers = self._named_by_enough(unheard)
+        self.readiness.strangers |= strangers
+        return bool(strangers)
 
     def _propose_anew(self, propose: Propose, refusals: set[Refusal]) -> None:
         """Propose the same in another ballot; without the say of peers that are heard after all, if that is news."""
@@ -436,7 +454,8 @@ class Leader:
         if not group:
             ready = self.readiness.of(self._view)
             here = self._presence.voters_here(log, self._context.incarnation, death(timing))
-            here |= self._named_by_enough({peer: said.heard for peer, said in ready.items()})
+            heard = {peer: said.named for peer, said in ready.items() if said.reason != STRANGER}
+            here |= self._named_by_enough(heard)
         besides = here.union(named)
         return tuple(peer for peer in log.voters if peer not in besides)
 

@@ -83,9 +83,10 @@ class Ready(Value):
     second data of some others came to it in recent rounds. `wants`: the samples of its next lease; 0: a whole one.
     `relayed` and `unreached` name peers that it reaches through a relay only, or not at all. `lock` is the header that
     it is bound to, with the prepare certificate. `refused` is the ballot of the last proposal that it voted not for,
-    and `reason` says why; `heard` are the voters that it hears, though that header says that they are gone, or though
-    they are in no round or entry with it. `lacking` are the reducers whose proposed averages are not here. `unproven`
-    are the digests of proofs that were named, and that are not here.
+    and `reason` says why; `named` are the peers that this is about: voters that it hears, though that header says that
+    they are gone, or newcomers that it does not hear. Without a reason they are the voters that it hears, though they
+    are in no round or entry with it. `lacking` are the reducers whose proposed averages are not here. `unproven` are
+    the digests of proofs that were named, and that are not here.
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"
@@ -106,7 +107,7 @@ class Ready(Value):
     lock: Certified | None
     refused: Ballot | None = None
     reason: Reason = ""
-    heard: Peers = ()
+    named: Peers = ()
     lacking: Peers = ()
     unproven: Annotated[tuple[Digest, ...], Field(max_length=16)] = ()
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from peers.log.certificate import Group, Proof
-from peers.log.header import Header
+from peers.log.certificate import Group
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
@@ -164,27 +163,3 @@ class Attendance:
 def are_most(log: LogState, peers: Collection[str]) -> bool:
     """Return whether these are more than half of the voters by their names, though some may have started again."""
     return 2 * len(set(log.voters).intersection(peers)) > len(log.voters)
-
-
-def may_found(context: Context, presence: Presence, founders: int) -> bool:
-    """Return whether to believe that a run was founded by so many. Founders certify that themselves; so fewer than the
-    manifest's minimum are believed only where for the partition grace too few others were there to do it together; and
-    by no peer that has just started, and can't have heard of them yet."""
-    least, timing = context.settings.minimum_peers, context.settings.timing
-    if founders >= least:
-        return True
-    others = presence.membership.spoke_within(timing.partition_grace, context.now)
-    waiting = 1 + sum(not beat.index and beat.state is not PeerState.ARCHIVING for beat in others)
-    return waiting < least and context.now - context.started_at >= timing.heartbeat_expiry
-
-
-def may_follow(
-    context: Context, presence: Presence, log: LogState, sender: str, header: Header, proof: Proof | None
-) -> bool:
-    """Return whether to replay an entry that a minority has made: a voter must have made it, at least."""
-    if not (context.settings.goes_on_alone or presence.are_all_gone(log) or are_most(log, header.peers)):
-        return False
-    is_of_one = proof is not None and proof.signers > 0
-    is_of_one = is_of_one or not log.roster or (sender in log.voters and sender in header.peers)
-    is_of_one = is_of_one or presence.live().keys().isdisjoint(log.voters)
-    return is_of_one and not presence.are_most_here(log, context.incarnation)

@@ -25,7 +25,7 @@ from peers.presence.membership import Membership
 from peers.presence.presence import Presence
 from peers.protocol.abstention import Abstention
 from peers.protocol.context import Context
-from peers.protocol.effects import Dropped, Effect
+from peers.protocol.effects import Dropped, Effect, Note
 from peers.protocol.events import (
     AmendmentSeen,
     Applied,
@@ -142,9 +142,7 @@ class Peer:
                 self.membership.observe(heartbeats, self._context.now, silences)
                 self.presence.unheard = unheard
                 cycle.hear_amendments(known for beat in heartbeats for known in (beat.amendment, beat.proposed))
-                cycle.catching_up.check_state()
-                cycle.catching_up.look()
-                cycle.look_for_hindrance()
+                cycle.on_heartbeats()
                 self._abstention.look(self.rounds.values())
             case SignedHeadsSeen():
                 self.replica.hear_signed(event)
@@ -154,9 +152,9 @@ class Peer:
                 self.lineage.recall(index, heads)
             case ReachSeen(reach, rates, sought):
                 if self.presence.reachability.observe(reach, rates, sought):
-                    cycle.on_links_changed()
-            case AverageRefuted():
-                cycle.on_refuted(event)
+                    cycle.look_for_hindrance()
+            case AverageRefuted(name, reducer, chunk):  # for the volunteer alone: it is no proof
+                self._context.emit(Note("warning", f"{reducer} has averaged chunk {chunk} of {name} wrongly"))
             case RateMeasured(rate):
                 self.presence.rate = rate or self.presence.rate
             case Undelivered(peer):
@@ -167,8 +165,9 @@ class Peer:
                 self._context.votes_not_kept(reason)
             case TrainingProgress():
                 self.trainer.take(event)
-            case Captured():
-                cycle.on_captured(event)
+            case Captured(fragment):
+                self.trainer.take(event)
+                cycle.offer_captured(fragment)
             case TrainingDone():
                 cycle.on_trained(event)
             case Applied():
@@ -181,11 +180,11 @@ class Peer:
                 self.replica.take(event)
                 cycle.on_fetched(event)
             case LineageSeen() | LineageNotSeen():
-                cycle.catching_up.on_lineage(event)
+                cycle.on_lineage(event)
             case PayloadFetched(header, _) if header == self.replica.replaying:
                 cycle.entry_made(header, self.replica.proof)
             case PayloadNotFetched(header, reason) if header == self.replica.replaying:
-                cycle.catching_up.on_not_replayed(header, reason)
+                cycle.on_not_replayed(header, reason)
             case LeaveRequested(at_once):
                 cycle.on_leave_requested(at_once)
             case PayloadFetched(header, _) | PayloadNotFetched(header, _):
@@ -211,7 +210,7 @@ class Peer:
         elif round := self._round_at(message.position):
             self._receive_here(sender, message, round)
         elif isinstance(message, Elsewhere):
-            self._cycle.catching_up.on_elsewhere(sender)
+            self._cycle.on_elsewhere(sender)
         elif not isinstance(message, SETTLED):
             self._cycle.answer_elsewhere(sender, message)
 
@@ -313,12 +312,12 @@ class Peer:
         return self.presence.membership
 
     def believed(self, theirs: Branch, ours: Branch) -> Branch | None:
-        """As much of another one's log as is to be taken for the run's; see `Search.believed`."""
-        return self._cycle.catching_up.search.believed(theirs, ours)
+        """Return as much of another peer's log as is to be taken for the run's."""
+        return self._cycle.belief.branch(theirs, ours)
 
     def keeps(self, fragment: int) -> bool:
         """Whether what was captured of a fragment in this training is of use, in this cycle or a later one."""
-        return self.trainer.keeps(fragment)
+        return self.trainer.captures.keeps(fragment)
 
     def is_live(self, peer: str) -> bool:
         """Whether its heartbeats say so, as of the last event."""

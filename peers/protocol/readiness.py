@@ -25,6 +25,8 @@ class Readiness:
 
     def __init__(self, context: Context, presence: Presence, trainer: Trainer, log: LogState) -> None:
         self.awaited = Awaited(context.me, log, context.settings)
+        self.strangers: set[str] = set()
+        """Newcomers that too many voters do not hear: this entry is made without them."""
         self._context = context
         self._presence = presence
         self._trainer = trainer
@@ -144,8 +146,9 @@ class Readiness:
                 del self._ready[peer]
 
     def of(self, view: int) -> dict[str, Ready]:
-        """Return those that are ready in a view."""
-        return {peer: ready for peer, ready in self._ready.items() if ready.view == view}
+        """Return those that are ready in a view, and can be in the entry."""
+        ready = self._ready.items()
+        return {peer: said for peer, said in ready if said.view == view and peer not in self.strangers}
 
     def views(self) -> dict[str, int]:
         """Return the views that those who are ready are in."""
@@ -158,7 +161,7 @@ class Readiness:
         if not ready or (self._log.closes and not contributing):
             return False
         live, has_convicted = self._presence.live(), self._context.evidence.has_convicted
-        away = self._presence.unreached.union(peer for peer in live if has_convicted(peer))
+        away = self._presence.unreached.union(self.strangers, (peer for peer in live if has_convicted(peer)))
         self.awaited.look(live, self._due(), away)
         view = max(said.view for said in ready.values())
         beyond = {peer for peer, said in self._ready.items() if said.view > view}  # they do not come back
@@ -173,12 +176,14 @@ class Readiness:
         return {peer for peer, start in starts.items() if log.counts(peer, start)}
 
     def _due(self) -> dict[str, int]:
-        """Return how many samples each joiner trains."""
-        settings = self._context.settings
-        whole = settings.inner_steps
-        return {
-            peer: sample_count(lease) * self._steps.get(peer, whole) // whole for peer, lease in self._granted.items()
-        }
+        """Return how many samples each joiner trains: a slow one makes fewer inner steps than it was granted."""
+        whole, live = self._context.settings.inner_steps, self._presence.live()
+        speeds = self._presence.speeds(self._log)
+        due = dict[str, int]()
+        for peer, lease in self._granted.items():
+            own = self._context.pace.steps_beside(live[peer].speed, speeds) if peer in live else whole
+            due[peer] = sample_count(lease) * min(own, self._steps.get(peer, whole)) // whole
+        return due
 
     def is_full(self, view: int) -> bool:
         """Return whether all whom we waited for when time passed last are ready by now."""

@@ -97,7 +97,10 @@ class OwnWork:
         """Bring this, and decide how much to ask for next: a round must take all of it as it was made."""
         self.trained, self.since = trained, self._context.now
         self._number = self._context.number_of_work()
-        self._wants = self._trainer.wants(self._presence.speeds(self._log))
+        settings, others = self._context.settings, self._presence.speeds(self._log)
+        steps = self._context.pace.steps_beside(self._trainer.speed, others)
+        is_whole = steps == settings.inner_steps
+        self._wants = 0 if is_whole else steps * settings.samples_per_lease // settings.inner_steps
 
     def member(self) -> Member:
         """Return our share in the entry, as we state it."""
@@ -167,7 +170,7 @@ class OwnWork:
             lock=voter.lock,
             refused=answer.ballot,
             reason=answer.refusal.value if answer.refusal else "",
-            heard=answer.heard or self._heard_besides(exchange),
+            named=answer.named or self._heard_besides(exchange),
             lacking=answer.lacking,
             unproven=answer.unproven,
         )
@@ -184,7 +187,7 @@ class OwnWork:
     @property
     def grace(self) -> float:
         """Seconds for which a leader waits for members that are late."""
-        return self._trainer.grace()
+        return self._context.pace.grace(self._trainer.seconds)
 
     @property
     def is_under_way(self) -> bool:
@@ -198,7 +201,7 @@ class Answer:
 
     ballot: Ballot | None = None
     refusal: Refusal | None = None
-    heard: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
     lacking: tuple[str, ...] = ()
     unproven: tuple[bytes, ...] = ()
 
@@ -211,6 +214,8 @@ class Notes:
     """When a chunk came last."""
     began_at: float = 0.0
     begun: Ballot = FIRST
+    heard: frozenset[tuple[str, int]] = frozenset()
+    """The peers that were heard when we entered the round, each as the incarnation that it was."""
     views: set[int] = field(default_factory=set)
     """Those whose leaders have gone on with our round."""
     propose: Propose | None = None
@@ -309,7 +314,7 @@ class EntryRound(Part):
     @property
     def here(self) -> LogState:
         """The log before the entry, with the state that we have."""
-        return self._replica.in_our_state(self.log)
+        return self.voter.here
 
     def granted(self, leader: str) -> None:
         """Note who gave us our lease."""
@@ -506,6 +511,7 @@ class EntryRound(Part):
             return False
         notes.views.clear()
         notes.began_at = notes.moved_at = context.now
+        notes.heard = self._heard_starts()
         self._presence.reachability.round_begins(self.log.fragment)
         resend, contributions = context.settings.timing.resend, self._contributions(begin)
         besides = late(self.log) if context.settings.contributions is None else ()
@@ -618,7 +624,7 @@ class EntryRound(Part):
         """Return what stands against a proposal, besides our own votes (R5, 4 to 11)."""
         header, group = propose.header, propose.group
         if group and not self.attendance.joins(group):
-            answer.heard = self.attendance.left_out(group)
+            answer.named = self.attendance.left_out(group)
             return Refusal.NOT_ALONE
         if propose.justify is not None:
             is_kept = self._has_payload(header) and header.payload not in self._notes.unkept
@@ -627,9 +633,12 @@ class EntryRound(Part):
             return objection
         if self.log.closes and header.leader != self._notes.told_by:
             return Refusal.DOES_NOT_FOLLOW
-        answer.heard = () if group else self._forgotten(header)
-        if answer.heard:
+        answer.named = () if group else self._forgotten(header)
+        if answer.named:
             return Refusal.NOT_GONE
+        answer.named = self._strangers(header)
+        if answer.named:
+            return Refusal.STRANGER
         answer.unproven = self._context.evidence.lacking(header.faults, self._replica.lineage)[:16]
         return Refusal.UNPROVEN_FAULT if answer.unproven else None
 
@@ -664,6 +673,21 @@ class EntryRound(Part):
         here = self._presence.voters_here(self.log, self._context.incarnation, expiry)
         others = {one.peer for one in header.roster if not self.log.counts(one.peer, one.incarnation)}
         return tuple(sorted(here & {*self.log.gone_in(header), *others}))
+
+    def _strangers(self, header: Header) -> tuple[str, ...]:
+        """Return the members that would get a say, or serve their probation, and that we have not heard since we
+        entered the round: a leader might have made them up (R5). Founders do not all hear each other."""
+        if not self.log.closes or self.log.last is None:
+            return ()
+        known = self.log.starts.items() | self._notes.heard | self._heard_starts()
+        return tuple(one.peer for one in header.roster if (one.peer, one.incarnation) not in known)
+
+    def _heard_starts(self) -> frozenset[tuple[str, int]]:
+        """Return the peers that we hear, and ourselves, each as the incarnation that it is."""
+        live = self._presence.live()
+        return frozenset(
+            {(self._context.me, self._context.incarnation), *((one, live[one].incarnation) for one in live)}
+        )
 
     def _has_payload(self, header: Header) -> bool:
         is_here = self.exchange is not None and self.exchange.payload == header.payload

@@ -35,7 +35,7 @@ class Voter:
         self._context = context
         self._presence = presence
         self._replica = replica
-        self._log = log
+        self._log = self._here = log
         self._proposed: dict[bytes, tuple[Header, Group]] = {}  # by digest
         self._tally = Tally(self.place)
         for vote in self._cast_before:
@@ -44,7 +44,14 @@ class Voter:
     @property
     def place(self) -> VotingPlace:
         """The position as the rules see it, for the state that we have."""
-        return VotingPlace(self._replica.in_our_state(self._log), self._context.keys)
+        return VotingPlace(self.here, self._context.keys)
+
+    @property
+    def here(self) -> LogState:
+        """The log before the entry, with the state that this peer has; the same object until that changes."""
+        if self._here.state != self._replica.state_digest:
+            self._here = self._log.in_state(self._replica.state_digest)
+        return self._here
 
     @property
     def state(self) -> VoterState | None:

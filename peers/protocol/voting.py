@@ -70,6 +70,7 @@ class Refusal(StrEnum):
     UNSIGNED_AVERAGE = "an average, or the absence of a member's blocks, is not signed by its reducer"
     MOST_ABSENT = "less than half of the round's tokens would count"
     NOT_GONE = "the voter hears a peer that the header says is gone"
+    STRANGER = "the voter does not hear a member that would get a say"
     UNPROVEN_FAULT = "the voter has not seen the proof of a fault that the header names"
     HAS_WORK = "the voter has trained the fragment that the header skips"
     NOT_ALONE = "the voter hears a quorum, or its owner waits for one"

@@ -169,20 +169,13 @@ def test_a_peer_that_is_behind_since_entries_come_fast_keeps_its_say() -> None:
 # Peers that are there and do nothing ---------------------------------------------------------------------------
 def hang(swarm: Swarm, names: set[str]) -> None:
     """The workers of these peers show nothing any more; their peer processes go on."""
-    soon, later = swarm.soon, swarm.later
+    handle = swarm.handle
 
-    def is_lost(peer: SimulatedPeer, event: Event) -> bool:
-        return peer.name in names and isinstance(event, TrainingDone | TrainingProgress)
+    def told(peer: SimulatedPeer, event: Event) -> None:
+        if not (peer.name in names and isinstance(event, TrainingDone | TrainingProgress)):
+            handle(peer, event)
 
-    def told_soon(peer: SimulatedPeer, event: Event, delays: float = 1.0) -> None:
-        if not is_lost(peer, event):
-            soon(peer, event, delays)
-
-    def told_later(peer: SimulatedPeer, event: Event, seconds: float) -> None:
-        if not is_lost(peer, event):
-            later(peer, event, seconds)
-
-    swarm.soon, swarm.later = told_soon, told_later  # type: ignore[method-assign]
+    swarm.handle = told  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

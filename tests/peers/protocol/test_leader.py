@@ -10,6 +10,7 @@ from peers.log.certificate import Ballot, Phase
 from peers.log.header import Header
 from peers.presence.heartbeat import PeerState
 from peers.protocol.effects import Send
+from peers.protocol.leader import AGAIN
 from peers.protocol.messages import Begin, Certified, Part, Proof, Propose, Ready
 from peers.protocol.pacemaker import death
 from peers.protocol.parts import Reducers
@@ -72,7 +73,7 @@ def test_it_begins_as_soon_as_all_that_are_expected_are_ready() -> None:
 def test_it_waits_for_those_who_are_late_until_the_grace_is_over() -> None:
     rig = says_ready(leading(), "a")
     effects = []
-    for _ in range(int(rig.peer.trainer.grace()) + 3):
+    for _ in range(int(rig.peer.settings.timing.grace) + 3):
         effects += says_ready(rig, "a").effects + rig.see(state=PeerState.READY) + rig.tick()
     (told,) = {message.round.peers for _, message in sends(effects, Begin)}
     assert told == ("a", "b")
@@ -253,7 +254,7 @@ def test_a_peer_that_members_hear_is_not_gone() -> None:
     assert rig.log.gone_in(first.header) == ("c",)
     rig.now += TIMING.resend
     effects = says_ready(
-        rig, "a", round=round.name, refused=first.ballot, reason=Refusal.NOT_GONE.value, heard=("c",)
+        rig, "a", round=round.name, refused=first.ballot, reason=Refusal.NOT_GONE.value, named=("c",)
     ).effects
     again = sends(effects, Propose)[-1][1]
     assert rig.log.gone_in(again.header) == ()
@@ -297,6 +298,23 @@ def test_r5_a_round_that_comes_to_less_than_half_is_begun_anew_with_other_reduce
     again = told[-1][1].round
     assert again.name.ballot > round.name.ballot
     assert [share.chunks for share in again.shares] == [2, 2, 2], "none is better than the others"
+
+
+def test_r5_a_newcomer_whom_too_many_do_not_hear_is_in_no_further_round() -> None:
+    """a and c refuse what they are asked, and the leader alone is no quorum. d stays ready, and is not waited for."""
+    rig = leading()
+    rig.see(others="d", state=PeerState.READY)
+    says_ready(rig, "d", samples=rig.log.grants[0])
+    round = sends(says_ready(rig, "ac").effects, Begin)[-1][1].round
+    assert round.peers == ("a", "b", "c", "d")
+    first = tells_part(rig, round, "abcd")[-1][1]
+    rig.see(state=PeerState.READY, others="acd")
+    rig.now += AGAIN * TIMING.heartbeat
+    refused = {"round": round.name, "refused": first.ballot, "reason": Refusal.STRANGER.value, "named": ("d", "c")}
+    assert not sends(says_ready(rig, "a", **refused).effects, Begin), "b and c may still agree"
+    says_ready(rig, "c", **refused)
+    told = sends(rig.effects + rig.tick(), Begin)
+    assert {begin.round.peers for _, begin in told} == {("a", "b", "c")}, "c has its say anyway"
 
 
 def test_a_member_that_says_nothing_to_a_proposal_is_asked_again() -> None:

@@ -73,7 +73,7 @@ MESSAGES: dict[str, Message] = {
         unreached=("c", "newcomer"),
         refused=FIRST,
         reason="the voter does not have the payload",
-        heard=("c",),
+        named=("c",),
         lacking=("a",),
         unproven=(bytes(32),),
     ),
@@ -208,7 +208,7 @@ WRONG: dict[tuple[str, str], list[object]] = {
     ("Ready", "lock"): [[None, None], [7], "lock"],
     ("Ready", "refused"): BALLOTS,
     ("Ready", "reason"): [None, 7, b"bytes"],
-    ("Ready", "heard"): PEERS,
+    ("Ready", "named"): PEERS,
     ("Ready", "lacking"): PEERS,
     ("Ready", "unproven"): [[bytes(31)], [bytes(32)] * 17, ["b"]],
     ("Begin", "ballot"): [*BALLOTS, None],
@@ -274,23 +274,24 @@ def test_a_position_is_checked(message: Message, place: int) -> None:
             unpacked(with_body(message, [*body[:place], wrong, *body[place + 1 :]]))
 
 
-ALL: list[Any] = [[[0, 3]], [], [], [], [], []]
-NOBODY: list[Any] = [[]] * 6
+ALL: list[Any] = [[[0, 3]], []]
+NOBODY: list[Any] = [[], []]
 NAME: list[Any] = [[0, 1], "a"]
-NEWCOMERS = [[0, "newcomer", None]] * (MEMBER_LIMIT + 1)
+MANY = [[0, 1]] * (MEMBER_LIMIT + 1)
 
 
 @pytest.mark.parametrize(
     ("round", "reason"),
     [
         ([NAME, NOBODY, [], STATE, []], "shares"),
-        ([NAME, [[], NEWCOMERS, [], [], [], []], [1] * (MEMBER_LIMIT + 1), STATE, []], "newcomers"),
+        ([NAME, [MANY, []], [1] * (MEMBER_LIMIT + 1), STATE, []], "members"),
+        ([NAME, [[[0, 3]], [[0, 1, 1, 0]] * (MEMBER_LIMIT + 1)], [1] * 3, STATE, []], "less"),
         ([NAME, ALL, [1] * (MEMBER_LIMIT + 1), STATE, []], "chunks"),
         ([NAME, ALL, [1, 1], STATE, []], "2 parts for 3 members"),
         ([NAME, ALL, [1, 1, -1], STATE, []], "chunks"),
         ([NAME, ALL, [1, 1, True], STATE, []], "chunks"),
-        ([NAME, [[[0, 4]], [], [], [], [], []], [1] * 4, STATE, []], "no places 0 to 4"),
-        ([NAME, [[[0, 3]], [], [[3, 1]], [], [], []], [1] * 3, STATE, []], "no place 3"),
+        ([NAME, [[[0, 4]], []], [1] * 4, STATE, []], "no such places"),
+        ([NAME, [[[0, 3]], [[3, 1, 1, 0]]], [1] * 3, STATE, []], "no member 3"),
         ([NAME, ALL, [1, 1, 1], STATE], "needs 5 fields"),
         ([NAME, ALL, [1, 1, 1], b"short", []], "committed"),
         ([NAME, ALL, [1, 1, 1], STATE, [[3, 0]]], "no place 3"),

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from peers.log.lineage import Lineage
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
+from peers.protocol.belief import Belief
 from peers.protocol.effects import Apply
 from peers.protocol.events import PayloadAssembled
 from peers.protocol.messages import Propose
-from peers.protocol.minority import NEARLY, Attendance, may_found
+from peers.protocol.minority import NEARLY, Attendance
+from peers.protocol.replica import Replica
 from tests.peers.builders import at_second, context, of, sends
 from tests.peers.heartbeats import beat
 from tests.peers.logs import LOG, SETTINGS, TIMING, first_log
@@ -118,11 +121,12 @@ def test_r13_few_found_no_run_while_enough_wait_to_do_so(
     settings = replace(SETTINGS, minimum_peers=3)
     here = context("me", settings)
     presence = Presence("me", 10.0, 40.0, 0.0, here.is_farewell)
+    belief = Belief(here, presence, Replica(here, presence, Lineage(LOG), LOG.state))
     presence.membership.observe([beat(name, LOG, PeerState.READY) for name in waiting], 0.0)
     presence.membership.observe([beat(name, LOG, PeerState.ARCHIVING) for name in archives], 0.0)
     presence.membership.observe([beat(name, first_log()) for name in founders], 0.0)
     here.now = presence.now = settings.timing.heartbeat_expiry
-    assert may_found(here, presence, len(founders)) is is_believed
+    assert belief.may_found(len(founders)) is is_believed
 
 
 def test_r13_few_found_no_run_while_others_do_not_answer_for_a_moment_or_cannot_have_been_heard_of() -> None:
@@ -130,10 +134,11 @@ def test_r13_few_found_no_run_while_others_do_not_answer_for_a_moment_or_cannot_
     settings = replace(SETTINGS, minimum_peers=3)
     here = context("me", settings)
     presence = Presence("me", 10.0, 40.0, 0.0, here.is_farewell)
-    assert not may_found(here, presence, 1), "we have just started"
+    belief = Belief(here, presence, Replica(here, presence, Lineage(LOG), LOG.state))
+    assert not belief.may_found(1), "we have just started"
     presence.membership.observe([beat(name, LOG, PeerState.READY) for name in "ab"], 0.0)
     here.now = presence.now = settings.timing.heartbeat_expiry
     presence.membership.unreachable("a")
-    assert not may_found(here, presence, 1)
+    assert not belief.may_found(1)
     here.now = presence.now = settings.timing.partition_grace + 1
-    assert may_found(here, presence, 1), "nobody has been heard of for long"
+    assert belief.may_found(1), "nobody has been heard of for long"

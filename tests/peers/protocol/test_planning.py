@@ -14,10 +14,10 @@ from peers.log.settings import Timing
 from peers.log.state import TERM
 from peers.presence.reachability import DOUBT, SEEN_LIMIT, Reachability
 from peers.protocol.planning import (
-    Undealt,
     FAIR,
     SLACK,
     Link,
+    Undealt,
     credible_rates,
     deadline,
     deal,

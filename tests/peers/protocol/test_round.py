@@ -255,7 +255,38 @@ def test_a_voter_that_is_heard_is_not_gone() -> None:
     rig.whole()
     header = round.entry(rig.log, {}, PAYLOAD, "b", gone=("a",))
     assert refusal(rig, proposal(rig, header=header)) == Refusal.NOT_GONE.value
-    assert told(rig).heard == ("a",)
+    assert told(rig).named == ("a",)
+
+
+def newcomers_round(rig: Rig) -> Round:
+    """Return a round with d, which brings a grant's work and has no say yet."""
+    new = Member(peer="d", tokens=TOKENS, samples=rig.log.grants[0], incarnation=7)
+    round = round_of(rig.log, leader="b")
+    said = [commitment(peer, rig.log).contribution for peer in "abcd"]
+    return round.model_copy(
+        update={"shares": (*round.shares, Share(member=new, chunks=0)), "committed": digest_of_all(said)}
+    )
+
+
+@pytest.mark.parametrize(("incarnation", "is_heard"), [(None, False), (8, False), (7, True)])
+def test_r5_a_member_that_would_get_a_say_is_heard_by_the_voter(incarnation: int | None, is_heard: bool) -> None:
+    """Else the leader might have made it up, or named another incarnation of it."""
+    rig = ready_at_second()
+    if incarnation is not None:
+        rig.see(others="d", incarnation=incarnation)
+    round = newcomers_round(rig)
+    rig.hear("b", begin_of(round, rig.log))
+    rig.whole()
+    what = proposal(rig, header=round.entry(rig.log, {}, PAYLOAD, "b"))
+    if is_heard:
+        rig.hear("b", what)
+        assert votes(rig, Phase.PREPARE)
+        return
+    assert refusal(rig, what) == Refusal.STRANGER.value
+    assert told(rig).named == ("d",)
+    rig.see(others="d", incarnation=7)
+    rig.tick()
+    assert votes(rig, Phase.PREPARE), "it is heard by now"
 
 
 def test_r5_a_fault_that_is_not_proven_here_is_refused_until_the_proof_comes() -> None:
@@ -277,7 +308,7 @@ def test_r5_a_fault_that_is_not_proven_here_is_refused_until_the_proof_comes() -
 def test_r5_a_minoritys_proposal_is_refused_where_a_quorum_is_heard_or_it_leaves_a_peer_out() -> None:
     rig = whole()
     assert refusal(rig, proposal(rig, group=(("b", 0), ("c", 0)))) == Refusal.NOT_ALONE.value
-    assert told(rig).heard == ("a",)
+    assert told(rig).named == ("a",)
 
 
 def test_a_proposal_of_a_later_view_or_of_another_peer_is_not_looked_at() -> None:
