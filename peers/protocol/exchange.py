@@ -148,6 +148,10 @@ class Exchange:
         self._search.begin(lacking, [chunk for chunk in lacking if self.averages.of(chunk)], self._now)
         return self._ask_for_averages()
 
+    def lacking(self) -> tuple[str, ...]:
+        """Return the reducers whose averages are not here, or others here than those that are proposed."""
+        return tuple(dict.fromkeys(self._reducers.of(chunk)[0] for chunk in self.averages.lacking()))
+
     @property
     def is_whole(self) -> bool:
         """Whether all of the payload is here, as it is proposed if it is."""

@@ -82,11 +82,11 @@ class Ready(Value):
     `rate`: bytes a second that its link was seen to carry each way; 0: not measured yet. `seen`: at how many bytes a
     second data of some others came to it in recent rounds. `wants`: the samples of its next lease; 0: a whole one.
     `relayed` and `unreached` name peers that it reaches through a relay only, or not at all. `lock` is the header that
-    `relayed` and `unreached` name peers that it reaches through a relay only, or not at all. `lock` is the header that
     it is bound to, with the prepare certificate. `refused` is the ballot of the last proposal that it voted not for,
     and `reason` says why; `named` are the peers that this is about: voters that it hears, though that header says that
     they are gone, or newcomers that it does not hear. Without a reason they are the voters that it hears, though they
-    were not in the last entry. `unproven` are the digests of proofs that were named, and that are not here.
+    are in no round or entry with it. `lacking` are the reducers whose proposed averages are not here. `unproven` are
+    the digests of proofs that were named, and that are not here.
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"
@@ -108,6 +108,7 @@ class Ready(Value):
     refused: Ballot | None = None
     reason: Reason = ""
     named: Peers = ()
+    lacking: Peers = ()
     unproven: Annotated[tuple[Digest, ...], Field(max_length=16)] = ()
 
 

@@ -170,18 +170,19 @@ class OwnWork:
             lock=voter.lock,
             refused=answer.ballot,
             reason=answer.refusal.value if answer.refusal else "",
-            named=answer.named or self._heard_bystanders(),
+            named=answer.named or self._heard_besides(exchange),
+            lacking=answer.lacking,
             unproven=answer.unproven,
         )
 
-    def _heard_bystanders(self) -> tuple[str, ...]:
-        """Return the voters that we hear, though they were not in the last entry: the leader may not hear them, and
-        would say that they are gone."""
-        if self._log.last is None or not (self._log.closes and self._log.last.bystanders):
+    def _heard_besides(self, exchange: Exchange | None) -> tuple[str, ...]:
+        """Return the voters that we hear, and that are not in our round, or else were not in the last entry: the leader
+        may not hear them, and would say that they are gone."""
+        if self._log.last is None or not self._log.closes:
             return ()
         expiry = self._context.settings.timing.heartbeat_expiry
         here = self._presence.voters_here(self._log, self._context.incarnation, expiry)
-        return tuple(sorted(here.difference(self._log.roster)))
+        return tuple(sorted(here.difference(exchange.round.peers if exchange else self._log.roster)))
 
     @property
     def grace(self) -> float:
@@ -201,6 +202,7 @@ class Answer:
     ballot: Ballot | None = None
     refusal: Refusal | None = None
     named: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
     unproven: tuple[bytes, ...] = ()
 
 
@@ -496,7 +498,7 @@ class EntryRound(Part):
         round, notes = begin.round, self._notes
         if not self._work.is_taken_by(round):
             return False
-        if round.group and (not self.attendance.joins_alone or self.attendance.left_out(round.group)):
+        if round.group and not self.attendance.joins(round.group):
             return False
         if not self._can_lead_to_an_entry(round, sender):
             self._context.emit(Dropped(sender, "begin", "its round can lead to no entry"))
@@ -621,13 +623,13 @@ class EntryRound(Part):
     def _objection(self, propose: Propose, answer: Answer) -> Refusal | None:
         """Return what stands against a proposal, besides our own votes (R5, 4 to 11)."""
         header, group = propose.header, propose.group
-        if group and (not self.attendance.joins_alone or self.attendance.left_out(group)):
+        if group and not self.attendance.joins(group):
             answer.named = self.attendance.left_out(group)
             return Refusal.NOT_ALONE
         if propose.justify is not None:
             is_kept = self._has_payload(header) and header.payload not in self._notes.unkept
             return None if is_kept else self._look_for_payload(propose)
-        if (objection := self._objection_to_data(propose)) is not None:
+        if (objection := self._objection_to_data(propose, answer)) is not None:
             return objection
         if self.log.closes and header.leader != self._notes.told_by:
             return Refusal.DOES_NOT_FOLLOW
@@ -640,7 +642,7 @@ class EntryRound(Part):
         answer.unproven = self._context.evidence.lacking(header.faults, self._replica.lineage)[:16]
         return Refusal.UNPROVEN_FAULT if answer.unproven else None
 
-    def _objection_to_data(self, propose: Propose) -> Refusal | None:
+    def _objection_to_data(self, propose: Propose, answer: Answer) -> Refusal | None:
         """Return what the exchange says against a proposal: its averages must be here, as their reducers signed
         them."""
         header, exchange, log = propose.header, self.exchange, self.here
@@ -651,7 +653,10 @@ class EntryRound(Part):
             return Refusal.NO_PAYLOAD
         self._context.emit(*exchange.proposed(propose.marks))
         if exchange.payload != header.payload or header.payload in self._notes.unkept:
+            answer.lacking = exchange.lacking()
             return Refusal.NO_PAYLOAD
+        if not exchange.round.counts_most(exchange.absent()):
+            return Refusal.MOST_ABSENT
         besides = header.leader, header.faults, log.gone_in(header), log.taken_in(header)
         try:
             expected = exchange.round.entry(log, exchange.absent(), header.payload, *besides)

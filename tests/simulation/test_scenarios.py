@@ -168,8 +168,8 @@ def test_one_slow_link_costs_the_others_a_tenth_of_their_entries_at_most(is_liar
     """Before, each entry took six minutes, for ever."""
     entries = entries_in_two_hours(MINUTES_EACH, is_liar)
     assert entries.made >= 0.9 * usual_hours.made
-    others = [f"peer{name:02}" for name in range(5)]
-    assert min(entries.counted[name] for name in others) >= 0.9 * entries.made
+    counted, usual = (min(one.counted[f"peer{name:02}"] for name in range(5)) for one in (entries, usual_hours))
+    assert counted >= 0.9 * usual, "some are late by chance: with fast links, too"
 
 
 @pytest.mark.thorough

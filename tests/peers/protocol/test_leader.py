@@ -260,6 +260,46 @@ def test_a_peer_that_members_hear_is_not_gone() -> None:
     assert rig.log.gone_in(again.header) == ()
 
 
+def test_r12_a_voter_whom_so_few_hear_that_the_rest_are_a_quorum_is_gone_all_the_same() -> None:
+    """Else one liar would keep the dead for ever."""
+    rig = leading()
+    rig.waits(int(death(TIMING)) + 1, PeerState.READY, "a")
+    round = begun(rig, "a")
+    seat = rig.peer.round.leader
+    assert seat._named_by_enough({"a": ("c",)}) == {"c"}, "b alone is no quorum of three"
+    says_ready(rig, "c", round=round.name)
+    assert seat._named_by_enough({"a": ("c",)}) == set(), "b and c are"
+
+
+def test_r4_averages_that_keep_most_members_from_voting_are_made_by_an_heir() -> None:
+    """The leader itself may have them, or be in no round: a reducer with a thin link gives them to few."""
+    rig = leading()
+    first = proposed(rig)
+    name = first.round
+    assert name is not None
+    rig.whole().now += TIMING.round_timeout
+    refused = {"round": name, "refused": first.ballot, "reason": Refusal.NO_PAYLOAD.value, "lacking": ("c",)}
+    assert not sends(says_ready(rig, "a", **refused).effects, Begin), "one of three does not matter"
+    again = sends(says_ready(rig, "c", **refused).effects + rig.tick(), Begin)
+    assert {to for to, _ in again} == {"a", "c"}
+    (heir,) = {begin.heirs for _, begin in again}
+    assert [reducer for reducer, _ in heir] == ["c"]
+    assert rig.peer._context.undealt.at(rig.log.position.index) == {"c"}
+
+
+def test_r5_a_round_that_comes_to_less_than_half_is_begun_anew_with_other_reducers() -> None:
+    """A reducer that signs that all others were absent gains nothing."""
+    rig = leading()
+    rig.peer._context.undealt.note("ac", rig.log.position.index)
+    round = begun(rig)
+    assert [share.chunks for share in round.shares] == [0, 6, 0]
+    assert not tells_part(rig, round, absent="ac")
+    told = sends(says_ready(rig, "ac").effects + rig.tick(), Begin)
+    again = told[-1][1].round
+    assert again.name.ballot > round.name.ballot
+    assert [share.chunks for share in again.shares] == [2, 2, 2], "none is better than the others"
+
+
 def test_r5_a_newcomer_whom_too_many_do_not_hear_is_in_no_further_round() -> None:
     """a and c refuse what they are asked, and the leader alone is no quorum. d stays ready, and is not waited for."""
     rig = leading()

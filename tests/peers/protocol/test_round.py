@@ -231,6 +231,18 @@ def test_an_average_or_an_absence_that_no_reducer_has_signed_is_refused() -> Non
     assert refusal(rig, proposal(rig, header=header)) == Refusal.UNSIGNED_AVERAGE.value
 
 
+@pytest.mark.parametrize(("absent", "reason"), [("ab", Refusal.MOST_ABSENT.value), ("a", "")])
+def test_r5_a_header_of_less_than_half_of_its_rounds_tokens_is_refused(absent: str, reason: str) -> None:
+    """Else a reducer of all chunks, which signs that all others were absent, would make entries of its own work."""
+    rig = ready_at_second().exchanging().whole(absent)
+    exchange = rig.peer.exchange
+    assert exchange is not None
+    header = exchange.round.entry(rig.log, exchange.absent(), PAYLOAD, "b")
+    rig.hear("b", propose(header, round=exchange.round, marks=b""))
+    assert told(rig).reason == reason
+    assert bool(votes(rig, Phase.PREPARE)) == (not reason)
+
+
 def test_an_entry_that_names_another_leader_than_its_view_has_is_refused() -> None:
     rig = whole()
     assert refusal(rig, proposal(rig, header=rig.next_header(leader="a"))) == Refusal.DOES_NOT_FOLLOW.value
