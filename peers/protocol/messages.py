@@ -15,7 +15,7 @@ from peers.log.certificate import Ballot, Certificate, Choice, Group, Phase, dig
 from peers.log.header import MEMBER_LIMIT, Header, Kind, Position
 from peers.presence.reachability import SEEN_LIMIT
 from peers.protocol.chunk_sets import ChunkSet
-from peers.protocol.commitment import Commitment, Contribution
+from peers.protocol.commitment import Commitment, Contribution, Norms
 from peers.protocol.parts import Averaged, Marks
 from peers.protocol.rounds import Round, RoundName
 from peers.values.identity import Signature
@@ -82,11 +82,11 @@ class Ready(Value):
     `rate`: bytes a second that its link was seen to carry each way; 0: not measured yet. `seen`: at how many bytes a
     second data of some others came to it in recent rounds. `wants`: the samples of its next lease; 0: a whole one.
     `relayed` and `unreached` name peers that it reaches through a relay only, or not at all. `lock` is the header that
-    `relayed` and `unreached` name peers that it reaches through a relay only, or not at all. `lock` is the header that
     it is bound to, with the prepare certificate. `refused` is the ballot of the last proposal that it voted not for,
     and `reason` says why; `named` are the peers that this is about: voters that it hears, though that header says that
     they are gone, or newcomers that it does not hear. Without a reason they are the voters that it hears, though they
-    were not in the last entry. `unproven` are the digests of proofs that were named, and that are not here.
+    are in no round or entry with it. `lacking` are the reducers whose proposed averages are not here. `unproven` are
+    the digests of proofs that were named, and that are not here.
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"
@@ -108,6 +108,7 @@ class Ready(Value):
     refused: Ballot | None = None
     reason: Reason = ""
     named: Peers = ()
+    lacking: Peers = ()
     unproven: Annotated[tuple[Digest, ...], Field(max_length=16)] = ()
 
 
@@ -115,8 +116,8 @@ class Begin(Value):
     """Leader → members: exchange your blocks in this round; or go on with it, with heirs for reducers that gave no
     Part.
 
-    The exchange may take so many `seconds`: after six tenths of them a reducer averages what it has. Reducers are told
-    what all contributors have committed to, in roster order.
+    The exchange may take so many `seconds`: after six tenths of them a reducer averages what it has. Members that
+    average are told what all contributors have committed to, in roster order; others that vote the norms at least.
     """
 
     kind: ClassVar[Literal["begin"]] = "begin"
@@ -125,6 +126,7 @@ class Begin(Value):
     seconds: Seconds
     heirs: Heirs
     commitments: Annotated[tuple[Contribution, ...], Field(max_length=MEMBER_LIMIT)]
+    norms: Norms | None = None
 
     @property
     def position(self) -> Position:

@@ -115,8 +115,13 @@ class Attendance:
 
     def left_out(self, group: Group) -> tuple[str, ...]:
         """Return the peers that are here and have no say in a group."""
-        named = {peer for peer, _ in group}
-        return tuple(sorted(peer for peer in self.here if peer not in named))
+        return tuple(sorted(peer for peer, start in self.here.items() if (peer, start) not in group))
+
+    def joins(self, group: Group) -> bool:
+        """Return whether this peer votes in a minority of this group: it has all that are here, and is the only one
+        that can be where most voters are here by name."""
+        heard = {peer: start for peer, start in group if peer in self.here}
+        return self.joins_alone and not self.left_out(group) and self.may_go_on(heard)
 
     def ready(self) -> dict[str, int]:
         """Return those that are heard ready or exchanging here, this peer included. Where a cycle has several fragments

@@ -289,14 +289,15 @@ class Parts:
         self._round = round
         self._reducers = Reducers(round)
         self._averages = Averages("", round, keys)
+        self.refused: set[str] = set()
+        """Members whose averages are done without: one was no average, or most members do not get them."""
         self._taken: dict[int, Averaged] = {}
-        self._refused: set[str] = set()
 
     def take(self, sender: str, part: Part, heirs: Iterable[tuple[str, str]] = ()) -> bool:
         """Take in what a reducer, or one of the heirs that this leader has named, has signed. The first average of a
         chunk counts. Return whether all of the part was as it should be."""
         self._reducers.add(heirs)
-        if part.round != self._round.name or sender in self._refused:
+        if part.round != self._round.name or sender in self.refused:
             return False
         taken = [self._take(sender, averaged) for averaged in part.averages]
         return all(taken)
@@ -314,9 +315,16 @@ class Parts:
         return True
 
     def refuse(self, reducer: str) -> None:
-        """Do without a member's averages: the leader has found one of them to be no average. An heir may replace it."""
-        self._refused.add(reducer)
+        """Do without a member's averages. An heir may replace it."""
+        self.refused.add(reducer)
         self._taken = {chunk: averaged for chunk, averaged in self._taken.items() if averaged.reducer != reducer}
+
+    def one_sided(self) -> frozenset[str]:
+        """Return the members of whose averages some are without most of the round's tokens."""
+        tokens = {member.peer: member.tokens for member in self._round.contributors}
+        half = sum(tokens.values()) / 2
+        taken = self._taken.values()
+        return frozenset(one.reducer for one in taken if sum(tokens[peer] for peer in one.absent) > half)
 
     def signers(self, chunks: Iterable[int]) -> tuple[str, ...]:
         """Return the members whose averages of these chunks count."""

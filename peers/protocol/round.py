@@ -20,9 +20,9 @@ from peers.log.state import LogError, LogState
 from peers.presence.membership import PARTICIPATING
 from peers.presence.presence import Presence
 from peers.protocol.awaited import late
-from peers.protocol.commitment import Author, Commitment, commit_to, digest_of_all
+from peers.protocol.commitment import Author, Commitment, Norms, commit_to
 from peers.protocol.context import Context, Repetition
-from peers.protocol.contributions import Contributions
+from peers.protocol.contributions import Contributions, informed
 from peers.protocol.effects import Dropped, FetchPayload, Note, Send
 from peers.protocol.events import (
     BadBlocks,
@@ -136,18 +136,20 @@ class OwnWork:
         return mine in ([stated], [self._log.weighed([stated, *others])[0]])
 
     def is_stated_by(self, begin: Begin) -> bool:
-        """Return whether a reducer, or an heir, is told what all have committed to, and of us what we did. What others
+        """Return whether a Begin tells us what we must know of all commitments, and of our own the truth. What others
         have signed, their chunks show. So a peer averages nothing in a round of its start before, or of a training
         before: it may have averaged it otherwise."""
-        me, contributors = self._context.me, begin.round.contributors
-        averages = any(share.chunks for share in begin.round.shares if share.member.peer == me)
-        if not averages and all(heir != me for _, heir in begin.heirs):
-            return True
-        told, ours = begin.commitments, self.commitment()
-        if len(told) != len(contributors) or digest_of_all(told) != begin.round.committed:
+        me, ours, told = self._context.me, self.commitment(), begin.commitments
+        need_all, need_norms = informed(begin, self._log)
+        norms = Norms.of(told) if told else begin.norms
+        if norms is None or (me in need_all and not told):
+            return me not in need_all and me not in need_norms
+        peers = [member.peer for member in begin.round.contributors]
+        if len(norms.squares) != len(peers) or norms.digest != begin.round.committed:
             return False
-        said = {member.peer: one for member, one in zip(contributors, told, strict=True)}
-        return said.get(me) == (ours.contribution if ours else None)
+        if not told:
+            return dict(zip(peers, norms.squares, strict=True)).get(me) == (ours.squares if ours else None)
+        return dict(zip(peers, told, strict=True)).get(me) == (ours.contribution if ours else None)
 
     def ready(self, state_digest: bytes, view: int, exchange: Exchange | None, voter: Voter, answer: Answer) -> Ready:
         """Return what the leader of a view is told."""
@@ -170,18 +172,19 @@ class OwnWork:
             lock=voter.lock,
             refused=answer.ballot,
             reason=answer.refusal.value if answer.refusal else "",
-            named=answer.named or self._heard_bystanders(),
+            named=answer.named or self._heard_besides(exchange),
+            lacking=answer.lacking,
             unproven=answer.unproven,
         )
 
-    def _heard_bystanders(self) -> tuple[str, ...]:
-        """Return the voters that we hear, though they were not in the last entry: the leader may not hear them, and
-        would say that they are gone."""
-        if self._log.last is None or not (self._log.closes and self._log.last.bystanders):
+    def _heard_besides(self, exchange: Exchange | None) -> tuple[str, ...]:
+        """Return the voters that we hear, and that are not in our round, or else were not in the last entry: the leader
+        may not hear them, and would say that they are gone."""
+        if self._log.last is None or not self._log.closes:
             return ()
         expiry = self._context.settings.timing.heartbeat_expiry
         here = self._presence.voters_here(self._log, self._context.incarnation, expiry)
-        return tuple(sorted(here.difference(self._log.roster)))
+        return tuple(sorted(here.difference(exchange.round.peers if exchange else self._log.roster)))
 
     @property
     def grace(self) -> float:
@@ -201,6 +204,7 @@ class Answer:
     ballot: Ballot | None = None
     refusal: Refusal | None = None
     named: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
     unproven: tuple[bytes, ...] = ()
 
 
@@ -496,7 +500,7 @@ class EntryRound(Part):
         round, notes = begin.round, self._notes
         if not self._work.is_taken_by(round):
             return False
-        if round.group and (not self.attendance.joins_alone or self.attendance.left_out(round.group)):
+        if round.group and not self.attendance.joins(round.group):
             return False
         if not self._can_lead_to_an_entry(round, sender):
             self._context.emit(Dropped(sender, "begin", "its round can lead to no entry"))
@@ -621,13 +625,13 @@ class EntryRound(Part):
     def _objection(self, propose: Propose, answer: Answer) -> Refusal | None:
         """Return what stands against a proposal, besides our own votes (R5, 4 to 11)."""
         header, group = propose.header, propose.group
-        if group and (not self.attendance.joins_alone or self.attendance.left_out(group)):
+        if group and not self.attendance.joins(group):
             answer.named = self.attendance.left_out(group)
             return Refusal.NOT_ALONE
         if propose.justify is not None:
             is_kept = self._has_payload(header) and header.payload not in self._notes.unkept
             return None if is_kept else self._look_for_payload(propose)
-        if (objection := self._objection_to_data(propose)) is not None:
+        if (objection := self._objection_to_data(propose, answer)) is not None:
             return objection
         if self.log.closes and header.leader != self._notes.told_by:
             return Refusal.DOES_NOT_FOLLOW
@@ -640,7 +644,7 @@ class EntryRound(Part):
         answer.unproven = self._context.evidence.lacking(header.faults, self._replica.lineage)[:16]
         return Refusal.UNPROVEN_FAULT if answer.unproven else None
 
-    def _objection_to_data(self, propose: Propose) -> Refusal | None:
+    def _objection_to_data(self, propose: Propose, answer: Answer) -> Refusal | None:
         """Return what the exchange says against a proposal: its averages must be here, as their reducers signed
         them."""
         header, exchange, log = propose.header, self.exchange, self.here
@@ -651,7 +655,10 @@ class EntryRound(Part):
             return Refusal.NO_PAYLOAD
         self._context.emit(*exchange.proposed(propose.marks))
         if exchange.payload != header.payload or header.payload in self._notes.unkept:
+            answer.lacking = exchange.lacking()
             return Refusal.NO_PAYLOAD
+        if not exchange.round.counts_most(exchange.absent()):
+            return Refusal.MOST_ABSENT
         besides = header.leader, header.faults, log.gone_in(header), log.taken_in(header)
         try:
             expected = exchange.round.entry(log, exchange.absent(), header.payload, *besides)

@@ -97,6 +97,11 @@ class Round(Value):
             if chunks > 0 and (tokens or not member.tokens)
         )
 
+    def counts_most(self, absent: Mapping[str, int]) -> bool:
+        """Return whether at least half of the round's tokens count, given from how many chunks each is absent (R5)."""
+        counted = sum(member.tokens for member in self.counted(absent))
+        return 2 * counted >= sum(member.tokens for member in self.roster)
+
     def entry(
         self,
         log: LogState,

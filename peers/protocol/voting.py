@@ -68,6 +68,7 @@ class Refusal(StrEnum):
     DOES_NOT_FOLLOW = "the header does not follow from the log"
     NO_PAYLOAD = "the voter does not have the payload"
     UNSIGNED_AVERAGE = "an average, or the absence of a member's blocks, is not signed by its reducer"
+    MOST_ABSENT = "less than half of the round's tokens would count"
     NOT_GONE = "the voter hears a peer that the header says is gone"
     STRANGER = "the voter does not hear a member that would get a say"
     UNPROVEN_FAULT = "the voter has not seen the proof of a fault that the header names"

@@ -9,6 +9,7 @@ import pytest
 from peers.log.certificate import Ballot, Phase
 from peers.log.header import Header
 from peers.presence.heartbeat import PeerState
+from peers.protocol.commitment import Norms
 from peers.protocol.effects import Send
 from peers.protocol.leader import AGAIN
 from peers.protocol.messages import Begin, Certified, Part, Proof, Propose, Ready
@@ -90,13 +91,18 @@ def test_those_who_are_ready_in_another_view_are_not_counted() -> None:
     assert not sends(rig.effects, Begin)
 
 
-def test_only_those_who_average_are_told_what_all_have_committed_to() -> None:
+def test_r3_in_large_rounds_who_votes_is_told_the_norms_and_who_does_nothing_is_told_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A voter without them could not tell an average that is too long."""
+    monkeypatch.setattr("peers.protocol.contributions.FEW", 3)
     rig = leading()
+    rig.see(others="d", state=PeerState.READY)
+    says_ready(rig, "d", samples=(), tokens=0, commitment=None)
     says_ready(rig, "a", tokens=0, commitment=None)
-    says_ready(rig, "c")
-    told = dict(sends(rig.effects, Begin))
-    assert len(told["c"].commitments) == 2
-    assert not told["a"].commitments, "it has trained nothing, and averages nothing"
+    told = dict(sends(says_ready(rig, "c").effects, Begin))
+    assert {peer: len(begin.commitments) for peer, begin in told.items()} == {"a": 0, "c": 2, "d": 0}
+    assert (told["a"].norms, told["d"].norms) == (Norms.of(told["c"].commitments), None)
 
 
 def test_a_member_that_has_not_heard_of_the_round_is_told_again() -> None:
@@ -258,6 +264,46 @@ def test_a_peer_that_members_hear_is_not_gone() -> None:
     ).effects
     again = sends(effects, Propose)[-1][1]
     assert rig.log.gone_in(again.header) == ()
+
+
+def test_r12_a_voter_whom_so_few_hear_that_the_rest_are_a_quorum_is_gone_all_the_same() -> None:
+    """Else one liar would keep the dead for ever."""
+    rig = leading()
+    rig.waits(int(death(TIMING)) + 1, PeerState.READY, "a")
+    round = begun(rig, "a")
+    seat = rig.peer.round.leader
+    assert seat._named_by_enough({"a": ("c",)}) == {"c"}, "b alone is no quorum of three"
+    says_ready(rig, "c", round=round.name)
+    assert seat._named_by_enough({"a": ("c",)}) == set(), "b and c are"
+
+
+def test_r4_averages_that_keep_most_members_from_voting_are_made_by_an_heir() -> None:
+    """The leader itself may have them, or be in no round: a reducer with a thin link gives them to few."""
+    rig = leading()
+    first = proposed(rig)
+    name = first.round
+    assert name is not None
+    rig.whole().now += TIMING.round_timeout
+    refused = {"round": name, "refused": first.ballot, "reason": Refusal.NO_PAYLOAD.value, "lacking": ("c",)}
+    assert not sends(says_ready(rig, "a", **refused).effects, Begin), "one of three does not matter"
+    again = sends(says_ready(rig, "c", **refused).effects + rig.tick(), Begin)
+    assert {to for to, _ in again} == {"a", "c"}
+    (heir,) = {begin.heirs for _, begin in again}
+    assert [reducer for reducer, _ in heir] == ["c"]
+    assert rig.peer._context.undealt.at(rig.log.position.index) == {"c"}
+
+
+def test_r5_a_round_that_comes_to_less_than_half_is_begun_anew_with_other_reducers() -> None:
+    """A reducer that signs that all others were absent gains nothing."""
+    rig = leading()
+    rig.peer._context.undealt.note("ac", rig.log.position.index)
+    round = begun(rig)
+    assert [share.chunks for share in round.shares] == [0, 6, 0]
+    assert not tells_part(rig, round, absent="ac")
+    told = sends(says_ready(rig, "ac").effects + rig.tick(), Begin)
+    again = told[-1][1].round
+    assert again.name.ballot > round.name.ballot
+    assert [share.chunks for share in again.shares] == [2, 2, 2], "none is better than the others"
 
 
 def test_r5_a_newcomer_whom_too_many_do_not_hear_is_in_no_further_round() -> None:

@@ -68,6 +68,24 @@ def test_r8_more_than_half_of_those_here_decide_and_all_of_them_are_the_group() 
     assert here.left_out((("a", 7), ("b", 0))) == ("c",)
 
 
+def test_r8_a_minority_has_all_that_are_here_as_they_are_here() -> None:
+    alone = attendance(GRACE)
+    assert alone.joins((("b", 0),))
+    assert alone.joins((("b", 0), ("z", 0))), "its leader may hear more"
+    assert not alone.joins((("b", 7),)), "a group of another incarnation is none of this peer"
+    here = attendance(GRACE, "ac", starts=7)
+    assert here.joins(here.group)
+    assert not here.joins((("b", 0), ("c", 7)))
+
+
+def test_r8_where_most_are_here_by_name_no_other_group_is_joined() -> None:
+    """Voters that are not heard here do not make it most: two such groups could be at once."""
+    seen = attendance(GRACE, "ac", starts=7, goes_on_alone=False)
+    del seen.here["a"], seen.here["c"]
+    assert seen.joins_alone
+    assert not seen.joins((("a", 7), ("b", 0), ("c", 7)))
+
+
 def test_r8_a_lone_survivor_makes_an_entry_that_says_so() -> None:
     """It takes the say of all voters outside it, and its certificate is one of a minority."""
     rig = at_second().trained()
