@@ -7,7 +7,6 @@ under way comes to; what a new round does.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
