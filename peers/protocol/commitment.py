@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from peers.log.header import Position
+from peers.log.header import MEMBER_LIMIT, Position
 from peers.values.chunks import MOST_LEVELS, NODE, Sum, root_of
 from peers.values.identity import Keys, Signature, Verify
 from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Value, digest_of, pack, pack_plain
@@ -69,9 +69,27 @@ class Contribution(Value):
         return Commitment(digest=self.digest, squares=self.squares, number=self.number, signature=signature)
 
 
+class Norms(Value):
+    """The squared norms of all contributions to a round, in its order, and a digest that names all else of them. A
+    member that does not average needs no more."""
+
+    squares: Annotated[tuple[Squares, ...], Field(max_length=MEMBER_LIMIT)]
+    rest: Digest
+
+    @classmethod
+    def of(cls, contributions: Sequence[Contribution]) -> Norms:
+        squares = tuple(one.squares for one in contributions)
+        return cls(squares=squares, rest=digest_of(pack_plain([[one.digest, one.number] for one in contributions])))
+
+    @property
+    def digest(self) -> bytes:
+        """Return what names the commitments of all members of a round."""
+        return digest_of(pack(self))
+
+
 def digest_of_all(contributions: Sequence[Contribution]) -> bytes:
     """Return what names the commitments of all members of a round, in its order."""
-    return digest_of(pack_plain(list(contributions)))
+    return Norms.of(contributions).digest
 
 
 NOTHING = digest_of_all(())

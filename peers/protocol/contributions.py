@@ -3,47 +3,66 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from peers.log.state import LogState
 from peers.protocol.clipping import clipped
-from peers.protocol.commitment import ChunkProof, Commitment, Contribution, leads_to
+from peers.protocol.commitment import ChunkProof, Commitment, Contribution, Norms, leads_to
 from peers.protocol.messages import Begin
 from peers.protocol.rounds import Round
 from peers.values.identity import Keys
 
+FEW = 16
+"""Members that all know all commitments: those of a larger round are its square."""
 ROUNDING = 2.0
 """How many times as long a mean may become when it is quantized: the coarsest formats add a quarter."""
 
 
 @dataclass(frozen=True)
 class Contributions:
-    """The members' commitments, as a Begin has them; and the factors of those that are `clipped`."""
+    """The members' commitments, as a Begin has them, and by how much those that are too long are `clipped`."""
 
     chunks: int = 0
     commitments: Mapping[str, Contribution] = field(default_factory=dict)
-    clipped: Mapping[str, float] = field(default_factory=dict)
-    longest: float = math.inf
-    """The squared norm that the averages of one reducer may have: a mean is no longer than what it is made of."""
+    squares: Mapping[str, float] = field(default_factory=dict)
+    """Their squared norms: known to all that average or vote."""
+    clip: float = math.inf
     signature: bytes | None = None
     """Our own, of what we contribute: our chunks show it."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """What the members count with, where that is not their tokens."""
+    _longest: dict[frozenset[str], float] = field(default_factory=dict, repr=False, compare=False)
+    """By who is absent: it is asked for each average, and rarely another one."""
 
     @classmethod
     def of(
         cls, begin: Begin, clip: float, weights: Mapping[str, float], signature: bytes | None = None
     ) -> Contributions:
-        """Return what follows from the commitments. A member that reduces nothing is told none, and needs none."""
-        members = begin.round.contributors
-        if len(begin.commitments) != len(members):
-            return cls(signature=signature, weights=weights)
-        said = {member.peer: commitment for member, commitment in zip(members, begin.commitments, strict=True)}
-        squares = {peer: commitment.squares for peer, commitment in said.items()}
-        factors = clipped(weights, squares, clip)
-        counted = (squares[peer] * factors.get(peer, 1.0) ** 2 for peer in squares)
-        longest = ROUNDING**2 * max(counted, default=0.0)
-        return cls(begin.round.chunks, said, factors, longest, signature, weights)
+        """Return what follows from what a member is told."""
+        members = [member.peer for member in begin.round.contributors]
+        norms = Norms.of(begin.commitments) if begin.commitments else begin.norms
+        said = dict(zip(members, begin.commitments, strict=True)) if begin.commitments else {}
+        squares = dict(zip(members, norms.squares, strict=True)) if norms else {}
+        return cls(begin.round.chunks, said, squares, clip, signature, weights)
+
+    def clipped(self, absent: Collection[str] = ()) -> dict[str, float]:
+        """Return the factors, below 1, of those that are too long beside the others, without members that are absent:
+        what these are said to have committed to need not be true."""
+        present = {peer: weight for peer, weight in self.weights.items() if peer not in absent}
+        return clipped(present, self.squares, self.clip) if self.squares else {}
+
+    def longest(self, absent: frozenset[str] = frozenset()) -> float:
+        """Return the squared norm that the averages of one reducer may have: a mean is no longer than what it is made
+        of. Members that were absent from all averages that we made do not count."""
+        if not self.squares:
+            return math.inf
+        if absent not in self._longest:
+            factors = self.clipped(absent)
+            present = {peer: squares for peer, squares in self.squares.items() if peer not in absent}
+            counted = (squares * factors.get(peer, 1.0) ** 2 for peer, squares in present.items())
+            self._longest[absent] = ROUNDING**2 * max(counted, default=0.0)
+        return self._longest[absent]
 
     def has(self, sender: str, chunk: int, digest: bytes, proof: ChunkProof) -> bool:
         """Return whether a chunk with this digest is what the sender committed to."""
@@ -52,7 +71,19 @@ class Contributions:
 
 
 UNKNOWN = Contributions()
-"""What a member that averages nothing knows."""
+"""What a member knows that neither averages nor votes."""
+
+
+def informed(begin: Begin, log: LogState) -> tuple[Collection[str], Collection[str]]:
+    """Return the members that need to know all commitments, as those do who average, and where few take part all, who
+    check an average now and then; and the members that vote, which need the norms to tell averages that are too long.
+    """
+    round = begin.round
+    if len(round.peers) <= FEW:
+        return round.peers, round.peers
+    averaging = {share.member.peer for share in round.shares if share.chunks}
+    electors = {peer for peer, _ in log.electors}
+    return averaging | {heir for _, heir in begin.heirs}, round.peers if round.group else electors or round.peers
 
 
 class OwnersSignatures:

@@ -105,10 +105,10 @@ class Exchange:
     ) -> list[Effect]:
         """Go on with the round in a later ballot, in which heirs have so many seconds for some reducers' chunks.
 
-        An heir that had nothing to average before is told only now what has been committed to.
+        An heir of a large round may be told only now what has been committed to.
         """
         self._now = now
-        if contributions.commitments:
+        if contributions.commitments or not self.contributions.commitments:
             self.contributions = contributions
         self.averages.marks = b""  # the ballot that had them is over
         for part in self._reducers.add(heirs).get(self.me, ()):
@@ -245,13 +245,14 @@ class Exchange:
 
     def is_too_long(self, averaged: Averaged, squares: float) -> bool:
         """Return whether all that a reducer has averaged would be longer, with this, than what it can be made of."""
-        return self.averages.squares_with(averaged, squares) > self.contributions.longest
+        longest = self.contributions.longest(self.averages.absent_from_ours())
+        return self.averages.squares_with(averaged, squares) > longest
 
     # Averaging --------------------------------------------------------------------------------------------------
     def reduction_of(self, chunk: int, absent: tuple[str, ...]) -> ReduceChunk:
         """Return how the average of a chunk is made without the blocks of these."""
         members = tuple(item for item in self._weights.items() if item[0] not in absent)
-        factors = self.contributions.clipped
+        factors = self.contributions.clipped(absent)
         clipped = {peer: factors[peer] for peer, _ in members if peer in factors}
         return ReduceChunk(self.name, chunk, members, absent, clipped)
 

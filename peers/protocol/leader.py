@@ -16,8 +16,9 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogError
 from peers.presence.presence import Presence
 from peers.protocol.awaited import late
-from peers.protocol.commitment import digest_of_all
+from peers.protocol.commitment import Norms, digest_of_all
 from peers.protocol.context import Context
+from peers.protocol.contributions import informed
 from peers.protocol.effects import Note, Send
 from peers.protocol.exchange import DUE
 from peers.protocol.messages import Begin, Certified, LeaseRequest, Part, Propose, Ready
@@ -219,15 +220,15 @@ class Leader:
         self._tell_begun(round.peers)
 
     def _tell_begun(self, peers: Iterable[str]) -> None:
-        """Tell members of the exchange. Only those that average need what all have committed to."""
+        """Tell members of the exchange."""
         begun = self._begun
         assert begun is not None
-        averaging = {share.member.peer for share in begun.round.shares if share.chunks}
-        averaging |= {heir for _, heir in begun.heirs}
+        need_all, need_norms = informed(begun, self._seat.log)
         short = begun.model_copy(update={"commitments": ()})
+        brief = short.model_copy(update={"norms": Norms.of(begun.commitments)})
         for peer in peers:
             self._told[peer] = self._context.now
-            self._context.emit(Send(peer, begun if peer in averaging else short))
+            self._context.emit(Send(peer, begun if peer in need_all else brief if peer in need_norms else short))
 
     def _collect(self, begun: Begin) -> None:
         """Propose what the round comes to, once all Parts are here; or name heirs for those that do not come."""

@@ -15,7 +15,7 @@ from peers.log.certificate import Ballot, Certificate, Choice, Group, Phase, dig
 from peers.log.header import MEMBER_LIMIT, Header, Kind, Position
 from peers.presence.reachability import SEEN_LIMIT
 from peers.protocol.chunk_sets import ChunkSet
-from peers.protocol.commitment import Commitment, Contribution
+from peers.protocol.commitment import Commitment, Contribution, Norms
 from peers.protocol.parts import Averaged, Marks
 from peers.protocol.rounds import Round, RoundName
 from peers.values.identity import Signature
@@ -116,8 +116,8 @@ class Begin(Value):
     """Leader → members: exchange your blocks in this round; or go on with it, with heirs for reducers that gave no
     Part.
 
-    The exchange may take so many `seconds`: after six tenths of them a reducer averages what it has. Reducers are told
-    what all contributors have committed to, in roster order.
+    The exchange may take so many `seconds`: after six tenths of them a reducer averages what it has. Members that
+    average are told what all contributors have committed to, in roster order; others that vote the norms at least.
     """
 
     kind: ClassVar[Literal["begin"]] = "begin"
@@ -126,6 +126,7 @@ class Begin(Value):
     seconds: Seconds
     heirs: Heirs
     commitments: Annotated[tuple[Contribution, ...], Field(max_length=MEMBER_LIMIT)]
+    norms: Norms | None = None
 
     @property
     def position(self) -> Position:

@@ -20,9 +20,9 @@ from peers.log.state import LogError, LogState
 from peers.presence.membership import PARTICIPATING
 from peers.presence.presence import Presence
 from peers.protocol.awaited import late
-from peers.protocol.commitment import Author, Commitment, commit_to, digest_of_all
+from peers.protocol.commitment import Author, Commitment, Norms, commit_to
 from peers.protocol.context import Context, Repetition
-from peers.protocol.contributions import Contributions
+from peers.protocol.contributions import Contributions, informed
 from peers.protocol.effects import Dropped, FetchPayload, Note, Send
 from peers.protocol.events import (
     BadBlocks,
@@ -136,18 +136,20 @@ class OwnWork:
         return mine in ([stated], [self._log.weighed([stated, *others])[0]])
 
     def is_stated_by(self, begin: Begin) -> bool:
-        """Return whether a reducer, or an heir, is told what all have committed to, and of us what we did. What others
+        """Return whether a Begin tells us what we must know of all commitments, and of our own the truth. What others
         have signed, their chunks show. So a peer averages nothing in a round of its start before, or of a training
         before: it may have averaged it otherwise."""
-        me, contributors = self._context.me, begin.round.contributors
-        averages = any(share.chunks for share in begin.round.shares if share.member.peer == me)
-        if not averages and all(heir != me for _, heir in begin.heirs):
-            return True
-        told, ours = begin.commitments, self.commitment()
-        if len(told) != len(contributors) or digest_of_all(told) != begin.round.committed:
+        me, ours, told = self._context.me, self.commitment(), begin.commitments
+        need_all, need_norms = informed(begin, self._log)
+        norms = Norms.of(told) if told else begin.norms
+        if norms is None or (me in need_all and not told):
+            return me not in need_all and me not in need_norms
+        peers = [member.peer for member in begin.round.contributors]
+        if len(norms.squares) != len(peers) or norms.digest != begin.round.committed:
             return False
-        said = {member.peer: one for member, one in zip(contributors, told, strict=True)}
-        return said.get(me) == (ours.contribution if ours else None)
+        if not told:
+            return dict(zip(peers, norms.squares, strict=True)).get(me) == (ours.squares if ours else None)
+        return dict(zip(peers, told, strict=True)).get(me) == (ours.contribution if ours else None)
 
     def ready(self, state_digest: bytes, view: int, exchange: Exchange | None, voter: Voter, answer: Answer) -> Ready:
         """Return what the leader of a view is told."""

@@ -124,7 +124,9 @@ class Trusting(Contributions):
 def trust_all(exchange: Exchange) -> None:
     """Have a member of a round take what anybody says that it has committed to, or averaged."""
     known = exchange.contributions
-    exchange.contributions = Trusting(known.chunks, known.commitments, known.clipped, known.longest, known.signature)
+    exchange.contributions = Trusting(
+        known.chunks, known.commitments, known.squares, known.clip, known.signature, known.weights
+    )
     exchange.is_vouched_for = lambda averaged: True  # type: ignore[method-assign]
     said = known.commitments
     exchange.commitment = lambda sender, signature: said[sender].signed(bytes(64))  # type: ignore[method-assign]

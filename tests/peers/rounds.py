@@ -71,8 +71,9 @@ def commitment(round: Round, peer: str, contribution: Contribution = CONTRIBUTED
 def contributions(round: Round, me: str) -> Contributions:
     """What a member knows of a round whose members have all committed to the same."""
     commitments = {member.peer: CONTRIBUTED for member in round.contributors}
-    longest = 4 * CONTRIBUTED.squares
-    return Contributions(round.chunks, commitments, {}, longest, commitment(round, me).signature)
+    squares = dict.fromkeys(commitments, CONTRIBUTED.squares)
+    weights = {member.peer: float(member.tokens) for member in round.contributors}
+    return Contributions(round.chunks, commitments, squares, 4.0, commitment(round, me).signature, weights)
 
 
 class InRound:

@@ -347,7 +347,7 @@ def states(world: World, goes_on: bool = False) -> Search:
     return search
 
 
-@pytest.mark.parametrize("ballots", [2, 3, 4])
+@pytest.mark.parametrize("ballots", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
 def test_three_honest_voters_never_fork(ballots: int) -> None:
     """R5, R6."""
     assert states(World(voters=3, ballots=ballots)).forks == 0

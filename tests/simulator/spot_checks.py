@@ -47,6 +47,7 @@ def _refuted(peer: SimulatedPeer, exchange: Exchange, swarm: Swarm, chance: rand
     async def ask(peers: Sequence[str], fragment: int, chunk: int, length: int) -> Shown:
         there = {one.name: one for one in swarm.fetch_from(peer, tuple(peers))}
         buffers = {name: one.fragments[fragment].buffers for name, one in there.items()}
+        buffers = {name: each for name, each in buffers.items() if each.tree is not None}  # else it has started again
         return [
             (buffers[name].proof(chunk), bytes(buffers[name].own_chunk(chunk))) if name in buffers else None
             for name in peers

@@ -42,6 +42,11 @@ SECONDS = 10.0
 ALL = "abcdef"
 
 
+def contributed(squares: dict[str, float]) -> Contributions:
+    """Return contributions with these squared norms, where twice the median counts in full."""
+    return Contributions(squares=squares, clip=2.0, weights=dict.fromkeys(squares, float(TOKENS)))
+
+
 def exchange_of(me: str, round: Round = ROUND, contributions: Contributions | None = None) -> Exchange:
     return Exchange(me, round, contributions or Contributions(), SimulatedKeys(me), 0.0, SECONDS)
 
@@ -136,12 +141,20 @@ def test_own_blocks_go_out_with_our_signature_and_averages_with_their_reducers()
 
 
 def test_contributions_that_are_clipped_are_averaged_so() -> None:
-    exchange = exchange_of("b", contributions=Contributions(clipped={"c": 0.5, "a": 0.1}, weights={"a": 40}))
+    exchange = exchange_of("b", contributions=contributed({"a": 400.0, "b": 4.0, "c": 4.0}))
     exchange.open()
     exchange.handle(blocks("a", 1))
     (effect,) = exchange.handle(blocks("c", 1))
     assert isinstance(effect, ReduceChunk)
-    assert effect.weights == [("a", 0.1 * 40), ("b", TOKENS), ("c", 0.5 * TOKENS)]
+    assert effect.weights == [("a", 0.2 * TOKENS), ("b", TOKENS), ("c", TOKENS)]
+
+
+def test_r3_what_absent_members_are_said_to_have_committed_to_lifts_no_clip() -> None:
+    """A leader that lies about members whose blocks never come would have its own count in full."""
+    squares = {"a": 400.0, "b": 4.0, "c": 400.0, "d": 400.0}
+    exchange = exchange_of("b", round_among("abcd"), contributed(squares))
+    assert exchange.reduction_of(1, ()).clipped == {}
+    assert exchange.reduction_of(1, ("c", "d")).clipped == {"a": 0.2}
 
 
 @pytest.mark.parametrize("reduced", [False, True], ids=["own blocks", "the average"])
@@ -521,7 +534,7 @@ def test_reducers_and_heirs_vouch_for_averages(heirs: str, averaged: Averaged, i
 
 
 def test_all_averages_of_a_reducer_are_no_longer_than_what_they_can_be_made_of() -> None:
-    exchange = exchange_of("a", round_with({"a": 1, "b": 2}), Contributions(longest=4.0))
+    exchange = exchange_of("a", round_with({"a": 1, "b": 2}), contributed({"a": 1.0, "b": 0.5}))
     first, second = (signed("b", chunk, round=exchange.round) for chunk in (1, 2))
     assert not exchange.is_too_long(first, 4.0)
     exchange.averages.keep(first, 2.5)

@@ -9,6 +9,7 @@ import pytest
 from peers.log.certificate import Ballot, Phase
 from peers.log.header import Header
 from peers.presence.heartbeat import PeerState
+from peers.protocol.commitment import Norms
 from peers.protocol.effects import Send
 from peers.protocol.leader import AGAIN
 from peers.protocol.messages import Begin, Certified, Part, Proof, Propose, Ready
@@ -90,13 +91,18 @@ def test_those_who_are_ready_in_another_view_are_not_counted() -> None:
     assert not sends(rig.effects, Begin)
 
 
-def test_only_those_who_average_are_told_what_all_have_committed_to() -> None:
+def test_r3_in_large_rounds_who_votes_is_told_the_norms_and_who_does_nothing_is_told_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A voter without them could not tell an average that is too long."""
+    monkeypatch.setattr("peers.protocol.contributions.FEW", 3)
     rig = leading()
+    rig.see(others="d", state=PeerState.READY)
+    says_ready(rig, "d", samples=(), tokens=0, commitment=None)
     says_ready(rig, "a", tokens=0, commitment=None)
-    says_ready(rig, "c")
-    told = dict(sends(rig.effects, Begin))
-    assert len(told["c"].commitments) == 2
-    assert not told["a"].commitments, "it has trained nothing, and averages nothing"
+    told = dict(sends(says_ready(rig, "c").effects, Begin))
+    assert {peer: len(begin.commitments) for peer, begin in told.items()} == {"a": 0, "c": 2, "d": 0}
+    assert (told["a"].norms, told["d"].norms) == (Norms.of(told["c"].commitments), None)
 
 
 def test_a_member_that_has_not_heard_of_the_round_is_told_again() -> None:

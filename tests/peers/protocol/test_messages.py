@@ -14,6 +14,7 @@ from peers.log.certificate import Phase
 from peers.log.header import MEMBER_LIMIT
 from peers.presence.reachability import SEEN_LIMIT
 from peers.protocol.chunk_sets import CHUNK_SET_BYTES, chunk_set
+from peers.protocol.commitment import Norms
 from peers.protocol.messages import (
     KINDS,
     PROOF_LIMIT,
@@ -78,6 +79,7 @@ MESSAGES: dict[str, Message] = {
         unproven=(bytes(32),),
     ),
     "Begin": begin_of(ROUND, LOG),
+    "Begin with norms": begin_of(ROUND, LOG, commitments=(), norms=Norms(squares=(1.0, 2.0), rest=bytes(32))),
     "Begin alone, with heirs": begin_of(
         round_of(LOG, "ab", group=GROUP), LOG, LATER, heirs=(("a", "b"),), commitments=()
     ),
@@ -214,6 +216,7 @@ WRONG: dict[tuple[str, str], list[object]] = {
     ("Begin", "ballot"): [*BALLOTS, None],
     ("Begin", "seconds"): [0.0, -1.0, 1e9, float("nan"), float("inf"), "1", None],
     ("Begin", "heirs"): [[[[0]]], [[[0, 3]]], [[[0, 1]] * (MEMBER_LIMIT + 1)], [[["", 1]]], "ab"],
+    ("Begin", "norms"): [[], [[-1.0], bytes(32)], [[1.0], bytes(31)], [[1.0] * (MEMBER_LIMIT + 1), bytes(32)], 1],
     ("Begin", "commitments"): [[[bytes(32), -1.0, 0]], [[bytes(32), 1.0, 0]] * (MEMBER_LIMIT + 1), None],
     ("Part", "round"): [*NAMES, None],
     ("Part", "averages"): [

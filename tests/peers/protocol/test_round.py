@@ -12,7 +12,7 @@ from peers.log.certificate import Ballot, Phase
 from peers.log.header import NO_PAYLOAD, Member
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
-from peers.protocol.commitment import digest_of_all
+from peers.protocol.commitment import Norms, digest_of_all
 from peers.protocol.effects import Apply, Dropped, FetchPayload, OpenRound
 from peers.protocol.events import Applied, Captured, Digested, PayloadFetched, PayloadNotFetched
 from peers.protocol.messages import Certified, Part, Proof, Propose, Ready, Vote
@@ -156,8 +156,32 @@ def test_a_round_that_can_lead_to_no_entry_is_dropped() -> None:
     round = round_of(rig.log, leader="b")
     fewer = round.model_copy(update={"shares": tuple(one.model_copy(update={"chunks": 1}) for one in round.shares)})
     assert of(rig.hear("b", begin_of(fewer, rig.log)), Dropped)
-    assert of(rig.hear("b", begin_of(round, rig.log, commitments=())), Dropped), "it averages, and is told of nothing"
+    for chunks in (2, 0):
+        some = {"a": 2, "b": 4 - chunks, "c": chunks}
+        dealt = tuple(one.model_copy(update={"chunks": some[one.member.peer]}) for one in round.shares)
+        untold = begin_of(round.model_copy(update={"shares": dealt}), rig.log, commitments=())
+        assert of(rig.hear("b", untold), Dropped), "it votes, and could not tell an average that is too long (R3)"
     assert rig.peer.state is State.READY
+
+
+@pytest.mark.parametrize("lie", ["", "norms", "own", "none"])
+def test_r3_a_voter_that_averages_nothing_in_a_large_round_checks_its_norms(
+    lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peers.protocol.contributions.FEW", 2)
+    rig = ready_at_second()
+    said = [commitment(peer, rig.log).contribution for peer in "abc"]
+    if lie == "own":
+        said[2] = said[2].model_copy(update={"squares": 1e30})
+    norms = Norms.of(said)
+    if lie == "norms":
+        norms = norms.model_copy(update={"squares": (1e30, 1.0, 1.0)})
+    chunks = {"a": 3, "b": 3, "c": 0}
+    round = round_of(rig.log, leader="b")
+    dealt = tuple(one.model_copy(update={"chunks": chunks[one.member.peer]}) for one in round.shares)
+    round = round.model_copy(update={"shares": dealt, "committed": digest_of_all(said)})
+    rig.hear("b", begin_of(round, rig.log, commitments=(), norms=None if lie == "none" else norms))
+    assert (rig.peer.state is State.AVERAGING) == (not lie)
 
 
 def test_a_later_ballot_goes_on_with_the_round_and_no_earlier_round_is_joined_again() -> None:
