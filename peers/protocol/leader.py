@@ -7,6 +7,7 @@ under way comes to; what a new round does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
