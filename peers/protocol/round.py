@@ -17,10 +17,13 @@ from typing import ClassVar
 from peers.log.certificate import Ballot, Phase, electorate, prove
 from peers.log.header import NO_PAYLOAD, Header, Member
 from peers.log.state import LogError, LogState
+from peers.messages.averages import Averaged
+from peers.messages.commitment import Author, Commitment, Norms, commit_to
+from peers.messages.messages import Begin, Certified, Propose, Ready, Vote, Want
+from peers.messages.rounds import Round
 from peers.presence.membership import PARTICIPATING
 from peers.presence.presence import Presence
 from peers.protocol.awaited import late
-from peers.protocol.commitment import Author, Commitment, Norms, commit_to
 from peers.protocol.context import Context, Repetition
 from peers.protocol.contributions import Contributions, informed
 from peers.protocol.effects import Dropped, FetchPayload, Note, Send
@@ -37,13 +40,10 @@ from peers.protocol.events import (
 from peers.protocol.exchange import Exchange, ExchangeEvent
 from peers.protocol.internal import Owner, WorkDone
 from peers.protocol.leader import Leader
-from peers.protocol.messages import Begin, Certified, Propose, Ready, Vote, Want
 from peers.protocol.minority import Attendance
 from peers.protocol.pacemaker import Pacemaker, named_by_quorum
 from peers.protocol.part import Part, Row, Table
-from peers.protocol.parts import Averaged
 from peers.protocol.replica import Replica, ReplicaState
-from peers.protocol.rounds import Round
 from peers.protocol.trainer import Trainer, TrainerState
 from peers.protocol.voter import Voter, audience, choice_of, is_open, told_by
 from peers.protocol.voting import FIRST, Refusal

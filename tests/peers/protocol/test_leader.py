@@ -8,14 +8,14 @@ import pytest
 
 from peers.log.certificate import Ballot, Phase
 from peers.log.header import Header
+from peers.messages.commitment import Norms
+from peers.messages.messages import Begin, Certified, Part, Proof, Propose, Ready
+from peers.messages.rounds import Round
 from peers.presence.heartbeat import PeerState
-from peers.protocol.commitment import Norms
 from peers.protocol.effects import Send
 from peers.protocol.leader import AGAIN
-from peers.protocol.messages import Begin, Certified, Part, Proof, Propose, Ready
 from peers.protocol.pacemaker import death
 from peers.protocol.parts import Reducers
-from peers.protocol.rounds import Round
 from peers.protocol.voting import Refusal
 from peers.values.wire import digest_of
 from tests.peers.builders import Rig, at_second, averaged, certified, choice, of, ready, sends, two_votes, vote
