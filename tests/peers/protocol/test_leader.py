@@ -30,6 +30,30 @@ def leading() -> Rig:
     return rig
 
 
+def leading_six() -> Rig:
+    """b leads the second entry of a to f, four of whom are a quorum."""
+    rig = Rig("b", "acdef").joined().trained().exchanging("abcdef").whole()
+    log, header = rig.log, rig.next_header("abcdef")
+    rig.hear("a", certified(log, header, Phase.PREPARE, "acde"))
+    for name in "acde":
+        rig.hear(name, vote(name, log, choice(header, Phase.COMMIT)))
+    rig.applied().trained()
+    rig.see(state=PeerState.READY)
+    return rig
+
+
+def begun_without_f(rig: Rig, silence: int, hearing: str = "") -> Round:
+    """Let so much time pass without f, and return the round of the others. Some of them hear f."""
+    begins: list[tuple[str, Begin]] = []
+    for _ in range(silence):
+        rig.see(others="acde", state=PeerState.READY)
+        for name in "acde":
+            named = ("f",) if name in hearing else ()
+            begins += sends(says_ready(rig, name, named=named).effects, Begin)
+        begins += sends(rig.tick(), Begin)
+    return begins[-1][1].round
+
+
 def says_ready(rig: Rig, names: str = "ac", **changes: Any) -> Rig:
     for name in names:
         rig.hear(name, ready(rig.log, name, **changes))
@@ -245,25 +269,31 @@ def test_r12_a_leader_calls_a_voter_gone_only_after_a_deaths_time(beyond: float)
     assert rig.log.gone_in(header) == (("c",) if beyond > 0 else ())
 
 
-def test_a_peer_that_members_hear_is_not_gone() -> None:
-    """c was not heard for long; a hears it."""
-    rig = leading()
-    says_ready(rig, "a")
-    effects = []
-    for _ in range(60):
-        says_ready(rig, "a")
-        effects += rig.see(others="a", state=PeerState.READY) + rig.tick()
-    round = sends(effects, Begin)[-1][1].round
-    assert round.peers == ("a", "b")
-    told = tells_part(rig, round, "ab")
-    first = told[-1][1]
-    assert rig.log.gone_in(first.header) == ("c",)
+@pytest.mark.parametrize(
+    ("silence", "refused", "is_kept"),
+    [(30, 0, True), (30, -1, False), (int(death(TIMING) + TIMING.partition_grace) + 5, 0, False)],
+    ids=["the proposal", "an earlier one", "for too long"],
+)
+def test_r12_a_voter_that_one_member_hears_is_not_gone_for_the_partition_grace(
+    silence: int, refused: int, is_kept: bool
+) -> None:
+    """f was not heard for long; a hears it, and refuses for that. b to e are a quorum without a."""
+    rig = leading_six()
+    round = begun_without_f(rig, silence)
+    first = tells_part(rig, round, "abcde")[-1][1]
+    assert rig.log.gone_in(first.header) == ("f",)
     rig.now += TIMING.resend
-    effects = says_ready(
-        rig, "a", round=round.name, refused=first.ballot, reason=Refusal.NOT_GONE.value, named=("c",)
-    ).effects
-    again = sends(effects, Propose)[-1][1]
-    assert rig.log.gone_in(again.header) == ()
+    ballot = first.ballot.model_copy(update={"attempt": first.ballot.attempt + refused})
+    said = says_ready(rig, "a", round=round.name, refused=ballot, reason=Refusal.NOT_GONE.value, named=("f",))
+    again = [one for _, one in sends(said.effects, Propose) if one.ballot != first.ballot]
+    assert [rig.log.gone_in(one.header) for one in again[:1]] == ([()] if is_kept else [])
+
+
+def test_r12_a_voter_that_so_many_hear_that_the_others_are_no_quorum_is_not_gone() -> None:
+    rig = leading_six()
+    round = begun_without_f(rig, 200, hearing="acd")
+    first = tells_part(rig, round, "abcde")[-1][1]
+    assert rig.log.gone_in(first.header) == ()
 
 
 def test_r12_a_voter_whom_so_few_hear_that_the_rest_are_a_quorum_is_gone_all_the_same() -> None:
