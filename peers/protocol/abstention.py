@@ -55,7 +55,7 @@ class Abstention:
             return
         turn = log.voters.index(context.me) % TURNS * TURN * context.settings.timing.heartbeat
         if context.now - self._unable_since >= turn and self._others_are_enough(log):
-            context.begin_anew()
+            context.votes.begin_anew()
             context.emit(Note("warning", "this peer can take part in nothing, and has no say until it can again"))
 
     def _others_are_enough(self, log: LogState) -> bool:

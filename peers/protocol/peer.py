@@ -84,12 +84,11 @@ from peers.values.manifest import Amendment
 from peers.values.workload import PayloadKind
 
 SETTLED = Certified | Elsewhere | Refuse | LeaseGrant | Vote
-"""Messages that need no answer at a position that we have left, or have not reached. A voter that has heard nothing of
-what came of its vote says Ready, or asks."""
+"""Messages that need no answer elsewhere in the log. A voter that still waits for the entry says Ready, or asks."""
 
 
 class Peer:
-    """The protocol of one peer. Starts before the first entry, with the state that the manifest's seed gives."""
+    """The protocol of one peer."""
 
     def __init__(
         self,
@@ -103,9 +102,8 @@ class Peer:
         lineage: Lineage | None = None,
         record: VotingRecord | None = None,
     ) -> None:
-        """`start` is a number that no start of this peer has had before. `lineage` ends where the state is, if that is
-        not before the first entry. `record` has the votes of the starts before (R10). `payloads` are of each fragment:
-        what is shown as evidence is judged by them, too."""
+        """`start` is a number that no start of this peer has had before. `lineage` ends where the state is; None:
+        before the first entry. `record` has the votes of earlier starts (R10). `payloads` are of each fragment."""
         self.me = me
         self.settings = settings
         self.start = start
@@ -160,9 +158,9 @@ class Peer:
             case Undelivered(peer):
                 self.membership.unreachable(peer)
             case VotesKept():
-                self._context.votes_kept()
+                self._context.votes.kept()
             case VotesNotKept(reason):
-                self._context.votes_not_kept(reason)
+                self._context.votes.not_kept(reason)
             case TrainingProgress():
                 self.trainer.take(event)
             case Captured(fragment):
@@ -193,7 +191,7 @@ class Peer:
                 raise LocalProtocolError(f"no such event: {event!r}")
 
     def _take(self, fragment: int, event: Event) -> None:
-        """Tell the round of this fragment, if it is still open."""
+        """Let the round of this fragment take the event, if it is still open."""
         round = self.rounds.get(fragment)
         if round is not None:
             round.take(event)
@@ -215,7 +213,7 @@ class Peer:
             self._cycle.answer_elsewhere(sender, message)
 
     def _observe(self, sender: str, message: Message | Unread) -> None:
-        """Have a look at what was stated, wherever it is about: it may convict its sender (R9)."""
+        """Look for lies in a message about any position (R9)."""
         context, evidence, lineage = self._context, self._context.evidence, self.lineage
         match message:
             case Vote() if sender != self.me:
@@ -244,8 +242,7 @@ class Peer:
         return round is None or round.is_decided
 
     def _receive_here(self, sender: str, message: Message | Unread, round: EntryRound) -> None:
-        """Take in a message about a position where we are. What does not fit our state is late or early, and
-        dropped."""
+        """Take in a message about a position where we are. What does not fit our state is dropped."""
         cycle, leader = self._cycle, round.leader
         match message:
             case Begin() | Want() | Propose() | Vote() | Certified():
@@ -268,17 +265,17 @@ class Peer:
 
     @property
     def round(self) -> EntryRound:
-        """The one whose entry closes the cycle, while it is open."""
+        """The round whose entry closes the cycle, while it is open; else another open one."""
         return self._cycle.round
 
     @property
     def rounds(self) -> Mapping[int, EntryRound]:
-        """Those of the cycle's entries that are still to be made, by fragment."""
+        """The rounds of the cycle's entries that are still to be made, by fragment."""
         return self._cycle.rounds
 
     @property
     def view(self) -> int:
-        """The highest view that we have reached: what heartbeats name."""
+        """The highest view that we have reached, which beats name."""
         return max(round.pacemaker.reached for round in self.rounds.values())
 
     @property
@@ -287,7 +284,7 @@ class Peer:
 
     @property
     def settled(self) -> LogState:
-        """Where theta and momentum are, and have a digest: what heartbeats name."""
+        """Where theta and momentum are, and have a digest, which heartbeats name."""
         return self.replica.settled
 
     @property
@@ -315,12 +312,8 @@ class Peer:
         """Return as much of another peer's log as is to be taken for the run's."""
         return self._cycle.belief.branch(theirs, ours)
 
-    def keeps(self, fragment: int) -> bool:
-        """Whether what was captured of a fragment in this training is of use, in this cycle or a later one."""
-        return self.trainer.captures.keeps(fragment)
-
     def is_live(self, peer: str) -> bool:
-        """Whether its heartbeats say so, as of the last event."""
+        """Return whether another peer is heard and not leaving."""
         return self.presence.is_live(peer)
 
     @property
@@ -334,17 +327,17 @@ class Peer:
 
     @property
     def record(self) -> VotingRecord:
-        """All votes of this peer, and its farewell: what must be on the disk before that is said."""
+        """All votes of this peer, and its farewell, which are on the disk before they are sent (R10)."""
         return self._context.votes.record
 
     @property
     def exchange(self) -> Exchange | None:
-        """Of the round under way, where there is one fragment."""
+        """The exchange under way, where there is one fragment."""
         return self.round.exchange
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether chunks come and go."""
+        """Whether an exchange is under way."""
         is_here = self.state in (State.TRAINING, State.AVERAGING)
         return is_here and any(round.is_exchanging for round in self.rounds.values())
 
@@ -356,5 +349,5 @@ class Peer:
 
     @property
     def goodbye(self) -> Leaving | None:
-        """The farewell to tell the others in the end; None: there is none."""
+        """The farewell to tell the others in the end, if any."""
         return self._cycle.goodbye

@@ -442,7 +442,7 @@ class EntryRound(Part):
         if context.now - since > context.settings.timing.partition_grace:
             text = f"outer step {self.log.position.index} was made, and its entry is nowhere: it is made anew"
             context.emit(Note("warning", text))
-            context.begin_anew()
+            context.votes.begin_anew()
 
     def _keep_exchanging(self, _: Tick) -> None:
         before = self.pacemaker.view
@@ -451,7 +451,7 @@ class EntryRound(Part):
             self._word.at_once()
             self._enter(READY)
             self._go_on()
-            self._host.attempt_over(self)
+            self._host.leave_if_possible()
         else:
             self._go_on()
 
@@ -711,7 +711,7 @@ class EntryRound(Part):
         if is_bound and context.now - notes.lacking_since > timing.partition_grace:
             text = f"the payload of outer step {propose.header.index} is nowhere: this peer's vote for it is void"
             context.emit(Note("warning", text))
-            context.begin_anew()
+            context.votes.begin_anew()
             notes.lacking_since = None
         return Refusal.NO_PAYLOAD
 
@@ -735,7 +735,7 @@ class EntryRound(Part):
         self._notes.unkept.discard(payload)
         if trouble:
             self._notes.unkept.add(payload)
-            self._context.has_no_vote(trouble)
+            self._context.votes.fail(trouble)
 
     def _not_fetched(self, failed: PayloadNotFetched) -> None:
         self._context.emit(Note("info", f"no payload of entry {failed.header.index}: {failed.reason}"))

@@ -165,7 +165,7 @@ class StepCycle:
         """Train from the new theta, or go on with work that an entry without us has left us."""
         self._turn()
         if self._leave_by is not None:
-            self._leave_if_possible()  # as soon as the digest is there
+            self.leave_if_possible()  # as soon as the digest is there
             return
         if self.replica.state is not ReplicaState.LEVEL or self.replica.log.made:
             self._look()  # others may have the other fragments' entries
@@ -187,7 +187,7 @@ class StepCycle:
     def on_digested(self) -> None:
         """Tell others of the state, whose digest is known now."""
         if self._leave_by is not None:
-            self._leave_if_possible()
+            self.leave_if_possible()
         elif self.state is State.JOINING:
             self.join()
         for round in self.rounds.values():
@@ -381,22 +381,18 @@ class StepCycle:
             self._context.emit(Send(sender, Elsewhere(position=self.replica.log.position)))
 
     # Out of the run -------------------------------------------------------------------------------------------
-    def attempt_over(self, round: EntryRound) -> None:
-        """Leave, if this was waited for."""
-        self._leave_if_possible()
-
     def on_leave_requested(self, at_once: bool) -> None:
         """Leave once a round under way is over, or at once."""
         leave_by = self._context.now + (0 if at_once else self._context.settings.timing.leave)
         self._leave_by = min(leave_by, self._leave_by or leave_by)
-        self._leave_if_possible()
+        self.leave_if_possible()
 
     @property
     def _notes_down(self) -> bool:
         """Whether we leave, and only the last entry's digest is still to come: nothing new begins."""
         return self._leave_by is not None and self.replica.undigested is not None
 
-    def _leave_if_possible(self) -> None:
+    def leave_if_possible(self) -> None:
         """Leave, unless a round is under way or its entry is noted down, for which there is time until `_leave_by`."""
         if self._leave_by is None:
             return
@@ -408,7 +404,7 @@ class StepCycle:
         self.trainer.stop()
         self.has_left = True
         if self.presence.live().trainers:
-            self.goodbye = self._context.goodbye(self.replica.log.position)
+            self.goodbye = self._context.votes.leave(self.replica.log.position)
         self._context.emit(Stop())  # the driver says goodbye to the others
 
     @property

@@ -56,7 +56,7 @@ class Voter:
     @property
     def state(self) -> VoterState | None:
         """What we have voted here; None once we have left."""
-        return self._context.voter_at(self._log.position)
+        return self._context.votes.at(self._log.position)
 
     @property
     def lock(self) -> Certified | None:
@@ -95,7 +95,7 @@ class Voter:
             return answer
         voters = electorate(self._log, header, group).voters
         if (self._context.me, answer.vote.incarnation) in voters and answer.state != self.state:
-            self._context.cast(answer.state, *self._sends(answer.vote, header, group, leader))
+            self._context.votes.cast(answer.state, *self._sends(answer.vote, header, group, leader))
         return None
 
     def _sends(self, vote: Vote, header: Header, group: Group, leader: str) -> list[Send]:

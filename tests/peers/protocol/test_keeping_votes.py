@@ -104,9 +104,9 @@ def test_r10_without_a_record_or_after_a_farewell_it_is_another_incarnation() ->
 
 def test_r10_what_a_given_up_incarnation_has_under_way_is_not_sent() -> None:
     rig = asked()
-    rig.peer._context.begin_anew()
+    rig.peer._context.votes.begin_anew()
     assert not sends(rig.do(VotesKept()), Vote)
-    rig.peer._context.begin_anew()
+    rig.peer._context.votes.begin_anew()
     assert rig.peer.record.places == ()
 
 

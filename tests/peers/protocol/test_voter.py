@@ -60,7 +60,7 @@ def test_r12_a_peer_without_a_say_agrees_and_is_not_counted() -> None:
 
 def test_r11_a_peer_that_has_said_farewell_votes_for_nothing() -> None:
     booth = Booth()
-    booth.context.goodbye(LOG.position)
+    booth.context.votes.leave(LOG.position)
     assert booth.voter.prepare(propose(HEADER), "a", None) is Refusal.LEFT
     assert booth.voter.commit(certified(LOG, HEADER, Phase.PREPARE), "a") is Refusal.LEFT
 
