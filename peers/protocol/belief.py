@@ -9,12 +9,12 @@ from peers.log.certificate import CertificateError, Proof, prove
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import Branch
 from peers.log.state import LogError, LogState
+from peers.messages.messages import Certified
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.context import Context
 from peers.protocol.effects import Dropped
 from peers.protocol.internal import Behind
-from peers.protocol.messages import Certified
 from peers.protocol.minority import are_most
 from peers.protocol.replica import Replica
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogState
+from peers.messages.messages import Inquire
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.belief import Belief
@@ -15,7 +16,6 @@ from peers.protocol.context import Context, Repetition
 from peers.protocol.effects import FetchLineage, Note, Send
 from peers.protocol.events import LineageNotSeen, LineageSeen
 from peers.protocol.internal import FarBehind
-from peers.protocol.messages import Inquire
 from peers.protocol.pacemaker import death
 from peers.protocol.replica import Replica
 

@@ -9,10 +9,10 @@ from peers.audit.evidence import Evidence
 from peers.log.certificate import Ballot, Departure
 from peers.log.header import Fault, Position
 from peers.log.settings import RunSettings
+from peers.messages.messages import Leaving
 from peers.protocol.amending import Amending
 from peers.protocol.effects import Effect, KeepVotes, Note, Send
 from peers.protocol.events import Event, Received
-from peers.protocol.messages import Leaving
 from peers.protocol.pace import Pace
 from peers.protocol.pacemaker import RoundTimes
 from peers.protocol.planning import Undealt

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from peers.log.state import LogState
-from peers.protocol.commitment import ChunkProof, Commitment, Contribution, Norms, leads_to
-from peers.protocol.messages import Begin
-from peers.protocol.rounds import Round
+from peers.messages.commitment import ChunkProof, Commitment, Contribution, Norms, leads_to
+from peers.messages.messages import Begin
+from peers.messages.rounds import Round
 from peers.values.identity import Keys
 
 FEW = 16

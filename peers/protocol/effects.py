@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from peers.log.certificate import Certificate
 from peers.log.header import Header
-from peers.protocol.messages import Message
-from peers.protocol.parts import Origin
-from peers.protocol.rounds import Round, RoundName
+from peers.messages.averages import Origin
+from peers.messages.messages import Message
+from peers.messages.rounds import Round, RoundName
 from peers.protocol.voting import VotingRecord
 from peers.values.manifest import Amendment
 from peers.values.workload import InnerLoop

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import Branch
 from peers.log.state import LogState
+from peers.messages.averages import Origin
+from peers.messages.commitment import CommittedChunk
+from peers.messages.messages import Message, Unread
+from peers.messages.rounds import RoundName
 from peers.presence.heartbeat import Heartbeat
-from peers.protocol.commitment import Evidence
-from peers.protocol.messages import Message, Unread
-from peers.protocol.parts import Origin
-from peers.protocol.rounds import RoundName
 from peers.values.manifest import Amendment
 from peers.values.signed_heads import SignedHeads
 from peers.values.wire import Reach
@@ -99,7 +99,7 @@ class BadBlocks(Event):
     sender: str
     chunk: int
     reason: str
-    evidence: Evidence | None = None
+    evidence: CommittedChunk | None = None
     reduced: bool = False
 
 

@@ -17,8 +17,11 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from peers.log.header import NO_PAYLOAD
-from peers.protocol.chunk_sets import chunk_set, chunks_in
-from peers.protocol.commitment import Commitment
+from peers.messages.averages import MARK_BYTES, MARKED, Averaged
+from peers.messages.chunk_sets import chunk_set, chunks_in
+from peers.messages.commitment import Commitment
+from peers.messages.messages import Part, Want
+from peers.messages.rounds import Round, RoundName
 from peers.protocol.contributions import UNKNOWN, Contributions, OwnersSignatures
 from peers.protocol.effects import AssemblePayload, Effect, OpenRound, ReduceChunk, Send, SendChunk
 from peers.protocol.events import (
@@ -29,9 +32,7 @@ from peers.protocol.events import (
     PayloadAssembled,
     ReducedArrived,
 )
-from peers.protocol.messages import Part, Want
-from peers.protocol.parts import MARK_BYTES, MARKED, Averaged, Averages, Outcome, Reducers, is_lawful
-from peers.protocol.rounds import Round, RoundName
+from peers.protocol.parts import Averages, Outcome, Reducers, is_lawful
 from peers.values.identity import Keys
 
 ExchangeEvent = ContributionArrived | BadBlocks | ReducedArrived | ChunkSent | ChunksUnsent | PayloadAssembled

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from peers.log.certificate import Certificate
 from peers.log.header import Header, Position
 from peers.log.state import LogState
-from peers.protocol.messages import Certified
+from peers.messages.messages import Certified
 from peers.values.leases import Lease
 from peers.values.workload import Trained
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from peers.log.state import LogError
+from peers.messages.messages import LeaseGrant, LeaseRequest
 from peers.presence.membership import PARTICIPATING
 from peers.presence.presence import Presence
 from peers.protocol.context import Context, Repetition
 from peers.protocol.effects import Dropped, Send
-from peers.protocol.messages import LeaseGrant, LeaseRequest
 from peers.protocol.pacemaker import death
 from peers.protocol.replica import Replica
 

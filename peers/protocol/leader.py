@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING
 from peers.log.certificate import Ballot, Group, Phase
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogError
+from peers.messages.commitment import Norms, digest_of_all
+from peers.messages.messages import Begin, Certified, LeaseRequest, Part, Propose, Ready
+from peers.messages.rounds import Round, RoundName
 from peers.presence.presence import Presence
 from peers.protocol.awaited import late
-from peers.protocol.commitment import Norms, digest_of_all
 from peers.protocol.context import Context
 from peers.protocol.contributions import informed
 from peers.protocol.effects import Note, Send
 from peers.protocol.exchange import DUE
-from peers.protocol.messages import Begin, Certified, LeaseRequest, Part, Propose, Ready
 from peers.protocol.pacemaker import death
 from peers.protocol.parts import Parts
 from peers.protocol.planning import heirs_of, seconds_for, shares
 from peers.protocol.readiness import Readiness, commitments_of, links_of
 from peers.protocol.replica import Replica
-from peers.protocol.rounds import Round, RoundName
 from peers.protocol.trainer import Trainer
 from peers.protocol.voter import choice_of
 from peers.protocol.voting import Refusal

@@ -21,6 +21,24 @@ from peers.log.header import Position
 from peers.log.lineage import Branch, Lineage
 from peers.log.settings import RunSettings
 from peers.log.state import LogState
+from peers.messages.messages import (
+    Begin,
+    Certified,
+    Elsewhere,
+    LeaseGrant,
+    LeaseRequest,
+    Leaving,
+    Message,
+    Part,
+    Proof,
+    Propose,
+    Ready,
+    Refuse,
+    Unread,
+    Vote,
+    Want,
+)
+from peers.messages.rounds import RoundName
 from peers.presence.membership import Membership
 from peers.presence.presence import Presence
 from peers.protocol.abstention import Abstention
@@ -55,26 +73,8 @@ from peers.protocol.events import (
 )
 from peers.protocol.exchange import Exchange, ExchangeEvent
 from peers.protocol.hindrance import Hindrances
-from peers.protocol.messages import (
-    Begin,
-    Certified,
-    Elsewhere,
-    LeaseGrant,
-    LeaseRequest,
-    Leaving,
-    Message,
-    Part,
-    Proof,
-    Propose,
-    Ready,
-    Refuse,
-    Unread,
-    Vote,
-    Want,
-)
 from peers.protocol.replica import Replica
 from peers.protocol.round import EntryRound
-from peers.protocol.rounds import RoundName
 from peers.protocol.states import State
 from peers.protocol.step_cycle import StepCycle
 from peers.protocol.trainer import Trainer

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from peers.log.header import Member
 from peers.log.settings import Timing
 from peers.log.state import TERM
+from peers.messages.rounds import Round, Share
 from peers.presence.reachability import SEEN_LIMIT
-from peers.protocol.rounds import Round, Share
 from peers.values.chunks import payloads_moved, split_by_rate
 
 LEAST_PAYLOADS = 2.0

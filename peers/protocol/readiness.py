@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 
 from peers.log.header import MEMBER_LIMIT, Member
 from peers.log.state import LogError, LogState, take_order
+from peers.messages.commitment import Contribution
+from peers.messages.messages import LeaseGrant, LeaseRequest, Ready, Refuse
 from peers.presence.presence import Presence
 from peers.protocol.awaited import Awaited
-from peers.protocol.commitment import Contribution
 from peers.protocol.context import Context
 from peers.protocol.effects import Dropped, Send
-from peers.protocol.messages import LeaseGrant, LeaseRequest, Ready, Refuse
 from peers.protocol.pacemaker import death
 from peers.protocol.planning import Link
 from peers.protocol.trainer import Trainer, TrainerState

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from peers.log.certificate import Certificate
 from peers.log.header import NO_PAYLOAD, Header, Position
 from peers.log.lineage import Lineage
+from peers.messages.messages import Certified, Elsewhere, Inquire, LeaseGrant, Leaving, Message, Refuse, Unread
 from peers.presence.presence import Presence
 from peers.protocol.belief import Belief
 from peers.protocol.catching_up import Search
@@ -27,7 +28,6 @@ from peers.protocol.events import (
 from peers.protocol.hindrance import Hindrances
 from peers.protocol.internal import EntryMade, FarBehind, Leased, NobodyAhead, WorkDone, WorkEnds
 from peers.protocol.joiner import Joiner
-from peers.protocol.messages import Certified, Elsewhere, Inquire, LeaseGrant, Leaving, Message, Refuse, Unread
 from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.round import EntryRound, RoundState
 from peers.protocol.states import State

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from peers.log.certificate import Ballot, Certificate, Choice, Group, Phase, electorate
 from peers.log.header import Header
 from peers.log.state import LogState
+from peers.messages.messages import Certified, Propose, Vote
 from peers.presence.presence import Presence
 from peers.protocol.context import Context
 from peers.protocol.effects import Send
-from peers.protocol.messages import Certified, Propose, Vote
 from peers.protocol.replica import Replica
 from peers.protocol.voting import Cast, Refusal, Tally, VoterState, VotingPlace, vote_commit, vote_prepare
 

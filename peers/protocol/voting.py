@@ -42,7 +42,7 @@ from peers.log.certificate import (
 from peers.log.header import Header, Position
 from peers.log.state import LogError, LogState
 from peers.log.votes import RECORD_LIMIT
-from peers.protocol.messages import Certified, Propose, Vote
+from peers.messages.messages import Certified, Propose, Vote
 from peers.values.identity import Keys
 from peers.values.wire import DIGEST_BYTES, Count, PeerId, RunId, Value, WireError, digest_of, pack, unpack
 

@@ -11,8 +11,8 @@ import pytest
 
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
+from peers.messages.messages import Begin, Message, Ready, Vote
 from peers.protocol.effects import Note, SendChunk, Trouble
-from peers.protocol.messages import Begin, Message, Ready, Vote
 from peers.protocol.states import State
 from peers.values.wire import digest_of
 from tests.simulator.history import InvariantError

@@ -12,8 +12,8 @@ import pytest
 
 from peers.log.certificate import Group
 from peers.log.settings import RunSettings, Timing
+from peers.messages.messages import Begin, Message, Propose, Ready
 from peers.protocol.events import Event, HeartbeatsSeen, TrainingDone, TrainingProgress
-from peers.protocol.messages import Begin, Message, Propose, Ready
 from tests.simulation.test_malice import QUICK
 from tests.simulation.test_weaknesses import SETTINGS
 from tests.simulator.liars import Lie, remade

@@ -18,11 +18,11 @@ from peers.log.certificate import Ballot
 from peers.log.header import Member, Position
 from peers.log.settings import RunSettings, Timing
 from peers.log.state import Quorum
+from peers.messages.messages import Begin, Message, Ready
+from peers.messages.rounds import Round, RoundName
 from peers.protocol.effects import SendChunk, TokensLost
-from peers.protocol.messages import Begin, Message, Ready
 from peers.protocol.pacemaker import MARGIN, death
 from peers.protocol.planning import Link, shares
-from peers.protocol.rounds import Round, RoundName
 from peers.values.chunks import payloads_moved
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of

@@ -24,7 +24,7 @@ from peers.audit.proofs import TwoVotes, Verifier, contradict
 from peers.log.certificate import Ballot, Certificate, Choice, Group, Phase, digest_of_group
 from peers.log.header import Member
 from peers.log.state import Quorum
-from peers.protocol.messages import Certified, Propose, Vote
+from peers.messages.messages import Certified, Propose, Vote
 from peers.protocol.voting import (
     Cast,
     Tally,

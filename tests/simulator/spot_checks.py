@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from peers.audit.spot_check import Sample, choose, is_refuted
-from peers.protocol.commitment import ChunkProof
+from peers.messages.commitment import ChunkProof
 from peers.protocol.events import AverageRefuted, Event, PayloadAssembled
 from peers.protocol.exchange import Exchange
 from peers.values.workload import Blocks

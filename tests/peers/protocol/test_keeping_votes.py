@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from peers.log.certificate import Ballot
+from peers.messages.messages import Leaving, Vote
 from peers.protocol.context import Context
 from peers.protocol.effects import Effect, KeepVotes, Note
 from peers.protocol.events import Event, LeaveRequested, PayloadAssembled, VotesKept, VotesNotKept
-from peers.protocol.messages import Leaving, Vote
 from peers.protocol.voting import VoterState, VotingRecord
 from tests.peers.builders import FIRST, PAYLOADS, Rig, of, propose, sends
 from tests.peers.logs import SETTINGS

@@ -8,14 +8,14 @@ import pytest
 
 from peers.log.certificate import Ballot, Phase
 from peers.log.header import Header
+from peers.messages.commitment import Norms
+from peers.messages.messages import Begin, Certified, Part, Proof, Propose, Ready
+from peers.messages.rounds import Round
 from peers.presence.heartbeat import PeerState
-from peers.protocol.commitment import Norms
 from peers.protocol.effects import Send
 from peers.protocol.leader import AGAIN
-from peers.protocol.messages import Begin, Certified, Part, Proof, Propose, Ready
 from peers.protocol.pacemaker import death
 from peers.protocol.parts import Reducers
-from peers.protocol.rounds import Round
 from peers.protocol.voting import Refusal
 from peers.values.wire import digest_of
 from tests.peers.builders import Rig, at_second, averaged, certified, choice, of, ready, sends, two_votes, vote
@@ -267,26 +267,6 @@ def test_r12_a_leader_calls_a_voter_gone_only_after_a_deaths_time(beyond: float)
     rig.tick(1.0 + beyond)
     header = tells_part(rig, begun(rig, "a"), "ab")[-1][1].header
     assert rig.log.gone_in(header) == (("c",) if beyond > 0 else ())
-
-
-@pytest.mark.parametrize(
-    ("silence", "refused", "is_kept"),
-    [(30, 0, True), (30, -1, False), (int(death(TIMING) + TIMING.partition_grace) + 5, 0, False)],
-    ids=["the proposal", "an earlier one", "for too long"],
-)
-def test_r12_a_voter_that_one_member_hears_is_not_gone_for_the_partition_grace(
-    silence: int, refused: int, is_kept: bool
-) -> None:
-    """f was not heard for long; a hears it, and refuses for that. b to e are a quorum without a."""
-    rig = leading_six()
-    round = begun_without_f(rig, silence)
-    first = tells_part(rig, round, "abcde")[-1][1]
-    assert rig.log.gone_in(first.header) == ("f",)
-    rig.now += TIMING.resend
-    ballot = first.ballot.model_copy(update={"attempt": first.ballot.attempt + refused})
-    said = says_ready(rig, "a", round=round.name, refused=ballot, reason=Refusal.NOT_GONE.value, named=("f",))
-    again = [one for _, one in sends(said.effects, Propose) if one.ballot != first.ballot]
-    assert [rig.log.gone_in(one.header) for one in again[:1]] == ([()] if is_kept else [])
 
 
 def test_r12_a_voter_that_so_many_hear_that_the_others_are_no_quorum_is_not_gone() -> None:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from peers.log.certificate import Phase
 from peers.log.header import MEMBER_LIMIT
-from peers.presence.reachability import SEEN_LIMIT
-from peers.protocol.chunk_sets import CHUNK_SET_BYTES, chunk_set
-from peers.protocol.commitment import Norms
-from peers.protocol.messages import (
+from peers.messages.averages import MARK_BYTES, MARKED
+from peers.messages.chunk_sets import CHUNK_SET_BYTES, chunk_set
+from peers.messages.commitment import Norms
+from peers.messages.messages import (
     KINDS,
     PROOF_LIMIT,
     Begin,
@@ -33,8 +33,8 @@ from peers.protocol.messages import (
     Unread,
     Want,
 )
-from peers.protocol.packing import FIELDS, PLACE, open_envelope, pack_message, unpack_message
-from peers.protocol.parts import MARK_BYTES, MARKED
+from peers.messages.packing import FIELDS, PLACE, open_envelope, pack_message, unpack_message
+from peers.presence.reachability import SEEN_LIMIT
 from peers.values.leases import PIECE_LIMIT, SampleRange
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError
 from tests.peers.builders import (

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from peers.log.lineage import Lineage
+from peers.messages.messages import Propose
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.belief import Belief
 from peers.protocol.effects import Apply
 from peers.protocol.events import PayloadAssembled
-from peers.protocol.messages import Propose
 from peers.protocol.minority import NEARLY, Attendance
 from peers.protocol.replica import Replica
 from tests.peers.builders import at_second, context, of, sends

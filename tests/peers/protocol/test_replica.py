@@ -9,6 +9,7 @@ from peers.log.certificate import Proof
 from peers.log.header import Header, Member
 from peers.log.lineage import RECENT_ENTRIES, Branch, Lineage
 from peers.log.state import LogState
+from peers.messages.messages import Certified
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.belief import Belief
@@ -16,7 +17,6 @@ from peers.protocol.catching_up import Search
 from peers.protocol.effects import Apply, Dropped, FetchLineage, FetchSnapshot, Note, Send, TokensLost
 from peers.protocol.events import Applied, Digested, LineageSeen, SignedHeadsSeen, SnapshotFailed, SnapshotRestored
 from peers.protocol.internal import EntryMade, FarBehind, NobodyAhead
-from peers.protocol.messages import Certified
 from peers.protocol.replica import PASSED_ON, Replica, ReplicaState
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of

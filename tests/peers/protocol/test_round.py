@@ -10,14 +10,14 @@ import pytest
 from peers.audit.evidence import Evidence
 from peers.log.certificate import Ballot, Phase
 from peers.log.header import NO_PAYLOAD, Member
+from peers.messages.commitment import Norms, digest_of_all
+from peers.messages.messages import Certified, Part, Proof, Propose, Ready, Vote
+from peers.messages.rounds import Round, Share
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
-from peers.protocol.commitment import Norms, digest_of_all
 from peers.protocol.effects import Apply, Dropped, FetchPayload, OpenRound
 from peers.protocol.events import Applied, Captured, Digested, PayloadFetched, PayloadNotFetched
-from peers.protocol.messages import Certified, Part, Proof, Propose, Ready, Vote
 from peers.protocol.round import STALLED, OwnWork, RoundState
-from peers.protocol.rounds import Round, Share
 from peers.protocol.states import State
 from peers.protocol.trainer import Trainer
 from peers.protocol.voting import Refusal

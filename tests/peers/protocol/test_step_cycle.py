@@ -10,6 +10,7 @@ import pytest
 
 from peers.log.header import NO_PAYLOAD, Header, Member
 from peers.log.state import LogState, take_order
+from peers.messages.messages import Inquire, Ready, Vote
 from peers.presence.heartbeat import PeerState
 from peers.protocol.amending import Amending
 from peers.protocol.effects import Apply, FetchPayload, Note, StopTraining, TokensLost
@@ -25,7 +26,6 @@ from peers.protocol.events import (
     TrainingDone,
     TrainingProgress,
 )
-from peers.protocol.messages import Inquire, Ready, Vote
 from peers.protocol.pacemaker import death
 from peers.protocol.states import State
 from peers.values.identity import Identity

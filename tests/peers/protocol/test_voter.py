@@ -10,8 +10,8 @@ from peers.log.certificate import Ballot, Phase
 from peers.log.header import Member
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
+from peers.messages.messages import Certified, Vote
 from peers.presence.presence import Presence
-from peers.protocol.messages import Certified, Vote
 from peers.protocol.replica import Replica
 from peers.protocol.voter import FANOUT, OPEN_LIMIT, REMEMBERED, Voter, audience, is_open, told_by
 from peers.protocol.voting import Refusal

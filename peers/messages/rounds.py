@@ -11,7 +11,7 @@ from pydantic import Field
 from peers.log.certificate import Ballot, Group
 from peers.log.header import MEMBER_LIMIT, Faults, Header, Member, Position
 from peers.log.state import LogState
-from peers.protocol.commitment import NOTHING, Author, Contribution
+from peers.messages.commitment import NOTHING, Author, Contribution
 from peers.values.manifest import Amendment
 from peers.values.wire import Count, Digest, PeerId, Value, digest_of, pack
 

@@ -13,11 +13,11 @@ from pydantic import Field
 
 from peers.log.certificate import Ballot, Certificate, Choice, Group, Phase, digest_of_group, position_of
 from peers.log.header import MEMBER_LIMIT, Header, Kind, Position
+from peers.messages.averages import Averaged, Marks
+from peers.messages.chunk_sets import ChunkSet
+from peers.messages.commitment import Commitment, Contribution, Norms
+from peers.messages.rounds import Round, RoundName
 from peers.presence.reachability import SEEN_LIMIT
-from peers.protocol.chunk_sets import ChunkSet
-from peers.protocol.commitment import Commitment, Contribution, Norms
-from peers.protocol.parts import Averaged, Marks
-from peers.protocol.rounds import Round, RoundName
 from peers.values.identity import Signature
 from peers.values.leases import PIECE_LIMIT
 from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Reason, Samples, Seconds, Value
