@@ -155,7 +155,6 @@ class ExactReference(Reference):
         momentum += average
         theta -= np.float32(self.state.learning_rate(self.index)) * (average + np.float32(outer.momentum) * momentum)
 
-
     def presence(self, member: Member, fragment: int, size: int) -> Vector:
         """Return 1 for each value of a fragment that a member brings, and 0 for the others."""
         return np.ones(size, np.float32)

@@ -20,8 +20,8 @@ import yaml  # type: ignore[import-untyped]
 from opendiloco.cli import main
 from opendiloco.cli.group import EXIT_CODES
 from opendiloco.config.run_config import RunConfig
+from peers.messages.messages import KINDS
 from peers.protocol.diagrams import PARTS, diagram
-from peers.protocol.messages import KINDS
 from peers.protocol.part import Part
 
 ROOT = Path(__file__).parent.parent

@@ -5,21 +5,12 @@ from __future__ import annotations
 from tests.house import ATTRIBUTES_AT_MOST, JOIN_TO_BACKWARD, large_classes, unexplained_constants
 from tests.test_layering import ROOT, SOURCES, is_in, module_name
 
-STILL_LARGE = {
-    "peers.protocol.replica.Replica",
-    "peers.protocol.trainer.Trainer",
-}
-"""Classes that had more attributes when the rule came. The list only shrinks."""
 NOT_YET_EXPLAINED = ("peers.protocol",)
 """Rooms whose constants need no reason yet: they are about to be replaced."""
 
 
-def test_no_further_class_has_many_attributes() -> None:
-    assert not large_classes().keys() - STILL_LARGE, f"more than {ATTRIBUTES_AT_MOST} attributes: split by their jobs"
-
-
-def test_classes_that_have_become_small_leave_the_list() -> None:
-    assert not STILL_LARGE - large_classes().keys(), "take them out of STILL_LARGE"
+def test_no_class_has_many_attributes() -> None:
+    assert not large_classes(), f"more than {ATTRIBUTES_AT_MOST} attributes: split by their jobs"
 
 
 def test_the_way_from_join_to_the_backward_pass_names_files_that_are_there() -> None:

@@ -34,14 +34,14 @@ from peers.log.head_signer import CannotSignError, HeadSigner, SignedFileError
 from peers.log.header import NO_PAYLOAD, Position
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError, LogState
+from peers.messages.messages import Certified, Elsewhere, Inquire
+from peers.messages.packing import pack_message, unpack_message
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.run_failures import RunFailures
 from peers.network.transport import HivemindTransport
 from peers.presence.branches import state_told
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
-from peers.protocol.messages import Certified, Elsewhere, Inquire
-from peers.protocol.packing import pack_message, unpack_message
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.following import Doubts, next_in_log
 from peers.transfer.lineage_fetch import Compared, LineageFetch, Past, add_headers_before, serve_headers

@@ -30,11 +30,10 @@ from peers.log.header import FAULT_LIMIT, Fault, Position, may_be_named
 from peers.log.lineage import Branch, Lineage
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState, committee
-from peers.protocol.commitment import Author, Commitment
-from peers.protocol.commitment import Evidence as CommittedChunk
-from peers.protocol.messages import Certified, Leaving, Proof, Vote
-from peers.protocol.parts import Averaged
-from peers.protocol.rounds import Round
+from peers.messages.averages import Averaged
+from peers.messages.commitment import Author, Commitment, CommittedChunk
+from peers.messages.messages import Certified, Leaving, Proof, Vote
+from peers.messages.rounds import Round
 from peers.values.identity import Verify
 from peers.values.wire import WireError, digest_of, pack
 from peers.values.workload import PayloadKind

@@ -23,10 +23,10 @@ from typing import ClassVar, NamedTuple
 from peers.log.certificate import Choice, Departure, Phase
 from peers.log.header import FAULT_AGE, Fault, Kind, Position
 from peers.log.lineage import Lineage
-from peers.protocol.commitment import Author, Commitment, Evidence
-from peers.protocol.messages import PROOF_LIMIT, Vote
-from peers.protocol.parts import Averaged, Statement
-from peers.protocol.rounds import Round, RoundName
+from peers.messages.averages import Averaged, Statement
+from peers.messages.commitment import Author, Commitment, CommittedChunk
+from peers.messages.messages import PROOF_LIMIT, Vote
+from peers.messages.rounds import Round, RoundName
 from peers.values.identity import Signature, Verify
 from peers.values.wire import Count, Digest, PeerId, Value, WireError, digest_of, pack, unpack
 from peers.values.workload import PayloadKind
@@ -219,7 +219,7 @@ class BadContribution(FaultProof):
 
     kind: ClassVar[Kind] = "contribution"
     author: Author
-    evidence: Evidence
+    evidence: CommittedChunk
 
     @property
     def accused(self) -> str:

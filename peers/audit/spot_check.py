@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 from peers.errors import DilocoPeerError
 from peers.log.header import Position
-from peers.protocol.commitment import ChunkProof, Contribution, leads_to
-from peers.protocol.parts import Averaged
+from peers.messages.averages import Averaged
+from peers.messages.commitment import ChunkProof, Contribution, leads_to
 from peers.values.chunks import Chunking
 from peers.values.wire import digest_of
 from peers.values.workload import BadBlocksError, Blocked, Blocks, Reduction

@@ -28,6 +28,7 @@ from peers.log.lineage import Lineage
 from peers.log.settings import RunSettings
 from peers.log.state import LogError
 from peers.log.votes import VotesFile, VotesFileError
+from peers.messages.packing import Packer
 from peers.metrics import HEALTH
 from peers.network.channel import PeerRefusedError, PeerUnreachableError
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
@@ -35,7 +36,6 @@ from peers.protocol import effects
 from peers.protocol.effect_table import EffectTable, row
 from peers.protocol.effects import Dropped, KeepVotes, Note, Send, TokensLost, Trouble
 from peers.protocol.events import Event, LeaveRequested, Received, Tick, Undelivered, VotesKept, VotesNotKept
-from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
 from peers.protocol.voting import RecordError, VotingRecord
 from peers.transfer.buffers import PayloadBuffers, inspection

@@ -11,12 +11,12 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from peers import metrics
+from peers.messages.rounds import RoundName
 from peers.network.channel import BYTES_UNDER_WAY, ChunkSender, Frame, PeerUnreachableError
 from peers.network.sockets import has_bbr
 from peers.network.throttle import FEWEST, FEWEST_WITH_BBR, MOST_WITH_BBR, Lanes, RateMeter
 from peers.protocol.effects import SendChunk
 from peers.protocol.events import ChunkSent, ChunksUnsent
-from peers.protocol.rounds import RoundName
 from peers.transfer.averages import ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.wire import Value, pack

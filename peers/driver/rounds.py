@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from peers import metrics
 from peers.audit.spot_check import Sample, choose, is_refuted
 from peers.driver.traffic import Traffic
-from peers.protocol.commitment import ChunkProof
+from peers.messages.commitment import ChunkProof
+from peers.messages.rounds import RoundName
 from peers.protocol.effects import AssemblePayload, OpenRound, ReduceChunk
 from peers.protocol.events import AverageRefuted, PayloadAssembled
 from peers.protocol.exchange import Exchange
-from peers.protocol.rounds import RoundName
 from peers.transfer.averages import ask_for_contributions, average_chunk, serve_contributions
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.system import now

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from peers import metrics
 from peers.driver.outgoing import CHUNKS, CLOSING_TIME, Outgoing, StreamHeader, Uplink
 from peers.errors import RemoteProtocolError
+from peers.messages.rounds import RoundName
 from peers.network.channel import Channel, PeerUnreachableError, RefusalError, receive_chunks
 from peers.network.rating import RATING, Rater
 from peers.network.throttle import MOST, RateMeter
 from peers.protocol.effects import SendChunk
 from peers.protocol.events import RateMeasured, ReachSeen
-from peers.protocol.rounds import RoundName
 from peers.transfer.averages import Admission, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.system import now

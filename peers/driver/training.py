@@ -88,7 +88,7 @@ class Training:
         root = await self._quantize(fragment)
         trained = Trained((), self._planned_tokens(train), self._loss, contribution=root)
         self._host.handle(Captured(fragment, trained))
-        if not self._host.peer.keeps(fragment) and not self._replication.is_applying(fragment):
+        if not self._host.peer.trainer.captures.keeps(fragment) and not self._replication.is_applying(fragment):
             await self._workload.unchanged(train.index, fragment)
 
     async def _quantize(self, fragment: int) -> Sum:

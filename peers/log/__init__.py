@@ -10,6 +10,6 @@ header: FAULT_AGE, FAULT_LIMIT, Fault, Faults, Header, Kind, MEMBER_LIMIT, Membe
     UNKNOWN_STATE, cycle_head, may_be_named
 lineage: Branch, Lineage, RECENT_ENTRIES, Walk
 settings: RunSettings, Timing
-state: LogError, LogState, Quorum, committee, take_order
+state: LogError, LogState, Quorum, TERM, committee, take_order
 votes: RECORD_LIMIT, VotesFile, VotesFileError
 """

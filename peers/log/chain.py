@@ -21,6 +21,7 @@ from peers.log.certificate import Certificate, CertificateError, prove
 from peers.log.header import MEMBER_LIMIT, Faults, Header, Member, cycle_head
 from peers.log.state import LogError, LogState
 from peers.values.identity import verify
+from peers.values.leases import prefix, sample_count
 from peers.values.manifest import Amendment
 from peers.values.wire import Count, Digest, PeerId, Value, pack, unpack
 
@@ -33,24 +34,35 @@ HEADER_LIMIT = 1 << 20  # bytes of an entry's header or outcome
 
 class Turnout(Value):
     """A roster in brief: runs of places [first, last) among the peers that have a lease (`LogState.known`), of members
-    that did what the log expects of them (`LogState.expected`); all others in full, among them newcomers."""
+    that did what the log expects of them (`LogState.expected`); all others in full, among them newcomers.
+
+    `less` are members in runs that trained a beginning of their lease, or were absent from some chunks, or want other
+    samples next: places in the roster since the last such one, missing samples and tokens, and the samples wanted.
+    """
 
     members: Annotated[tuple[tuple[Count, Count] | Member, ...], Field(max_length=MEMBER_LIMIT)]
+    less: Annotated[tuple[tuple[Count, Count, Count, Count], ...], Field(max_length=MEMBER_LIMIT)] = ()
 
     @classmethod
     def of(cls, log: LogState, roster: Sequence[Member]) -> Turnout:
         """Return a roster in brief. Raises: LogError when a member trained what was not for it."""
-        members = list[tuple[int, int] | Member]()
-        for member in roster:
+        members, less, last = list[tuple[int, int] | Member](), list[tuple[int, int, int, int]](), 0
+        for number, member in enumerate(roster):
+            log.check_member(member)
             place = log.known.get(member.peer)
-            if place is None or member != log.expected(member.peer):
-                log.check_member(member)
+            expected = member if place is None else log.expected(member.peer)
+            if place is None or member.incarnation != expected.incarnation:
                 members.append(member)
-            elif members and isinstance(run := members[-1], tuple) and run[1] == place:
+                continue
+            if member != expected:
+                samples = sample_count(expected.samples) - sample_count(member.samples)
+                less.append((number - last, samples, expected.tokens - member.tokens, member.wants))
+                last = number
+            if members and isinstance(run := members[-1], tuple) and run[1] == place:
                 members[-1] = run[0], place + 1
             else:
                 members.append((place, place + 1))
-        return cls(members=tuple(members))
+        return cls(members=tuple(members), less=tuple(less))
 
     def roster(self, log: LogState) -> tuple[Member, ...]:
         """Return the roster in full.
@@ -61,11 +73,19 @@ class Turnout(Value):
         if any(not first < last <= len(log.names) for first, last in runs):
             raise LogError(f"there are no such places among {len(log.names)} peers with a lease")
         for one in self.members:
-            if isinstance(one, Member):
-                log.check_member(one)
             roster += [one] if isinstance(one, Member) else map(log.expected, log.names[slice(*one)])
             if len(roster) > MEMBER_LIMIT:
                 raise LogError(f"a roster has at most {MEMBER_LIMIT} members")
+        place = 0
+        for since, samples, tokens, wants in self.less:
+            place += since
+            if place >= len(roster) or tokens > roster[place].tokens:
+                raise LogError(f"there is no member {place} that lacks {tokens} tokens")
+            whole = roster[place]
+            trained, counted = prefix(whole.samples, sample_count(whole.samples) - samples), whole.tokens - tokens
+            roster[place] = whole.model_copy(update={"samples": trained, "tokens": counted, "wants": wants})
+        for member in roster:
+            log.check_member(member)
         return tuple(roster)
 
 

@@ -1,7 +1,7 @@
-"""The organiser's newest amendment that one peer knows, until the log has it.
+"""The organiser's newest amendment that one peer knows, until the log has it (R18).
 
-Peers hear of it in heartbeats, and tell of it in theirs. Whoever leads takes it into the next entry that closes a
-cycle. Nobody waits for it: a leader that leaves it out delays it until another one leads.
+Heartbeats pass it on, and the leader takes it into the next closing entry. A leader that leaves it out delays it until
+another one leads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from peers.values.manifest import Amendment, newest
 
 
 class Amending:
-    """Of one peer, for as long as it runs."""
+    """The newest amendment that this peer has heard of."""
 
     def __init__(self, run: str, organiser: str) -> None:
         self._run = run
@@ -19,7 +19,7 @@ class Amending:
         self._newest: Amendment | None = None
 
     def hear(self, amendment: Amendment | None) -> bool:
-        """Take in an amendment that somebody tells of. Returns whether it is newer than ours and the organiser's."""
+        """Take in an amendment. Return whether it is newer than ours and the organiser's."""
         if amendment is None or newest(self._newest, amendment) is self._newest:
             return False
         if not amendment.is_signed(self._run, self._organiser):

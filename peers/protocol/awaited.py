@@ -1,22 +1,21 @@
-"""The peers that the leader of one position waits for before it begins a round, and for how long (R7)."""
+"""The peers that the leader of one position waits for before it begins a round, and for how long (R7, R16)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Set
 
 from peers.log.settings import RunSettings
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
-from peers.protocol.pace import ReadyTimes
 from peers.values.leases import sample_count
 
 LATE = 2
 """Entries without a peer after which it is not waited for."""
-
-
 SURELY = 2.0
-"""Times what is left of the grace, that a peer must need to be done without at once: speeds are off by some percent."""
+"""Multiple of what is left of the grace that a peer must need to be done without at once: speeds are off by some
+percent."""
 
 
 def late(log: LogState) -> frozenset[str]:
@@ -26,11 +25,45 @@ def late(log: LogState) -> frozenset[str]:
     return frozenset({*log.leases, *log.voters} - recent)
 
 
+class ReadyTimes:
+    """The times at which peers were ready first, at one position."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, float] = {}
+
+    def note(self, peer: str, now: float) -> None:
+        """Note that a peer is ready."""
+        self._times.setdefault(peer, now)
+
+    def of_all(self, peers: Set[str]) -> float:
+        """Return since when all of these have been ready; minus infinity if there are none."""
+        return max((self._times[peer] for peer in peers & self._times.keys()), default=-math.inf)
+
+    def of_share(self, share: float, able: Set[str], ready: Set[str]) -> float:
+        """Return since when at least this share of the peers `able` to contribute are `ready`; infinity if fewer
+        are."""
+        times = sorted(self._times[peer] for peer in self._times.keys() & ready)
+        enough = max(1, math.ceil(share * len(able)))
+        return times[enough - 1] if len(times) >= enough else math.inf
+
+    def of_most(self, voters: Set[str], ready: Set[str]) -> float:
+        """Return since when more than half of these voters are `ready`; infinity if fewer are. Without voters it is
+        since any peer was.
+
+        One Ready is too few to start the grace: a peer that was late for the last entry is ready at once, and would
+        use up the time of all others.
+        """
+        if not voters:
+            return min(self._times.values(), default=math.inf)
+        times = sorted(self._times[peer] for peer in voters & self._times.keys() & ready)
+        return times[len(voters) // 2] if 2 * len(times) > len(voters) else math.inf
+
+
 class Awaited:
-    """`peers` are those whom the leader expected when time passed last, ready or not.
+    """`peers` are those that the leader expected when time passed last, ready or not.
 
     A synchronous run waits for all of them until the grace is over, an asynchronous one until there are enough
-    contributions, and its slack is over. Both do without those that say themselves that they need longer.
+    contributions and its slack is over. Neither waits for peers whose own beats say that they need longer.
     """
 
     def __init__(self, me: str, log: LogState, settings: RunSettings) -> None:
@@ -38,21 +71,20 @@ class Awaited:
         self.times = ReadyTimes()
         self.grace = self.slack = settings.timing.grace
         self.own = 0, 0.0
-        """At which inner step we are ourselves, and how fast; no speed: unknown."""
+        """This peer's inner step and speed; speed 0: unknown."""
         self._me = me
         self._log = log
         self._settings = settings
         self._away: dict[str, float] = {}  # seconds until each can be ready, where its heartbeat tells
-        self._passed_over = set[str]()  # whom we do not wait for, though they are at work
+        self._passed_over = set[str]()  # peers at work that are not waited for
 
     def look(self, live: Mapping[str, Heartbeat], granted: Mapping[str, int], unreached: Collection[str]) -> None:
-        """See who is at work on the entry, or is `granted` so many samples for it. Lateness follows from the log: a
-        lease tells in which entry its peer was last. An asynchronous run waits for late ones, too, since its slack is
-        short."""
+        """Find the peers at work on the entry, and those that were `granted` so many samples for it. A lease tells in
+        which entry its peer was last. An asynchronous run waits for late peers, too, since its slack is short."""
         leases = self._log.last.leases if self._log.last else ()
         besides = late(self._log) if self._settings.contributions is None else ()
         given = {lease.peer: sample_count(lease.samples) for lease in leases if lease.peer not in besides}
-        at_work = {peer for peer in given if peer in live and self._is_at_work(peer, live[peer])}
+        at_work = {peer for peer in given if peer in live and self._is_at_work(live[peer])}
         expected = at_work | {peer for peer in granted if peer in live}
         given |= granted
         self.peers = expected - set(unreached) | {self._me} & given.keys()
@@ -61,20 +93,19 @@ class Awaited:
             told[self._me] = self.own
         self._away = {peer: self._seconds_away(given[peer], *said) for peer, said in told.items()}
 
-    def _is_at_work(self, peer: str, beat: Heartbeat) -> bool:
-        """Return whether the peer trains or is ready, as it must be if it took part in an entry newer than its
-        heartbeat."""
+    def _is_at_work(self, beat: Heartbeat) -> bool:
+        """Return whether a peer trains or is ready, as it does if it took part in an entry newer than its beat."""
         is_older = beat.index < self._log.position.index
-        return beat.state in PARTICIPATING or (is_older and peer in self._log.roster)
+        return beat.state in PARTICIPATING or (is_older and beat.peer in self._log.roster)
 
     def _told(self, beat: Heartbeat) -> tuple[int, float]:
-        """Return at which inner step a peer is, and how fast; no speed where its heartbeat does not tell."""
+        """Return the inner step and the speed that a peer reports; speed 0: unknown."""
         is_told = beat.state is PeerState.TRAINING and beat.index == self._log.position.index
         return beat.inner_step, (beat.tokens_per_second or beat.speed) if is_told else 0.0
 
     def _seconds_away(self, count: int, inner_step: int, speed: float) -> float:
-        """Return in how many seconds at least a peer will have trained what the entry takes of so many samples; 0:
-        unknown. What it has told is of before its next inner step, and as old as two heartbeats let it become."""
+        """Return the least seconds until a peer has trained what the entry takes of so many samples; 0: unknown. Its
+        report may lack the inner step under way, and be two heartbeats old."""
         if not speed:
             return 0.0
         settings = self._settings
@@ -83,8 +114,8 @@ class Awaited:
         return samples * settings.tokens_per_sample / speed - 2 * settings.timing.heartbeat
 
     def is_time(self, now: float, ready: Set[str], contributing: Set[str], voters: Set[str]) -> bool:
-        """Return whether those who are ready begin, given those of them who contribute. Most of these voters must be,
-        of whom those count that are expected."""
+        """Return whether the ready peers begin, some of which contribute. More than half of the expected voters must be
+        ready, unless all peers are."""
         if self.peers <= ready:
             return True
         begun = self.times.of_most(self.peers & voters, ready)
@@ -92,13 +123,13 @@ class Awaited:
         return self._is_over(ready, SURELY * left, begun <= now) or self._are_enough(now, begun, ready, contributing)
 
     def _is_over(self, ready: Set[str], left: float, has_begun: bool) -> bool:
-        """Return whether nobody else can be ready in the seconds that are left."""
+        """Return whether no other peer can be ready in the seconds that are left."""
         self._passed_over = {peer for peer in self.peers - ready if self._away.get(peer, 0.0) > left}
-        return has_begun and (left <= 0 or self.peers <= ready | self._passed_over)
+        return has_begun and (left <= 0 or self.are_all_in(ready))
 
     def _are_enough(self, now: float, begun: float, ready: Set[str], contributing: Set[str]) -> bool:
-        """Return whether an asynchronous run has enough contributions, and nobody else comes while there is slack. Most
-        voters are ready since it has `begun`."""
+        """Return whether an asynchronous run has enough contributions, and no other peer comes within the slack. It
+        lasts from when enough contribute, and most voters are ready (`begun`)."""
         share = self._settings.contributions
         if share is None:
             return False
@@ -106,5 +137,5 @@ class Awaited:
         return self._is_over(ready, self.slack - (now - since), since <= now)
 
     def are_all_in(self, ready: Set[str]) -> bool:
-        """Return whether all of them are ready by now, but for those whom we do not wait for."""
+        """Return whether all peers are ready, but for those that are not waited for."""
         return self.peers <= ready | self._passed_over

@@ -9,11 +9,13 @@ from peers.audit.evidence import Evidence
 from peers.log.certificate import Ballot, Departure
 from peers.log.header import Fault, Position
 from peers.log.settings import RunSettings
+from peers.messages.messages import Leaving
 from peers.protocol.amending import Amending
 from peers.protocol.effects import Effect, KeepVotes, Note, Send
 from peers.protocol.events import Event, Received
-from peers.protocol.messages import Leaving
+from peers.protocol.pace import Pace
 from peers.protocol.pacemaker import RoundTimes
+from peers.protocol.planning import Undealt
 from peers.protocol.voting import FIRST, PLACES, Refusal, VoterState, VotingRecord
 from peers.values.identity import Keys
 from peers.values.workload import PayloadKind
@@ -21,7 +23,7 @@ from peers.values.workload import PayloadKind
 
 class Context:
     """`now` is the time of the event that is being handled, in seconds of the driver's clock. `payloads` are of each
-    fragment. `round_times` is what this peer's last rounds took."""
+    fragment. `round_times` is what this peer's last rounds took, and `undealt` whom it deals nothing as a leader."""
 
     def __init__(
         self,
@@ -38,13 +40,15 @@ class Context:
         self.me = me
         self.keys = keys
         self.settings = settings
+        self.pace = Pace.of(settings)
         self.payloads = payloads
         self.evidence = Evidence(settings, keys.verify, payloads)
         self.amending = Amending(settings.run, settings.organiser)
         if record is None or record.left is not None:
             record = VotingRecord(run=settings.run, peer=me, incarnation=start)
-        self.votes = OwnVotes(record)
+        self.votes = OwnVotes(self, record)
         self.round_times = RoundTimes()
+        self.undealt = Undealt()
         self._works = start
         self.now = self.started_at = now
         self.events: deque[Event] = deque()
@@ -69,58 +73,15 @@ class Context:
         self.emit(*(Note("warning", f"{fault.peer} is proven to lie: {fault.kind}") for fault in faults))
 
     def number_of_work(self) -> int:
-        """Return the number of what this peer has trained next. Numbers begin with that of the process's start, so that
-        no two commitments of one incarnation have the same."""
+        """Return the number of the next finished training. Numbers begin with that of the process's start, so that no
+        two commitments of one incarnation have the same (R10)."""
         self._works += 1
         return self._works
 
-    # Votes ----------------------------------------------------------------------------------------------------
     @property
     def incarnation(self) -> int:
         """The number under which this peer votes, averages and commits."""
         return self.votes.record.incarnation
-
-    def voter_at(self, position: Position) -> VoterState | None:
-        """Return this peer's votes at a position; None once it has left. If it may have voted there and does not
-        remember it, it becomes another incarnation (R11)."""
-        state = self.votes.record.at(position)
-        if state is Refusal.FORGOTTEN:
-            self.begin_anew()
-            state = self.votes.record.at(position)
-        return state if isinstance(state, VoterState) else None
-
-    def cast(self, state: VoterState, *sends: Send) -> None:
-        """Vote: have the votes at a position kept, and send these messages once they are (R10)."""
-        self.emit(self.votes.keep(state, sends))
-
-    def votes_kept(self) -> None:
-        """Send the votes that the disk has by now."""
-        self.emit(*self.votes.kept())
-
-    def votes_not_kept(self, reason: str) -> None:
-        """Take back the votes that the disk did not take: they were not sent."""
-        self.votes.take_back()
-        self.has_no_vote(reason)
-
-    def has_no_vote(self, reason: str) -> None:
-        """Tell the volunteer why this peer does not vote."""
-        if reason != self.votes.trouble:
-            self.emit(Note("warning", f"this peer has no vote: {reason}"))
-        self.votes.trouble = reason
-
-    def begin_anew(self) -> None:
-        """Become another incarnation, which has voted nowhere. The one before votes no more."""
-        self.votes.begin_anew()
-
-    def goodbye(self, position: Position) -> Leaving:
-        """Leave: sign that this incarnation votes no more."""
-        departure = self.votes.leave()
-        return Leaving(
-            position=position,
-            incarnation=departure.incarnation,
-            departure=departure.index,
-            signature=self.keys.sign(departure.text),
-        )
 
     def is_farewell(self, peer: str, incarnation: int, departure: int, signature: bytes) -> bool:
         """Return whether the peer has signed that it left."""
@@ -129,13 +90,15 @@ class Context:
 
 
 class OwnVotes:
-    """The voting record of this peer, and the votes that wait until the disk has it (R10). `trouble` says why the disk
-    takes none; empty: it does. With the votes goes the newest round that this start has entered at each position."""
+    """The voting record of this peer, and the messages that wait until the disk has it (R10). `trouble` says why this
+    peer does not vote; empty: it does. With the votes goes the newest round that this start has entered at each
+    position."""
 
-    def __init__(self, record: VotingRecord) -> None:
+    def __init__(self, context: Context, record: VotingRecord) -> None:
         """`record` is on the disk, or empty."""
         self.record = record
         self.trouble = ""
+        self._context = context
         self._on_disk = record
         self._waiting: deque[tuple[VotingRecord, tuple[Send, ...]]] = deque()
         self._entered: dict[Position, Ballot] = {}
@@ -156,26 +119,42 @@ class OwnVotes:
         """Whether no vote waits for the disk."""
         return not self._waiting
 
-    def keep(self, state: VoterState, sends: tuple[Send, ...]) -> KeepVotes:
-        """Note the votes at a position, and what to send once the disk has them."""
+    def at(self, position: Position) -> VoterState | None:
+        """Return this peer's votes at a position; None once it has left. If it may have voted there and does not
+        remember it, it becomes another incarnation (R11)."""
+        state = self.record.at(position)
+        if state is Refusal.FORGOTTEN:
+            self.begin_anew()
+            state = self.record.at(position)
+        return state if isinstance(state, VoterState) else None
+
+    def cast(self, state: VoterState, *sends: Send) -> None:
+        """Vote: keep the votes at a position, and send these messages once the disk has them."""
         self.record = self.record.after(state)
         self._waiting.append((self.record, sends))
-        return KeepVotes(self.record)
+        self._context.emit(KeepVotes(self.record))
 
-    def kept(self) -> tuple[Send, ...]:
-        """Return what may be sent now: the oldest record that waited is on the disk."""
+    def kept(self) -> None:
+        """Send what waited for the oldest record: it is on the disk."""
         self.trouble = ""
         self._on_disk, sends = self._waiting.popleft()
-        return sends
+        self._context.emit(*sends)
 
-    def take_back(self) -> None:
+    def not_kept(self, reason: str) -> None:
         """Forget the votes of the oldest record that waited, unless a newer one has them, too."""
         self._waiting.popleft()
         if not self._waiting:
             self.record = self._on_disk
+        self.fail(reason)
+
+    def fail(self, reason: str) -> None:
+        """Tell the volunteer why this peer does not vote."""
+        if reason != self.trouble:
+            self._context.emit(Note("warning", f"this peer has no vote: {reason}"))
+        self.trouble = reason
 
     def begin_anew(self) -> None:
-        """Drop all votes, those that wait for the disk included."""
+        """Become another incarnation, which has voted nowhere. Votes that wait for the disk are not sent."""
         self.record = self._on_disk = self.record.renewed(self.record.incarnation + 1)
         self._waiting = deque((self.record, ()) for _ in self._waiting)
 
@@ -183,10 +162,15 @@ class OwnVotes:
         """Note that a certified entry of the position is in the log, which the next record says."""
         self.record = self.record.closed(position)
 
-    def leave(self) -> Departure:
-        """Note that this peer votes no more, and return what it signs."""
+    def leave(self, position: Position) -> Leaving:
+        """Vote no more, and return the farewell that says so."""
         self.record, departure = self.record.farewell()
-        return departure
+        return Leaving(
+            position=position,
+            incarnation=departure.incarnation,
+            departure=departure.index,
+            signature=self._context.keys.sign(departure.text),
+        )
 
 
 class Repetition:

@@ -1,4 +1,4 @@
-"""The commitments of one round's members: which chunks are theirs, and how much of each counts."""
+"""The contributions of one round's members: which chunks are theirs, and how much of each counts (R3)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from peers.log.state import LogState
-from peers.protocol.clipping import clipped
-from peers.protocol.commitment import ChunkProof, Commitment, Contribution, Norms, leads_to
-from peers.protocol.messages import Begin
-from peers.protocol.rounds import Round
+from peers.messages.commitment import ChunkProof, Commitment, Contribution, Norms, leads_to
+from peers.messages.messages import Begin
+from peers.messages.rounds import Round
 from peers.values.identity import Keys
 
 FEW = 16
@@ -71,7 +70,29 @@ class Contributions:
 
 
 UNKNOWN = Contributions()
-"""What a member knows that neither averages nor votes."""
+"""The contributions, as a member knows them that neither averages nor votes."""
+
+
+def clipped(weights: Mapping[str, float], squares: Mapping[str, float], clip: float) -> dict[str, float]:
+    """Return the factors, below 1, of the contributions that are longer than `clip` times the median, given their
+    weights and squared norms."""
+    longest = clip * math.sqrt(median(weights, squares))
+    norms = {peer: math.sqrt(squares[peer]) for peer in weights}
+    return {peer: longest / norm for peer, norm in norms.items() if norm > longest}
+
+
+def median(weights: Mapping[str, float], squares: Mapping[str, float]) -> float:
+    """Return the least squared norm that at least half of the weights do not exceed.
+
+    It is over weights, so that many members with little work do not decide it. Of two that weigh the same it is the
+    smaller one: a step that is too short can be made up for.
+    """
+    half, seen = sum(weights.values()) / 2, 0.0
+    for peer in sorted(weights, key=lambda name: (squares[name], name)):
+        seen += weights[peer]
+        if seen >= half:
+            return squares[peer]
+    return 0.0
 
 
 def informed(begin: Begin, log: LogState) -> tuple[Collection[str], Collection[str]]:

@@ -1,16 +1,16 @@
-"""Which handler carries out which effect of the protocol: a driver is a table of these, and what stands behind it."""
+"""A driver's table of the handlers of all effects."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 from peers.errors import LocalProtocolError
 from peers.protocol.effects import Effect
 
 E = TypeVar("E")
-EFFECTS = frozenset(get_args(Effect))
+EFFECTS = frozenset(Effect.__subclasses__())
 
 
 class Handling(NamedTuple):

@@ -7,47 +7,51 @@ from dataclasses import dataclass, field
 
 from peers.log.certificate import Certificate
 from peers.log.header import Header
-from peers.protocol.messages import Message
-from peers.protocol.parts import Origin
-from peers.protocol.rounds import Round, RoundName
+from peers.messages.averages import Origin
+from peers.messages.messages import Message
+from peers.messages.rounds import Round, RoundName
 from peers.protocol.voting import VotingRecord
 from peers.values.manifest import Amendment
 from peers.values.workload import InnerLoop
 
 
+class Effect:
+    """One thing that the protocol wants done. A plain value; drivers do the I/O."""
+
+
 @dataclass(frozen=True)
-class Send:
+class Send(Effect):
     to: str
     message: Message
 
 
-class Train(InnerLoop):
-    """Have the worker do this; ends in TrainingDone."""
+class Train(InnerLoop, Effect):
+    """Have the workers train a lease. Ends in TrainingDone."""
 
 
 @dataclass(frozen=True)
-class KeepVotes:
-    """Write the voting record to the disk, in the order in which records come. Ends in VotesKept or VotesNotKept."""
+class KeepVotes(Effect):
+    """Write the voting record to the disk, in the order of these effects. Ends in VotesKept or VotesNotKept."""
 
     record: VotingRecord
 
 
 @dataclass(frozen=True)
-class StopTraining:
-    """Whatever the worker has done since theta was loaded is void."""
+class StopTraining(Effect):
+    """Stop the workers. Their work since theta was loaded is void."""
 
 
 @dataclass(frozen=True)
-class OpenRound:
-    """Make room for a round. Other rounds are over."""
+class OpenRound(Effect):
+    """Make room for a round's chunks. Earlier rounds of its fragment are over."""
 
     round: Round
 
 
 @dataclass(frozen=True)
-class SendChunk:
-    """A chunk to a peer: as it was averaged (`reduced`), with the names of those whose blocks are `absent`; or our own
-    blocks of it, with our `signature` of all that we contribute. Ends in ChunkSent or ChunksUnsent."""
+class SendChunk(Effect):
+    """Send a chunk: an average (`reduced`), with the names of the members `absent` from it; or our own blocks, with the
+    `signature` of our commitment. Ends in ChunkSent or ChunksUnsent."""
 
     round_name: RoundName
     to: str
@@ -59,10 +63,9 @@ class SendChunk:
 
 
 @dataclass(frozen=True)
-class ReduceChunk:
-    """Average the blocks of these members, in this order, with these weights; ends in ReducedArrived or BadBlocks.
-
-    Of those that are `clipped` the blocks count times the factor that is given, and no less is divided by."""
+class ReduceChunk(Effect):
+    """Average the blocks of these members, in this order, with these weights. Blocks of `clipped` members are scaled
+    by the given factors. Ends in ReducedArrived or BadBlocks."""
 
     round_name: RoundName
     chunk: int
@@ -79,29 +82,27 @@ class ReduceChunk:
 
 
 @dataclass(frozen=True)
-class AssemblePayload:
-    """All chunks are here: keep them as a payload, on the disk, too (R10). Ends in PayloadAssembled."""
+class AssemblePayload(Effect):
+    """Keep the round's averages as a payload, on the disk, too (R10). Ends in PayloadAssembled."""
 
     round_name: RoundName
 
 
 @dataclass(frozen=True)
-class FetchPayload:
-    """Get the payload of `header` from this machine's log, or from any of these peers, and keep it on the disk, too.
-
-    Ends in PayloadFetched or PayloadNotFetched.
-    """
+class FetchPayload(Effect):
+    """Get a payload from this machine's log, or else from one of these peers, and keep it on the disk. Ends in
+    PayloadFetched or PayloadNotFetched."""
 
     header: Header
     donors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Apply:
-    """Take the outer step with the kept payload whose digest is `header.payload`; none where that is NO_PAYLOAD.
+class Apply(Effect):
+    """Take the outer step with the kept payload of the header, if it has one. Ends in Applied, then Digested.
 
-    The certificate is kept with the entry, and so are the `proofs` of its annex that are known here. With `keeps_work`,
-    what is being trained, or has been, is for a later entry. `amendment` is the one that was in force in its cycle.
+    The certificate and the `proofs` of the header's faults are kept with the entry. With `keeps_work` the training in
+    hand is for a later entry. `amendment` was in force in the header's cycle.
     """
 
     header: Header
@@ -112,11 +113,9 @@ class Apply:
 
 
 @dataclass(frozen=True)
-class FetchLineage:
-    """Get the donor's log up to `index`, as far as it is not ours, and check it; `others` may know its beginning.
-
-    Another look, at whomever, ends. Ends in LineageSeen or LineageNotSeen.
-    """
+class FetchLineage(Effect):
+    """Get and check the donor's log up to `index`, where it is not ours; `others` may have its beginning. Replaces
+    an earlier FetchLineage. Ends in LineageSeen or LineageNotSeen."""
 
     donor: str
     index: int
@@ -124,8 +123,9 @@ class FetchLineage:
 
 
 @dataclass(frozen=True)
-class FetchSnapshot:
-    """Take over a state of the donor's lineage, at index `least` or later; `others` may have it, too."""
+class FetchSnapshot(Effect):
+    """Take over a state of the donor's lineage, at index `least` or later; `others` may have it, too. Ends in
+    SnapshotRestored or SnapshotFailed."""
 
     donor: str
     others: tuple[str, ...] = ()
@@ -133,21 +133,21 @@ class FetchSnapshot:
 
 
 @dataclass(frozen=True)
-class Stop:
-    """The protocol has ended: the peer has left."""
+class Stop(Effect):
+    """End: the peer has left."""
 
 
 @dataclass(frozen=True)
-class Note:
-    """Something a person may want to know. `level` as in logging: "debug", "info" or "warning"."""
+class Note(Effect):
+    """Tell a person. `level` as in logging."""
 
     level: str
     text: str
 
 
 @dataclass(frozen=True)
-class Dropped:
-    """What a peer sent breaks the rules and was dropped: to be logged, with the peer's name, and counted by `what`."""
+class Dropped(Effect):
+    """Log and count, by `what`, something that a peer sent and that breaks the rules."""
 
     peer: str
     what: str
@@ -155,11 +155,9 @@ class Dropped:
 
 
 @dataclass(frozen=True)
-class TokensLost:
-    """Tokens that this peer trained are in no entry of its log: to be logged and counted by `what`.
-
-    "work" was for an entry that went on without it; "entries" are of a lineage that the peer has left.
-    """
+class TokensLost(Effect):
+    """Log and count, by `what`, tokens of this peer that are in no entry of its log: "work" for an entry that went on
+    without it; "entries" of a lineage that the peer has left."""
 
     what: str
     tokens: int
@@ -167,30 +165,9 @@ class TokensLost:
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """Why what this peer trains does not count at present, and what to do about it; "": it does again. To be shown to
-    the volunteer, and to everybody in heartbeats. `level` as in a Note."""
+class Trouble(Effect):
+    """Show the volunteer, and others in heartbeats, why what this peer trains does not count, and the remedy; "": it
+    does. `level` as in a Note."""
 
     reason: str
     level: str = "warning"
-
-
-Effect = (
-    Send
-    | KeepVotes
-    | Train
-    | StopTraining
-    | OpenRound
-    | SendChunk
-    | ReduceChunk
-    | AssemblePayload
-    | FetchPayload
-    | Apply
-    | FetchLineage
-    | FetchSnapshot
-    | Stop
-    | Note
-    | Dropped
-    | TokensLost
-    | Trouble
-)

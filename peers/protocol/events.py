@@ -8,27 +8,30 @@ from dataclasses import dataclass, field
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import Branch
 from peers.log.state import LogState
+from peers.messages.averages import Origin
+from peers.messages.commitment import CommittedChunk
+from peers.messages.messages import Message, Unread
+from peers.messages.rounds import RoundName
 from peers.presence.heartbeat import Heartbeat
-from peers.protocol.commitment import Evidence
-from peers.protocol.messages import Message, Unread
-from peers.protocol.parts import Origin
-from peers.protocol.rounds import RoundName
 from peers.values.manifest import Amendment
 from peers.values.signed_heads import SignedHeads
 from peers.values.wire import Reach
 from peers.values.workload import Progress, Trained
 
 
+class Event:
+    """One thing that has happened to a peer. A plain value; drivers do the I/O."""
+
+
 @dataclass(frozen=True)
-class Tick:
+class Tick(Event):
     """Time has passed."""
 
 
 @dataclass(frozen=True)
-class HeartbeatsSeen:
-    """The newest heartbeat of each peer that is heard, and for how many seconds nothing newer had come of it (not
-    named: it comes only now). `unheard` are peers that are not heard, though their records are fresh: in the DHT, or as
-    others hand them out."""
+class HeartbeatsSeen(Event):
+    """The newest heartbeat of each peer that is heard, and the seconds for which nothing newer has come from it (0 if
+    not named). `unheard` are peers with fresh records, in the DHT or from others, that are not heard."""
 
     heartbeats: tuple[Heartbeat, ...]
     silences: Mapping[str, float] = field(default_factory=dict)
@@ -36,24 +39,22 @@ class HeartbeatsSeen:
 
 
 @dataclass(frozen=True)
-class Received:
+class Received(Event):
     sender: str
     message: Message | Unread
 
 
 @dataclass(frozen=True)
-class Undelivered:
+class Undelivered(Event):
     """A message or a push did not reach `peer`."""
 
     peer: str
 
 
 @dataclass(frozen=True)
-class ReachSeen:
-    """How we reach other peers now, and the bytes a second at which their data came to us in the last rounds.
-
-    `sought` are peers to which a way is still looked for.
-    """
+class ReachSeen(Event):
+    """How other peers are reached now, and the bytes a second at which their data came in the last rounds. Ways to
+    the peers `sought` are still looked for."""
 
     reach: Mapping[str, Reach]
     rates: Mapping[str, int]
@@ -61,29 +62,28 @@ class ReachSeen:
 
 
 @dataclass(frozen=True)
-class TrainingProgress:
+class TrainingProgress(Event):
     progress: Progress
 
 
 @dataclass(frozen=True)
-class Captured:
-    """In the midst of training, what it came to for one fragment, which is quantized, too. `trained` names no samples:
-    that is for the entry that closes the cycle."""
+class Captured(Event):
+    """One fragment of a training that goes on, quantized. `trained` names no samples: the closing entry does."""
 
     fragment: int
     trained: Trained
 
 
 @dataclass(frozen=True)
-class TrainingDone:
-    """What we trained is quantized, too: no round waits for it."""
+class TrainingDone(Event):
+    """The training of a lease, quantized."""
 
     trained: Trained
 
 
 @dataclass(frozen=True)
-class ContributionArrived:
-    """`sender`'s own blocks of a chunk that we reduce are here."""
+class ContributionArrived(Event):
+    """A sender's own blocks of a chunk that this peer reduces are here."""
 
     round_name: RoundName
     sender: str
@@ -91,25 +91,22 @@ class ContributionArrived:
 
 
 @dataclass(frozen=True)
-class BadBlocks:
-    """The blocks of `sender`, or an average that it has signed (`reduced`), are not what they ought to be, and were
-    dropped. The `evidence` convinces others, too."""
+class BadBlocks(Event):
+    """Blocks of `sender`, or an average that it has signed (`reduced`), were wrong and dropped. The `evidence`
+    convinces other peers, too."""
 
     round_name: RoundName
     sender: str
     chunk: int
     reason: str
-    evidence: Evidence | None = None
+    evidence: CommittedChunk | None = None
     reduced: bool = False
 
 
 @dataclass(frozen=True)
-class ReducedArrived:
-    """An averaged chunk is here, from the peer that reduced it (ourselves included); blocks of `absent` are not in it.
-
-    `sender` handed it to us; its `digest` is what the reducer has signed, as `origin` has it. What is ours is yet to be
-    signed. `squares` is its squared norm.
-    """
+class ReducedArrived(Event):
+    """An averaged chunk is here, without the blocks of `absent`. `sender` gave it; `digest` and `origin` are as its
+    reducer has signed them, or none if that is this peer, which has yet to sign. `squares` is the squared norm."""
 
     round_name: RoundName
     sender: str
@@ -121,9 +118,8 @@ class ReducedArrived:
 
 
 @dataclass(frozen=True)
-class AverageRefuted:
-    """Of all that the members of a round have committed to, another average of a chunk comes out than its reducer has
-    signed."""
+class AverageRefuted(Event):
+    """The members' blocks of a chunk average to something else than its reducer has signed."""
 
     round_name: RoundName
     reducer: str
@@ -131,8 +127,8 @@ class AverageRefuted:
 
 
 @dataclass(frozen=True)
-class ChunkSent:
-    """`peer` confirmed that it has our chunk."""
+class ChunkSent(Event):
+    """A peer has confirmed that it has our chunk."""
 
     round_name: RoundName
     peer: str
@@ -141,8 +137,8 @@ class ChunkSent:
 
 
 @dataclass(frozen=True)
-class ChunksUnsent:
-    """The way to `peer` broke off before it had confirmed these chunks."""
+class ChunksUnsent(Event):
+    """The link to a peer broke before it confirmed these chunks."""
 
     round_name: RoundName
     peer: str
@@ -151,21 +147,20 @@ class ChunksUnsent:
 
 
 @dataclass(frozen=True)
-class VotesKept:
-    """The oldest voting record that was to be kept is on the disk."""
+class VotesKept(Event):
+    """The oldest voting record that waited is on the disk."""
 
 
 @dataclass(frozen=True)
-class VotesNotKept:
-    """The disk did not take the oldest voting record that was to be kept."""
+class VotesNotKept(Event):
+    """The disk did not take the oldest voting record that waited."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class PayloadAssembled:
-    """All chunks of the round are here; the payload has this digest and is kept. `trouble` says why it is not on the
-    disk; empty: it is."""
+class PayloadAssembled(Event):
+    """The round's payload is whole and kept. `trouble` says why it is not on the disk; empty: it is."""
 
     round_name: RoundName
     digest: bytes
@@ -173,49 +168,47 @@ class PayloadAssembled:
 
 
 @dataclass(frozen=True)
-class PayloadFetched:
-    """The payload of `header` is here, as peers kept it. `trouble` says why it is not on the disk; empty: it is."""
+class PayloadFetched(Event):
+    """A payload was fetched and kept. `trouble` says why it is not on the disk; empty: it is."""
 
     header: Header
     trouble: str = ""
 
 
 @dataclass(frozen=True)
-class PayloadNotFetched:
+class PayloadNotFetched(Event):
     header: Header
     reason: str
 
 
 @dataclass(frozen=True)
-class RateMeasured:
-    """What this machine's link was seen to carry each way, in bytes a second: in a round, complete or not, or in a
-    short measurement before the first. 0: not known."""
+class RateMeasured(Event):
+    """The bytes a second that this machine's link has carried each way, in a round or a test before. 0: unknown."""
 
     rate: int
 
 
 @dataclass(frozen=True)
-class Applied:
-    """The outer step is done: one can train from theta. The digest of the state follows, in Digested."""
+class Applied(Event):
+    """The outer step is taken, and theta may be trained. The state's digest follows, in Digested."""
 
     header: Header
 
 
 @dataclass(frozen=True)
-class Digested:
-    """theta and momentum, as the entry that was applied last left them, have this digest."""
+class Digested(Event):
+    """The digest of theta and momentum, as the last applied entry left them."""
 
     header: Header
     state_digest: bytes
 
 
 @dataclass(frozen=True)
-class SnapshotRestored:
-    """theta and momentum are the donor's, at the position after `header` (None: before the first entry).
+class SnapshotRestored(Event):
+    """theta and momentum are the donor's, after the cycle that `header` closed (None: before the first entry).
 
-    `lineage`: what names the donor's lineage after its newest cycles, oldest first, those after that one included.
-    `ends`: digests of all entries of the cycle that the header closes, where it has more than one. `doubt`: the newest
-    place in that lineage from which too few went on.
+    `lineage` has the heads of the donor's newest cycles, oldest first; `ends` the digests of the header's cycle, where
+    it has several entries; `doubt` is the newest place in that lineage from which too few went on.
     """
 
     donor: str
@@ -227,14 +220,14 @@ class SnapshotRestored:
 
 
 @dataclass(frozen=True)
-class SnapshotFailed:
+class SnapshotFailed(Event):
     donor: str
     reason: str
 
 
 @dataclass(frozen=True)
-class LineageSeen:
-    """What follows in the donor's log and in ours, from the last place on that both have."""
+class LineageSeen(Event):
+    """The donor's log and ours, from the last place on that both have."""
 
     donor: str
     theirs: Branch
@@ -242,72 +235,37 @@ class LineageSeen:
 
 
 @dataclass(frozen=True)
-class LineageNotSeen:
+class LineageNotSeen(Event):
     donor: str
     reason: str
 
 
 @dataclass(frozen=True)
-class SignedHeadsSeen:
-    """What is known of the heads that the run's archives have signed. `ours` are those of our log at their indices, as
-    far as it has them."""
+class SignedHeadsSeen(Event):
+    """The heads that the run's archives have signed, as far as known, and those of our log at their indices."""
 
     signed: SignedHeads
     ours: Mapping[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class AmendmentSeen:
+class AmendmentSeen(Event):
     """An amendment that the run's organiser has given to this machine."""
 
     amendment: Amendment
 
 
 @dataclass(frozen=True)
-class HeadsSeen:
-    """What named the log after consecutive cycles up to `index`, oldest first, as the log that is kept here has it: a
-    peer that began with a state knows of the time before no more than that."""
+class HeadsSeen(Event):
+    """The heads of consecutive cycles up to `index`, oldest first, from the log that is kept here: a peer that began
+    with a snapshot knows no earlier ones."""
 
     index: int
     heads: tuple[bytes, ...]
 
 
 @dataclass(frozen=True)
-class LeaveRequested:
-    """The volunteer wants the machine back: a round under way is finished first, unless it must be `at_once`."""
+class LeaveRequested(Event):
+    """The volunteer wants the machine back, after a round under way, or `at_once`."""
 
     at_once: bool = False
-
-
-Event = (
-    Tick
-    | HeartbeatsSeen
-    | Received
-    | Undelivered
-    | TrainingProgress
-    | Captured
-    | TrainingDone
-    | ContributionArrived
-    | BadBlocks
-    | ReducedArrived
-    | AverageRefuted
-    | ChunkSent
-    | ChunksUnsent
-    | VotesKept
-    | VotesNotKept
-    | PayloadAssembled
-    | PayloadFetched
-    | PayloadNotFetched
-    | RateMeasured
-    | ReachSeen
-    | Applied
-    | Digested
-    | SnapshotRestored
-    | SnapshotFailed
-    | LineageSeen
-    | LineageNotSeen
-    | SignedHeadsSeen
-    | AmendmentSeen
-    | HeadsSeen
-    | LeaveRequested
-)

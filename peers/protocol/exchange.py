@@ -17,8 +17,11 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from peers.log.header import NO_PAYLOAD
-from peers.protocol.chunk_sets import chunk_set, chunks_in
-from peers.protocol.commitment import Commitment
+from peers.messages.averages import MARK_BYTES, MARKED, Averaged
+from peers.messages.chunk_sets import chunk_set, chunks_in
+from peers.messages.commitment import Commitment
+from peers.messages.messages import Part, Want
+from peers.messages.rounds import Round, RoundName
 from peers.protocol.contributions import UNKNOWN, Contributions, OwnersSignatures
 from peers.protocol.effects import AssemblePayload, Effect, OpenRound, ReduceChunk, Send, SendChunk
 from peers.protocol.events import (
@@ -29,9 +32,7 @@ from peers.protocol.events import (
     PayloadAssembled,
     ReducedArrived,
 )
-from peers.protocol.messages import Part, Want
-from peers.protocol.parts import MARK_BYTES, MARKED, Averaged, Averages, Outcome, Reducers, is_lawful
-from peers.protocol.rounds import Round, RoundName
+from peers.protocol.parts import Averages, Outcome, Reducers, is_lawful
 from peers.values.identity import Keys
 
 ExchangeEvent = ContributionArrived | BadBlocks | ReducedArrived | ChunkSent | ChunksUnsent | PayloadAssembled
@@ -147,6 +148,10 @@ class Exchange:
         self.payload = None
         self._search.begin(lacking, [chunk for chunk in lacking if self.averages.of(chunk)], self._now)
         return self._ask_for_averages()
+
+    def lacking(self) -> tuple[str, ...]:
+        """Return the reducers whose averages are not here, or others here than those that are proposed."""
+        return tuple(dict.fromkeys(self._reducers.of(chunk)[0] for chunk in self.averages.lacking()))
 
     @property
     def is_whole(self) -> bool:

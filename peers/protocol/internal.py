@@ -1,4 +1,4 @@
-"""News that one part of a peer has for another. `StepCycle` carries it there; nothing of this leaves the peer."""
+"""The news of one part of a peer for another, which `StepCycle` carries there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from peers.log.certificate import Certificate
 from peers.log.header import Header, Position
 from peers.log.state import LogState
-from peers.protocol.messages import Certified
+from peers.messages.messages import Certified
 from peers.values.leases import Lease
 from peers.values.workload import Trained
 
@@ -83,8 +83,8 @@ class Owner(Protocol):
     def others_made(self, certified: Certified, sender: str, round: EntryRound) -> None:
         """Others have an entry whose payload is not here, or one that a minority has made."""
 
-    def attempt_over(self, round: EntryRound) -> None:
-        """Nothing is under way in the round: a peer that wants to leave may do so."""
+    def leave_if_possible(self) -> None:
+        """Leave, if that waits for an exchange: none is under way in the round."""
 
     def inquire(self, round: EntryRound) -> None:
         """As a leader, ask whether others have made the entry already."""

@@ -1,19 +1,22 @@
-"""The questions of a peer without a lease: when it may ask for one, whom, and which answers it accepts."""
+"""The way of a peer without a lease to one: when it asks, whom, and which answers it accepts (R13, R14)."""
 
 from __future__ import annotations
 
 from peers.log.state import LogError
+from peers.messages.messages import LeaseGrant, LeaseRequest
 from peers.presence.membership import PARTICIPATING
 from peers.presence.presence import Presence
 from peers.protocol.context import Context, Repetition
 from peers.protocol.effects import Dropped, Send
-from peers.protocol.messages import LeaseGrant, LeaseRequest
 from peers.protocol.pacemaker import death
 from peers.protocol.replica import Replica
 
+PATIENCE = 10
+"""Partition graces for which founders are waited for that can't be reached: they may take that long to found."""
+
 
 class Joiner:
-    """`question` paces what a joiner asks: for a lease, or for what followed its last entry."""
+    """`question` paces the requests for a lease."""
 
     def __init__(self, context: Context, presence: Presence, replica: Replica) -> None:
         self.question = Repetition(context)
@@ -33,8 +36,8 @@ class Joiner:
         return self._presence.membership.polled and not self._presence.seeks_links
 
     def may_start(self) -> bool:
-        """Return whether a run may be founded by now, or goes on: before the first entry peers must have seen each
-        other, and enough of them be there. A run of which an archive has signed an entry is not founded again."""
+        """Return whether the run goes on, or may be founded: no archive has signed an entry, peers have seen each
+        other, and enough are here."""
         live = self._presence.live()
         if self._replica.needs_signed_log:
             return False
@@ -56,21 +59,16 @@ class Joiner:
             self._context.emit(Send(leader, request))
 
     def holds_back(self) -> bool:
-        """Return whether we do not found the run yet, since a peer is about to or has, which we can't reach at the
-        moment."""
+        """Return whether we wait with a founding for founders that we hear and can't reach: else there would be two
+        runs."""
         if not self._founders_out_of_reach():
             self._held_back_since = None
             return False
         if self._held_back_since is None:
             self._held_back_since = self._context.now
-        return self._context.now - self._held_back_since <= self._patience
-
-    @property
-    def _patience(self) -> float:
-        """Seconds for which founders that we hear and do not reach are waited for: else we would found another run
-        beside theirs."""
         timing = self._context.settings.timing
-        return timing.grace + 10 * timing.partition_grace + death(timing)
+        patience = timing.grace + PATIENCE * timing.partition_grace + death(timing)
+        return self._context.now - self._held_back_since <= patience
 
     def _founders_out_of_reach(self) -> set[str]:
         if self._replica.log.last is not None:
@@ -81,7 +79,7 @@ class Joiner:
         return at_work - (self._presence.live().keys() - self._presence.unreached)
 
     def accepts(self, leader: str, grant: LeaseGrant) -> bool:
-        """Return whether others will accept the leader's lease from us."""
+        """Return whether the other peers will accept the granted lease."""
         whole = self._context.settings.inner_steps
         try:
             self._replica.log.lease_of(self._context.me, grant.samples)

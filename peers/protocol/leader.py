@@ -7,26 +7,27 @@ under way comes to; what a new round does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from peers.log.certificate import Ballot, Group, Phase
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogError
+from peers.messages.commitment import Norms, digest_of_all
+from peers.messages.messages import Begin, Certified, LeaseRequest, Part, Propose, Ready
+from peers.messages.rounds import Round, RoundName
 from peers.presence.presence import Presence
 from peers.protocol.awaited import late
-from peers.protocol.commitment import Norms, digest_of_all
 from peers.protocol.context import Context
 from peers.protocol.contributions import informed
 from peers.protocol.effects import Note, Send
 from peers.protocol.exchange import DUE
-from peers.protocol.messages import Begin, Certified, LeaseRequest, Part, Propose, Ready
 from peers.protocol.pacemaker import death
 from peers.protocol.parts import Parts
 from peers.protocol.planning import heirs_of, seconds_for, shares
 from peers.protocol.readiness import Readiness, commitments_of, links_of
 from peers.protocol.replica import Replica
-from peers.protocol.rounds import Round, RoundName
 from peers.protocol.trainer import Trainer
 from peers.protocol.voter import choice_of
 from peers.protocol.voting import Refusal
@@ -144,10 +145,10 @@ class Leader:
         return self._seat.attendance.is_enough(timely) or waited >= 2 * self.readiness.awaited.grace
 
     def _set_pace(self) -> None:
-        awaited, trainer = self.readiness.awaited, self._trainer
-        awaited.grace = trainer.grace()
+        awaited, trainer, pace = self.readiness.awaited, self._trainer, self._context.pace
+        awaited.grace = pace.grace(trainer.seconds)
         usual_round = self._context.round_times.usual or 0.0
-        awaited.slack = trainer.slack(usual_round, self._presence.usual(self._seat.log))
+        awaited.slack = pace.slack(trainer.seconds, usual_round, self._presence.usual(self._seat.log))
         awaited.own = trainer.inner_step(), trainer.speed if trainer.is_training else 0.0
 
     def _drop(self) -> None:
@@ -176,7 +177,7 @@ class Leader:
         name = RoundName(position=seat.log.position, ballot=self._next_ballot(), leader=self._context.me)
         chunks = self._context.payloads[seat.log.fragment].size.chunks
         committed = digest_of_all(commitments_of(roster, ready))
-        dealt = shares(roster, links_of(ready), chunks)
+        dealt = shares(roster, links_of(ready), chunks, self._context.undealt.at(seat.log.position.index))
         self._exchange(Round(name=name, shares=dealt, committed=committed, group=group), "begins", ready)
 
     def _without_liars(self, ready: Mapping[str, Ready]) -> Mapping[str, Ready]:
@@ -233,10 +234,11 @@ class Leader:
         """Propose what the round comes to, once all Parts are here; or name heirs for those that do not come."""
         assert self._parts is not None
         if (outcome := self._parts.outcome()) is not None:
+            self._context.undealt.note(self._parts.one_sided(), begun.round.name.position.index)
             self._propose_outcome(outcome.payload, outcome.absent, outcome.marks)
             return
         missing, now = self._parts.missing(), self._context.now
-        heard = {self._context.me, *self._presence.live()}
+        heard = {self._context.me, *self._presence.live()} - self._parts.refused
         served = dict(begun.heirs)
         heard = {peer for peer in heard if not self._context.evidence.has_convicted(peer)}
         dead = [peer for peer in missing if served.get(peer, peer) not in heard]
@@ -252,6 +254,7 @@ class Leader:
             member.peer for member in begun.round.contributors if member.peer in heard and member.peer not in missing
         ]
         able = able or [member.peer for member in begun.round.contributors if member.peer in heard]
+        self._context.undealt.note(lacking, begun.round.name.position.index)
         heirs = heirs_of(lacking, able, begun.heirs)
         if heirs:
             self._exchange(begun.round, "goes on with heirs", self.readiness.of(self._view), (*begun.heirs, *heirs))
@@ -261,7 +264,10 @@ class Leader:
         begun = self._begun
         assert begun is not None
         round = begun.round
-        header = self._header(round, payload, absent, round.group)
+        is_enough = round.counts_most(absent)  # else members would refuse it (R5)
+        if not is_enough:
+            self._context.emit(Note("info", f"round {round.name} lacks most blocks: another one begins"))
+        header = self._header(round, payload, absent, round.group) if is_enough else None
         if header is None:
             self._drop()
             return
@@ -333,7 +339,7 @@ class Leader:
     def _press(self, propose: Propose, prepared: Certified | None, ready: Mapping[str, Ready]) -> None:
         """See what stands against our proposal, and make another one that takes account of it."""
         voter, resend = self._seat.voter, self._context.settings.timing.resend
-        if self._do_without_signers(propose) or self._context.now - self._at < resend:
+        if self._do_without_signers(propose, ready) or self._context.now - self._at < resend:
             return
         if prepared is not None and self._is_heavier(prepared, propose):
             self._propose_prepared(prepared, ready)
@@ -350,39 +356,51 @@ class Leader:
         elif refusals & {Refusal.NOT_GONE, Refusal.NOT_ALONE, Refusal.OLD_BALLOT, Refusal.OTHER_VOTE}:
             self._propose_anew(propose, refusals)
 
-    def _do_without_signers(self, propose: Propose) -> bool:
-        """Take a proposal back if averages that it names can't be had, as we see ourselves, or if a member that made
-        some is proven to lie: others make them anew. Return whether it is taken back."""
+    def _do_without_signers(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
+        """Take a proposal back if averages that it names can't be had, by us or by so many that no quorum is left, or
+        if a member that made some is proven to lie: others make them anew. Return whether it is taken back."""
         exchange, begun, parts = self._seat.exchange, self._begun, self._parts
-        if exchange is None or begun is None or parts is None or exchange.name != propose.round:
+        if begun is None or parts is None or begun.round.name != propose.round:
             return False
-        signers = parts.signers(exchange.averages.lacking())
-        is_late = self._context.now - self._at > DUE * begun.seconds
-        wrong = [one for one in signers if is_late or self._context.evidence.has_convicted(one)]
-        for signer in wrong:
-            if signer != self._context.me:
-                parts.refuse(signer)
+        is_in = exchange is not None and exchange.name == propose.round
+        signers = parts.signers(exchange.averages.lacking()) if exchange is not None and is_in else ()
+        wrong = {one for one in signers if self._context.evidence.has_convicted(one)}
+        if self._context.now - self._at > DUE * begun.seconds:
+            lacking = self._named_by_enough({peer: said.lacking for peer, said in ready.items()})
+            wrong |= {*signers, *lacking.intersection(parts.signers(range(begun.round.chunks)))}
+        for signer in sorted(wrong):
+            parts.refuse(signer)
         if wrong:
             self._proposed = None
             self._told.clear()
         return bool(wrong)
+
+    def _named_by_enough(self, named: Mapping[str, Iterable[str]]) -> set[str]:
+        """Return peers to take account of, given whom each of the ready names: those that most name first, until those
+        who name no other, and we, are enough."""
+        ready = {self._context.me: self._context.incarnation} | _starts(self.readiness.of(self._view))
+        found = set[str]()
+        while True:
+            left = {peer: names for peer in sorted(named) if (names := set(named[peer]) - found)}
+            if not left or self._seat.attendance.is_enough({peer: ready[peer] for peer in ready.keys() - left.keys()}):
+                return found
+            by = Counter(name for names in left.values() for name in names)
+            found.add(max(by, key=lambda name: (by[name], name)))
 
     def _does_without_strangers(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
         """Leave out the newcomers that some voters do not hear, if these keep the proposal from a quorum, and have had
         time to hear them (R5). Return whether there are such."""
         if self._context.now - self._at < AGAIN * self._context.settings.timing.heartbeat:
             return False
-        refusing = {
-            peer: said.named
+        new = {one.peer for one in propose.header.roster if not self._seat.log.counts(one.peer, one.incarnation)}
+        unheard = {
+            peer: new.intersection(said.named)
             for peer, said in ready.items()
             if said.refused == propose.ballot and said.reason == STRANGER
         }
-        if self._seat.attendance.is_enough(_starts({peer: ready[peer] for peer in ready if peer not in refusing})):
-            return False
-        new = {one.peer for one in propose.header.roster if not self._seat.log.counts(one.peer, one.incarnation)}
-        named = new & {peer for names in refusing.values() for peer in names}
-        self.readiness.strangers |= named
-        return bool(named)
+        strangers = self._named_by_enough(unheard)
+        self.readiness.strangers |= strangers
+        return bool(strangers)
 
     def _propose_anew(self, propose: Propose, refusals: set[Refusal]) -> None:
         """Propose the same in another ballot; without the say of peers that are heard after all, if that is news."""
@@ -429,31 +447,18 @@ class Leader:
 
     def _gone(self, named: Iterable[str], group: Group) -> tuple[str, ...]:
         """Return the voters that have no say any more, besides those that the entry names: those that we do not hear,
-        and that nobody else hears who matters (R12). A minority begins anew with those whom it has."""
+        unless so many members do that the rest are no quorum. A minority begins anew with those whom it has."""
         log, timing = self._seat.log, self._context.settings.timing
         if not log.closes:
             return ()
         here: set[str] = set()
         if not group:
+            ready = self.readiness.of(self._view)
             here = self._presence.voters_here(log, self._context.incarnation, death(timing))
-            here |= {peer for peer in log.voters if self._is_heard_by_others(peer)}
+            heard = {peer: said.named for peer, said in ready.items() if said.reason != STRANGER}
+            here |= self._named_by_enough(heard)
         besides = here.union(named)
         return tuple(peer for peer in log.voters if peer not in besides)
-
-    def _is_heard_by_others(self, voter: str) -> bool:
-        """Return whether a voter keeps its say though we do not hear it: so many hear it that the others are no quorum;
-        or any member does, which refused our proposal for that, and we heard it within the partition grace."""
-        seat, timing, proposed = self._seat, self._context.settings.timing, self._proposed
-        ready = self.readiness.of(self._view)
-        hearing = {peer: said for peer, said in ready.items() if voter in said.named and said.reason != STRANGER}
-        others = {peer: said for peer, said in ready.items() if peer not in hearing}
-        if hearing and not seat.attendance.is_quorum(_starts(others)):
-            return True
-        patience = death(timing) + timing.partition_grace
-        if proposed is None or voter not in self._presence.voters_here(seat.log, self._context.incarnation, patience):
-            return False
-        is_kept = voter not in seat.here.gone_in(proposed.header)
-        return is_kept or any(said.refused == proposed.ballot for said in hearing.values())
 
     # Members that have not heard ------------------------------------------------------------------------------------
     def _remind(self, peer: str, ready: Ready) -> None:

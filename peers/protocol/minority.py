@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from peers.log.certificate import Group, Proof
-from peers.log.header import Header
+from peers.log.certificate import Group
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
@@ -116,8 +115,13 @@ class Attendance:
 
     def left_out(self, group: Group) -> tuple[str, ...]:
         """Return the peers that are here and have no say in a group."""
-        named = {peer for peer, _ in group}
-        return tuple(sorted(peer for peer in self.here if peer not in named))
+        return tuple(sorted(peer for peer, start in self.here.items() if (peer, start) not in group))
+
+    def joins(self, group: Group) -> bool:
+        """Return whether this peer votes in a minority of this group: it has all that are here, and is the only one
+        that can be where most voters are here by name."""
+        heard = {peer: start for peer, start in group if peer in self.here}
+        return self.joins_alone and not self.left_out(group) and self.may_go_on(heard)
 
     def ready(self) -> dict[str, int]:
         """Return those that are heard ready or exchanging here, this peer included. Where a cycle has several fragments
@@ -159,27 +163,3 @@ class Attendance:
 def are_most(log: LogState, peers: Collection[str]) -> bool:
     """Return whether these are more than half of the voters by their names, though some may have started again."""
     return 2 * len(set(log.voters).intersection(peers)) > len(log.voters)
-
-
-def may_found(context: Context, presence: Presence, founders: int) -> bool:
-    """Return whether to believe that a run was founded by so many. Founders certify that themselves; so fewer than the
-    manifest's minimum are believed only where for the partition grace too few others were there to do it together; and
-    by no peer that has just started, and can't have heard of them yet."""
-    least, timing = context.settings.minimum_peers, context.settings.timing
-    if founders >= least:
-        return True
-    others = presence.membership.spoke_within(timing.partition_grace, context.now)
-    waiting = 1 + sum(not beat.index and beat.state is not PeerState.ARCHIVING for beat in others)
-    return waiting < least and context.now - context.started_at >= timing.heartbeat_expiry
-
-
-def may_follow(context: Context, presence: Presence, log: LogState, header: Header, proof: Proof | None) -> bool:
-    """Return whether to replay an entry that a minority has made (R21): a voter has signed it, unless all have left or
-    none lives; and those who live, and did not go along, are too few to make another one here or further on."""
-    if not (context.settings.goes_on_alone or presence.are_all_gone(log) or are_most(log, header.peers)):
-        return False
-    is_signed = proof is not None and proof.signers > 0
-    if not (is_signed or presence.are_all_gone(log) or presence.live().keys().isdisjoint(log.voters)):
-        return False
-    along = {*header.peers, *(one.peer for one in header.bystanders)} if is_signed else ()
-    return not presence.are_most_here(log, context.incarnation, along)

@@ -1,25 +1,28 @@
-"""The pace of a swarm: how many inner steps each peer makes so that all are done together, and how long those who are
-ready wait for the others. The planner forecasts with the same functions."""
+"""The pace of a swarm: the inner steps that each peer makes so that all are done together, and how long the ready ones
+wait for the others (R7, R14, R16). The planner forecasts with the same functions. Speeds are in tokens a second."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Collection
 from dataclasses import dataclass
+from statistics import median_high
 
 from peers.log.settings import RunSettings, Timing
 
 GRACE_SHARE = 0.25
-"""Of the training, that most peers wait at most for the others where `grace` is longer."""
+"""Longest grace as a share of the training, where the manifest's is longer."""
 LATE_SHARE = 0.05
-"""Of the training, that they wait where `grace` is shorter: measured speeds are off by some percent."""
+"""Shortest grace as a share of the training: measured speeds are off by some percent."""
 EQUALLY_FAST = 0.8
-"""Of the fastest peer's speed: a peer that comes close trains as much as it, if it is in time with that."""
+"""Share of the fastest peer's speed above which a peer trains as much, if it is done within half of the grace."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What the manifest says of it: a whole lease's inner steps and tokens, the smallest share of it, and times."""
+    """What the manifest says about pace. `lease_tokens` and `inner_steps` are of a whole lease, which
+    `smallest_share` is a share of. `contributions` is the share of contributions that is enough in an asynchronous
+    run; None: the run is synchronous."""
 
     inner_steps: int
     lease_tokens: int
@@ -28,16 +31,14 @@ class Pace:
     staleness: int = 1
     fragments: int = 1
     contributions: float | None = None
-    """Of those at work, the share whose contributions are enough; None: all are waited for until the grace is over."""
     overlap: int = 0
 
     @classmethod
     def of(cls, settings: RunSettings) -> Pace:
         """Return the pace of a run."""
-        tokens = settings.samples_per_lease * settings.tokens_per_sample
         return cls(
             settings.inner_steps,
-            tokens,
+            settings.samples_per_lease * settings.tokens_per_sample,
             settings.smallest_share,
             settings.timing,
             settings.staleness,
@@ -46,13 +47,14 @@ class Pace:
             settings.overlap,
         )
 
+    # How much to train ------------------------------------------------------------------------------------------
     @property
     def least_steps(self) -> int:
-        """Return the inner steps of the smallest lease: the manifest bounds what claims of speed do to others."""
+        """Return the inner steps of the smallest lease. It bounds what false speeds do to others."""
         return math.ceil(self.smallest_share * self.inner_steps)
 
     def steps(self, speed: float, fastest: float) -> int:
-        """Return the inner steps that a peer makes while the fastest makes all, given tokens a second of both."""
+        """Return the inner steps that a peer makes while the fastest makes all."""
         if speed >= EQUALLY_FAST * fastest and self._is_in_time(speed, fastest):
             return self.inner_steps
         own = speed / fastest * self.inner_steps
@@ -61,87 +63,61 @@ class Pace:
         return min(self.inner_steps, max(math.ceil(own), self.least_steps))
 
     def _steps_of_late(self, own: float) -> int:
-        """Return what fills as many whole cycles as the smallest lease needs, given how many inner steps one has room
-        for, but for what speeds are off by: whoever is too late for an entry would idle until the next one, or lose its
-        lease."""
+        """Return the inner steps that fill as many whole cycles as the smallest lease needs, given those that fit into
+        one. A peer that just misses an entry would idle until the next one, or lose its lease."""
         sure = (1 - LATE_SHARE) * own
         cycles = math.ceil(self.least_steps / sure)
         return min(self.inner_steps, int(cycles * sure) if cycles <= 1 + self.staleness else self.least_steps)
 
     def _is_in_time(self, speed: float, fastest: float) -> bool:
-        """Whether a peer makes all inner steps before half of the fastest peer's grace is over. The other half is for
-        what speeds are off by."""
+        """Return whether a peer makes all inner steps within half of the fastest peer's grace. The other half is for
+        errors in the speeds."""
         if speed >= fastest:
             return True
         training = self.lease_tokens / fastest
         patience = self.grace(training) if self.contributions is None else self.slack(training)
         return self.lease_tokens / speed - training <= patience / 2
 
-    def grace(self, training: float) -> float:
-        """Return the seconds for which a peer whose training took so many waits for those who still train.
+    def steps_beside(self, speed: float, others: Collection[float]) -> int:
+        """Return the inner steps of a lease that a peer finishes together with others; all if its speed is unknown."""
+        return self.steps(speed, self._fastest(speed, others)) if speed else self.inner_steps
 
-        It is a part of the training, since to be late is not to be lost, and never longer than the partition grace.
+    def steps_of_grant(self, steps: int, speed: float, others: Collection[float]) -> int:
+        """Return the inner steps that a peer makes of a grant. The pool keeps no grants, and an asynchronous run does
+        not wait: there it makes those for which it has time until the fastest peer has made all."""
+        fastest = self._fastest(speed, others)
+        if self.contributions is None or not speed or speed >= fastest:
+            return min(steps, self.steps_beside(speed, others))
+        return max(1, int(steps * speed / fastest))
+
+    def _fastest(self, speed: float, others: Collection[float]) -> float:
+        """Return the highest of others' speeds, as they claim; but no more than a usual peer keeps up with by the
+        smallest lease, so that a minority of liars can't make all others train next to nothing."""
+        return min(max(others, default=0.0), median_high([speed, *others]) / self.smallest_share)
+
+    def is_too_slow(self, speed: float, usual: float) -> bool:
+        """Return whether a peer loses its lease before it has trained the smallest one, given most others' speed."""
+        return 0 < speed * (1 + self.staleness) < self.least_steps / self.inner_steps * usual
+
+    # How long to wait -------------------------------------------------------------------------------------------
+    def grace(self, training: float | None) -> float:
+        """Return the seconds for which ready peers wait for the others, given what training took; None: unknown."""
+        if training is None:
+            return self.timing.grace
+        usual = min(self.timing.grace, max(GRACE_SHARE * training, 3 * self.timing.heartbeat))
+        return max(usual, min(LATE_SHARE * training, self.timing.partition_grace))
+
+    def slack(self, training: float | None, round: float = 0.0, usual: float = 0.0) -> float:
+        """Return the seconds for which an asynchronous run with enough contributions waits for those that come soon.
+
+        Waiting costs nothing while workers make the overlap's inner steps, less what a round takes of that. It lasts
+        at least for the error of the speeds and for a heartbeat, since a peer that is a moment late idles until the
+        next entry. `training` may be of several cycles, so no more counts than most others need at their `usual` speed.
         """
-        return max(self.shortest_grace(training), min(LATE_SHARE * training, self.timing.partition_grace))
-
-    def shortest_grace(self, training: float) -> float:
-        """Return the same where all who still train have been late again and again: what speeds are off by is not what
-        keeps them."""
-        return min(self.timing.grace, max(GRACE_SHARE * training, 3 * self.timing.heartbeat))
-
-    def slack(self, training: float, round: float = 0.0) -> float:
-        """Return the seconds for which an asynchronous run with enough contributions waits for those who come soon.
-
-        While workers go on for the overlap's inner steps, but for what a round takes of that, waiting costs nobody
-        anything. It lasts for what speeds are off by in any case, since whoever comes a moment late would idle until
-        the next entry; and for a heartbeat, since nobody knows better how far the others are.
-        """
+        if training is None:
+            return self.grace(None)
+        if usual:
+            training = min(training, self.lease_tokens / usual)
         free = self.overlap / self.inner_steps * training - round
         least = max(LATE_SHARE * training / self.fragments, self.timing.heartbeat)
         return min(self.grace(training), max(free, least))
-
-
-class ReadyTimes:
-    """When peers were ready first, at one position."""
-
-    def __init__(self) -> None:
-        self._times: dict[str, float] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._times)
-
-    def note(self, peer: str, now: float) -> None:
-        """Note that a peer is ready."""
-        self._times.setdefault(peer, now)
-
-    def restart(self, now: float) -> None:
-        """Let time begin anew for all who are ready."""
-        self._times = dict.fromkeys(self._times, now)
-
-    @property
-    def first(self) -> float:
-        """Return since when anybody is ready; infinity if nobody is."""
-        return min(self._times.values(), default=math.inf)
-
-    def of_all(self, peers: Set[str]) -> float:
-        """Return since when all of these have been ready; minus infinity if there are none."""
-        return max((self._times[peer] for peer in peers & self._times.keys()), default=-math.inf)
-
-    def of_share(self, share: float, able: Set[str], ready: Set[str]) -> float:
-        """Return since when at least this share of those who are `able` to contribute are `ready`; infinity if they are
-        not."""
-        times = sorted(self._times[peer] for peer in self._times.keys() & ready)
-        enough = max(1, math.ceil(share * len(able)))
-        return times[enough - 1] if len(times) >= enough else math.inf
-
-    def of_most(self, voters: Set[str], ready: Set[str]) -> float:
-        """Return since when more than half of these voters are ready, or anybody where there are none; infinity if they
-        are not. Those are `ready` that have not taken it back.
-
-        One Ready begins no grace: a peer that was late for the entry before is ready as soon as this one is gathered
-        for, and would use up the time of all others.
-        """
-        if not voters:
-            return self.first
-        times = sorted(self._times[peer] for peer in voters & self._times.keys() & ready)
-        return times[len(voters) // 2] if 2 * len(times) > len(voters) else math.inf

@@ -17,7 +17,7 @@ MEASURED = 5
 MARGIN = 3.0
 """How much longer than usual a round may take before its leader is passed over."""
 LONGEST = 5.0
-"""Times the manifest's time limit, that a view lasts at most."""
+"""Times the manifest's time limit, that a leader has to begin at most, besides the grace."""
 
 
 def death(timing: Timing) -> float:
@@ -56,7 +56,7 @@ class Pacemaker:
         self._times = times
         self._now = now
         self._floor = 0  # the highest view that a quorum has named, or that the peer has voted in
-        self._doublings = 0
+        self._stalled = 0  # views that ended after their leader had begun
         self._spent: dict[int, float] = {}  # seconds for which the timer has run in each view
         self._begun: dict[int, float] = {}  # the seconds that leaders who have begun gave their exchange
 
@@ -84,7 +84,7 @@ class Pacemaker:
         if is_running:
             self._spent[self.view] = self._spent.get(self.view, 0.0) + passed
             if self.reached <= self.view and self._spent[self.view] > self.limit(grace):
-                self._doublings += self.view in self._begun
+                self._stalled += self.view in self._begun
                 self.reached = self.view + 1
         self._rise(named)
         self.view = self._floor
@@ -108,15 +108,15 @@ class Pacemaker:
         self._rise(view)
 
     def limit(self, grace: float) -> float:
-        """Return the seconds that this view may last: the usual time, doubled for each view that was too short for a
-        leader that had begun."""
-        usual = self._times.usual
-        seconds = grace + (self._timing.round_timeout if usual is None else MARGIN * usual)
+        """Return the seconds that this view may last until its leader begins, or after that. The exchange gets as much
+        of its own time as rounds usually need, and twice as much after each view that was too short."""
+        usual, timing = self._times.usual, self._timing
+        needed = timing.round_timeout if usual is None else MARGIN * usual
+        seconds = max(grace + min(needed, LONGEST * timing.round_timeout), death(timing))
         if self.view in self._begun:
             told = self._begun[self.view]
-            seconds += MARGIN * (told if usual is None else min(told, max(death(self._timing), MARGIN * usual)))
-        seconds = max(seconds, death(self._timing))
-        return min(seconds * 2.0**self._doublings, LONGEST * self._timing.round_timeout)
+            seconds += MARGIN * (told if usual is None else min(told, 2.0**self._stalled * max(needed, death(timing))))
+        return seconds
 
     def _rise(self, floor: int) -> None:
         if floor > self._floor:

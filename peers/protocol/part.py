@@ -1,8 +1,7 @@
-"""What the parts of a peer have in common: a table that says which event is legal in which state, and where it leads.
+"""The state machine of one part of a peer: a table says which event is legal in which state, and where it leads.
 
-What the table does not have is out of turn. An event that comes only where it was asked for (`EXACT`) is then a mistake
-of ours, and raises. All others, messages of other peers among them, are late or early, which is no mistake of
-anybody's: they are dropped, and whoever still needs an answer asks again.
+An event that the table does not have is late or early, and dropped: a peer that still needs an answer asks again. If it
+is of our own making (`EXACT`) it is a bug, and raises.
 """
 
 from __future__ import annotations

@@ -9,94 +9,24 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from pydantic import Field
-
-from peers.log.header import MEMBER_LIMIT, NO_PAYLOAD
-from peers.protocol.rounds import Round, RoundName
+from peers.log.header import NO_PAYLOAD
+from peers.messages.averages import (
+    MARK_BYTES,
+    MARKED,
+    Averaged,
+    Origin,
+    contradict,
+    statement,
+    statement_of,
+)
+from peers.messages.rounds import Round
 from peers.values.chunks import digest_of_chunks, parts_of
-from peers.values.identity import Keys, Signature
-from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Value, digest_of, pack
+from peers.values.identity import Keys
 
 if TYPE_CHECKING:
-    from peers.protocol.messages import Part
-
-AVERAGE_CONTEXT = b"diloco-peer average\0"
-MARK_BYTES = 16
-"""With half of them a reducer could find two averages with one mark while the round lasts: it would need 2³² tries."""
-MARKED = MESSAGE_LIMIT // 2 // MARK_BYTES
-"""Chunks that have a mark: as many marks as a message may have. That is a payload of 16 GiB."""
-
-Marks = Annotated[bytes, Field(strict=True, max_length=MARKED * MARK_BYTES)]
-"""A few bytes for each chunk, in order, that tell its average from others."""
-Absent = Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
-"""Contributors whose blocks are not in an average, in roster order."""
-
-
-class Origin(Value):
-    """The member that averaged a chunk, and its signature of the average."""
-
-    reducer: PeerId
-    signature: Signature
-
-
-class Averaged(Value):
-    """A reducer's signed statement about one chunk: the digest of its average, and whose blocks are absent from it."""
-
-    chunk: Count
-    digest: Digest
-    absent: Absent
-    origin: Origin
-
-    @property
-    def reducer(self) -> str:
-        return self.origin.reducer
-
-
-class Statement(Value):
-    """The text of an average's signature. `terms` name all that the round's members must know of it alike. In one
-    incarnation a reducer signs one statement about a chunk of a round."""
-
-    round_name: RoundName
-    terms: Digest
-    reducer: PeerId
-    incarnation: Count
-    chunk: Count
-    digest: Digest
-    absent: Absent
-
-    @property
-    def text(self) -> bytes:
-        return AVERAGE_CONTEXT + pack(self)
-
-    @property
-    def mark(self) -> bytes:
-        return digest_of(self.text)[:MARK_BYTES]
-
-
-def statement(round: Round, reducer: str, chunk: int, digest: bytes, absent: tuple[str, ...]) -> Statement:
-    """Return what a member of a round signs of an average."""
-    return Statement(
-        round_name=round.name,
-        terms=round.terms,
-        reducer=reducer,
-        incarnation=round.incarnations.get(reducer, 0),
-        chunk=chunk,
-        digest=digest,
-        absent=absent,
-    )
-
-
-def statement_of(round: Round, averaged: Averaged) -> Statement:
-    """Return the statement that a signed average shows in short."""
-    return statement(round, averaged.reducer, averaged.chunk, averaged.digest, averaged.absent)
-
-
-def contradict(first: Averaged, second: Averaged) -> bool:
-    """Return whether two statements of one round convict the reducer of both."""
-    are_of_one = (first.reducer, first.chunk) == (second.reducer, second.chunk)
-    return are_of_one and (first.digest, first.absent) != (second.digest, second.absent)
+    from peers.messages.messages import Part
 
 
 def _note(contradictions: list[tuple[Averaged, Averaged]], first: Averaged, second: Averaged) -> None:
@@ -294,15 +224,16 @@ class Parts:
         self._round = round
         self._reducers = Reducers(round)
         self._averages = Averages("", round, keys)
+        self.refused: set[str] = set()
+        """Members whose averages are done without: one was no average, or most members do not get them."""
         self._taken: dict[int, Averaged] = {}
-        self._refused: set[str] = set()
 
     def take(self, sender: str, part: Part, heirs: Iterable[tuple[str, str]] = ()) -> bool:
         """Take in what a reducer, or one of the heirs that this leader has named, has signed of its own chunks. The
         first average of a chunk counts. A sender with a false signature is refused: each costs time to check. Return
         whether all of the part was as it should be."""
         self._reducers.add(heirs)
-        if part.round != self._round.name or sender in self._refused:
+        if part.round != self._round.name or sender in self.refused:
             return False
         own = {averaged.chunk: averaged for averaged in part.averages if sender in self._reducers.of(averaged.chunk)}
         for averaged in own.values():
@@ -321,9 +252,16 @@ class Parts:
         return is_own and self._averages.is_signed(averaged)
 
     def refuse(self, reducer: str) -> None:
-        """Do without a member's averages: the leader has found one of them to be no average. An heir may replace it."""
-        self._refused.add(reducer)
+        """Do without a member's averages. An heir may replace it."""
+        self.refused.add(reducer)
         self._taken = {chunk: averaged for chunk, averaged in self._taken.items() if averaged.reducer != reducer}
+
+    def one_sided(self) -> frozenset[str]:
+        """Return the members of whose averages some are without most of the round's tokens."""
+        tokens = {member.peer: member.tokens for member in self._round.contributors}
+        half = sum(tokens.values()) / 2
+        taken = self._taken.values()
+        return frozenset(one.reducer for one in taken if sum(tokens[peer] for peer in one.absent) > half)
 
     def signers(self, chunks: Iterable[int]) -> tuple[str, ...]:
         """Return the members whose averages of these chunks count."""

@@ -21,11 +21,29 @@ from peers.log.header import Position
 from peers.log.lineage import Branch, Lineage
 from peers.log.settings import RunSettings
 from peers.log.state import LogState
+from peers.messages.messages import (
+    Begin,
+    Certified,
+    Elsewhere,
+    LeaseGrant,
+    LeaseRequest,
+    Leaving,
+    Message,
+    Part,
+    Proof,
+    Propose,
+    Ready,
+    Refuse,
+    Unread,
+    Vote,
+    Want,
+)
+from peers.messages.rounds import RoundName
 from peers.presence.membership import Membership
 from peers.presence.presence import Presence
 from peers.protocol.abstention import Abstention
 from peers.protocol.context import Context
-from peers.protocol.effects import Dropped, Effect
+from peers.protocol.effects import Dropped, Effect, Note
 from peers.protocol.events import (
     AmendmentSeen,
     Applied,
@@ -55,26 +73,8 @@ from peers.protocol.events import (
 )
 from peers.protocol.exchange import Exchange, ExchangeEvent
 from peers.protocol.hindrance import Hindrances
-from peers.protocol.messages import (
-    Begin,
-    Certified,
-    Elsewhere,
-    LeaseGrant,
-    LeaseRequest,
-    Leaving,
-    Message,
-    Part,
-    Proof,
-    Propose,
-    Ready,
-    Refuse,
-    Unread,
-    Vote,
-    Want,
-)
 from peers.protocol.replica import Replica
 from peers.protocol.round import EntryRound
-from peers.protocol.rounds import RoundName
 from peers.protocol.states import State
 from peers.protocol.step_cycle import StepCycle
 from peers.protocol.trainer import Trainer
@@ -84,12 +84,11 @@ from peers.values.manifest import Amendment
 from peers.values.workload import PayloadKind
 
 SETTLED = Certified | Elsewhere | Refuse | LeaseGrant | Vote
-"""Messages that need no answer at a position that we have left, or have not reached. A voter that has heard nothing of
-what came of its vote says Ready, or asks."""
+"""Messages that need no answer elsewhere in the log. A voter that still waits for the entry says Ready, or asks."""
 
 
 class Peer:
-    """The protocol of one peer. Starts before the first entry, with the state that the manifest's seed gives."""
+    """The protocol of one peer."""
 
     def __init__(
         self,
@@ -103,9 +102,8 @@ class Peer:
         lineage: Lineage | None = None,
         record: VotingRecord | None = None,
     ) -> None:
-        """`start` is a number that no start of this peer has had before. `lineage` ends where the state is, if that is
-        not before the first entry. `record` has the votes of the starts before (R10). `payloads` are of each fragment:
-        what is shown as evidence is judged by them, too."""
+        """`start` is a number that no start of this peer has had before. `lineage` ends where the state is; None:
+        before the first entry. `record` has the votes of earlier starts (R10). `payloads` are of each fragment."""
         self.me = me
         self.settings = settings
         self.start = start
@@ -142,9 +140,7 @@ class Peer:
                 self.membership.observe(heartbeats, self._context.now, silences)
                 self.presence.unheard = unheard
                 cycle.hear_amendments(known for beat in heartbeats for known in (beat.amendment, beat.proposed))
-                cycle.catching_up.check_state()
-                cycle.catching_up.look()
-                cycle.look_for_hindrance()
+                cycle.on_heartbeats()
                 self._abstention.look(self.rounds.values())
             case SignedHeadsSeen():
                 self.replica.hear_signed(event)
@@ -154,21 +150,22 @@ class Peer:
                 self.lineage.recall(index, heads)
             case ReachSeen(reach, rates, sought):
                 if self.presence.reachability.observe(reach, rates, sought):
-                    cycle.on_links_changed()
-            case AverageRefuted():
-                cycle.on_refuted(event)
+                    cycle.look_for_hindrance()
+            case AverageRefuted(name, reducer, chunk):  # for the volunteer alone: it is no proof
+                self._context.emit(Note("warning", f"{reducer} has averaged chunk {chunk} of {name} wrongly"))
             case RateMeasured(rate):
                 self.presence.rate = rate or self.presence.rate
             case Undelivered(peer):
                 self.membership.unreachable(peer)
             case VotesKept():
-                self._context.votes_kept()
+                self._context.votes.kept()
             case VotesNotKept(reason):
-                self._context.votes_not_kept(reason)
+                self._context.votes.not_kept(reason)
             case TrainingProgress():
                 self.trainer.take(event)
-            case Captured():
-                cycle.on_captured(event)
+            case Captured(fragment):
+                self.trainer.take(event)
+                cycle.offer_captured(fragment)
             case TrainingDone():
                 cycle.on_trained(event)
             case Applied():
@@ -181,11 +178,11 @@ class Peer:
                 self.replica.take(event)
                 cycle.on_fetched(event)
             case LineageSeen() | LineageNotSeen():
-                cycle.catching_up.on_lineage(event)
+                cycle.on_lineage(event)
             case PayloadFetched(header, _) if header == self.replica.replaying:
                 cycle.entry_made(header, self.replica.proof)
             case PayloadNotFetched(header, reason) if header == self.replica.replaying:
-                cycle.catching_up.on_not_replayed(header, reason)
+                cycle.on_not_replayed(header, reason)
             case LeaveRequested(at_once):
                 cycle.on_leave_requested(at_once)
             case PayloadFetched(header, _) | PayloadNotFetched(header, _):
@@ -194,7 +191,7 @@ class Peer:
                 raise LocalProtocolError(f"no such event: {event!r}")
 
     def _take(self, fragment: int, event: Event) -> None:
-        """Tell the round of this fragment, if it is still open."""
+        """Let the round of this fragment take the event, if it is still open."""
         round = self.rounds.get(fragment)
         if round is not None:
             round.take(event)
@@ -211,12 +208,12 @@ class Peer:
         elif round := self._round_at(message.position):
             self._receive_here(sender, message, round)
         elif isinstance(message, Elsewhere):
-            self._cycle.catching_up.on_elsewhere(sender)
+            self._cycle.on_elsewhere(sender)
         elif not isinstance(message, SETTLED):
             self._cycle.answer_elsewhere(sender, message)
 
     def _observe(self, sender: str, message: Message | Unread) -> None:
-        """Have a look at what was stated, wherever it is about: it may convict its sender (R9)."""
+        """Look for lies in a message about any position (R9)."""
         context, evidence, lineage = self._context, self._context.evidence, self.lineage
         match message:
             case Vote() if sender != self.me:
@@ -245,8 +242,7 @@ class Peer:
         return round is None or round.is_decided
 
     def _receive_here(self, sender: str, message: Message | Unread, round: EntryRound) -> None:
-        """Take in a message about a position where we are. What does not fit our state is late or early, and
-        dropped."""
+        """Take in a message about a position where we are. What does not fit our state is dropped."""
         cycle, leader = self._cycle, round.leader
         match message:
             case Begin() | Want() | Propose() | Vote() | Certified():
@@ -269,17 +265,17 @@ class Peer:
 
     @property
     def round(self) -> EntryRound:
-        """The one whose entry closes the cycle, while it is open."""
+        """The round whose entry closes the cycle, while it is open; else another open one."""
         return self._cycle.round
 
     @property
     def rounds(self) -> Mapping[int, EntryRound]:
-        """Those of the cycle's entries that are still to be made, by fragment."""
+        """The rounds of the cycle's entries that are still to be made, by fragment."""
         return self._cycle.rounds
 
     @property
     def view(self) -> int:
-        """The highest view that we have reached: what heartbeats name."""
+        """The highest view that we have reached, which beats name."""
         return max(round.pacemaker.reached for round in self.rounds.values())
 
     @property
@@ -288,7 +284,7 @@ class Peer:
 
     @property
     def settled(self) -> LogState:
-        """Where theta and momentum are, and have a digest: what heartbeats name."""
+        """Where theta and momentum are, and have a digest, which heartbeats name."""
         return self.replica.settled
 
     @property
@@ -313,15 +309,11 @@ class Peer:
         return self.presence.membership
 
     def believed(self, theirs: Branch, ours: Branch) -> Branch | None:
-        """As much of another one's log as is to be taken for the run's; see `Search.believed`."""
-        return self._cycle.catching_up.search.believed(theirs, ours)
-
-    def keeps(self, fragment: int) -> bool:
-        """Whether what was captured of a fragment in this training is of use, in this cycle or a later one."""
-        return self.trainer.keeps(fragment)
+        """Return as much of another peer's log as is to be taken for the run's."""
+        return self._cycle.belief.branch(theirs, ours)
 
     def is_live(self, peer: str) -> bool:
-        """Whether its heartbeats say so, as of the last event."""
+        """Return whether another peer is heard and not leaving."""
         return self.presence.is_live(peer)
 
     @property
@@ -335,17 +327,17 @@ class Peer:
 
     @property
     def record(self) -> VotingRecord:
-        """All votes of this peer, and its farewell: what must be on the disk before that is said."""
+        """All votes of this peer, and its farewell, which are on the disk before they are sent (R10)."""
         return self._context.votes.record
 
     @property
     def exchange(self) -> Exchange | None:
-        """Of the round under way, where there is one fragment."""
+        """The exchange under way, where there is one fragment."""
         return self.round.exchange
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether chunks come and go."""
+        """Whether an exchange is under way."""
         is_here = self.state in (State.TRAINING, State.AVERAGING)
         return is_here and any(round.is_exchanging for round in self.rounds.values())
 
@@ -357,5 +349,5 @@ class Peer:
 
     @property
     def goodbye(self) -> Leaving | None:
-        """The farewell to tell the others in the end; None: there is none."""
+        """The farewell to tell the others in the end, if any."""
         return self._cycle.goodbye

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from peers.log.header import Member
 from peers.log.settings import Timing
+from peers.log.state import TERM
+from peers.messages.rounds import Round, Share
 from peers.presence.reachability import SEEN_LIMIT
-from peers.protocol.rounds import Round, Share
 from peers.values.chunks import payloads_moved, split_by_rate
 
 LEAST_PAYLOADS = 2.0
@@ -44,18 +45,34 @@ class Link:
     unreached: frozenset[str] = frozenset()
 
 
+class Undealt:
+    """The reducers that did badly, as this leader has seen: they gave no average in time that most members got, or one
+    without most blocks. It deals them nothing for a term of entries: what a peer says of its link may be false (R3)."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, int] = {}
+
+    def note(self, peers: Iterable[str], index: int) -> None:
+        """Note that these did badly in the exchange for an entry."""
+        self._since |= dict.fromkeys(peers, index)
+
+    def at(self, index: int) -> frozenset[str]:
+        """Return those to which nothing is dealt for an entry."""
+        return frozenset(peer for peer, since in self._since.items() if since <= index < since + TERM)
+
+
 def shares(
-    roster: Sequence[Member], links: Mapping[str, Link], chunks: int, before: Collection[str] = ()
+    roster: Sequence[Member], links: Mapping[str, Link], chunks: int, besides: Collection[str] = ()
 ) -> tuple[Share, ...]:
     """Return all members of a round, each with how many chunks it averages.
 
-    Members that bring nothing average nothing: an average has its maker's own blocks at least. Nor do those whose data
-    did not come in time `before`, in the last entry, if the others can share the work fairly.
+    Members that bring nothing average nothing: an average has its maker's own blocks at least. Nor do those `besides`,
+    which did badly before, if the others can share the work fairly.
     """
     peers = [member.peer for member in roster]
     able = [member.peer for member in roster if member.tokens]
-    timely = [peer for peer in able if peer in before]
-    able = timely if is_fair(timely, able, len(peers)) else able
+    good = [peer for peer in able if peer not in besides]
+    able = good if is_fair(good, able, len(peers)) else able
     dealt = deal(chunks, len(peers), reducers(peers, able, links), believed_rates(peers, links))
     return tuple(Share(member=member, chunks=dealt.get(member.peer, 0)) for member in roster)
 

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 
 from peers.log.header import MEMBER_LIMIT, Member
 from peers.log.state import LogError, LogState, take_order
+from peers.messages.commitment import Contribution
+from peers.messages.messages import LeaseGrant, LeaseRequest, Ready, Refuse
 from peers.presence.presence import Presence
 from peers.protocol.awaited import Awaited
-from peers.protocol.commitment import Contribution
 from peers.protocol.context import Context
 from peers.protocol.effects import Dropped, Send
-from peers.protocol.messages import LeaseGrant, LeaseRequest, Ready, Refuse
 from peers.protocol.pacemaker import death
 from peers.protocol.planning import Link
 from peers.protocol.trainer import Trainer, TrainerState
@@ -176,12 +176,14 @@ class Readiness:
         return {peer for peer, start in starts.items() if log.counts(peer, start)}
 
     def _due(self) -> dict[str, int]:
-        """Return how many samples each joiner trains."""
-        settings = self._context.settings
-        whole = settings.inner_steps
-        return {
-            peer: sample_count(lease) * self._steps.get(peer, whole) // whole for peer, lease in self._granted.items()
-        }
+        """Return how many samples each joiner trains: a slow one makes fewer inner steps than it was granted."""
+        whole, live = self._context.settings.inner_steps, self._presence.live()
+        speeds = self._presence.speeds(self._log)
+        due = dict[str, int]()
+        for peer, lease in self._granted.items():
+            own = self._context.pace.steps_beside(live[peer].speed, speeds) if peer in live else whole
+            due[peer] = sample_count(lease) * min(own, self._steps.get(peer, whole)) // whole
+        return due
 
     def is_full(self, view: int) -> bool:
         """Return whether all whom we waited for when time passed last are ready by now."""

@@ -15,14 +15,15 @@ from enum import StrEnum
 from typing import ClassVar
 
 from peers.log.certificate import Ballot, Phase, electorate, prove
-from peers.log.header import NO_PAYLOAD, Header, Member
+from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogError, LogState
-from peers.presence.membership import PARTICIPATING
+from peers.messages.averages import Averaged
+from peers.messages.messages import Begin, Certified, Propose, Vote, Want
+from peers.messages.rounds import Round
 from peers.presence.presence import Presence
 from peers.protocol.awaited import late
-from peers.protocol.commitment import Author, Commitment, Norms, commit_to
-from peers.protocol.context import Context, Repetition
-from peers.protocol.contributions import Contributions, informed
+from peers.protocol.context import Context
+from peers.protocol.contributions import Contributions
 from peers.protocol.effects import Dropped, FetchPayload, Note, Send
 from peers.protocol.events import (
     BadBlocks,
@@ -37,20 +38,16 @@ from peers.protocol.events import (
 from peers.protocol.exchange import Exchange, ExchangeEvent
 from peers.protocol.internal import Owner, WorkDone
 from peers.protocol.leader import Leader
-from peers.protocol.messages import Begin, Certified, Propose, Ready, Vote, Want
 from peers.protocol.minority import Attendance
-from peers.protocol.pacemaker import Pacemaker, named_by_quorum
+from peers.protocol.own_work import Answer, OwnWork
+from peers.protocol.pacemaker import Pacemaker
 from peers.protocol.part import Part, Row, Table
-from peers.protocol.parts import Averaged
-from peers.protocol.replica import Replica, ReplicaState
-from peers.protocol.rounds import Round
-from peers.protocol.trainer import Trainer, TrainerState
+from peers.protocol.replica import Replica
+from peers.protocol.trainer import Trainer
+from peers.protocol.views import Views
 from peers.protocol.voter import Voter, audience, choice_of, is_open, told_by
 from peers.protocol.voting import FIRST, Refusal
 from peers.protocol.weights import weights_of
-from peers.values.chunks import Sum
-from peers.values.wire import digest_of, pack_plain
-from peers.values.workload import Trained
 
 STALLED = 3.0
 """Pauses between repeated messages in which nothing of a decided payload may come, until the whole of it is fetched."""
@@ -76,131 +73,6 @@ VOTES: dict[type, Row] = {
 DATA: dict[type, Row] = {event: Row("_exchanged", COMMITTED) for event in ExchangeEvent.__args__} | {Want: Row("_want")}
 LATE_DATA: dict[type, Row] = {event: Row(row.method) for event, row in DATA.items()}
 """The same once the entry is decided."""
-
-
-class OwnWork:
-    """What this peer brings into an entry, once the trainer is done."""
-
-    def __init__(self, context: Context, presence: Presence, trainer: Trainer, log: LogState) -> None:
-        self.trained: Trained | None = None
-        self.since: float | None = None
-        """When it was done."""
-        self._context = context
-        self._presence = presence
-        self._trainer = trainer
-        self._log = log
-        self._number = 0
-        self._wants = 0  # samples of the next lease; 0: a whole one
-        self._committed: tuple[Sum, Author, Commitment] | None = None
-
-    def make(self, trained: Trained) -> None:
-        """Bring this, and decide how much to ask for next: a round must take all of it as it was made."""
-        self.trained, self.since = trained, self._context.now
-        self._number = self._context.number_of_work()
-        self._wants = self._trainer.wants(self._presence.speeds(self._log))
-
-    def member(self) -> Member:
-        """Return our share in the entry, as we state it."""
-        assert self.trained is not None
-        return Member(
-            peer=self._context.me,
-            tokens=self.trained.tokens,
-            samples=self.trained.samples,
-            wants=self._wants,
-            incarnation=self._context.incarnation,
-        )
-
-    def commitment(self) -> Commitment | None:
-        """Sign what the training came to; once, for as long as that is the same."""
-        if self.trained is None or not self.trained.tokens or self.trained.contribution is None:
-            return None
-        root, context = self.trained.contribution, self._context
-        author = Author(
-            peer=context.me, incarnation=context.incarnation, position=self._log.position, number=self._number
-        )
-        if self._committed is None or self._committed[:2] != (root, author):
-            self._committed = root, author, commit_to(root, author, context.keys)
-        return self._committed[2]
-
-    def is_taken_by(self, round: Round) -> bool:
-        """Return whether a round takes what we bring as we state it; while we are on probation, as it counts beside
-        others."""
-        if self.trained is None:
-            return False
-        mine = [member for member in round.roster if member.peer == self._context.me]
-        others = [member for member in round.roster if member.peer != self._context.me]
-        stated = self.member()
-        return mine in ([stated], [self._log.weighed([stated, *others])[0]])
-
-    def is_stated_by(self, begin: Begin) -> bool:
-        """Return whether a Begin tells us what we must know of all commitments, and of our own the truth. What others
-        have signed, their chunks show. So a peer averages nothing in a round of its start before, or of a training
-        before: it may have averaged it otherwise."""
-        me, ours, told = self._context.me, self.commitment(), begin.commitments
-        need_all, need_norms = informed(begin, self._log)
-        norms = Norms.of(told) if told else begin.norms
-        if norms is None or (me in need_all and not told):
-            return me not in need_all and me not in need_norms
-        peers = [member.peer for member in begin.round.contributors]
-        if len(norms.squares) != len(peers) or norms.digest != begin.round.committed:
-            return False
-        if not told:
-            return dict(zip(peers, norms.squares, strict=True)).get(me) == (ours.squares if ours else None)
-        return dict(zip(peers, told, strict=True)).get(me) == (ours.contribution if ours else None)
-
-    def ready(self, state_digest: bytes, view: int, exchange: Exchange | None, voter: Voter, answer: Answer) -> Ready:
-        """Return what the leader of a view is told."""
-        presence, member = self._presence, self.member()
-        return Ready(
-            position=self._log.position,
-            view=view,
-            incarnation=member.incarnation,
-            state_digest=state_digest,
-            tokens=member.tokens,
-            samples=member.samples,
-            wants=member.wants,
-            commitment=self.commitment(),
-            round=exchange.name if exchange else None,
-            terms=exchange.round.terms if exchange else None,
-            rate=presence.rate,
-            seen=presence.reachability.seen(self._context.me),
-            relayed=presence.named(presence.reachability.detours(self._context.now)),
-            unreached=presence.named(presence.unreached),
-            lock=voter.lock,
-            refused=answer.ballot,
-            reason=answer.refusal.value if answer.refusal else "",
-            named=answer.named or self._heard_bystanders(),
-            unproven=answer.unproven,
-        )
-
-    def _heard_bystanders(self) -> tuple[str, ...]:
-        """Return the voters that we hear, though they were not in the last entry: the leader may not hear them, and
-        would say that they are gone."""
-        if self._log.last is None or not (self._log.closes and self._log.last.bystanders):
-            return ()
-        expiry = self._context.settings.timing.heartbeat_expiry
-        here = self._presence.voters_here(self._log, self._context.incarnation, expiry)
-        return tuple(sorted(here.difference(self._log.roster)))
-
-    @property
-    def grace(self) -> float:
-        """Seconds for which a leader waits for members that are late."""
-        return self._trainer.grace()
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether we train for the entry, or have."""
-        return self.trained is not None or self._trainer.state is not TrainerState.IDLE
-
-
-@dataclass
-class Answer:
-    """Our answer to the newest proposal, if we have not voted for it."""
-
-    ballot: Ballot | None = None
-    refusal: Refusal | None = None
-    named: tuple[str, ...] = ()
-    unproven: tuple[bytes, ...] = ()
 
 
 @dataclass
@@ -242,8 +114,6 @@ class Notes:
     """A payload of a prepared header that could not be fetched."""
     decided: Certified | None = None
     told_by: str = ""
-    granted_by: tuple[str, float] | None = None
-    """The peer that gave us our lease, and when: it leads, though its heartbeats may not say yet that it is at work."""
 
 
 class EntryRound(Part):
@@ -278,8 +148,7 @@ class EntryRound(Part):
         super().__init__(OPEN)
         self.log = replica.log.of(fragment)
         self.exchange: Exchange | None = None
-        self.pacemaker = Pacemaker(context.settings.timing, context.round_times, context.now)
-        self.attendance = Attendance(context, presence, self.log)
+        self.views = Views(context, presence, self.log)
         self.voter = Voter(context, presence, replica, self.log)
         self.leader = Leader(context, presence, trainer, replica, self)
         self._context = context
@@ -287,7 +156,6 @@ class EntryRound(Part):
         self._replica = replica
         self._host = host
         self._work = OwnWork(context, presence, trainer, self.log)
-        self._word = Repetition(context)
         self._notes = Notes(context.now)
         self.look()
 
@@ -312,6 +180,16 @@ class EntryRound(Part):
         return len(self._notes.views) == 1 and not is_ours
 
     @property
+    def pacemaker(self) -> Pacemaker:
+        """The view timer."""
+        return self.views.pacemaker
+
+    @property
+    def attendance(self) -> Attendance:
+        """The peers that are here."""
+        return self.views.attendance
+
+    @property
     def led_by(self) -> str | None:
         """The leader of our view."""
         return self.pacemaker.leader
@@ -324,17 +202,17 @@ class EntryRound(Part):
     @property
     def here(self) -> LogState:
         """The log before the entry, with the state that we have."""
-        return self._replica.in_our_state(self.log)
+        return self.voter.here
 
     def granted(self, leader: str) -> None:
         """Note who gave us our lease."""
-        self._notes.granted_by = leader, self._context.now
+        self.views.granted_by = leader, self._context.now
         self.look()
 
     @property
     def granted_by(self) -> str | None:
         """The peer that gave us our lease here."""
-        return self._notes.granted_by[0] if self._notes.granted_by else None
+        return self.views.granted_by[0] if self.views.granted_by else None
 
     def was_asked(self, peer: str) -> bool:
         """Whether we have told the peer that we are ready: it knows better than its last heartbeat how far it is."""
@@ -343,64 +221,12 @@ class EntryRound(Part):
     # The view -------------------------------------------------------------------------------------------------
     def look(self) -> None:
         """See who is here, and who leads."""
-        ready_since = self._work.since if self.is_taking_part else None
-        is_level = self._replica.state in (ReplicaState.LEVEL, ReplicaState.APPLYING)
-        self.attendance.look(ready_since, is_level and self._work.is_under_way, self._replica.is_behind)
-        attendance, pacemaker, me = self.attendance, self.pacemaker, self._context.me
-        views = attendance.views() | {me: pacemaker.reached}
-        for peer, view in self.leader.readiness.views().items():
-            views[peer] = max(view, views.get(peer, 0))
-        starts = {peer: attendance.here.get(peer, 0) for peer in views}
-        named = named_by_quorum(views, lambda peers: attendance.moves_on({peer: starts[peer] for peer in peers}))
-        ready = attendance.ready() if self.is_taking_part else {}
-        if self.log.last is None and not self._work.is_under_way:
-            ready = starts  # a founder that gives no samples is passed over, too
-        reached = {peer: start for peer, start in ready.items() if views.get(peer, 0) >= pacemaker.view}
-        is_running = bool(ready) and attendance.moves_on(reached)
-        turns = len(self.log.ring) if self._is_log_led else 1
-        self.pacemaker.look(
-            self._context.now, self.leader_of, self._is_there, turns, is_running, self._work.grace, named
-        )
-
-    @property
-    def _is_log_led(self) -> bool:
-        """Whether the log says who leads: not before the first entry, nor when none of those is there (R13)."""
-        return any(self._is_there(peer) for peer in self.log.ring)
+        readiness = self.leader.readiness
+        self.views.look(self._work, self.is_taking_part, self._replica, readiness.views(), readiness.has_given)
 
     def leader_of(self, view: int) -> str | None:
-        """Return the leader of a view (R1). Where the log does not tell, it is first the smallest id of those at work
-        here, or else of all that are heard (R13); and then one that is drawn, so that peers that hear others draw the
-        same one, mostly."""
-        if self._is_log_led:
-            return self.log.leader_of(view)
-        at_work, head = self._at_work(), self.log.position.head
-        founders = self.attendance.founders() if self.log.last is None else [self._context.me]
-        if view == 0:
-            return min(at_work or founders)
-        return min({*at_work, *founders}, key=lambda peer: digest_of(pack_plain([head, view, peer])))
-
-    def _at_work(self) -> set[str]:
-        notes, now, me = self._notes, self._context.now, self._context.me
-        at_work = set(self.attendance.here)
-        if notes.granted_by and now - notes.granted_by[1] <= self._context.settings.timing.heartbeat_expiry:
-            at_work.add(notes.granted_by[0])
-        if self.leader.readiness.has_given:
-            at_work.add(me)
-        return at_work
-
-    def _is_there(self, peer: str) -> bool:
-        """Return whether a peer can lead, as we hear and as it says itself."""
-        if peer == self._context.me:
-            return self._presence.can_lead
-        beat = self._presence.live().get(peer)
-        if beat is None or not beat.leads or self._context.evidence.has_convicted(peer):
-            return False
-        if self.log.last is None:
-            return True
-        index = self.log.position.index
-        is_vain = beat.index > index and peer in self._presence.branches.vain
-        is_near = beat.index + 1 >= index or peer in self.log.roster  # entries may come faster than beats
-        return beat.state in PARTICIPATING and is_near and not is_vain
+        """Return the leader of a view."""
+        return self.views.leader_of(view)
 
     def _watch(self, _: Tick) -> None:
         self.look()
@@ -411,15 +237,15 @@ class EntryRound(Part):
         self._work.make(done.trained)
         self._enter(READY)
         self.look()
-        self._word.at_once()
+        self._work.word.at_once()
         self.say_ready()
 
     def say_ready(self) -> None:
         """Tell the leader of our view what we have trained, and what we are bound to, until something comes of it."""
         leader = self.pacemaker.leader
-        if not self._replica.is_settled or leader is None or not self._word.is_due:
+        if not self._replica.is_settled or leader is None or not self._work.word.is_due:
             return
-        self._word.said()
+        self._work.word.said()
         context, evidence, lineage = self._context, self._context.evidence, self._replica.lineage
         ready = self._work.ready(
             self._replica.state_digest, self.pacemaker.view, self.exchange, self.voter, self._notes.answer
@@ -437,7 +263,7 @@ class EntryRound(Part):
         before = self.pacemaker.leader
         self.look()
         if self.pacemaker.leader != before:
-            self._word.at_once()
+            self._work.word.at_once()
         self._go_on_without_the_entry()
         self._go_on()
 
@@ -450,16 +276,16 @@ class EntryRound(Part):
         if context.now - since > context.settings.timing.partition_grace:
             text = f"outer step {self.log.position.index} was made, and its entry is nowhere: it is made anew"
             context.emit(Note("warning", text))
-            context.begin_anew()
+            context.votes.begin_anew()
 
     def _keep_exchanging(self, _: Tick) -> None:
         before = self.pacemaker.view
         self.look()
         if self.pacemaker.view != before:
-            self._word.at_once()
+            self._work.word.at_once()
             self._enter(READY)
             self._go_on()
-            self._host.attempt_over(self)
+            self._host.leave_if_possible()
         else:
             self._go_on()
 
@@ -468,7 +294,7 @@ class EntryRound(Part):
         if self.exchange is not None:
             self._context.emit(*self.exchange.tick(self._context.now, self._heard()))
         self._consider()
-        if self.state is not DECIDED and self._word.is_due:
+        if self.state is not DECIDED and self._work.word.is_due:
             self._tell_part()
             self.say_ready()
 
@@ -508,7 +334,7 @@ class EntryRound(Part):
         round, notes = begin.round, self._notes
         if not self._work.is_taken_by(round):
             return False
-        if round.group and (not self.attendance.joins_alone or self.attendance.left_out(round.group)):
+        if round.group and not self.attendance.joins(round.group):
             return False
         if not self._can_lead_to_an_entry(round, sender):
             self._context.emit(Dropped(sender, "begin", "its round can lead to no entry"))
@@ -625,7 +451,7 @@ class EntryRound(Part):
         elif answer != notes.answer:
             notes.answer = answer
             if answer.refusal is not Refusal.NO_PAYLOAD and self.is_taking_part:
-                self._word.at_once()
+                self._work.word.at_once()
                 self.say_ready()
         for certified in self.voter.recount(propose.choice):
             self._is_certified(certified, self._context.me)
@@ -633,13 +459,13 @@ class EntryRound(Part):
     def _objection(self, propose: Propose, answer: Answer) -> Refusal | None:
         """Return what stands against a proposal, besides our own votes (R5, 4 to 11)."""
         header, group = propose.header, propose.group
-        if group and (not self.attendance.joins_alone or self.attendance.left_out(group)):
+        if group and not self.attendance.joins(group):
             answer.named = self.attendance.left_out(group)
             return Refusal.NOT_ALONE
         if propose.justify is not None:
             is_kept = self._has_payload(header) and header.payload not in self._notes.unkept
             return None if is_kept else self._look_for_payload(propose)
-        if (objection := self._objection_to_data(propose)) is not None:
+        if (objection := self._objection_to_data(propose, answer)) is not None:
             return objection
         if self.log.closes and header.leader != self._notes.told_by:
             return Refusal.DOES_NOT_FOLLOW
@@ -652,7 +478,7 @@ class EntryRound(Part):
         answer.unproven = self._context.evidence.lacking(header.faults, self._replica.lineage)[:16]
         return Refusal.UNPROVEN_FAULT if answer.unproven else None
 
-    def _objection_to_data(self, propose: Propose) -> Refusal | None:
+    def _objection_to_data(self, propose: Propose, answer: Answer) -> Refusal | None:
         """Return what the exchange says against a proposal: its averages must be here, as their reducers signed
         them."""
         header, exchange, log = propose.header, self.exchange, self.here
@@ -663,7 +489,10 @@ class EntryRound(Part):
             return Refusal.NO_PAYLOAD
         self._context.emit(*exchange.proposed(propose.marks))
         if exchange.payload != header.payload or header.payload in self._notes.unkept:
+            answer.lacking = exchange.lacking()
             return Refusal.NO_PAYLOAD
+        if not exchange.round.counts_most(exchange.absent()):
+            return Refusal.MOST_ABSENT
         besides = header.leader, header.faults, log.gone_in(header), log.taken_in(header)
         try:
             expected = exchange.round.entry(log, exchange.absent(), header.payload, *besides)
@@ -717,7 +546,7 @@ class EntryRound(Part):
         if is_bound and lacking is not None and context.now - lacking.since > timing.partition_grace:
             text = f"the payload of outer step {propose.header.index} is nowhere: this peer's vote for it is void"
             context.emit(Note("warning", text))
-            context.begin_anew()
+            context.votes.begin_anew()
             notes.lacking = None
         return Refusal.NO_PAYLOAD
 
@@ -741,7 +570,7 @@ class EntryRound(Part):
         self._notes.unkept.discard(payload)
         if trouble:
             self._notes.unkept.add(payload)
-            self._context.has_no_vote(trouble)
+            self._context.votes.fail(trouble)
 
     def _not_fetched(self, failed: PayloadNotFetched) -> None:
         """Note that no donor had a payload, or that the way to it broke off: it may be nowhere from now on (R10)."""

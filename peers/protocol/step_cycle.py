@@ -9,17 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from peers.log.certificate import Certificate
-from peers.log.header import Header, Position
+from peers.log.header import NO_PAYLOAD, Header, Position
 from peers.log.lineage import Lineage
+from peers.messages.messages import Certified, Elsewhere, Inquire, LeaseGrant, Leaving, Message, Refuse, Unread
 from peers.presence.presence import Presence
-from peers.protocol.catching_up import CatchingUp
+from peers.protocol.belief import Belief
+from peers.protocol.catching_up import Search
 from peers.protocol.context import Context
 from peers.protocol.effects import Note, Send, Stop
-from peers.protocol.events import AverageRefuted, Captured, SnapshotFailed, SnapshotRestored, Tick, TrainingDone
+from peers.protocol.events import (
+    LineageNotSeen,
+    LineageSeen,
+    SnapshotFailed,
+    SnapshotRestored,
+    Tick,
+    TrainingDone,
+)
 from peers.protocol.hindrance import Hindrances
-from peers.protocol.internal import EntryMade, Leased, WorkDone, WorkEnds
+from peers.protocol.internal import EntryMade, FarBehind, Leased, NobodyAhead, WorkDone, WorkEnds
 from peers.protocol.joiner import Joiner
-from peers.protocol.messages import Certified, Elsewhere, Inquire, LeaseGrant, Leaving, Message, Refuse, Unread
 from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.round import EntryRound, RoundState
 from peers.protocol.states import State
@@ -29,7 +37,8 @@ from peers.values.manifest import Amendment
 
 
 class StepCycle:
-    """Holds the parts of a peer, and decides what one part's news means for the others."""
+    """The parts of a peer, and what the news of each means for the others. `keeps_work` says that the work in hand goes
+    into a later cycle than the one that is replayed."""
 
     def __init__(self, context: Context, state_digest: bytes, lineage: Lineage) -> None:
         pause = 2 * context.settings.timing.round_timeout
@@ -38,19 +47,19 @@ class StepCycle:
         self.trainer = Trainer(context)
         self.replica = Replica(context, self.presence, lineage, state_digest)
         self.hindrances = Hindrances(context, self.presence, self.trainer, self.replica)
-        self.catching_up = CatchingUp(context, self.presence, self.trainer, self.replica, self)
+        self.belief = Belief(context, self.presence, self.replica)
+        self.search = Search(context, self.presence, self.replica, self.belief)
         self.joiner = Joiner(context, self.presence, self.replica)
+        self.keeps_work = False
         self._context = context
-        self._me = context.me
-        self._whole = context.settings.inner_steps
-        self.rounds: dict[int, EntryRound] = {}
         self._certified: list[Position] = []  # whose entries are in our log, in a cycle that is not whole
-        self.open_rounds()
+        self.rounds: dict[int, EntryRound] = {}
+        self._open_rounds()
         self._leave_by: float | None = None
         self.has_left = False
         self.goodbye: Leaving | None = None
-        """The farewell to tell others in the end. None: no peer that trains is there, and nobody would wait for this
-        one, which is the same voter when it comes back."""
+        """The farewell to tell others in the end. None: no other peer trains, so none would wait for this one, which
+        comes back as the same voter."""
 
     @property
     def state(self) -> State:
@@ -59,7 +68,7 @@ class StepCycle:
             return State.LEFT
         if self.replica.state is not ReplicaState.LEVEL:
             return State(self.replica.state.value)
-        if self.notes_down:
+        if self._notes_down:
             return State.APPLYING
         if self.trainer.is_training:
             return State.TRAINING
@@ -68,7 +77,18 @@ class StepCycle:
             return State.AVERAGING
         return State.READY if RoundState.READY in states else State.JOINING
 
+    @property
+    def round(self) -> EntryRound:
+        """The round whose entry closes the cycle, while it is open; else another open one."""
+        return self.rounds[max(self.rounds)]
+
+    @property
+    def _is_level(self) -> bool:
+        """Whether we may turn to another place of the log."""
+        return self.replica.state is ReplicaState.LEVEL and not self._notes_down
+
     def tick(self) -> None:
+        """Do what is due."""
         if self._leave_by is not None and self._context.now >= self._leave_by:
             self._leave()
             return
@@ -77,7 +97,7 @@ class StepCycle:
         for round in list(self.rounds.values()):
             if self.has_left:
                 return
-            self._offer_captured(round)
+            self.offer_captured(round.log.fragment)
             round.take(Tick())
             round.leader.tick()
 
@@ -85,20 +105,14 @@ class StepCycle:
     def _begin(self, lease: Lease, steps: int) -> None:
         self.trainer.take(Leased(self.replica.log, lease, steps))
 
-    def on_captured(self, event: Captured) -> None:
-        """In the midst of training a fragment's turn has come."""
-        self.trainer.capture(event)
-        round = self.rounds.get(event.fragment)
-        if round is not None:
-            self._offer_captured(round)
-
-    def _offer_captured(self, round: EntryRound) -> None:
-        """Bring what was captured of a fragment into its round, in this cycle or a later one; or nothing, if its turn
-        has passed without us. We still have a say in what its entry is, and may hear that it is made."""
-        if round.state is not RoundState.OPEN or round.log.closes:
+    def offer_captured(self, fragment: int) -> None:
+        """Bring a fragment's capture into its round, in this cycle or a later one; or nothing, if its turn has passed
+        without us: we still vote on its entry (R15)."""
+        round = self.rounds.get(fragment)
+        if round is None or round.state is not RoundState.OPEN or round.log.closes:
             return
-        replaying, captured = self.replica.replaying, self.trainer.captured.get(round.log.fragment)
-        is_replayed = replaying is not None and replaying.fragment == round.log.fragment
+        replaying, captured = self.replica.replaying, self.trainer.captures.of(fragment)
+        is_replayed = replaying is not None and replaying.fragment == fragment
         is_past = self.trainer.state is TrainerState.TRAINED or bool(self.replica.log.made)
         if captured is not None and not is_replayed:
             round.take(WorkDone(captured))
@@ -106,9 +120,10 @@ class StepCycle:
             round.take(WorkDone(NOTHING))
 
     def on_trained(self, done: TrainingDone) -> None:
+        """Bring what was trained into the round, unless it is for a later one."""
         was_training = self.trainer.is_training
         self.trainer.take(done)
-        if was_training and not self.catching_up.keeps_work:
+        if was_training and not self.keeps_work:
             self._offer_work()
 
     def _offer_work(self) -> None:
@@ -116,95 +131,81 @@ class StepCycle:
             self.round.take(WorkDone(self.trainer.trained))
 
     def entry_made(self, header: Header, certificate: Certificate | None) -> None:
-        """An entry is committed, and its payload is here: take the outer step for its fragment."""
-        if certificate is not None and not certificate.choice.alone and self.replica.log.last is not None:
-            self._certified.append(self.replica.log.of(header.fragment).position)
-        keeps = self.catching_up.keeps_work or not self.replica.log.is_closing(header)
+        """Take the outer step of an entry that is committed, and whose payload is here."""
+        log = self.replica.log
+        if certificate is not None and not certificate.choice.alone and log.last is not None:
+            self._certified.append(log.of(header.fragment).position)
+        keeps = self.keeps_work or not log.is_closing(header)
         if not keeps:
-            self.trainer.take(WorkEnds(self.replica.log.position, header))
-        self.trainer.entered(header)
+            self.trainer.take(WorkEnds(log.position, header))
+        self.trainer.captures.entry_made(header, self._context.me)
         self.replica.take(EntryMade(header, certificate, keeps))
-        self._close_positions()
-        self.turn()
-
-    def _close_positions(self) -> None:
-        """Note that nothing is voted any more where a whole cycle's certified entries are known. A disk has whole
-        cycles alone, so that votes amid a cycle may be needed again."""
-        if not self.replica.log.made:
+        if not self.replica.log.made:  # a disk has whole cycles alone: votes amid a cycle may be needed again (R11)
             for position in self._certified:
                 self._context.votes.close(position)
             self._certified.clear()
+        self._turn()
 
-    def turn(self) -> None:
+    def _turn(self) -> None:
         """Close the rounds whose entries are made. The next cycle has new ones."""
-        log, here = self.replica.log, self.round.log.position
-        if log.position.is_in_cycle_of(here):
+        log = self.replica.log
+        if log.position.is_in_cycle_of(self.round.log.position):
             self.rounds = {fragment: self.rounds[fragment] for fragment in log.pending}
         else:
-            self.open_rounds()
+            self._open_rounds()
+
+    def _open_rounds(self) -> None:
+        """Open new rounds. Earlier ones are of another cycle, or of work that was dropped."""
+        self.rounds = {fragment: self._open_round(fragment) for fragment in self.replica.log.pending}
+
+    def _open_round(self, fragment: int) -> EntryRound:
+        return EntryRound(self._context, self.presence, self.trainer, self.replica, fragment, self)
 
     def on_applied(self) -> None:
-        """Go on training from the new theta at once, or with what an entry without us has left us."""
-        self.turn()
+        """Train from the new theta, or go on with work that an entry without us has left us."""
+        self._turn()
         if self._leave_by is not None:
-            self._leave_if_possible()  # as soon as the digest is there
+            self.leave_if_possible()  # as soon as the digest is there
             return
         if self.replica.state is not ReplicaState.LEVEL or self.replica.log.made:
-            self.catching_up.look()  # with the other fragments' entries, where others have them
+            self._look()  # others may have the other fragments' entries
             return
-        kept, self.catching_up.keeps_work = self.catching_up.keeps_work, False
-        lease = self.replica.log.leases.get(self._me)
-        for round in list(self.rounds.values()):
-            self._offer_captured(round)
-        if kept and self.trainer.state is TrainerState.TRAINED:
-            self._offer_work()
-        elif kept:
-            pass
+        kept, self.keeps_work = self.keeps_work, False
+        lease = self.replica.log.leases.get(self._context.me)
+        for fragment in list(self.rounds):
+            self.offer_captured(fragment)
+        if kept:
+            if self.trainer.state is TrainerState.TRAINED:
+                self._offer_work()
         elif lease is not None and not self.replica.is_behind:
-            self._begin(lease, self._whole)
+            self._begin(lease, self._context.settings.inner_steps)
         else:
             self.look_for_hindrance()  # what was trained last may have been in vain
-            self.await_lease()
+            self._ask_at_once()
             self.join()
 
     def on_digested(self) -> None:
-        """The digest of our state is known."""
+        """Tell others of the state, whose digest is known now."""
         if self._leave_by is not None:
-            self._leave_if_possible()
+            self.leave_if_possible()
         elif self.state is State.JOINING:
             self.join()
         for round in self.rounds.values():
             if round.state is RoundState.READY and not self.has_left:
                 round.say_ready()
 
-    @property
-    def round(self) -> EntryRound:
-        """The one whose entry closes the cycle, while it is open; else another that is."""
-        return self.rounds[max(self.rounds)]
-
-    def open_rounds(self) -> None:
-        """Begin with new rounds: those before are of another cycle, or nothing in them matters any more."""
-        self.rounds = {fragment: self.open_round(fragment) for fragment in self.replica.log.pending}
-
-    def open_round(self, fragment: int) -> EntryRound:
-        return EntryRound(self._context, self.presence, self.trainer, self.replica, fragment, self)
-
     # Into the run ---------------------------------------------------------------------------------------------
     def join(self) -> None:
-        """Get the state of those who are further on, then a lease from the leader."""
+        """Go where the others are, then get a lease from the leader (R14)."""
         if not self.joiner.knows_peers or self._leave_by is not None or not self.round.log.closes:
             return
-        if self.replica.furthest is None:
-            self.replica.note_nobody_ahead()
-        if self.catching_up.search.question.is_due:
-            self.catching_up.look()
-        if self.replica.is_behind or self.replica.state is not ReplicaState.LEVEL:
+        if self.search.question.is_due:
+            self._look()
+        if self.replica.is_behind or self.replica.state is not ReplicaState.LEVEL or self.hindrances.is_aside:
             return
-        lease = self.replica.log.leases.get(self._me)
-        if self.hindrances.is_aside:
-            return
+        lease = self.replica.log.leases.get(self._context.me)
         if lease is not None:
-            self._begin(lease, self._whole)
+            self._begin(lease, self._context.settings.inner_steps)
         else:
             self.round.look()
             self.joiner.ask(self.round.led_by)
@@ -213,82 +214,160 @@ class StepCycle:
         """Train what the leader gave us."""
         if self.joiner.accepts(leader, grant) and not self.replica.needs_signed_log:
             self.round.granted(leader)
-            speeds = self.presence.speeds(self.replica.log)
-            self._begin(grant.samples, self.trainer.steps_of_grant(grant.steps, speeds))
+            others = self.presence.speeds(self.replica.log)
+            self._begin(grant.samples, self._context.pace.steps_of_grant(grant.steps, self.trainer.speed, others))
 
-    def await_lease(self) -> None:
-        """There is something new to ask for."""
+    def _ask_at_once(self) -> None:
+        """Ask for a lease, and for what others have made, at the next opportunity."""
         self.joiner.question.at_once()
-        self.catching_up.search.question.at_once()
-
-    # Behind, or in vain ---------------------------------------------------------------------------------------
-    def others_made(self, certified: Certified, sender: str, round: EntryRound) -> None:
-        """Others have an entry whose payload is not here, or one that a minority has made."""
-        self.catching_up.replay(certified, sender, round)
-
-    def inquire(self, round: EntryRound) -> None:
-        """As a leader, ask whether others have made the entry already."""
-        self.catching_up.search.inquire(round.log)
+        self.search.question.at_once()
 
     def on_refuse(self, leader: str, refuse: Refuse, round: EntryRound) -> None:
-        """The leader takes nothing from us as we are: begin again with its state, or with other samples, unless it is
-        the leader that is wrong."""
+        """Take the leader's state, or ask for other samples, unless it is the leader that is wrong."""
         is_waiting = self.state is State.JOINING or round.is_taking_part
-        if not is_waiting or self.replica.state is not ReplicaState.LEVEL or leader == self._me:
+        if not is_waiting or self.replica.state is not ReplicaState.LEVEL or leader == self._context.me:
             return
         self._context.emit(Note("info", f"refused by {leader}: {refuse.reason}"))
         ours = self.replica.state_digest
         if refuse.state_digest == ours:
-            self._on_samples_refused(leader, round)
+            # Samples of the log, or of this leader, are good. Another leader may have given them to two peers.
+            is_good = leader == round.granted_by or self._context.me in self.replica.log.leases
+            if round.is_taking_part and not is_good:
+                self._drop_work()
+                self._ask_at_once()
+                self.join()
         elif not (self._is_bound or ours == self.replica.state_of_most or leader in self.presence.branches.unhelpful):
-            self.catching_up.fetch_from(leader)
+            self._fetch_from(leader)
 
-    def _on_samples_refused(self, leader: str, round: EntryRound) -> None:
-        """Samples that the leader gave us, or the log, are good. What another one gave may be another joiner's, too,
-        whichever of the two lied: so ask this one for others."""
-        is_good = leader == round.granted_by or self._me in self.replica.log.leases
-        if round.is_taking_part and not is_good:
-            self.catching_up.drop_work()
-            self.await_lease()
+    # Where others are -----------------------------------------------------------------------------------------
+    def on_heartbeats(self) -> None:
+        """See whether others are further on, and whether our work can count."""
+        self._check_state()
+        self._look()
+        self.look_for_hindrance()
+
+    def _look(self) -> None:
+        if self._is_level:
+            self.search.look()
+
+    def on_lineage(self, event: LineageSeen | LineageNotSeen) -> None:
+        """Take in what another peer's log is worth. If it is better its state is fetched, and the donor is shown the
+        certificates that we give up: it convicts those that have signed both branches (R9)."""
+        if isinstance(event, LineageNotSeen):
+            self.search.on_not_seen(event)
+            return
+        context, lineage = self._context, self.replica.lineage
+        context.convict(context.evidence.observe_split(event.ours, event.theirs, lineage))
+        far = self.search.on_seen(event)
+        if far is None or not self._is_level:
+            return
+        given_up = event.ours.certificates if event.theirs.splits_from(event.ours) else ()
+        for fragment in sorted(given_up):
+            made = lineage.after(event.ours.start.of(fragment).position)
+            if made is not None:
+                context.emit(Send(event.donor, Certified(header=made[0], certificate=made[1])))
+        self._fetch(far)
+
+    def on_elsewhere(self, sender: str) -> None:
+        """Compare logs with a peer that has not made what we asked it for: it is on another lineage."""
+        if self._is_level and self.replica.claimant == sender:
+            self.search.weigh(sender)
+
+    def others_made(self, certified: Certified, sender: str, round: EntryRound) -> None:
+        """Replay an entry that others have. Its payload is not here, or a minority has made it."""
+        if not self._is_level:
+            return
+        header, log = certified.header, self.replica.log
+        was_asked = self.state is State.JOINING or round.was_asked(sender)
+        proof = self.belief.proof(certified, round.log)
+        behind = self.belief.entry(sender, certified, proof, was_asked)
+        if behind is None:
+            if self.replica.claimant == sender and not (proof and proof.is_certified):
+                self.search.weigh(sender)  # its log tells whether others are on the same branch
+            return
+        if log.is_closing(header):
+            self.keeps_work = self.trainer.outlives(header)
+            if not self.keeps_work:
+                self.trainer.take(WorkEnds(log.position, header))
+            self.rounds[header.fragment] = self._open_round(header.fragment)
+        self.search.answered()
+        self.replica.take(behind)
+        if header.payload == NO_PAYLOAD:
+            self.entry_made(header, behind.certificate)
+
+    def on_not_replayed(self, header: Header, reason: str) -> None:
+        """Fetch another peer's state instead of an entry whose payload no donor has, if any is further on."""
+        self._context.emit(Note("info", f"no payload of entry {header.index}: {reason}"))
+        far = self.search.far_behind()
+        if far is not None:
+            self._fetch(far)
+        elif self.replica.log.is_closing(header):
+            self._drop_work()
+            self.replica.take(NobodyAhead())
+            self._ask_at_once()
+        else:  # its round goes on: a peer that has the entry tells us again
+            self.replica.take(NobodyAhead())
+            self._turn()
+
+    def _check_state(self) -> None:
+        """Fetch the state of most voters, where ours is another at the same place: a bit has flipped."""
+        replica = self.replica
+        most = replica.state_of_most if self._is_level and replica.is_settled else None
+        if most is None or most == replica.state_digest:
+            return
+        place = replica.settled.position.head, most
+        having = {peer for peer, beat in self.presence.live().items() if (beat.head, beat.state_digest) == place}
+        donor = min(having - self.presence.branches.unhelpful, default=None)
+        if donor is not None:
+            self._context.emit(Note("error", f"our state is not that of most peers: fetching it from {donor}"))
+            self._fetch_from(donor)
+
+    def _fetch_from(self, donor: str) -> None:
+        """Take the state that a peer has where we are, or further on."""
+        self._fetch(FarBehind(donor, self.replica.log.position.index))
+
+    def _fetch(self, far: FarBehind) -> None:
+        self._drop_work()
+        self.replica.take(far)
+
+    def on_fetched(self, event: SnapshotRestored | SnapshotFailed) -> None:
+        """Join where the fetched state is."""
+        self.search.fetched()
+        if isinstance(event, SnapshotRestored):
+            self._ask_at_once()
+            self._open_rounds()
             self.join()
+
+    def _drop_work(self) -> None:
+        """Go on without the work in hand. What we have voted in this cycle still binds us."""
+        self.trainer.take(WorkEnds(self.replica.log.position))
+        self.keeps_work = False
+        self._open_rounds()
 
     def look_for_hindrance(self) -> None:
         """See whether our work can count. Where it can't, stop training, and wait without a lease."""
         self.hindrances.look(self.round.log.leader_of(0) or self.round.leader_of(0))
         can_stop = self.state in (State.TRAINING, State.READY) and not self._is_exchanging and not self._is_bound
         if self.hindrances.is_aside and can_stop:
-            self.catching_up.drop_work()
-            self.await_lease()
-        self.hindrances.tell()
+            self._drop_work()
+            self._ask_at_once()
 
-    def on_links_changed(self) -> None:
-        self.look_for_hindrance()
-
-    def on_refuted(self, refuted: AverageRefuted) -> None:
-        """An average is another one than its blocks come to. Its reducer has lied, or the round was not one: nobody
-        else can see it from what is here, so it is told to the volunteer alone."""
-        text = f"{refuted.reducer} has averaged chunk {refuted.chunk} of {refuted.round_name} wrongly"
-        self._context.emit(Note("warning", text))
-
+    # For others -----------------------------------------------------------------------------------------------
     def hear_amendments(self, amendments: Iterable[Amendment | None]) -> None:
         """Take in what the organiser has signed, to tell others of it, and to put it into an entry when we lead."""
         news = [amendment for amendment in amendments if self._context.amending.hear(amendment)]
         if news and (proposed := self._context.amending.proposed(self.replica.log)) is not None:
             self._context.emit(Note("info", f"the organiser has signed {proposed}; it waits for an entry"))
 
-    def on_fetched(self, event: SnapshotRestored | SnapshotFailed) -> None:
-        self.catching_up.search.forget()
-        if isinstance(event, SnapshotRestored):
-            self.await_lease()
-            self.open_rounds()  # where the state is now
-            self.join()
+    def inquire(self, round: EntryRound) -> None:
+        """As a leader, ask whether others have made the entry already."""
+        self.search.inquire(round.log)
 
-    # For others -----------------------------------------------------------------------------------------------
     def answers(self, sender: str) -> bool:
-        """Whether a member's wish can be granted: we are where it is, and it is one of us. If a stranger is, too, its
+        """Return whether a member's wish can be granted: our state is known, and the sender is heard. If it is new, its
         heartbeat comes before it asks again."""
         is_here = self.replica.state in (ReplicaState.LEVEL, ReplicaState.APPLYING) and self.replica.is_settled
-        return is_here and (sender == self._me or self.presence.is_live(sender))
+        return is_here and (sender == self._context.me or self.presence.is_live(sender))
 
     def gives_lease(self, round: EntryRound) -> bool:
         """Return whether joiners may be given samples here."""
@@ -305,34 +384,31 @@ class StepCycle:
             self._context.emit(Send(sender, Elsewhere(position=self.replica.log.position)))
 
     # Out of the run -------------------------------------------------------------------------------------------
-    def attempt_over(self, round: EntryRound) -> None:
-        self._leave_if_possible()
-
     def on_leave_requested(self, at_once: bool) -> None:
+        """Leave once a round under way is over, or at once."""
         leave_by = self._context.now + (0 if at_once else self._context.settings.timing.leave)
         self._leave_by = min(leave_by, self._leave_by or leave_by)
-        self._leave_if_possible()
+        self.leave_if_possible()
 
     @property
-    def notes_down(self) -> bool:
+    def _notes_down(self) -> bool:
         """Whether we leave, and only the last entry's digest is still to come: nothing new begins."""
         return self._leave_by is not None and self.replica.undigested is not None
 
-    def _leave_if_possible(self) -> None:
-        """A round under way is finished first, and its entry noted down, within `leave_by`; all else is dropped."""
+    def leave_if_possible(self) -> None:
+        """Leave, unless a round is under way or its entry is noted down, for which there is time until `_leave_by`."""
         if self._leave_by is None:
             return
         is_applying = self.replica.state is ReplicaState.APPLYING or self.replica.undigested is not None
-        is_busy = self._is_exchanging or is_applying
-        if not is_busy or self._context.now >= self._leave_by:
+        if not (self._is_exchanging or is_applying) or self._context.now >= self._leave_by:
             self._leave()
 
     def _leave(self) -> None:
         self.trainer.stop()
         self.has_left = True
         if self.presence.live().trainers:
-            self.goodbye = self._context.goodbye(self.replica.log.position)
-        self._context.emit(Stop())  # the driver says goodbye to everybody
+            self.goodbye = self._context.votes.leave(self.replica.log.position)
+        self._context.emit(Stop())  # the driver says goodbye to the others
 
     @property
     def _is_exchanging(self) -> bool:

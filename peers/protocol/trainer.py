@@ -1,10 +1,9 @@
-"""What this peer trains for the next entry: its lease, how far it is, how fast, and what becomes of the work."""
+"""The training of this peer: one lease after another, and which entry takes the work (R14, R15)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from enum import StrEnum
-from statistics import median_high
 from typing import ClassVar
 
 from peers.log.header import NO_PAYLOAD, Header
@@ -13,15 +12,14 @@ from peers.protocol.context import Context
 from peers.protocol.effects import StopTraining, TokensLost, Train
 from peers.protocol.events import Captured, TrainingDone, TrainingProgress
 from peers.protocol.internal import Leased, WorkEnds
-from peers.protocol.pace import Pace
 from peers.protocol.part import Part, Row, Table
 from peers.values.leases import Lease, sample_count
 from peers.values.workload import Progress, Trained
 
 NOTHING = Trained((), 0, 0.0)
-"""What a peer has trained for a fragment whose turn it missed."""
+"""The work of a peer that missed a fragment's turn."""
 STUCK = 3.0
-"""Times the longest pause between two signs of progress, after which a worker seems to hang."""
+"""Multiple of the longest pause between two signs of progress, after which a worker counts as hanging."""
 
 
 class TrainerState(StrEnum):
@@ -34,7 +32,8 @@ IDLE, TRAINING, TRAINED = TrainerState
 
 
 class Trainer(Part):
-    """One lease after another. What a worker reports of work that is void by now changes nothing but the speed."""
+    """The lease in hand, the progress on it, and the finished work. Reports about work that has ended change only the
+    speed."""
 
     TABLE: ClassVar[Table] = {
         IDLE: {
@@ -44,6 +43,7 @@ class Trainer(Part):
         },
         TRAINING: {
             TrainingProgress: Row("_progressed"),
+            Captured: Row("_capture"),
             TrainingDone: Row("_done", {TRAINED: "inner steps are done"}),
             WorkEnds: Row("_end", {IDLE: "an entry was made, or the work could not count"}),
         },
@@ -60,43 +60,32 @@ class Trainer(Part):
         self.lease: Lease | None = None
         self.trained: Trained | None = None
         self.progress: Progress | None = None
-        self.captured: dict[int, Trained] = {}
-        """What was captured of fragments in this training; nothing of those of which an entry has it."""
-        self._index = 0  # the outer step that it is for
-        self._unchanged = set[int]()  # fragments of which an entry was made before it began, or without a payload
-        self._changed = set[int]()  # those of which one has been made since, with a payload
-        self.speed = 0.0  # tokens a second, when we last trained
-        self.in_vain = 0  # leases in a row of which nothing came into an entry
+        self.captures = Captures()
+        self.watch = WorkerWatch(context.settings.timing.partition_grace)
+        self.speed = 0.0  # tokens a second, at the last sign of progress
+        self.seconds: float | None = None  # that the last finished training took
+        self.in_vain = 0  # leases in a row whose work is in no entry
         self._context = context
-        self._pace = Pace.of(context.settings)
-        self._began_at = self._moved_at = context.now
-        self._silent = 0.0  # seconds of trainings that were ended since the worker last went on with one
-        self._longest_pause: float | None = None  # between two signs of progress, in trainings that came to an end
-        self._pause = 0.0  # the longest one in the present training
-        self._seconds: float | None = None
+        self._index = 0  # of the cycle in which the training began
+        self._began_at = context.now
 
-    # What happens ---------------------------------------------------------------------------------------------
     def _begin(self, leased: Leased) -> None:
-        self.lease, self._began_at = leased.lease, self._context.now
-        self._moved_at, self._pause = self._context.now, 0.0
-        self._index = leased.log.position.index
-        self._unchanged, self._changed = {entry.fragment for entry in leased.log.made}, set()
+        log, now = leased.log, self._context.now
+        self.lease, self._index, self._began_at = leased.lease, log.position.index, now
+        self.captures = Captures(entry.fragment for entry in log.made)
+        self.watch.begin(now)
         self._enter(TRAINING)
-        self._context.emit(Train(leased.log.position.index, leased.lease, leased.steps, leased.log.lineage_tokens))
+        self._context.emit(Train(log.position.index, leased.lease, leased.steps, log.lineage_tokens))
 
     def _progressed(self, event: TrainingProgress) -> None:
-        """The first sign shows that a worker has begun. It may do so with each lease, and hang. Before, it may still
-        take the last inner steps of the lease before."""
+        """The first sign shows only that the worker has begun: it could begin each lease, and hang. Inner step 0 is
+        still of the lease before."""
         is_of_lease = event.progress.inner_step > 0
         if self.progress is not None or not is_of_lease:
-            self._moves()
+            self.watch.progress(self._context.now)
         if is_of_lease:
             self.progress = event.progress
         self._measure(event)
-
-    def _moves(self) -> None:
-        self._pause = max(self._pause, self._silence)
-        self._moved_at, self._silent = self._context.now, 0.0
 
     def _late_progress(self, event: TrainingProgress) -> None:
         if event.progress.inner_step > 0:
@@ -106,70 +95,38 @@ class Trainer(Part):
     def _measure(self, event: TrainingProgress) -> None:
         self.speed = event.progress.tokens_per_second
 
+    def _capture(self, event: Captured) -> None:
+        self.captures.add(event.fragment, event.trained)
+
     def _done(self, event: TrainingDone) -> None:
         self.trained = event.trained
-        self._moves()
-        self._longest_pause = max(self._pause, self._longest_pause or 0.0)
-        self._seconds = self._context.now - self._began_at
+        self.watch.finish(self._context.now)
+        self.seconds = self._context.now - self._began_at
         self._enter(TRAINED)
 
     def _end(self, ends: WorkEnds) -> None:
-        """What we have trained is in an entry, or void."""
         self.stop()
-        self._silent = self._silence
+        self.watch.end(self._context.now)
         if ends.entry is not None and ends.entry.tokens_of(self._context.me):
             self.in_vain = 0
-        else:
-            self.in_vain += self.work > 0
-            if self.work:
-                reason = f"no entry after {ends.position} takes what we have trained"
-                self._context.emit(TokensLost("work", self.work, reason))
+        elif self.work:
+            self.in_vain += 1
+            reason = f"no entry after {ends.position} takes what we have trained"
+            self._context.emit(TokensLost("work", self.work, reason))
         self.lease = self.trained = self.progress = None
-        self.captured = {}
+        self.captures = Captures()
         if self.state is not IDLE:
             self._enter(IDLE)
 
-    def capture(self, event: Captured) -> None:
-        """Keep what was captured of a fragment, until an entry has it."""
-        if self.state is TRAINING:
-            self.captured[event.fragment] = NOTHING if self._goes_on_with(event.fragment) else event.trained
-
-    def keeps(self, fragment: int) -> bool:
-        """Whether what was captured of a fragment is in a slot, or waits for one, or is in an entry."""
-        return fragment in self.captured and not self._goes_on_with(fragment)
-
-    def _goes_on_with(self, fragment: int) -> bool:
-        """Whether workers go on with what they have of a fragment, so that it is captured once more: nobody had trained
-        it; or they began when the cycle had its entry, and the next cycle's may come too late for the lease."""
-        return fragment in self._unchanged - self._changed
-
-    def entered(self, entry: Header) -> None:
-        """A fragment's entry is made. What was captured of it is in that, or waits for the next one. Where a part of it
-        is in that, the rest is lost: nothing counts twice."""
-        fragment = entry.fragment
-        (self._unchanged if entry.payload == NO_PAYLOAD else self._changed).add(fragment)
-        has_ours = any(member.peer == self._context.me and member.tokens for member in entry.roster)
-        if fragment in self.captured and (has_ours or self._goes_on_with(fragment)):
-            self.captured[fragment] = NOTHING
-
     def stop(self) -> None:
+        """Stop the worker, if it is at work."""
         if self.state is TRAINING:
             self._context.emit(StopTraining())
 
-    def is_late(self, log: LogState) -> bool:
-        """Whether the cycle that this training began in is over. From then on its worker waits for no average: those of
-        its cycle are there. Nor for those that follow, though they may take what it has learned."""
-        return log.position.index > self._index
-
     # What others want to know ---------------------------------------------------------------------------------
     @property
-    def has_lasted(self) -> float:
-        """Seconds since the last lease was taken up."""
-        return self._context.now - self._began_at
-
-    @property
     def work(self) -> int:
-        """The tokens that we have trained and that are in no entry yet."""
+        """The trained tokens that are in no entry yet."""
         if self.trained is not None:
             return self.trained.tokens
         if self.progress is None or self.lease is None:
@@ -180,78 +137,104 @@ class Trainer(Part):
 
     @property
     def is_training(self) -> bool:
-        """Whether the worker is at work; also while an entry that was missed is applied beside it."""
+        """Whether the worker is at work, also while a missed entry is applied beside it."""
         return self.state is TRAINING
 
     @property
-    def _silence(self) -> float:
-        """For how long the worker has trained and not gone on, whichever leases it had."""
-        return self._silent + (self._context.now - self._moved_at if self.state is TRAINING else 0.0)
-
-    def waits(self) -> None:
-        """The worker may be waiting for an average: that is no silence of its own, which begins when it is there."""
-        if self.state is TRAINING:
-            self._moved_at, self._silent = self._context.now, 0.0
-
-    @property
     def is_stuck(self) -> bool:
-        """Whether the worker has shown nothing for much longer than it ever took: it hangs, or is started again."""
-        if self.state is not TRAINING or self._longest_pause is None:
-            return False
-        patience = max(self._context.settings.timing.partition_grace, STUCK * self._longest_pause)
-        return self._silence > patience
+        """Whether the worker hangs, or is being restarted."""
+        return self.watch.is_stuck(self._context.now)
+
+    def inner_step(self) -> int:
+        """Return the last inner step of the lease that the worker has reported."""
+        return self.progress.inner_step if self.progress else 0
+
+    def is_late(self, log: LogState) -> bool:
+        """Return whether the cycle in which the training began is over. Its worker then waits for no more averages."""
+        return log.position.index > self._index
 
     def outlives(self, entry: Header) -> bool:
-        """Whether what we are training, or have trained, can go into a cycle after the one that this entry closes
-        without it.
-
-        The worker must have loaded theta, which is about to change.
-        """
+        """Return whether the work may still go into a cycle after the one that this entry closes without it: the entry
+        leaves us the lease, and the worker has loaded theta, which is about to change."""
         is_loaded = self.progress is not None or self.trained is not None
         lease = next((one.samples for one in entry.leases if one.peer == self._context.me), None)
         return self.lease is not None and is_loaded and self.lease == lease
 
-    def _fastest(self, speeds: Collection[float]) -> float:
-        """The highest of others' speeds, as heartbeats tell, but no more than a usual peer keeps up with by the
-        smallest lease: so less than half of all, who may say anything, have nobody train next to nothing."""
-        usual = median_high([self.speed, *speeds])
-        return min(max(speeds, default=0.0), usual / self._pace.smallest_share)
 
-    def _steps_at_our_speed(self, fastest: float) -> int:
-        """Inner steps that we make while the fastest peer makes all. A newcomer finds out: all."""
-        return self._pace.steps(self.speed, fastest) if self.speed else self._pace.inner_steps
+class Captures:
+    """Fragments that were captured in the midst of one training, each kept until an entry has it (R15).
 
-    def steps_of_grant(self, steps: int, speeds: Collection[float]) -> int:
-        """Inner steps that we make of a grant of so many, beside others with these speeds. Nobody keeps it for us: in
-        an asynchronous run, which does not wait, we make as many as we have time for until the fastest peer has made
-        them."""
-        fastest = self._fastest(speeds)
-        if self._pace.contributions is None or not self.speed or self.speed >= fastest:
-            return min(steps, self._steps_at_our_speed(fastest))
-        return max(1, int(steps * self.speed / fastest))
+    The worker goes on training a fragment, and it is captured once more, while no average has changed it since the
+    training began. That is so where the cycle had the fragment's entry already (`made`), or skips it.
+    """
 
-    def wants(self, speeds: Collection[float]) -> int:
-        """The samples of the next lease that we finish together with others of these speeds; 0: a whole one."""
-        settings, steps = self._context.settings, self._steps_at_our_speed(self._fastest(speeds))
-        return 0 if steps == settings.inner_steps else steps * settings.samples_per_lease // settings.inner_steps
+    def __init__(self, made: Iterable[int] = ()) -> None:
+        self._trained: dict[int, Trained] = {}
+        self._made = set(made)
+        self._changed = set[int]()
 
-    def is_too_slow(self, usual: float) -> bool:
-        """Whether the smallest lease takes us longer than a lease stays ours while most others go on."""
-        least = self._pace.least_steps / self._pace.inner_steps
-        return 0 < self.speed * (1 + self._context.settings.staleness) < least * usual
+    def add(self, fragment: int, trained: Trained) -> None:
+        """Keep a fragment's capture; nothing of it where it will be captured once more."""
+        self._trained[fragment] = NOTHING if self._goes_on(fragment) else trained
 
-    def grace(self) -> float:
-        """How long to wait for who still trains, after what training took us."""
-        return self._context.settings.timing.grace if self._seconds is None else self._pace.grace(self._seconds)
+    def of(self, fragment: int) -> Trained | None:
+        """Return what was captured of a fragment."""
+        return self._trained.get(fragment)
 
-    def slack(self, round: float, usual: float) -> float:
-        """How long to wait for those who come soon in an asynchronous run, where a round takes so many seconds, and
-        most others train so many tokens a second: whoever leads may itself train for several cycles."""
-        if self._seconds is None:
-            return self.grace()
-        training = min(self._seconds, self._pace.lease_tokens / usual) if usual else self._seconds
-        return self._pace.slack(training, round)
+    def keeps(self, fragment: int) -> bool:
+        """Return whether the capture of a fragment is in a round, waits for one, or is in an entry."""
+        return fragment in self._trained and not self._goes_on(fragment)
 
-    def inner_step(self) -> int:
-        """How far we are with the lease."""
-        return self.progress.inner_step if self.progress else 0
+    def entry_made(self, entry: Header, me: str) -> None:
+        """Drop the capture that this entry has. If it has a part of it, the rest is lost: nothing counts twice."""
+        fragment = entry.fragment
+        (self._made if entry.payload == NO_PAYLOAD else self._changed).add(fragment)
+        if fragment in self._trained and (entry.tokens_of(me) or self._goes_on(fragment)):
+            self._trained[fragment] = NOTHING
+
+    def _goes_on(self, fragment: int) -> bool:
+        return fragment in self._made - self._changed
+
+
+class WorkerWatch:
+    """Detection of a worker that hangs: it shows no progress for much longer than in any training that it finished,
+    and for at least `patience` seconds. Trainings that were stopped meanwhile count as one."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._silence = 0.0  # seconds without progress in trainings that were stopped
+        self._since: float | None = None  # when progress was seen last in the present training
+        self._pause = 0.0  # the longest in the present training
+        self._longest: float | None = None  # in finished trainings
+
+    def begin(self, now: float) -> None:
+        """Note that a training begins."""
+        self._since, self._pause = now, 0.0
+
+    def progress(self, now: float) -> None:
+        """Note a sign of progress."""
+        self._pause = max(self._pause, self._silent(now))
+        self.forgive(now)
+
+    def forgive(self, now: float) -> None:
+        """Count no silence before now: the worker may have waited for an average."""
+        if self._since is not None:
+            self._silence, self._since = 0.0, now
+
+    def finish(self, now: float) -> None:
+        """Note that the training is done."""
+        self.progress(now)
+        self._since, self._longest = None, max(self._pause, self._longest or 0.0)
+
+    def end(self, now: float) -> None:
+        """Note that no training is under way."""
+        self._silence, self._since = self._silent(now), None
+
+    def is_stuck(self, now: float) -> bool:
+        """Return whether the worker hangs."""
+        if self._since is None or self._longest is None:
+            return False
+        return self._silent(now) > max(self._patience, STUCK * self._longest)
+
+    def _silent(self, now: float) -> float:
+        return self._silence + (now - self._since if self._since is not None else 0.0)

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from peers.log.certificate import Ballot, Certificate, Choice, Group, Phase, electorate
 from peers.log.header import Header
 from peers.log.state import LogState
+from peers.messages.messages import Certified, Propose, Vote
 from peers.presence.presence import Presence
 from peers.protocol.context import Context
 from peers.protocol.effects import Send
-from peers.protocol.messages import Certified, Propose, Vote
 from peers.protocol.replica import Replica
 from peers.protocol.voting import Cast, Refusal, Tally, VoterState, VotingPlace, vote_commit, vote_prepare
 
@@ -35,7 +35,7 @@ class Voter:
         self._context = context
         self._presence = presence
         self._replica = replica
-        self._log = log
+        self._log = self._here = log
         self._proposed: dict[bytes, tuple[Header, Group]] = {}  # by digest
         self._tally = Tally(self.place)
         for vote in self._cast_before:
@@ -44,12 +44,19 @@ class Voter:
     @property
     def place(self) -> VotingPlace:
         """The position as the rules see it, for the state that we have."""
-        return VotingPlace(self._replica.in_our_state(self._log), self._context.keys)
+        return VotingPlace(self.here, self._context.keys)
+
+    @property
+    def here(self) -> LogState:
+        """The log before the entry, with the state that this peer has; the same object until that changes."""
+        if self._here.state != self._replica.state_digest:
+            self._here = self._log.in_state(self._replica.state_digest)
+        return self._here
 
     @property
     def state(self) -> VoterState | None:
         """What we have voted here; None once we have left."""
-        return self._context.voter_at(self._log.position)
+        return self._context.votes.at(self._log.position)
 
     @property
     def lock(self) -> Certified | None:
@@ -88,7 +95,7 @@ class Voter:
             return answer
         voters = electorate(self._log, header, group).voters
         if (self._context.me, answer.vote.incarnation) in voters and answer.state != self.state:
-            self._context.cast(answer.state, *self._sends(answer.vote, header, group, leader))
+            self._context.votes.cast(answer.state, *self._sends(answer.vote, header, group, leader))
         return None
 
     def _sends(self, vote: Vote, header: Header, group: Group, leader: str) -> list[Send]:

@@ -42,7 +42,7 @@ from peers.log.certificate import (
 from peers.log.header import Header, Position
 from peers.log.state import LogError, LogState
 from peers.log.votes import RECORD_LIMIT
-from peers.protocol.messages import Certified, Propose, Vote
+from peers.messages.messages import Certified, Propose, Vote
 from peers.values.identity import Keys
 from peers.values.wire import DIGEST_BYTES, Count, PeerId, RunId, Value, WireError, digest_of, pack, unpack
 
@@ -68,6 +68,7 @@ class Refusal(StrEnum):
     DOES_NOT_FOLLOW = "the header does not follow from the log"
     NO_PAYLOAD = "the voter does not have the payload"
     UNSIGNED_AVERAGE = "an average, or the absence of a member's blocks, is not signed by its reducer"
+    MOST_ABSENT = "less than half of the round's tokens would count"
     NOT_GONE = "the voter hears a peer that the header says is gone"
     STRANGER = "the voter does not hear a member that would get a say"
     UNPROVEN_FAULT = "the voter has not seen the proof of a fault that the header names"

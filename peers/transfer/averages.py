@@ -16,13 +16,13 @@ from pydantic import Field
 
 from peers.errors import DilocoPeerError, RemoteProtocolError
 from peers.log.header import MEMBER_LIMIT
+from peers.messages.averages import Averaged, Origin
+from peers.messages.commitment import EVIDENCE_LIMIT, ChunkProof, CommittedChunk, fault_in
+from peers.messages.rounds import RoundName
 from peers.network.channel import PeerUnreachableError, Places, RefusalError
-from peers.protocol.commitment import EVIDENCE_LIMIT, ChunkProof, Evidence, fault_in
 from peers.protocol.effects import ReduceChunk, SendChunk
 from peers.protocol.events import BadBlocks, ContributionArrived, ReducedArrived
 from peers.protocol.exchange import Exchange
-from peers.protocol.parts import Averaged, Origin
-from peers.protocol.rounds import RoundName
 from peers.transfer.buffers import Measure, PayloadBuffers, inspection
 from peers.transfer.download import PullTransport
 from peers.values.identity import Signature
@@ -145,7 +145,7 @@ class Admission:
         if fault is None:
             return None
         is_short = len(data) <= EVIDENCE_LIMIT
-        evidence = Evidence(commitment=said, chunk=chunk, proof=proof, data=bytes(data)) if is_short else None
+        evidence = CommittedChunk(commitment=said, chunk=chunk, proof=proof, data=bytes(data)) if is_short else None
         return BadBlocks(round_name, sender, chunk, fault, evidence)
 
 

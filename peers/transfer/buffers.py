@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Self, TypeAlias
 
-from peers.protocol.commitment import ChunkProof
-from peers.protocol.rounds import RoundName
+from peers.messages.commitment import ChunkProof
+from peers.messages.rounds import RoundName
 from peers.transfer.storage import empty
 from peers.values.chunks import Chunking, KeptPayloads, Payload, PayloadSize, Sum, SumTree
 from peers.values.wire import digest_of

@@ -16,8 +16,8 @@ from weakref import WeakValueDictionary
 from peers.errors import RemoteProtocolError
 from peers.log.folder import LogFolderError, RunLog
 from peers.log.header import Header
+from peers.messages.messages import PROOF_LIMIT
 from peers.network.channel import PeerUnreachableError, Places, RefusalError
-from peers.protocol.messages import PROOF_LIMIT
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import PULLS, Download, DownloadError, PullTransport, Wanted, kept_for, shuffled
 from peers.values.chunks import Payload, chunks_of

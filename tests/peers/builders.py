@@ -11,16 +11,19 @@ from peers.log.header import Header, Member
 from peers.log.lineage import Branch
 from peers.log.settings import RunSettings
 from peers.log.state import LogState, take_order
-from peers.presence.heartbeat import PeerState
-from peers.protocol.commitment import (
+from peers.messages.averages import MARK_BYTES, Averaged, Origin, statement, statement_of
+from peers.messages.commitment import (
     Author,
     ChunkProof,
     Commitment,
+    CommittedChunk,
     Contribution,
-    Evidence,
     commit_to,
     digest_of_all,
 )
+from peers.messages.messages import Begin, Certified, LeaseGrant, Message, Propose, Ready, Unread, Vote
+from peers.messages.rounds import Round, RoundName, Share
+from peers.presence.heartbeat import PeerState
 from peers.protocol.context import Context
 from peers.protocol.effects import Effect, FetchLineage, KeepVotes, Send
 from peers.protocol.events import (
@@ -37,10 +40,8 @@ from peers.protocol.events import (
     TrainingDone,
     VotesKept,
 )
-from peers.protocol.messages import Begin, Certified, LeaseGrant, Message, Propose, Ready, Unread, Vote
-from peers.protocol.parts import MARK_BYTES, Averaged, Origin, Reducers, statement, statement_of
+from peers.protocol.parts import Reducers
 from peers.protocol.peer import Peer
-from peers.protocol.rounds import Round, RoundName, Share
 from peers.protocol.states import State
 from peers.values.chunks import PayloadSize, Sum, SumTree
 from peers.values.leases import Lease, SampleRange
@@ -177,7 +178,7 @@ def certified(
     return Certified(header=header, certificate=found)
 
 
-def evidence(log: LogState, liar: str, honest: bool = False) -> Evidence:
+def evidence(log: LogState, liar: str, honest: bool = False) -> CommittedChunk:
     """Return a chunk whose owner has committed to another norm than it has; if it is honest, to this one."""
     data, chunk = b"blocks", 2
     squares = inspect(chunk, data) if honest else 1.0
@@ -185,7 +186,7 @@ def evidence(log: LogState, liar: str, honest: bool = False) -> Evidence:
     leaves[chunk] = Sum(digest_of(data), squares)
     tree = SumTree(leaves)
     author = Author(peer=liar, incarnation=0, position=log.position, number=log.position.index + 1)
-    return Evidence(
+    return CommittedChunk(
         commitment=commit_to(tree.root, author, SimulatedKeys(liar)),
         chunk=chunk,
         proof=ChunkProof(squares=squares, path=tree.path(chunk)),

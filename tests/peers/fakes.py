@@ -7,9 +7,9 @@ import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
+from peers.messages.commitment import ChunkProof
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
 from peers.network.throttle import Caps, LinkTime
-from peers.protocol.commitment import ChunkProof
 from peers.protocol.contributions import Contributions
 from peers.protocol.exchange import Exchange
 from peers.values.chunks import digest_of_state

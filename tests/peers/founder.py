@@ -6,14 +6,14 @@ from peers.log.header import Header, Member
 from peers.log.lineage import Lineage
 from peers.log.settings import RunSettings
 from peers.log.state import LogState
+from peers.messages.commitment import Contribution, digest_of_all
+from peers.messages.messages import Begin, LeaseGrant, Ready
+from peers.messages.rounds import Round, Share
 from peers.presence.heartbeat import PeerState
-from peers.protocol.commitment import Contribution, digest_of_all
 from peers.protocol.effects import Effect, Send
 from peers.protocol.events import Event, HeartbeatsSeen, Received, Tick, TrainingDone
 from peers.protocol.exchange import Exchange
-from peers.protocol.messages import Begin, LeaseGrant, Ready
 from peers.protocol.peer import Peer
-from peers.protocol.rounds import Round, Share
 from peers.protocol.states import State
 from peers.values.chunks import Sum
 from peers.values.leases import SampleRange

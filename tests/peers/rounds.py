@@ -7,12 +7,12 @@ from typing import Any
 
 from peers.log.certificate import Ballot
 from peers.log.header import Member, Position
-from peers.protocol.commitment import Commitment, Contribution, commit_to, digest_of_all
+from peers.messages.averages import Averaged, Origin, statement
+from peers.messages.commitment import Commitment, Contribution, commit_to, digest_of_all
+from peers.messages.rounds import Round, RoundName, Share
 from peers.protocol.contributions import Contributions
 from peers.protocol.effects import Effect
 from peers.protocol.exchange import Exchange, ExchangeEvent
-from peers.protocol.parts import Averaged, Origin, statement
-from peers.protocol.rounds import Round, RoundName, Share
 from peers.values.chunks import PayloadSize
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from peers.log.settings import RunSettings, Timing
+from peers.messages.messages import Message, Proof, Propose
 from peers.protocol.effects import Trouble
-from peers.protocol.messages import Message, Proof, Propose
 from peers.values.wire import digest_of
 from tests.simulation.test_blame import understates
 from tests.simulator.malice import SIGNED, Deceit, plant

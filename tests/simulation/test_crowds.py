@@ -12,8 +12,8 @@ import pytest
 
 from peers.log import certificate
 from peers.log.certificate import Certificate
+from peers.messages.messages import Begin
 from peers.protocol.effects import Send
-from peers.protocol.messages import Begin
 from peers.values.wire import pack
 from tests.simulator import crowds
 from tests.simulator.crowds import LARGEST, SCENES, Bar, bars

@@ -19,7 +19,8 @@ from tests.simulator.simulation import Swarm
 
 TIMING = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, TIMING, fragments=3)
-SLOW = Faults(longest_delay=0.6)  # so that a round takes longer than a fragment's turn
+SLOW = Faults(longest_delay=0.6)
+OVERLAPPING = Faults(longest_delay=1.5)  # so that a round takes longer than a fragment's turn
 
 
 class Entries:
@@ -65,7 +66,7 @@ def test_each_cycle_has_an_entry_of_each_fragment_with_everybodys_work() -> None
 
 
 def test_rounds_of_several_fragments_are_under_way_at_once() -> None:
-    swarm = swarm_of(3)
+    swarm = swarm_of(3, faults=OVERLAPPING)
     most = Counter[str]()
 
     def look(name: str) -> None:
@@ -92,7 +93,7 @@ def test_training_goes_on_while_fragments_are_averaged_and_applied() -> None:
 
 @pytest.mark.parametrize("victim", ["peer0", "peer2"], ids=["the leader", "another"])
 def test_a_death_with_several_rounds_under_way_costs_only_its_owners_work(victim: str) -> None:
-    swarm = swarm_of(5, 0)
+    swarm = swarm_of(5, 0, faults=OVERLAPPING)
     entries = Entries(swarm)
     assert past(swarm, 2)
     peer = swarm.peers[victim].peer

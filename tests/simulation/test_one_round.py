@@ -9,8 +9,8 @@ all hear all votes, so that each puts the two certificates together itself.
 from __future__ import annotations
 
 from peers.log.certificate import Certificate, Phase
+from peers.messages.messages import Certified, Message, Vote
 from peers.protocol.effects import SendChunk
-from peers.protocol.messages import Certified, Message, Vote
 from tests.peers.logs import SETTINGS
 from tests.simulator.links import Faults, Rate
 from tests.simulator.simulation import Swarm

@@ -19,10 +19,10 @@ from peers.log.certificate import Phase
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
 from peers.log.state import Quorum
+from peers.messages.messages import Begin, Certified, Message, Ready, Vote
+from peers.messages.rounds import RoundName
 from peers.protocol.effects import Dropped, Effect, FetchPayload, FetchSnapshot, SendChunk, TokensLost
 from peers.protocol.events import Undelivered
-from peers.protocol.messages import Begin, Certified, Message, Ready, Vote
-from peers.protocol.rounds import RoundName
 from peers.protocol.states import State
 from peers.values.leases import SampleRange, sample_count
 from peers.values.wire import digest_of

@@ -24,7 +24,7 @@ from peers.audit.proofs import TwoVotes, Verifier, contradict
 from peers.log.certificate import Ballot, Certificate, Choice, Group, Phase, digest_of_group
 from peers.log.header import Member
 from peers.log.state import Quorum
-from peers.protocol.messages import Certified, Propose, Vote
+from peers.messages.messages import Certified, Propose, Vote
 from peers.protocol.voting import (
     Cast,
     Tally,
@@ -347,7 +347,7 @@ def states(world: World, goes_on: bool = False) -> Search:
     return search
 
 
-@pytest.mark.parametrize("ballots", [2, 3, 4])
+@pytest.mark.parametrize("ballots", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
 def test_three_honest_voters_never_fork(ballots: int) -> None:
     """R5, R6."""
     assert states(World(voters=3, ballots=ballots)).forks == 0

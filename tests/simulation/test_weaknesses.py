@@ -16,10 +16,10 @@ from peers.log.header import Header, Member
 from peers.log.lineage import Walk
 from peers.log.settings import RunSettings, Timing
 from peers.log.state import LogError
+from peers.messages.messages import Certified, Message, Vote
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.protocol.effects import FetchSnapshot
 from peers.protocol.events import Event, HeartbeatsSeen, PayloadFetched, Received, TrainingDone
-from peers.protocol.messages import Certified, Message, Vote
 from peers.protocol.states import State
 from peers.transfer.snapshots import Offered, SnapshotOffer, Vouched
 from peers.values.manifest import Amendment

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 from peers.audit.proofs import FaultProof, TwoAverages, TwoCommitments
 from peers.log.certificate import Ballot
-from peers.presence.heartbeat import Heartbeat, PeerState, name_peers
-from peers.protocol.commitment import Author, commit_to
-from peers.protocol.effects import SendChunk
-from peers.protocol.events import Event, Tick, TrainingDone
-from peers.protocol.messages import (
+from peers.messages.averages import Averaged, Origin
+from peers.messages.commitment import Author, commit_to
+from peers.messages.messages import (
     Begin,
     Certified,
     Inquire,
@@ -24,8 +22,10 @@ from peers.protocol.messages import (
     Unread,
     Vote,
 )
-from peers.protocol.parts import Averaged, Origin
-from peers.protocol.rounds import RoundName
+from peers.messages.rounds import RoundName
+from peers.presence.heartbeat import Heartbeat, PeerState, name_peers
+from peers.protocol.effects import SendChunk
+from peers.protocol.events import Event, Tick, TrainingDone
 from peers.values.chunks import Sum
 from peers.values.wire import digest_of, pack
 from tests.simulator.liars import FAR, Lie, Said, invented

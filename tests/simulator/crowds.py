@@ -15,9 +15,9 @@ from statistics import median
 
 from peers.log.certificate import Phase
 from peers.log.settings import RunSettings, Timing
+from peers.messages.messages import Certified, Message
 from peers.protocol.effects import Effect, SendChunk
 from peers.protocol.events import Event, Received
-from peers.protocol.messages import Certified, Message
 from peers.values.wire import digest_of, pack_plain
 from tests.simulator.simulated_peer import SimulatedPeer
 from tests.simulator.simulation import Swarm

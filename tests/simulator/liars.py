@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, TypeVar
 from peers.log.certificate import Choice
 from peers.log.header import Header, Member, Position
 from peers.log.state import LogError, LogState
+from peers.messages.messages import Message, Unread, Vote
+from peers.messages.packing import Packer
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.effects import Effect, ReduceChunk, Send, SendChunk
 from peers.protocol.events import Event, Received, Tick
 from peers.protocol.exchange import Exchange
-from peers.protocol.messages import Message, Unread, Vote
-from peers.protocol.packing import Packer
 from peers.protocol.parts import Averages
 from peers.protocol.peer import Peer
 from peers.transfer.averages import Average

@@ -7,12 +7,13 @@ from dataclasses import replace
 from peers.log.certificate import Ballot, Certificate, Choice, Departure, Phase, Signer, electorate
 from peers.log.header import Header
 from peers.log.state import LogError
-from peers.protocol.commitment import commit_to, digest_of_all
+from peers.messages.averages import Averaged
+from peers.messages.commitment import commit_to, digest_of_all
+from peers.messages.messages import Begin, Certified, Leaving, Message, Propose, Ready, Unread, Vote
+from peers.messages.rounds import RoundName
 from peers.protocol.effects import ReduceChunk, SendChunk
 from peers.protocol.events import Event, Received, Tick
-from peers.protocol.messages import Begin, Certified, Leaving, Message, Propose, Ready, Unread, Vote
-from peers.protocol.parts import Averaged, outcome_of
-from peers.protocol.rounds import RoundName
+from peers.protocol.parts import outcome_of
 from peers.protocol.voter import commit_of
 from peers.values.chunks import Sum
 from peers.values.wire import LONGEST_WAIT, digest_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from peers.log.settings import Timing
 from peers.log.state import TERM, Quorum
-from peers.protocol.pacemaker import LONGEST, death
+from peers.protocol.pacemaker import MARGIN, death
 from tests.simulator import claims, lies, mixtures
 from tests.simulator.history import InvariantError
 from tests.simulator.liars import Liar, Lie
@@ -136,8 +136,9 @@ def plant(swarm: Swarm, deceits: tuple[Deceit, ...]) -> None:
 
 def promised(timing: Timing, training: float, liars: int) -> float:
     """Return the seconds within which an honest majority makes an entry, whatever so many liars do: each leads one view
-    at most, and a view ends by its cap."""
-    return training + timing.grace + (liars + 1) * LONGEST * timing.round_timeout + 2 * death(timing)
+    at most, which may begin at its end, and then has thrice the time of an exchange."""
+    begins = timing.grace + timing.round_timeout
+    return training + timing.grace + (liars + 1) * (2 * begins + MARGIN * timing.round_timeout) + 2 * death(timing)
 
 
 def thrive(swarm: Swarm, deceits: tuple[Deceit, ...], training: float) -> None:

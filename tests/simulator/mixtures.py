@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from peers.log.certificate import Ballot
-from peers.protocol.messages import Message, Unread
+from peers.messages.messages import Message, Unread
 from peers.protocol.peer import Peer
 from peers.values.identity import Keys
 from peers.values.wire import from_plain

@@ -10,6 +10,9 @@ from typing import Protocol
 
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.settings import RunSettings
+from peers.messages.messages import Message
+from peers.messages.packing import Packer
+from peers.messages.rounds import RoundName
 from peers.network.throttle import RateMeter
 from peers.presence.branches import state_told
 from peers.presence.heartbeat import Heartbeat, name_peers
@@ -47,10 +50,7 @@ from peers.protocol.events import (
     VotesKept,
     VotesNotKept,
 )
-from peers.protocol.messages import Message
-from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
-from peers.protocol.rounds import RoundName
 from peers.protocol.states import SHOWN_AS, State
 from peers.transfer.averages import Admission, Admitted, ChunkHeader, average_chunk
 from peers.transfer.buffers import PayloadBuffers, inspection

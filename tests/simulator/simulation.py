@@ -18,6 +18,7 @@ from peers.driver.traffic import ADMISSION_TIMEOUT
 from peers.log.header import Position
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
+from peers.messages.messages import Message, Unread
 from peers.protocol.effects import Apply, Effect, SendChunk
 from peers.protocol.events import (
     Captured,
@@ -33,7 +34,6 @@ from peers.protocol.events import (
     TrainingDone,
     Undelivered,
 )
-from peers.protocol.messages import Message, Unread
 from peers.values.signed_heads import NOTHING_SIGNED
 from peers.values.wire import Reach, WireError
 from tests.simulator.history import History

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from peers.audit.spot_check import Sample, choose, is_refuted
-from peers.protocol.commitment import ChunkProof
+from peers.messages.commitment import ChunkProof
 from peers.protocol.events import AverageRefuted, Event, PayloadAssembled
 from peers.protocol.exchange import Exchange
 from peers.values.workload import Blocks
@@ -47,6 +47,7 @@ def _refuted(peer: SimulatedPeer, exchange: Exchange, swarm: Swarm, chance: rand
     async def ask(peers: Sequence[str], fragment: int, chunk: int, length: int) -> Shown:
         there = {one.name: one for one in swarm.fetch_from(peer, tuple(peers))}
         buffers = {name: one.fragments[fragment].buffers for name, one in there.items()}
+        buffers = {name: each for name, each in buffers.items() if each.tree is not None}  # else it has started again
         return [
             (buffers[name].proof(chunk), bytes(buffers[name].own_chunk(chunk))) if name in buffers else None
             for name in peers

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from peers.log.settings import RunSettings
 from peers.log.state import LogError
+from peers.messages.packing import Packer
 from peers.protocol.effects import Effect, Send
 from peers.protocol.events import Event, Received
-from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
 from peers.values.chunks import PayloadSize
 from peers.values.identity import Identity, verify

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from peers.log.certificate import Certificate, Choice
-from peers.protocol.chunk_sets import chunks_in
-from peers.protocol.messages import Begin, Certified, Message, Part, Propose, Ready, Refuse, Vote, Want
+from peers.messages.chunk_sets import chunks_in
+from peers.messages.messages import Begin, Certified, Message, Part, Propose, Ready, Refuse, Vote, Want
 
 
 def brief(message: Message) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from peers.messages.messages import Inquire
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.effects import Effect, Send, SendChunk
 from peers.protocol.events import Event, HeartbeatsSeen
-from peers.protocol.messages import Inquire
 from tests.simulator.simulated_peer import SimulatedPeer
 
 if TYPE_CHECKING:

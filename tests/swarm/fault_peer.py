@@ -23,11 +23,11 @@ from peers.driver.driver import CALL, Driver
 from peers.log.certificate import Phase
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
+from peers.messages.messages import Propose, Vote
+from peers.messages.packing import open_envelope, unpack_message
 from peers.network import dht_node
 from peers.network.transport import HivemindTransport
 from peers.protocol.events import ChunkSent, Event, ReducedArrived
-from peers.protocol.messages import Propose, Vote
-from peers.protocol.packing import open_envelope, unpack_message
 from peers.values.identity import Identity
 from peers.values.wire import digest_of
 from tests.swarm import terms

@@ -23,13 +23,13 @@ from benchmarks.processes import read_lines, say
 from peers.driver.driver import Driver
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
+from peers.messages.messages import Message
 from peers.network.channel import Serve
 from peers.network.throttle import Caps
 from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.effects import Effect, ReduceChunk, Send, SendChunk
 from peers.protocol.events import Event, Received, Tick
-from peers.protocol.messages import Message
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment
 from peers.values.wire import Buffer, digest_of

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from peers.driver.driver import CALL
 from peers.log.certificate import position_of
+from peers.messages.messages import Inquire, LeaseRequest, Message
+from peers.messages.packing import Packer
 from peers.network.channel import PeerUnreachableError, Serve
 from peers.network.dht_storage import heartbeats_key
 from peers.presence.calls import BEAT, HEARTBEAT, Beat, tag_of
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.effects import SendChunk
-from peers.protocol.messages import Inquire, LeaseRequest, Message
-from peers.protocol.packing import Packer
 from peers.transfer.lineage_fetch import BYTES_LIMIT, HEADERS, HeadersRequest
 from peers.transfer.payloads import PAYLOAD, PayloadRequest
 from peers.transfer.snapshots import SNAPSHOT, SnapshotOffer, SnapshotRequest

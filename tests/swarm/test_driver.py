@@ -12,10 +12,10 @@ import pytest
 from peers.driver.driver import Driver
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
+from peers.messages.rounds import Round, RoundName
 from peers.network.transport import HivemindTransport
 from peers.protocol.effects import Effect, OpenRound, SendChunk
 from peers.protocol.events import ChunkSent, Event
-from peers.protocol.rounds import Round, RoundName
 from peers.values.identity import Identity
 from peers.values.wire import digest_of
 from tests.swarm.vector_workload import UnhurriedWorkload, VectorWorkload

@@ -22,7 +22,7 @@ from peers.audit.proofs import BadContribution, TwoCommitments
 from peers.log.chain import Entry
 from peers.log.folder import ENTRIES, NO_RUN, PAYLOADS, LogFolder, _entry_line, _first_line, payload_path, read_chain
 from peers.log.header import FAULT_AGE, Fault, Position
-from peers.protocol.commitment import Author, ChunkProof, Evidence, commit_to
+from peers.messages.commitment import Author, ChunkProof, CommittedChunk, commit_to
 from peers.values.chunks import Payload, Sum
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment
@@ -487,7 +487,7 @@ def test_what_proves_nothing_is_found(what: str, recorded: RecordedRun, tmp_path
 def test_a_false_contribution_is_not_verified_without_the_model(recorded: RecordedRun, tmp_path: Path) -> None:
     author = Author(peer=PEERS[0], incarnation=0, position=position(recorded, 1), number=0)
     said = commit_to(Sum(digest_of(b"root"), 1.0), author, IDENTITIES[0])
-    shown = Evidence(commitment=said, chunk=0, proof=ChunkProof(squares=1.0, path=b""), data=b"chunk")
+    shown = CommittedChunk(commitment=said, chunk=0, proof=ChunkProof(squares=1.0, path=b""), data=b"chunk")
     proof = BadContribution(author=author, evidence=shown)
     keep(tmp_path, pack(proof))
     (what,) = found_of(recorded, tmp_path, proof.fault).unverified

@@ -63,7 +63,7 @@ def test_what_no_encoder_makes_has_none() -> None:
 
 def test_one_with_a_huge_scale_moves_an_average_no_further_than_four_of_the_others() -> None:
     """Measured before contributions were clipped: with an eighth of the tokens one such block moved theta to 3e18."""
-    from peers.protocol.clipping import clipped
+    from peers.protocol.contributions import clipped
 
     codec = BlockCodec(kernels.INT8, 8 * 1024)
     payloads = {f"honest{number}": encoded(kernels.INT8, 8 * 1024)[0].buffer for number in range(7)}

@@ -27,12 +27,12 @@ from peers.log.folder import LogFolder
 from peers.log.head_signer import SIGNED
 from peers.log.header import Fault, Header, Member
 from peers.log.state import LogState
+from peers.messages.messages import Certified, Elsewhere, Inquire
+from peers.messages.packing import unpack_message
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.known_runs import KnownRuns
 from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.protocol.messages import Certified, Elsewhere, Inquire
-from peers.protocol.packing import unpack_message
 from peers.transfer.lineage_fetch import LineageFetch
 from peers.transfer.payloads import Payloads, serve_proofs
 from peers.transfer.snapshots import Snapshot

@@ -11,11 +11,10 @@ from peers.log.certificate import Ballot, Certificate, Choice, Departure, Farewe
 from peers.log.header import Header, Member, Position
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
-from peers.protocol.commitment import Author, ChunkProof, Commitment, commit_to
-from peers.protocol.commitment import Evidence as CommittedChunk
-from peers.protocol.messages import Certified, Leaving, Proof, Vote
-from peers.protocol.parts import Averaged, Origin, Statement
-from peers.protocol.rounds import Round, RoundName, Share
+from peers.messages.averages import Averaged, Origin, Statement
+from peers.messages.commitment import Author, ChunkProof, Commitment, CommittedChunk, commit_to
+from peers.messages.messages import Certified, Leaving, Proof, Vote
+from peers.messages.rounds import Round, RoundName, Share
 from peers.values.chunks import PayloadSize, Sum, SumTree
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of, pack

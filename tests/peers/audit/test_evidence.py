@@ -18,7 +18,7 @@ from peers.log.certificate import Certificate, Choice, Phase
 from peers.log.certificate import Proof as Weight
 from peers.log.header import FAULT_AGE, FAULT_LIMIT, Fault, Header, Kind, Position
 from peers.log.lineage import Branch, Lineage
-from peers.protocol.messages import Certified, Proof, Vote
+from peers.messages.messages import Certified, Proof, Vote
 from peers.values.wire import digest_of, pack
 from tests.peers.audit.statements import (
     ABC,

@@ -6,11 +6,11 @@ from __future__ import annotations
 from peers.log.certificate import Phase
 from peers.log.lineage import Branch, Lineage, Walk
 from peers.log.state import LogState
+from peers.messages.messages import Certified
+from peers.messages.packing import Packer
 from peers.presence.heartbeat import PeerState
 from peers.protocol.effects import Effect, FetchLineage, FetchSnapshot, Note, Send
 from peers.protocol.events import HeartbeatsSeen, LineageSeen, Received
-from peers.protocol.messages import Certified
-from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
 from tests.peers.audit.statements import ABC, PAYLOADS, A, B, certified, choice, verify
 from tests.peers.heartbeats import beat

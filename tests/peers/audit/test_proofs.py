@@ -18,7 +18,7 @@ from peers.audit.proofs import (
 )
 from peers.log.certificate import Choice, Phase
 from peers.log.header import Fault, Kind
-from peers.protocol.messages import PROOF_LIMIT
+from peers.messages.messages import PROOF_LIMIT
 from peers.values.wire import WireError, digest_of, pack
 from tests.peers.audit.statements import (
     ABC,

@@ -10,7 +10,7 @@ import pytest
 
 from peers.audit.spot_check import ASKED, MOST, Sample, choose, is_refuted
 from peers.errors import DilocoPeerError
-from peers.protocol.commitment import ChunkProof, Contribution
+from peers.messages.commitment import ChunkProof, Contribution
 from peers.values.chunks import Sum, SumTree
 from peers.values.wire import digest_of
 from peers.values.workload import BadBlocksError, Blocks, Reduction

@@ -22,6 +22,10 @@ from peers.driver.outgoing import CHUNKS, StreamHeader
 from peers.errors import DilocoPeerError, LocalProtocolError
 from peers.log.certificate import Ballot, Phase, certify
 from peers.log.header import Header
+from peers.messages.averages import Origin
+from peers.messages.messages import Message, Part, Propose, Ready, Unread, Vote
+from peers.messages.packing import Packer, open_envelope, unpack_message
+from peers.messages.rounds import RoundName
 from peers.network.channel import Channel
 from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import PeerState
@@ -33,10 +37,7 @@ from peers.protocol.events import (
     Tick,
 )
 from peers.protocol.exchange import Exchange
-from peers.protocol.messages import Message, Part, Propose, Ready, Unread, Vote
-from peers.protocol.packing import Packer, open_envelope, unpack_message
-from peers.protocol.parts import Origin, Reducers
-from peers.protocol.rounds import RoundName
+from peers.protocol.parts import Reducers
 from peers.protocol.states import State
 from peers.transfer.buffers import PayloadBuffers, _RoundBuffers, offer
 from peers.transfer.payloads import PAYLOAD, serve_payloads

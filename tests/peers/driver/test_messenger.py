@@ -11,12 +11,12 @@ import pytest
 
 from peers.driver.driver import CALL, CALL_TIMEOUT, Driver, _Messenger
 from peers.errors import LocalProtocolError, RemoteProtocolError
+from peers.messages.messages import Inquire
+from peers.messages.packing import pack_message, unpack_message
 from peers.network.channel import PeerRefusedError, PeerUnreachableError
 from peers.network.transport import HivemindTransport
 from peers.protocol.effects import Send
 from peers.protocol.events import Event, Received, Undelivered
-from peers.protocol.messages import Inquire
-from peers.protocol.packing import pack_message, unpack_message
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION
 from tests.peers.founder import Founder
 from tests.peers.logs import LOG, RUN

@@ -19,6 +19,8 @@ from peers.driver import outgoing
 from peers.driver.outgoing import CHUNKS, CLOSING_TIME, StreamHeader
 from peers.driver.traffic import ADMISSION_TIMEOUT, Traffic
 from peers.errors import RemoteProtocolError
+from peers.messages.averages import Origin
+from peers.messages.rounds import Round, RoundName
 from peers.network.channel import FRAME, FRAMES_UNDER_WAY, Channel, PeerRefusedError, PeerUnreachableError
 from peers.network.throttle import FEWEST, MOST, Caps
 from peers.network.transport import HivemindTransport
@@ -31,8 +33,6 @@ from peers.protocol.events import (
     ReducedArrived,
 )
 from peers.protocol.exchange import Exchange, ExchangeEvent
-from peers.protocol.parts import Origin
-from peers.protocol.rounds import Round, RoundName
 from peers.transfer.averages import ChunkHeader
 from peers.transfer.buffers import PayloadBuffers, offer
 from peers.values.wire import Buffer, pack, unpack

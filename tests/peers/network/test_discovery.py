@@ -64,7 +64,7 @@ class Node:
         self.world.calls[name] += 1
         if there is None or self.world.broken or not there.discovery.is_member:
             raise PeerUnreachableError(peer_id, "no answer in time")
-        beats, moment = there.discovery.beats, (module.now(), self.world.wall)
+        beats, moment = there.discovery.beats, (vars(module)["now"](), self.world.wall)
         if name == BEAT:
             return beats.hear_beat(self.peer_id, unpack(Beat, payload), *moment)
         if name == HEARTBEAT:

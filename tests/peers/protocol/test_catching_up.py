@@ -10,6 +10,7 @@ from peers.log.certificate import Proof
 from peers.log.header import Header
 from peers.log.lineage import RECENT_ENTRIES, Branch
 from peers.log.state import LogState
+from peers.messages.messages import Certified, Elsewhere, Inquire, LeaseRequest, Ready
 from peers.protocol.effects import Apply, Dropped, FetchLineage, FetchPayload, FetchSnapshot, StopTraining, Train
 from peers.protocol.events import (
     Applied,
@@ -23,7 +24,6 @@ from peers.protocol.events import (
     TrainingDone,
     TrainingProgress,
 )
-from peers.protocol.messages import Certified, Elsewhere, Inquire, LeaseRequest, Ready
 from peers.protocol.pacemaker import death
 from peers.protocol.states import State
 from peers.values.wire import digest_of

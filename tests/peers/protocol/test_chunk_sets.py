@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.protocol.chunk_sets import CHUNK_SET_BYTES, chunk_set, chunks_in
+from peers.messages.chunk_sets import CHUNK_SET_BYTES, chunk_set, chunks_in
 
 
 @given(st.sets(st.integers(0, 8 * CHUNK_SET_BYTES - 1), max_size=50))

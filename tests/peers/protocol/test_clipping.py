@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peers.protocol.clipping import clipped, median
+from peers.protocol.contributions import clipped, median
 
 
 def squares(**norms: float) -> dict[str, float]:

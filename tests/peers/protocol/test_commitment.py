@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from peers.log.header import Position
-from peers.protocol.commitment import Author, Commitment, Contribution, Evidence, commit_to
+from peers.messages.commitment import Author, Commitment, CommittedChunk, Contribution, commit_to
 from peers.values.chunks import Sum
 from peers.values.wire import WireError, digest_of, from_plain
 from peers.values.workload import BadBlocksError, Blocks
@@ -28,7 +28,7 @@ def commitment(peer: str, incarnation: int = 0, root: Sum = CONTRIBUTION, number
     return commit_to(root, author(peer, incarnation, number=number), SimulatedKeys(peer))
 
 
-def convicts(shown: Evidence, peer: str = "c", at: Position = LOG.position) -> bool:
+def convicts(shown: CommittedChunk, peer: str = "c", at: Position = LOG.position) -> bool:
     return shown.convicts(author(peer, at=at), SIZE.chunks, VERIFY, inspect)
 
 
@@ -48,7 +48,7 @@ def test_what_was_honestly_committed_to_convicts_nobody() -> None:
     assert not convicts(evidence(LOG, "c", honest=True))
 
 
-CHANGES: dict[str, Callable[[Evidence], dict[str, Any]]] = {
+CHANGES: dict[str, Callable[[CommittedChunk], dict[str, Any]]] = {
     "other bytes": lambda shown: {"data": b"other"},
     "another chunk": lambda shown: {"chunk": 3},
     "no such chunk": lambda shown: {"chunk": SIZE.chunks},

@@ -15,7 +15,10 @@ from typing import cast
 import pytest
 
 from peers.log.header import NO_PAYLOAD
-from peers.protocol.chunk_sets import chunk_set, chunks_in
+from peers.messages.averages import MARK_BYTES, Averaged, statement_of
+from peers.messages.chunk_sets import chunk_set, chunks_in
+from peers.messages.messages import Part, Want
+from peers.messages.rounds import Round
 from peers.protocol.contributions import Contributions
 from peers.protocol.effects import AssemblePayload, Effect, OpenRound, ReduceChunk, Send, SendChunk
 from peers.protocol.events import (
@@ -27,10 +30,8 @@ from peers.protocol.events import (
     ReducedArrived,
 )
 from peers.protocol.exchange import DUE, GIVEN, GONE, STALLED, Exchange, ExchangeEvent
-from peers.protocol.messages import Part, Want
-from peers.protocol.parts import MARK_BYTES, Averaged, Outcome, Parts, outcome_of, statement_of
+from peers.protocol.parts import Outcome, Parts, outcome_of
 from peers.protocol.planning import FAIR
-from peers.protocol.rounds import Round
 from peers.values.chunks import payloads_moved
 from peers.values.wire import digest_of
 from tests.peers.rounds import AT, CONTRIBUTED, TOKENS, round_among, round_name, round_with, signed_by

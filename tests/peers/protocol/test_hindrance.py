@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from peers.log.header import Exclusion
+from peers.messages.messages import LeaseRequest, Leaving, Propose, Ready, Vote
 from peers.protocol.abstention import TURN
 from peers.protocol.effects import StopTraining, Train, Trouble
 from peers.protocol.events import ReachSeen, SignedHeadsSeen, TrainingDone, TrainingProgress
 from peers.protocol.hindrance import LATE, TOLD_AFTER, TRAIN_AGAIN
-from peers.protocol.messages import LeaseRequest, Leaving, Propose, Ready, Vote
 from peers.protocol.states import State
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import Reach

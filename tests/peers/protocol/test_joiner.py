@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from peers.log.state import LogState
+from peers.messages.messages import LeaseGrant, LeaseRequest, Ready, Refuse
 from peers.presence.heartbeat import PeerState
 from peers.protocol.effects import Dropped, FetchSnapshot, Train
 from peers.protocol.events import (
@@ -19,7 +20,6 @@ from peers.protocol.events import (
     SnapshotFailed,
     TrainingDone,
 )
-from peers.protocol.messages import LeaseGrant, LeaseRequest, Ready, Refuse
 from peers.protocol.states import State
 from peers.values.leases import SampleRange
 from peers.values.signed_heads import SignedHead, SignedHeads

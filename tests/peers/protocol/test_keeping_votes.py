@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from peers.log.certificate import Ballot
+from peers.messages.messages import Leaving, Vote
 from peers.protocol.context import Context
 from peers.protocol.effects import Effect, KeepVotes, Note
 from peers.protocol.events import Event, LeaveRequested, PayloadAssembled, VotesKept, VotesNotKept
-from peers.protocol.messages import Leaving, Vote
 from peers.protocol.voting import VoterState, VotingRecord
 from tests.peers.builders import FIRST, PAYLOADS, Rig, of, propose, sends
 from tests.peers.logs import SETTINGS
@@ -104,9 +104,9 @@ def test_r10_without_a_record_or_after_a_farewell_it_is_another_incarnation() ->
 
 def test_r10_what_a_given_up_incarnation_has_under_way_is_not_sent() -> None:
     rig = asked()
-    rig.peer._context.begin_anew()
+    rig.peer._context.votes.begin_anew()
     assert not sends(rig.do(VotesKept()), Vote)
-    rig.peer._context.begin_anew()
+    rig.peer._context.votes.begin_anew()
     assert rig.peer.record.places == ()
 
 

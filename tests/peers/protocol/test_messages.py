@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from peers.log.certificate import Phase
 from peers.log.header import MEMBER_LIMIT
-from peers.presence.reachability import SEEN_LIMIT
-from peers.protocol.chunk_sets import CHUNK_SET_BYTES, chunk_set
-from peers.protocol.commitment import Norms
-from peers.protocol.messages import (
+from peers.messages.averages import MARK_BYTES, MARKED
+from peers.messages.chunk_sets import CHUNK_SET_BYTES, chunk_set
+from peers.messages.commitment import Norms
+from peers.messages.messages import (
     KINDS,
     PROOF_LIMIT,
     Begin,
@@ -33,8 +33,8 @@ from peers.protocol.messages import (
     Unread,
     Want,
 )
-from peers.protocol.packing import FIELDS, PLACE, open_envelope, pack_message, unpack_message
-from peers.protocol.parts import MARK_BYTES, MARKED
+from peers.messages.packing import FIELDS, PLACE, open_envelope, pack_message, unpack_message
+from peers.presence.reachability import SEEN_LIMIT
 from peers.values.leases import PIECE_LIMIT, SampleRange
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError
 from tests.peers.builders import (
@@ -75,6 +75,7 @@ MESSAGES: dict[str, Message] = {
         refused=FIRST,
         reason="the voter does not have the payload",
         named=("c",),
+        lacking=("a",),
         unproven=(bytes(32),),
     ),
     "Begin": begin_of(ROUND, LOG),
@@ -210,6 +211,7 @@ WRONG: dict[tuple[str, str], list[object]] = {
     ("Ready", "refused"): BALLOTS,
     ("Ready", "reason"): [None, 7, b"bytes"],
     ("Ready", "named"): PEERS,
+    ("Ready", "lacking"): PEERS,
     ("Ready", "unproven"): [[bytes(31)], [bytes(32)] * 17, ["b"]],
     ("Begin", "ballot"): [*BALLOTS, None],
     ("Begin", "seconds"): [0.0, -1.0, 1e9, float("nan"), float("inf"), "1", None],
@@ -275,23 +277,24 @@ def test_a_position_is_checked(message: Message, place: int) -> None:
             unpacked(with_body(message, [*body[:place], wrong, *body[place + 1 :]]))
 
 
-ALL: list[Any] = [[[0, 3]], [], [], [], [], []]
-NOBODY: list[Any] = [[]] * 6
+ALL: list[Any] = [[[0, 3]], []]
+NOBODY: list[Any] = [[], []]
 NAME: list[Any] = [[0, 1], "a"]
-NEWCOMERS = [[0, "newcomer", None]] * (MEMBER_LIMIT + 1)
+MANY = [[0, 1]] * (MEMBER_LIMIT + 1)
 
 
 @pytest.mark.parametrize(
     ("round", "reason"),
     [
         ([NAME, NOBODY, [], STATE, []], "shares"),
-        ([NAME, [[], NEWCOMERS, [], [], [], []], [1] * (MEMBER_LIMIT + 1), STATE, []], "newcomers"),
+        ([NAME, [MANY, []], [1] * (MEMBER_LIMIT + 1), STATE, []], "members"),
+        ([NAME, [[[0, 3]], [[0, 1, 1, 0]] * (MEMBER_LIMIT + 1)], [1] * 3, STATE, []], "less"),
         ([NAME, ALL, [1] * (MEMBER_LIMIT + 1), STATE, []], "chunks"),
         ([NAME, ALL, [1, 1], STATE, []], "2 parts for 3 members"),
         ([NAME, ALL, [1, 1, -1], STATE, []], "chunks"),
         ([NAME, ALL, [1, 1, True], STATE, []], "chunks"),
-        ([NAME, [[[0, 4]], [], [], [], [], []], [1] * 4, STATE, []], "no places 0 to 4"),
-        ([NAME, [[[0, 3]], [], [[3, 1]], [], [], []], [1] * 3, STATE, []], "no place 3"),
+        ([NAME, [[[0, 4]], []], [1] * 4, STATE, []], "no such places"),
+        ([NAME, [[[0, 3]], [[3, 1, 1, 0]]], [1] * 3, STATE, []], "no member 3"),
         ([NAME, ALL, [1, 1, 1], STATE], "needs 5 fields"),
         ([NAME, ALL, [1, 1, 1], b"short", []], "committed"),
         ([NAME, ALL, [1, 1, 1], STATE, [[3, 0]]], "no place 3"),

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from peers.log.certificate import Proof
+from peers.log.lineage import Lineage
+from peers.messages.messages import Certified, Propose
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
+from peers.protocol.belief import Belief
 from peers.protocol.effects import Apply
 from peers.protocol.events import PayloadAssembled
-from peers.protocol.messages import Propose
-from peers.protocol.minority import NEARLY, Attendance, may_follow, may_found
+from peers.protocol.minority import NEARLY, Attendance
+from peers.protocol.replica import Replica
 from tests.peers.builders import ahead, at_second, context, of, roster, sends
 from tests.peers.heartbeats import beat
 from tests.peers.logs import LOG, PAYLOAD, SETTINGS, TIMING, first_log
@@ -83,10 +86,21 @@ def test_r21_an_uncertified_entry_is_followed_where_it_is_signed_and_the_others_
     """b is behind, so that all that live are further on."""
     here, log = context("b"), first_log()
     presence = Presence("b", 10.0, 40.0, 0.0, here.is_farewell)
+    belief = Belief(here, presence, Replica(here, presence, Lineage(log), log.state))
     presence.membership.observe([beat(name, ahead(log), PeerState.TRAINING) for name in live], 0.0)
     gone = tuple(peer for peer in log.voters if peer not in members)
     header = log.next_header(roster(log, members), PAYLOAD, members[0], gone=gone)
-    assert may_follow(here, presence, log, header, Proof(False, signers)) is is_followed
+    shown = Certified(header=header, certificate=None)
+    found = belief.entry("a" if "a" in live else live, shown, Proof(False, signers), was_asked=True)
+    assert (found is not None) is is_followed
+
+
+def test_r8_where_most_are_here_by_name_no_other_group_is_joined() -> None:
+    """Voters that are not heard here do not make it most: two such groups could be at once."""
+    seen = attendance(GRACE, "ac", starts=7, goes_on_alone=False)
+    del seen.here["a"], seen.here["c"]
+    assert seen.joins_alone
+    assert not seen.joins((("a", 7), ("b", 0), ("c", 7)))
 
 
 def test_r8_a_lone_survivor_makes_an_entry_that_says_so() -> None:
@@ -124,11 +138,12 @@ def test_r13_few_found_no_run_while_enough_wait_to_do_so(
     settings = replace(SETTINGS, minimum_peers=3)
     here = context("me", settings)
     presence = Presence("me", 10.0, 40.0, 0.0, here.is_farewell)
+    belief = Belief(here, presence, Replica(here, presence, Lineage(LOG), LOG.state))
     presence.membership.observe([beat(name, LOG, PeerState.READY) for name in waiting], 0.0)
     presence.membership.observe([beat(name, LOG, PeerState.ARCHIVING) for name in archives], 0.0)
     presence.membership.observe([beat(name, first_log()) for name in founders], 0.0)
     here.now = presence.now = settings.timing.heartbeat_expiry
-    assert may_found(here, presence, len(founders)) is is_believed
+    assert belief.may_found(len(founders)) is is_believed
 
 
 def test_r13_few_found_no_run_while_others_do_not_answer_for_a_moment_or_cannot_have_been_heard_of() -> None:
@@ -136,10 +151,11 @@ def test_r13_few_found_no_run_while_others_do_not_answer_for_a_moment_or_cannot_
     settings = replace(SETTINGS, minimum_peers=3)
     here = context("me", settings)
     presence = Presence("me", 10.0, 40.0, 0.0, here.is_farewell)
-    assert not may_found(here, presence, 1), "we have just started"
+    belief = Belief(here, presence, Replica(here, presence, Lineage(LOG), LOG.state))
+    assert not belief.may_found(1), "we have just started"
     presence.membership.observe([beat(name, LOG, PeerState.READY) for name in "ab"], 0.0)
     here.now = presence.now = settings.timing.heartbeat_expiry
     presence.membership.unreachable("a")
-    assert not may_found(here, presence, 1)
+    assert not belief.may_found(1)
     here.now = presence.now = settings.timing.partition_grace + 1
-    assert may_found(here, presence, 1), "nobody has been heard of for long"
+    assert belief.may_found(1), "nobody has been heard of for long"

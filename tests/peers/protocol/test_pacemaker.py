@@ -111,22 +111,36 @@ def test_an_exchange_gets_no_more_time_than_rounds_usually_need() -> None:
     assert clock.pacemaker.limit(GRACE) == GRACE + MARGIN * (1.0 + death(TIMING))
 
 
-def test_time_doubles_only_where_it_was_too_short_for_a_leader_that_had_begun() -> None:
+def test_only_an_exchange_gets_more_time_and_only_after_a_view_that_was_too_short_for_one() -> None:
     silent, slow = Clock().look(LIMIT + 2), Clock()
-    slow.pacemaker.begun(20.0)
+    slow.pacemaker.begun(1000.0)
     slow.look(slow.pacemaker.limit(GRACE) + 2)
     for clock in (silent, slow):
         assert clock.at[2] == 1
         clock.named = 1
         clock.look()
-    assert silent.pacemaker.limit(GRACE) == LIMIT
-    assert slow.pacemaker.limit(GRACE) == min(2 * LIMIT, LONGEST * TIMING.round_timeout)
+        assert clock.pacemaker.limit(GRACE) == LIMIT, "until a leader begins"
+        clock.pacemaker.begun(1000.0)
+    usual = MARGIN * max(MARGIN * USUAL, death(TIMING))
+    assert silent.pacemaker.limit(GRACE) == LIMIT + usual
+    assert slow.pacemaker.limit(GRACE) == LIMIT + 2 * usual
 
 
-def test_no_view_is_longer_than_the_longest_or_shorter_than_a_death_takes_to_be_noticed() -> None:
+def test_a_view_that_begins_and_stalls_costs_no_more_however_many_did_before() -> None:
+    clock, seconds = Clock(), 20.0
+    for view in range(8):
+        before = clock.now
+        clock.pacemaker.begun(seconds)
+        clock.look(2 * LIMIT + MARGIN * seconds + 2)
+        assert (clock.at[2], clock.now - before <= 2 * LIMIT + MARGIN * seconds + 2) == (view + 1, True)
+        clock.named = view + 1
+        clock.look()
+
+
+def test_a_leader_has_no_longer_to_begin_than_the_longest_and_as_long_as_a_death_takes_to_be_noticed() -> None:
     assert Clock(usual=0.0).pacemaker.limit(0.0) == death(TIMING)
     clock = Clock(usual=10_000.0)
-    assert clock.pacemaker.limit(GRACE) == LONGEST * TIMING.round_timeout
+    assert clock.pacemaker.limit(GRACE) == GRACE + LONGEST * TIMING.round_timeout
 
 
 def test_a_peer_that_slept_does_not_take_that_for_its_leaders_silence() -> None:

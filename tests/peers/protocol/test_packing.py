@@ -14,12 +14,12 @@ from peers.log.certificate import Phase
 from peers.log.header import MEMBER_LIMIT, Header, Member
 from peers.log.lineage import RECENT_ENTRIES, Lineage
 from peers.log.state import LogError, LogState
+from peers.messages.averages import MARK_BYTES
+from peers.messages.commitment import Contribution
+from peers.messages.messages import Begin, Certified, Elsewhere, Inquire, Message, Unread
+from peers.messages.packing import DEFLATED_FROM, RELATIVE, Packer, pack_message, unpack_message
+from peers.messages.rounds import Round, RoundName, Share
 from peers.presence.reachability import SEEN_LIMIT
-from peers.protocol.commitment import Contribution
-from peers.protocol.messages import Begin, Certified, Elsewhere, Inquire, Message, Unread
-from peers.protocol.packing import DEFLATED_FROM, RELATIVE, Packer, pack_message, unpack_message
-from peers.protocol.parts import MARK_BYTES
-from peers.protocol.rounds import Round, RoundName, Share
 from peers.values.leases import prefix, sample_count
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, digest_of
 from tests.peers.builders import FIRST, at_second, choice, propose, ready, round_of, sends, vote

@@ -7,17 +7,10 @@ from typing import Any
 import pytest
 
 from peers.log.header import NO_PAYLOAD
-from peers.protocol.messages import Part
-from peers.protocol.parts import (
-    MARK_BYTES,
-    Averages,
-    Parts,
-    Reducers,
-    contradict,
-    outcome_of,
-    statement_of,
-)
-from peers.protocol.rounds import Round
+from peers.messages.averages import MARK_BYTES, contradict, statement_of
+from peers.messages.messages import Part
+from peers.messages.rounds import Round
+from peers.protocol.parts import Averages, Parts, Reducers, outcome_of
 from peers.values.chunks import digest_of_chunks
 from peers.values.wire import digest_of
 from tests.peers.rounds import round_among, round_name, round_with, signed_by

@@ -12,6 +12,25 @@ import pytest
 from peers.errors import LocalProtocolError
 from peers.log.certificate import Ballot, Departure, Phase
 from peers.log.header import Header
+from peers.messages.messages import (
+    Begin,
+    Certified,
+    Elsewhere,
+    Inquire,
+    LeaseGrant,
+    LeaseRequest,
+    Leaving,
+    Message,
+    Part,
+    Proof,
+    Propose,
+    Ready,
+    Refuse,
+    Unread,
+    Vote,
+    Want,
+)
+from peers.messages.packing import Packer
 from peers.presence.heartbeat import PeerState
 from peers.protocol.effects import Apply, Dropped, Note, SendChunk, Stop, StopTraining
 from peers.protocol.events import (
@@ -36,25 +55,6 @@ from peers.protocol.events import (
     Undelivered,
 )
 from peers.protocol.hindrance import TOLD_AFTER
-from peers.protocol.messages import (
-    Begin,
-    Certified,
-    Elsewhere,
-    Inquire,
-    LeaseGrant,
-    LeaseRequest,
-    Leaving,
-    Message,
-    Part,
-    Proof,
-    Propose,
-    Ready,
-    Refuse,
-    Unread,
-    Vote,
-    Want,
-)
-from peers.protocol.packing import Packer
 from peers.protocol.states import State
 from peers.values.wire import Reach, WireError, digest_of
 from tests.peers.builders import (

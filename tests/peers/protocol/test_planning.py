@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.log.settings import Timing
+from peers.log.state import TERM
 from peers.presence.reachability import DOUBT, SEEN_LIMIT, Reachability
 from peers.protocol.planning import (
     FAIR,
     SLACK,
     Link,
+    Undealt,
     credible_rates,
     deadline,
     deal,
@@ -112,13 +114,23 @@ def test_only_members_that_have_trained_average() -> None:
     assert [share.chunks for share in shares(round_among("ab", idle="ab").roster, {}, 6)] == [0, 0]
 
 
-def test_members_whose_data_did_not_come_last_time_average_nothing_if_others_can() -> None:
+def test_r3_a_leader_deals_nothing_for_a_term_to_a_reducer_that_did_badly() -> None:
+    undealt = Undealt()
+    undealt.note("ab", 3)
+    undealt.note("b", 5)
+    assert undealt.at(3) == {"a"}
+    assert undealt.at(5) == {"a", "b"}
+    assert undealt.at(2 + TERM) == {"a", "b"}
+    assert undealt.at(3 + TERM) == {"b"}
+
+
+def test_r3_members_that_did_badly_average_nothing_if_others_can() -> None:
     """One with a slow link, or that gives nothing, would else hold up each round."""
     roster = round_among("abcdef").roster
-    dealt = {share.member.peer: share.chunks for share in shares(roster, {}, 60, before="abcde")}
+    dealt = {share.member.peer: share.chunks for share in shares(roster, {}, 60, besides="f")}
     assert dealt == {"a": 12, "b": 12, "c": 12, "d": 12, "e": 12, "f": 0}
-    for before in ("", "a", "xyz"):
-        assert {share.chunks for share in shares(roster, {}, 60, before)} == {10}, "too much for one link"
+    for besides in ("abcdef", "bcdef", "xyz"):
+        assert {share.chunks for share in shares(roster, {}, 60, besides)} == {10}, "too much for one link"
 
 
 @given(ONE_WAY, ONE_WAY)

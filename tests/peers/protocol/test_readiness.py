@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from peers.messages.messages import LeaseGrant, LeaseRequest, Ready, Refuse
 from peers.presence.heartbeat import PeerState
 from peers.protocol.effects import Dropped
-from peers.protocol.messages import LeaseGrant, LeaseRequest, Ready, Refuse
 from peers.protocol.pacemaker import death
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of

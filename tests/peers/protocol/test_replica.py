@@ -9,13 +9,14 @@ from peers.log.certificate import Proof
 from peers.log.header import Header, Member
 from peers.log.lineage import RECENT_ENTRIES, Branch, Lineage
 from peers.log.state import LogState
+from peers.messages.messages import Certified
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
+from peers.protocol.belief import Belief
 from peers.protocol.catching_up import Search
 from peers.protocol.effects import Apply, Dropped, FetchLineage, FetchSnapshot, Note, Send, TokensLost
 from peers.protocol.events import Applied, Digested, LineageSeen, SignedHeadsSeen, SnapshotFailed, SnapshotRestored
 from peers.protocol.internal import EntryMade, FarBehind, NobodyAhead
-from peers.protocol.messages import Certified
 from peers.protocol.replica import PASSED_ON, Replica, ReplicaState
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of
@@ -44,7 +45,8 @@ class Place:
         self.context = context("b")
         self.presence = Presence("b", 10.0, 40.0, 0.0, self.context.is_farewell)
         self.replica = Replica(self.context, self.presence, Lineage(log), STATE)
-        self.search = Search(self.context, self.presence, self.replica)
+        self.belief = Belief(self.context, self.presence, self.replica)
+        self.search = Search(self.context, self.presence, self.replica, self.belief)
         self.beats = 0
 
     def see(self, log: LogState, names: str = "ac", state: PeerState = PeerState.TRAINING) -> None:
@@ -106,18 +108,18 @@ def test_nobody_is_followed_who_is_not_further_on_unless_it_was_asked() -> None:
     assert first is not None
     place.see(LOG, "a")
     alone = Proof(False, 1)
-    assert place.replica.follow("a", told(first), alone, was_asked=False) is None
-    behind = place.replica.follow("a", told(first), alone, was_asked=True)
+    assert place.belief.entry("a", told(first), alone, was_asked=False) is None
+    behind = place.belief.entry("a", told(first), alone, was_asked=True)
     assert behind is not None
     assert behind.donors == ("a",)
-    assert place.replica.follow("z", told(first), alone, was_asked=True) is None, "it is not heard"
+    assert place.belief.entry("z", told(first), alone, was_asked=True) is None, "it is not heard"
 
 
 def test_a_certified_entry_is_followed_whoever_shows_it_and_its_members_have_the_payload() -> None:
     place, first = Place(), after(LOG).last
     assert first is not None
     place.see(LOG)
-    behind = place.replica.follow("z", told(first), CERTIFIED, was_asked=False)
+    behind = place.belief.entry("z", told(first), CERTIFIED, was_asked=False)
     assert behind is not None
     assert behind.donors == ("a", "c")
 
@@ -131,7 +133,7 @@ def far_from(log: LogState, entries: int) -> LogState:
 def test_far_behind_it_looks_at_a_log_then_takes_a_state_and_then_replays() -> None:
     place, log = Place(), far_from(LOG, SETTINGS.snapshot_every + 1)
     place.see(log)
-    place.search.catch_up()
+    place.search.look()
     assert of(place.context.take_effects(), FetchLineage) == [FetchLineage("c", SETTINGS.snapshot_every + 1, ("a",))]
     far = place.search.on_seen(LineageSeen("c", Branch(LOG, log), Branch(LOG, LOG)))
     assert far == FarBehind("c", 1)
@@ -141,7 +143,8 @@ def test_far_behind_it_looks_at_a_log_then_takes_a_state_and_then_replays() -> N
     assert place.replica.state is ReplicaState.LEVEL
     assert place.replica.log.position == first_log().position
     place.context.take_effects()
-    place.search.catch_up()
+    place.search.fetched()
+    place.search.look()
     assert of(place.context.take_effects(), Send), "it has a snapshot: from here on it asks what followed"
 
 
@@ -299,7 +302,7 @@ def test_whoever_is_astray_follows_nobody_from_entry_to_entry() -> None:
     heard(place, 1, OTHER.position.head)
     place.see(far_from(place.replica.log, 2))
     place.context.take_effects()
-    place.search.catch_up()
+    place.search.look()
     effects = place.context.take_effects()
     assert of(effects, FetchLineage)
     assert not of(effects, Send)
@@ -325,10 +328,10 @@ def test_an_entry_in_place_of_a_signed_one_is_not_followed() -> None:
     header = second.last
     assert header is not None
     heard(place, 2, bytes(32))
-    assert place.replica.follow("a", told(header), Proof(True, 2), was_asked=False) is None
+    assert place.belief.entry("a", told(header), Proof(True, 2), was_asked=False) is None
     assert "the archive z has signed another outer step 2" in of(place.context.take_effects(), Dropped)[0].reason
     heard(place, 2, second.position.head)
-    assert place.replica.follow("a", told(header), Proof(True, 2), was_asked=False) is not None
+    assert place.belief.entry("a", told(header), Proof(True, 2), was_asked=False) is not None
 
 
 def test_a_newcomer_that_knows_of_a_signed_head_looks_at_a_whole_log_first() -> None:
@@ -337,18 +340,18 @@ def test_a_newcomer_that_knows_of_a_signed_head_looks_at_a_whole_log_first() -> 
     header = first.last
     assert header is not None
     heard(place, 1, bytes(32))
-    place.search.catch_up()
+    place.search.look()
     effects = place.context.take_effects()
     assert of(effects, FetchLineage)
     assert not of(effects, Send)
-    assert place.replica.follow("a", told(header), Proof(True, 2), was_asked=True) is None
+    assert place.belief.entry("a", told(header), Proof(True, 2), was_asked=True) is None
     donor = of(effects, FetchLineage)[0].donor
     theirs = Branch(LOG, first, {0: (b"theirs", CERTIFIED)}, {1: first.position.head})
     assert place.search.on_seen(LineageSeen(donor, theirs, Branch(LOG, LOG))) is None, "not the one"
     heard(place, 1, first.position.head)
     place.search.weigh("a")
     assert place.search.on_seen(LineageSeen("a", theirs, Branch(LOG, LOG))) is not None
-    assert place.replica.follow("a", told(header), Proof(True, 2), was_asked=True) is not None, "it is signed itself"
+    assert place.belief.entry("a", told(header), Proof(True, 2), was_asked=True) is not None, "it is signed itself"
 
 
 def test_a_donor_that_failed_is_asked_again_only_if_there_is_no_other() -> None:
@@ -406,7 +409,7 @@ def test_what_it_caught_up_with_may_be_gone() -> None:
     place, log = Place(), after(LOG)
     place.see(after(log))
     assert log.last is not None
-    behind = place.replica.follow("a", told(log.last), proof=Proof(True, 2), was_asked=False)
+    behind = place.belief.entry("a", told(log.last), proof=Proof(True, 2), was_asked=False)
     assert behind is not None
     place.replica.take(behind)
     place.replica.take(NobodyAhead())

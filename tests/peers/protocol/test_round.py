@@ -10,14 +10,14 @@ import pytest
 from peers.audit.evidence import Evidence
 from peers.log.certificate import Ballot, Phase
 from peers.log.header import NO_PAYLOAD, Member
+from peers.messages.commitment import Norms, digest_of_all
+from peers.messages.messages import Certified, Part, Proof, Propose, Ready, Vote
+from peers.messages.rounds import Round, Share
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
-from peers.protocol.commitment import Norms, digest_of_all
 from peers.protocol.effects import Apply, Dropped, FetchPayload, OpenRound
 from peers.protocol.events import Applied, Captured, Digested, PayloadFetched, PayloadNotFetched
-from peers.protocol.messages import Certified, Part, Proof, Propose, Ready, Vote
 from peers.protocol.round import STALLED, OwnWork, RoundState
-from peers.protocol.rounds import Round, Share
 from peers.protocol.states import State
 from peers.protocol.trainer import Trainer
 from peers.protocol.voting import Refusal
@@ -253,6 +253,18 @@ def test_an_average_or_an_absence_that_no_reducer_has_signed_is_refused() -> Non
     assert rig.peer.exchange is not None
     header = rig.peer.exchange.round.entry(rig.log, {"a": 1}, PAYLOAD, "b")
     assert refusal(rig, proposal(rig, header=header)) == Refusal.UNSIGNED_AVERAGE.value
+
+
+@pytest.mark.parametrize(("absent", "reason"), [("ab", Refusal.MOST_ABSENT.value), ("a", "")])
+def test_r5_a_header_of_less_than_half_of_its_rounds_tokens_is_refused(absent: str, reason: str) -> None:
+    """Else a reducer of all chunks, which signs that all others were absent, would make entries of its own work."""
+    rig = ready_at_second().exchanging().whole(absent)
+    exchange = rig.peer.exchange
+    assert exchange is not None
+    header = exchange.round.entry(rig.log, exchange.absent(), PAYLOAD, "b")
+    rig.hear("b", propose(header, round=exchange.round, marks=b""))
+    assert told(rig).reason == reason
+    assert bool(votes(rig, Phase.PREPARE)) == (not reason)
 
 
 def test_an_entry_that_names_another_leader_than_its_view_has_is_refused() -> None:

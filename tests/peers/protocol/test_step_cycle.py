@@ -10,6 +10,7 @@ import pytest
 
 from peers.log.header import NO_PAYLOAD, Header, Member
 from peers.log.state import LogState, take_order
+from peers.messages.messages import Inquire, Ready, Vote
 from peers.presence.heartbeat import PeerState
 from peers.protocol.amending import Amending
 from peers.protocol.effects import Apply, FetchPayload, Note, StopTraining, TokensLost
@@ -25,7 +26,6 @@ from peers.protocol.events import (
     TrainingDone,
     TrainingProgress,
 )
-from peers.protocol.messages import Inquire, Ready, Vote
 from peers.protocol.pacemaker import death
 from peers.protocol.states import State
 from peers.values.identity import Identity
@@ -157,7 +157,7 @@ def test_r15_what_comes_too_late_for_a_fragments_entry_goes_into_its_next_one_an
     cycles = Cycles().training()
     cycles.makes("ab", [0])
     assert not sends(cycles.rig.do(Captured(0, CAPTURED)), Ready)
-    assert cycles.rig.peer.keeps(0), "workers get the new values: they need not train it anew"
+    assert cycles.rig.peer.trainer.captures.keeps(0), "workers get the new values: they need not train it anew"
     cycles.makes("ab", [1, 2])
     assert cycles.rig.peer.state is State.TRAINING
     assert cycles.says() == {0: TOKENS}
@@ -203,7 +203,7 @@ def test_r15_a_new_lease_begins_with_nothing_captured() -> None:
     cycles.makes("abc", [1, 2])
     assert cycles.rig.peer.state is State.TRAINING
     assert not cycles.says()
-    assert not cycles.rig.peer.keeps(0)
+    assert not cycles.rig.peer.trainer.captures.keeps(0)
 
 
 @pytest.mark.parametrize("begins_anew", [False, True])

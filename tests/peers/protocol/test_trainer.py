@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from peers.log.settings import RunSettings
 from peers.protocol.effects import StopTraining, TokensLost, Train
 from peers.protocol.events import TrainingDone, TrainingProgress
@@ -97,65 +95,6 @@ def test_the_last_inner_steps_of_an_overlap_are_no_hang_and_tell_the_speed() -> 
     assert not bench.trainer.outlives(next_header(LOG, [member("a", 0, 20)])), "it has not begun"
     bench.context.now += 61.0
     assert bench.trainer.is_stuck, "now it has shown nothing for long"
-
-
-@pytest.mark.parametrize(("speed", "wanted"), [(0.0, 0), (1000.0, 0), (800.0, 0), (500.0, 10), (1.0, 2)])
-def test_who_is_slower_wants_less(speed: float, wanted: int) -> None:
-    """Of twenty samples; a newcomer, whose speed is not known, wants all."""
-    bench = Bench(replace(SETTINGS, smallest_share=0.1)).training()
-    bench.at_step(1, speed)
-    assert bench.trainer.wants([FASTEST]) == wanted
-
-
-def test_who_is_so_slow_that_no_lease_is_done_in_time_knows_it() -> None:
-    bench = Bench(replace(SETTINGS, smallest_share=0.1, staleness=1)).training()
-    assert not bench.at_step(1, speed=60.0).trainer.is_too_slow(FASTEST), "in two entries' time"
-    assert bench.at_step(1, speed=40.0).trainer.is_too_slow(FASTEST)
-    assert not bench.at_step(1, speed=0.0).trainer.is_too_slow(FASTEST), "nobody knows yet"
-
-
-@pytest.mark.parametrize(
-    ("contributions", "speed", "steps"), [(None, 20.0, 2), (0.5, 20.0, 1), (0.5, 500.0, 4), (0.5, 0.0, 8)]
-)
-def test_a_grant_is_trained_in_time_where_nobody_waits(contributions: float | None, speed: float, steps: int) -> None:
-    """Regression: nobody keeps a grant for its peer, so one that trained the smallest share of it came too late each
-    time, and was never let in."""
-    bench = Bench(replace(SETTINGS, smallest_share=0.2, contributions=contributions)).training()
-    assert bench.at_step(1, speed).trainer.steps_of_grant(8, [FASTEST]) == steps
-
-
-@pytest.mark.parametrize("others", [[1e300, 100.0], [1e-300, 100.0], [1e300, 1e300, 100.0, 100.0]])
-@pytest.mark.parametrize("contributions", [None, 0.5])
-def test_less_than_half_have_nobody_train_next_to_nothing(contributions: float | None, others: list[float]) -> None:
-    """Regression: in an asynchronous run one that boasted had each newcomer's first contribution be one inner step."""
-    bench = Bench(replace(SETTINGS, smallest_share=0.2, contributions=contributions)).training()
-    bench.at_step(1, speed=100.0)
-    least = bench.trainer.steps_of_grant(10, others)
-    assert least >= 2
-    assert bench.trainer.wants(others) in (0, 2 * least)
-    bench.at_step(1, speed=50.0)
-    assert bench.trainer.steps_of_grant(10, [1e-300, 100.0, 100.0]) == 5, "nor train more than others"
-
-
-def test_the_slack_of_an_asynchronous_run_is_a_part_of_what_training_took() -> None:
-    bench = Bench(replace(SETTINGS, contributions=0.5, overlap=2))
-    assert bench.trainer.slack(0.0, FASTEST) == TIMING.grace
-    assert bench.training().trained(after=100.0).trainer.slack(0.0, usual=0.0) == 20.0
-    assert bench.trainer.slack(5.0, usual=0.0) == 15.0
-    lease = SETTINGS.samples_per_lease * SETTINGS.tokens_per_sample
-    assert bench.trainer.slack(0.0, usual=lease / 50.0) == 10.0, "most others train for half as long"
-
-
-def test_the_grace_is_a_part_of_what_training_took() -> None:
-    bench = Bench()
-    assert bench.trainer.grace() == TIMING.grace
-    assert bench.training().trained(after=40.0).trainer.grace() == 10.0
-    bench.trainer.take(WorkEnds(LOG.position))
-    assert bench.training().trained(after=1.0).trainer.grace() == 3 * TIMING.heartbeat
-    bench.trainer.take(WorkEnds(LOG.position))
-    assert bench.training().trained(after=500.0).trainer.grace() == TIMING.grace
-    bench.trainer.take(WorkEnds(LOG.position))
-    assert bench.training().trained(after=1000.0).trainer.grace() == 50.0, "speeds are off by some percent"
 
 
 def test_work_outlives_an_entry_that_leaves_us_our_lease() -> None:

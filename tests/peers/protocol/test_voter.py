@@ -10,8 +10,8 @@ from peers.log.certificate import Ballot, Phase
 from peers.log.header import Member
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
+from peers.messages.messages import Certified, Vote
 from peers.presence.presence import Presence
-from peers.protocol.messages import Certified, Vote
 from peers.protocol.replica import Replica
 from peers.protocol.voter import FANOUT, OPEN_LIMIT, REMEMBERED, Voter, audience, is_open, told_by
 from peers.protocol.voting import Refusal
@@ -60,7 +60,7 @@ def test_r12_a_peer_without_a_say_agrees_and_is_not_counted() -> None:
 
 def test_r11_a_peer_that_has_said_farewell_votes_for_nothing() -> None:
     booth = Booth()
-    booth.context.goodbye(LOG.position)
+    booth.context.votes.leave(LOG.position)
     assert booth.voter.prepare(propose(HEADER), "a", None) is Refusal.LEFT
     assert booth.voter.commit(certified(LOG, HEADER, Phase.PREPARE), "a") is Refusal.LEFT
 

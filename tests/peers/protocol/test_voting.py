@@ -29,7 +29,7 @@ from peers.log.certificate import (
 )
 from peers.log.header import Header, Member, Position
 from peers.log.state import COMMITTEE, LogState, Quorum, committee
-from peers.protocol.messages import Certified, Propose, Vote
+from peers.messages.messages import Certified, Propose, Vote
 from peers.protocol.voting import (
     PLACES,
     Cast,

@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 
 from peers.errors import RemoteProtocolError
-from peers.protocol.commitment import ChunkProof, Contribution
+from peers.messages.averages import Averaged, Origin, statement_of
+from peers.messages.commitment import ChunkProof, Contribution
+from peers.messages.rounds import RoundName
 from peers.protocol.events import BadBlocks, ContributionArrived, ReducedArrived
 from peers.protocol.exchange import Exchange
-from peers.protocol.parts import Averaged, Origin, statement_of
-from peers.protocol.rounds import RoundName
 from peers.transfer.averages import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.wire import digest_of

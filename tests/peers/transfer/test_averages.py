@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from peers.errors import DilocoPeerError
+from peers.messages.averages import MARK_BYTES
+from peers.messages.rounds import Round
 from peers.protocol.effects import ReduceChunk
 from peers.protocol.events import BadBlocks, ContributionArrived, ReducedArrived
 from peers.protocol.exchange import Exchange
-from peers.protocol.parts import MARK_BYTES
-from peers.protocol.rounds import Round
 from peers.transfer.averages import _find_spoiler, average_chunk
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.workload import BadBlocksError, Reduction

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from peers.messages.commitment import leads_to
 from peers.network.channel import PeerRefusedError, PeerUnreachableError
-from peers.protocol.commitment import leads_to
 from peers.transfer.averages import CONTRIBUTION, ContributionRequest, ask_for_contributions, serve_contributions
 from peers.transfer.buffers import PayloadBuffers, inspection, offer
 from peers.values.chunks import Sum

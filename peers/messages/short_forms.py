@@ -16,10 +16,10 @@ from peers.log.certificate import Ballot, Certificate, Group
 from peers.log.chain import Outcome, Turnout, header_of, outcome_of
 from peers.log.header import MEMBER_LIMIT, Header
 from peers.log.state import LogError, LogState, take_order
-from peers.protocol.chunk_sets import chunk_set, chunks_in
-from peers.protocol.messages import Certified, Heirs, Peers, Rates, Signed
-from peers.protocol.parts import Averaged, Origin
-from peers.protocol.rounds import Round, RoundName, Share
+from peers.messages.averages import Averaged, Origin
+from peers.messages.chunk_sets import chunk_set, chunks_in
+from peers.messages.messages import Certified, Heirs, Peers, Rates, Signed
+from peers.messages.rounds import Round, RoundName, Share
 from peers.values.identity import Signature
 from peers.values.wire import Count, Digest, PeerId, Value, from_plain
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from peers.log.certificate import Ballot, Group
 from peers.log.header import MEMBER_LIMIT, Faults, Header, Member, Position
 from peers.log.state import LogState
-from peers.protocol.commitment import NOTHING, Author, Contribution
+from peers.messages.commitment import NOTHING, Author, Contribution
 from peers.values.manifest import Amendment
 from peers.values.wire import Count, Digest, PeerId, Value, digest_of, pack
 
@@ -96,6 +96,11 @@ class Round(Value):
             for member, tokens, chunks in counted
             if chunks > 0 and (tokens or not member.tokens)
         )
+
+    def counts_most(self, absent: Mapping[str, int]) -> bool:
+        """Return whether at least half of the round's tokens count, given from how many chunks each is absent (R5)."""
+        counted = sum(member.tokens for member in self.counted(absent))
+        return 2 * counted >= sum(member.tokens for member in self.roster)
 
     def entry(
         self,

@@ -121,7 +121,7 @@ class ChunkProof(Value):
     path: Path
 
 
-class Evidence(Value):
+class CommittedChunk(Value):
     """A chunk as its owner committed to it, with its signature. It convinces everybody, or nobody."""
 
     commitment: Commitment

@@ -14,8 +14,8 @@ from typing import Protocol, get_type_hints
 from peers.log.header import Position
 from peers.log.lineage import Lineage
 from peers.log.state import LogError, LogState
-from peers.protocol.messages import KINDS, Certified, Message, Unread
-from peers.protocol.short_forms import FORMS, Form
+from peers.messages.messages import KINDS, Certified, Message, Unread
+from peers.messages.short_forms import FORMS, Form
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, decode, from_plain, pack_plain
 
 DEFLATED_FROM = 256  # bytes of a message's body

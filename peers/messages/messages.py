@@ -13,11 +13,11 @@ from pydantic import Field
 
 from peers.log.certificate import Ballot, Certificate, Choice, Group, Phase, digest_of_group, position_of
 from peers.log.header import MEMBER_LIMIT, Header, Kind, Position
+from peers.messages.averages import Averaged, Marks
+from peers.messages.chunk_sets import ChunkSet
+from peers.messages.commitment import Commitment, Contribution, Norms
+from peers.messages.rounds import Round, RoundName
 from peers.presence.reachability import SEEN_LIMIT
-from peers.protocol.chunk_sets import ChunkSet
-from peers.protocol.commitment import Commitment, Contribution, Norms
-from peers.protocol.parts import Averaged, Marks
-from peers.protocol.rounds import Round, RoundName
 from peers.values.identity import SIGNATURE_BYTES, Signature
 from peers.values.leases import PIECE_LIMIT
 from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, Count, Digest, PeerId, Reason, Samples, Seconds, Value
@@ -82,11 +82,11 @@ class Ready(Value):
     `rate`: bytes a second that its link was seen to carry each way; 0: not measured yet. `seen`: at how many bytes a
     second data of some others came to it in recent rounds. `wants`: the samples of its next lease; 0: a whole one.
     `relayed` and `unreached` name peers that it reaches through a relay only, or not at all. `lock` is the header that
-    `relayed` and `unreached` name peers that it reaches through a relay only, or not at all. `lock` is the header that
     it is bound to, with the prepare certificate. `refused` is the ballot of the last proposal that it voted not for,
     and `reason` says why; `named` are the peers that this is about: voters that it hears, though that header says that
     they are gone, or newcomers that it does not hear. Without a reason they are the voters that it hears, though they
-    were not in the last entry. `unproven` are the digests of proofs that were named, and that are not here.
+    are in no round or entry with it. `lacking` are the reducers whose proposed averages are not here. `unproven` are
+    the digests of proofs that were named, and that are not here.
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"
@@ -108,6 +108,7 @@ class Ready(Value):
     refused: Ballot | None = None
     reason: Reason = ""
     named: Peers = ()
+    lacking: Peers = ()
     unproven: Annotated[tuple[Digest, ...], Field(max_length=16)] = ()
 
 

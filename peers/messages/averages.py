@@ -1,0 +1,87 @@
+"""Statements about averages of chunks, as the reducers that made them sign them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from peers.log.header import MEMBER_LIMIT
+from peers.messages.rounds import Round, RoundName
+from peers.values.identity import Signature
+from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Value, digest_of, pack
+
+AVERAGE_CONTEXT = b"diloco-peer average\0"
+MARK_BYTES = 16
+"""With half of them a reducer could find two averages with one mark while the round lasts: it would need 2³² tries."""
+MARKED = MESSAGE_LIMIT // 2 // MARK_BYTES
+"""Chunks that have a mark: as many marks as a message may have. That is a payload of 16 GiB."""
+Marks = Annotated[bytes, Field(strict=True, max_length=MARKED * MARK_BYTES)]
+"""A few bytes for each chunk, in order, that tell its average from others."""
+Absent = Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
+"""Contributors whose blocks are not in an average, in roster order."""
+
+
+class Origin(Value):
+    """The member that averaged a chunk, and its signature of the average."""
+
+    reducer: PeerId
+    signature: Signature
+
+
+class Averaged(Value):
+    """A reducer's signed statement about one chunk: the digest of its average, and whose blocks are absent from it."""
+
+    chunk: Count
+    digest: Digest
+    absent: Absent
+    origin: Origin
+
+    @property
+    def reducer(self) -> str:
+        return self.origin.reducer
+
+
+class Statement(Value):
+    """The text of an average's signature. `terms` name all that the round's members must know of it alike. In one
+    incarnation a reducer signs one statement about a chunk of a round."""
+
+    round_name: RoundName
+    terms: Digest
+    reducer: PeerId
+    incarnation: Count
+    chunk: Count
+    digest: Digest
+    absent: Absent
+
+    @property
+    def text(self) -> bytes:
+        return AVERAGE_CONTEXT + pack(self)
+
+    @property
+    def mark(self) -> bytes:
+        return digest_of(self.text)[:MARK_BYTES]
+
+
+def statement(round: Round, reducer: str, chunk: int, digest: bytes, absent: tuple[str, ...]) -> Statement:
+    """Return what a member of a round signs of an average."""
+    return Statement(
+        round_name=round.name,
+        terms=round.terms,
+        reducer=reducer,
+        incarnation=round.incarnations.get(reducer, 0),
+        chunk=chunk,
+        digest=digest,
+        absent=absent,
+    )
+
+
+def statement_of(round: Round, averaged: Averaged) -> Statement:
+    """Return the statement that a signed average shows in short."""
+    return statement(round, averaged.reducer, averaged.chunk, averaged.digest, averaged.absent)
+
+
+def contradict(first: Averaged, second: Averaged) -> bool:
+    """Return whether two statements of one round convict the reducer of both."""
+    are_of_one = (first.reducer, first.chunk) == (second.reducer, second.chunk)
+    return are_of_one and (first.digest, first.absent) != (second.digest, second.absent)

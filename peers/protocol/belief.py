@@ -1,0 +1,148 @@
+"""Which of other peers' entries and branches to take for the run's (R8, R13, R19, R21).
+
+A certified entry proves itself. Evidence is needed where too few have made one: in a minority, or as founders.
+"""
+
+from __future__ import annotations
+
+from peers.log.certificate import CertificateError, Proof, prove
+from peers.log.header import NO_PAYLOAD, Header
+from peers.log.lineage import Branch
+from peers.log.state import LogError, LogState
+from peers.messages.messages import Certified
+from peers.presence.heartbeat import PeerState
+from peers.presence.presence import Presence
+from peers.protocol.context import Context
+from peers.protocol.effects import Dropped
+from peers.protocol.internal import Behind
+from peers.protocol.minority import are_most
+from peers.protocol.replica import Replica
+
+
+class Belief:
+    """The judgement of what one peer is shown. It changes nothing."""
+
+    def __init__(self, context: Context, presence: Presence, replica: Replica) -> None:
+        self._context = context
+        self._presence = presence
+        self._replica = replica
+
+    # The next entry -------------------------------------------------------------------------------------------
+    def proof(self, certified: Certified, log: LogState) -> Proof | None:
+        """Return what the certificate proves; None: nothing."""
+        if certified.certificate is None:
+            return None
+        try:
+            return prove(certified.certificate, log, certified.header, self._context.keys.verify)
+        except CertificateError:
+            return None
+
+    def entry(self, sender: str, certified: Certified, proof: Proof | None, was_asked: bool) -> Behind | None:
+        """Return what to replay: an entry that this peer may follow, and the peers that may have its payload.
+
+        A certified entry may come from any peer. Any other one must come from a peer that this one has asked, or whose
+        heartbeat says that it is further on.
+        """
+        header, live, log = certified.header, self._presence.live(), self._replica.log
+        is_certified = proof is not None and proof.is_certified
+        donors = {peer for peer, beat in live.items() if beat.index > header.index}
+        if (was_asked or is_certified) and sender in live:
+            donors.add(sender)
+        if is_certified:
+            donors |= live.keys() & set(header.peers)
+        elif sender not in donors or not self._may_follow(header, proof):
+            return None
+        if log.last is None and not self.may_found(len(header.roster)):
+            return None
+        if not self._is_as_signed(sender, header):
+            return None
+        if log.fragments > 1:  # heartbeats do not tell which entries of our cycle a peer has
+            donors |= {peer for peer, beat in live.items() if beat.head == header.previous}
+        if not donors and header.payload != NO_PAYLOAD:
+            return None
+        ordered = sorted(donors, key=lambda peer: (peer != sender, peer))
+        return Behind(header, certified.certificate if proof is not None else None, tuple(ordered))
+
+    def _may_follow(self, header: Header, proof: Proof | None) -> bool:
+        """Return whether to follow an entry of a minority (R21): a voter has signed it, unless all have left or none
+        lives; those who live and did not go along are too few to make another one here or further on; and the proofs of
+        its faults were seen."""
+        presence, log = self._presence, self._replica.log
+        goes_on_alone = self._context.settings.goes_on_alone
+        if not (goes_on_alone or presence.are_all_gone(log) or are_most(log, header.peers)):
+            return False
+        is_signed = proof is not None and proof.signers > 0
+        if not (is_signed or presence.are_all_gone(log) or presence.live().keys().isdisjoint(log.voters)):
+            return False
+        along = {*header.peers, *(one.peer for one in header.bystanders)} if is_signed else ()
+        if presence.are_most_here(log, self._context.incarnation, along):
+            return False
+        return self._context.evidence.has(header.faults, self._replica.lineage)
+
+    def _is_as_signed(self, sender: str, header: Header) -> bool:
+        """Return whether an entry follows from our log, and archives have signed no other one."""
+        replica = self._replica
+        try:
+            after = replica.log.append(header).position
+            heads = replica.heads | {after.index: after.head}
+            if (head := replica.signed.contradiction(heads)) is not None and replica.contradiction is None:
+                raise LogError(f"the archive {head.archive} has signed another outer step {head.index}")
+        except LogError as error:
+            self._context.emit(Dropped(sender, "certificate", str(error)))
+            return False
+        return not replica.needs_signed_log or bool(replica.signed.vouched(heads))
+
+    def may_found(self, founders: int) -> bool:
+        """Return whether to believe a founding by so many (R13). Founders certify themselves, so fewer than the
+        manifest's minimum are believed only if too few others were heard for the partition grace to found it together.
+        A peer that has just started can't have heard them yet."""
+        context, timing = self._context, self._context.settings.timing
+        least = context.settings.minimum_peers
+        if founders >= least:
+            return True
+        others = self._presence.membership.spoke_within(timing.partition_grace, context.now)
+        waiting = 1 + sum(not beat.index and beat.state is not PeerState.ARCHIVING for beat in others)
+        return waiting < least and context.now - context.started_at >= timing.heartbeat_expiry
+
+    # Another branch -------------------------------------------------------------------------------------------
+    def branch(self, theirs: Branch, ours: Branch) -> Branch | None:
+        """Return as much of another peer's branch as is to be taken for the run's; None: nothing, or not now.
+
+        What an archive has signed decides first, and leaves no doubt about what leads up to it. Founders make up their
+        tokens as well, so of two foundings the one with more live peers counts.
+        """
+        log, signed, founders = self._replica.log, self._replica.signed, theirs.founders
+        vouched = signed.vouched(theirs.heads)
+        if self._replica.needs_signed_log and not vouched:
+            return None  # it may be another founding, which has not come so far
+        if log.last is None and founders is not None and not vouched and not self.may_found(founders):
+            return None
+        for doubt in theirs.doubts:
+            if doubt.position.index < vouched:
+                continue
+            is_followed = self._is_followed(doubt, theirs)
+            if is_followed is None:
+                return None
+            if not is_followed:
+                theirs = theirs.until(doubt)
+                break
+        if not theirs.splits_from(ours):
+            return theirs if theirs.contradiction(signed) is None else None
+        if ours.end.position != log.position and not theirs.has(log.position):
+            return None  # what we have made meanwhile was not compared with it
+        if theirs.standing(signed) != ours.standing(signed):
+            return theirs if theirs.standing(signed) > ours.standing(signed) else None
+        if theirs.start.last is None:
+            are_more = self._presence.branches.are_more_there(theirs, log, self._replica.lineage)
+            if are_more is not None:
+                return theirs if are_more and theirs.is_certified else None
+        return theirs if theirs.is_better_than(ours) else None
+
+    def _is_followed(self, doubt: LogState, branch: Branch) -> bool | None:
+        """Return whether to believe what a minority has made of a place; None: not clear yet."""
+        if self._presence.are_all_gone(doubt):
+            return True
+        if not (are_most(doubt, branch.end.roster) or self._context.settings.goes_on_alone):
+            return False
+        elsewhere = self._presence.branches.are_most_elsewhere(doubt, branch, self._context.incarnation)
+        return None if elsewhere is None else not elsewhere

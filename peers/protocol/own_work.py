@@ -1,0 +1,153 @@
+"""This peer's own work for one entry, and what its leader is told of it (R14)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peers.log.certificate import Ballot
+from peers.log.header import Member
+from peers.log.state import LogState
+from peers.messages.commitment import Author, Commitment, Norms, commit_to
+from peers.messages.messages import Begin, Ready
+from peers.messages.rounds import Round
+from peers.presence.presence import Presence
+from peers.protocol.context import Context, Repetition
+from peers.protocol.contributions import informed
+from peers.protocol.exchange import Exchange
+from peers.protocol.trainer import Trainer, TrainerState
+from peers.protocol.voter import Voter
+from peers.protocol.voting import Refusal
+from peers.values.chunks import Sum
+from peers.values.workload import Trained
+
+
+@dataclass
+class Answer:
+    """Our answer to the newest proposal, if we have not voted for it."""
+
+    ballot: Ballot | None = None
+    refusal: Refusal | None = None
+    named: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
+    unproven: tuple[bytes, ...] = ()
+
+
+class OwnWork:
+    """What this peer brings into an entry, once the trainer is done."""
+
+    def __init__(self, context: Context, presence: Presence, trainer: Trainer, log: LogState) -> None:
+        self.trained: Trained | None = None
+        self.since: float | None = None
+        """When it was done."""
+        self._context = context
+        self._presence = presence
+        self._trainer = trainer
+        self._log = log
+        self._number = 0
+        self._wants = 0  # samples of the next lease; 0: a whole one
+        self.word = Repetition(context)
+        """When the leader is told of it again."""
+        self._committed: tuple[Sum, Author, Commitment] | None = None
+
+    def make(self, trained: Trained) -> None:
+        """Bring this, and decide how much to ask for next: a round must take all of it as it was made."""
+        self.trained, self.since = trained, self._context.now
+        self._number = self._context.number_of_work()
+        settings, others = self._context.settings, self._presence.speeds(self._log)
+        steps = self._context.pace.steps_beside(self._trainer.speed, others)
+        is_whole = steps == settings.inner_steps
+        self._wants = 0 if is_whole else steps * settings.samples_per_lease // settings.inner_steps
+
+    def member(self) -> Member:
+        """Return our share in the entry, as we state it."""
+        assert self.trained is not None
+        return Member(
+            peer=self._context.me,
+            tokens=self.trained.tokens,
+            samples=self.trained.samples,
+            wants=self._wants,
+            incarnation=self._context.incarnation,
+        )
+
+    def commitment(self) -> Commitment | None:
+        """Sign what the training came to; once, for as long as that is the same."""
+        if self.trained is None or not self.trained.tokens or self.trained.contribution is None:
+            return None
+        root, context = self.trained.contribution, self._context
+        author = Author(
+            peer=context.me, incarnation=context.incarnation, position=self._log.position, number=self._number
+        )
+        if self._committed is None or self._committed[:2] != (root, author):
+            self._committed = root, author, commit_to(root, author, context.keys)
+        return self._committed[2]
+
+    def is_taken_by(self, round: Round) -> bool:
+        """Return whether a round takes what we bring as we state it; while we are on probation, as it counts beside
+        others."""
+        if self.trained is None:
+            return False
+        mine = [member for member in round.roster if member.peer == self._context.me]
+        others = [member for member in round.roster if member.peer != self._context.me]
+        stated = self.member()
+        return mine in ([stated], [self._log.weighed([stated, *others])[0]])
+
+    def is_stated_by(self, begin: Begin) -> bool:
+        """Return whether a Begin tells us what we must know of all commitments, and of our own the truth. What others
+        have signed, their chunks show. So a peer averages nothing in a round of its start before, or of a training
+        before: it may have averaged it otherwise."""
+        me, ours, told = self._context.me, self.commitment(), begin.commitments
+        need_all, need_norms = informed(begin, self._log)
+        norms = Norms.of(told) if told else begin.norms
+        if norms is None or (me in need_all and not told):
+            return me not in need_all and me not in need_norms
+        peers = [member.peer for member in begin.round.contributors]
+        if len(norms.squares) != len(peers) or norms.digest != begin.round.committed:
+            return False
+        if not told:
+            return dict(zip(peers, norms.squares, strict=True)).get(me) == (ours.squares if ours else None)
+        return dict(zip(peers, told, strict=True)).get(me) == (ours.contribution if ours else None)
+
+    def ready(self, state_digest: bytes, view: int, exchange: Exchange | None, voter: Voter, answer: Answer) -> Ready:
+        """Return what the leader of a view is told."""
+        presence, member = self._presence, self.member()
+        return Ready(
+            position=self._log.position,
+            view=view,
+            incarnation=member.incarnation,
+            state_digest=state_digest,
+            tokens=member.tokens,
+            samples=member.samples,
+            wants=member.wants,
+            commitment=self.commitment(),
+            round=exchange.name if exchange else None,
+            terms=exchange.round.terms if exchange else None,
+            rate=presence.rate,
+            seen=presence.reachability.seen(self._context.me),
+            relayed=presence.named(presence.reachability.detours(self._context.now)),
+            unreached=presence.named(presence.unreached),
+            lock=voter.lock,
+            refused=answer.ballot,
+            reason=answer.refusal.value if answer.refusal else "",
+            named=answer.named or self._heard_besides(exchange),
+            lacking=answer.lacking,
+            unproven=answer.unproven,
+        )
+
+    def _heard_besides(self, exchange: Exchange | None) -> tuple[str, ...]:
+        """Return the voters that we hear, and that are not in our round, or else were not in the last entry: the leader
+        may not hear them, and would say that they are gone."""
+        if self._log.last is None or not self._log.closes:
+            return ()
+        expiry = self._context.settings.timing.heartbeat_expiry
+        here = self._presence.voters_here(self._log, self._context.incarnation, expiry)
+        return tuple(sorted(here.difference(exchange.round.peers if exchange else self._log.roster)))
+
+    @property
+    def grace(self) -> float:
+        """Seconds for which a leader waits for members that are late."""
+        return self._context.pace.grace(self._trainer.seconds)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether we train for the entry, or have."""
+        return self.trained is not None or self._trainer.state is not TrainerState.IDLE

@@ -1,0 +1,97 @@
+"""The views of one position: who is here, in which view each peer is, and who leads it (R1, R2, R13)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from peers.log.state import LogState
+from peers.presence.membership import PARTICIPATING
+from peers.presence.presence import Presence
+from peers.protocol.context import Context
+from peers.protocol.minority import Attendance
+from peers.protocol.own_work import OwnWork
+from peers.protocol.pacemaker import Pacemaker, named_by_quorum
+from peers.protocol.replica import Replica, ReplicaState
+from peers.values.wire import digest_of, pack_plain
+
+
+class Views:
+    """`granted_by` is the peer that gave us our lease, and when: it leads, though its beats may not say yet that it is
+    at work."""
+
+    def __init__(self, context: Context, presence: Presence, log: LogState) -> None:
+        self.attendance = Attendance(context, presence, log)
+        self.pacemaker = Pacemaker(context.settings.timing, context.round_times, context.now)
+        self.granted_by: tuple[str, float] | None = None
+        self._context = context
+        self._presence = presence
+        self._log = log
+        self._has_given = False
+
+    def look(
+        self, work: OwnWork, is_taking_part: bool, replica: Replica, told: Mapping[str, int], has_given: bool
+    ) -> None:
+        """See who is here, and who leads.
+
+        Args:
+            is_taking_part: whether this peer is ready, or exchanges.
+            told: the views that members have told this peer in Ready.
+            has_given: whether this peer has given a joiner samples here.
+        """
+        self._has_given = has_given
+        ready_since = work.since if is_taking_part else None
+        is_level = replica.state in (ReplicaState.LEVEL, ReplicaState.APPLYING)
+        self.attendance.look(ready_since, is_level and work.is_under_way, replica.is_behind)
+        attendance, pacemaker, me = self.attendance, self.pacemaker, self._context.me
+        views = attendance.views() | {me: pacemaker.reached}
+        for peer, view in told.items():
+            views[peer] = max(view, views.get(peer, 0))
+        starts = {peer: attendance.here.get(peer, 0) for peer in views}
+        named = named_by_quorum(views, lambda peers: attendance.moves_on({peer: starts[peer] for peer in peers}))
+        ready = attendance.ready() if is_taking_part else {}
+        if self._log.last is None and not work.is_under_way:
+            ready = starts  # a founder that gives no samples is passed over, too
+        reached = {peer: start for peer, start in ready.items() if views.get(peer, 0) >= pacemaker.view}
+        is_running = bool(ready) and attendance.moves_on(reached)
+        turns = len(self._log.ring) if self._is_log_led else 1
+        self.pacemaker.look(self._context.now, self.leader_of, self._is_there, turns, is_running, work.grace, named)
+
+    @property
+    def _is_log_led(self) -> bool:
+        """Whether the log says who leads: not before the first entry, nor when none of those is there (R13)."""
+        return any(self._is_there(peer) for peer in self._log.ring)
+
+    def leader_of(self, view: int) -> str | None:
+        """Return the leader of a view (R1). Where the log does not tell, it is first the smallest id of those at work
+        here, or else of all that are heard (R13); and then one that is drawn, so that peers that hear others draw the
+        same one, mostly."""
+        if self._is_log_led:
+            return self._log.leader_of(view)
+        at_work, head = self._at_work(), self._log.position.head
+        founders = self.attendance.founders() if self._log.last is None else [self._context.me]
+        if view == 0:
+            return min(at_work or founders)
+        return min({*at_work, *founders}, key=lambda peer: digest_of(pack_plain([head, view, peer])))
+
+    def _at_work(self) -> set[str]:
+        now, me = self._context.now, self._context.me
+        at_work = set(self.attendance.here)
+        if self.granted_by and now - self.granted_by[1] <= self._context.settings.timing.heartbeat_expiry:
+            at_work.add(self.granted_by[0])
+        if self._has_given:
+            at_work.add(me)
+        return at_work
+
+    def _is_there(self, peer: str) -> bool:
+        """Return whether a peer can lead, as we hear and as it says itself."""
+        if peer == self._context.me:
+            return self._presence.can_lead
+        beat = self._presence.live().get(peer)
+        if beat is None or not beat.leads or self._context.evidence.has_convicted(peer):
+            return False
+        if self._log.last is None:
+            return True
+        index = self._log.position.index
+        is_vain = beat.index > index and peer in self._presence.branches.vain
+        is_near = beat.index + 1 >= index or peer in self._log.roster  # entries may come faster than beats
+        return beat.state in PARTICIPATING and is_near and not is_vain
