@@ -197,7 +197,7 @@ class Evidence:
 
     def _observe_departure(self, left: SignedDeparture, lineage: Lineage) -> tuple[Fault, ...]:
         self._follow(lineage)
-        is_known = left.departure.peer in lineage.log.known
+        is_known = left.departure.peer in lineage.log.accountable
         return self._found(self._statements.farewell(left), lineage) if is_known else ()
 
     def observe_average(self, round: Round, average: Averaged, lineage: Lineage) -> tuple[Fault, ...]:
@@ -242,7 +242,7 @@ class Evidence:
     def _may_matter(self, peer: str, position: Position, lineage: Lineage) -> bool:
         """Return whether an entry might name the peer for what it states of this position."""
         self._follow(lineage)
-        return peer in lineage.log.known and _is_timely(position, lineage)
+        return peer in lineage.log.accountable and _is_timely(position, lineage)
 
     def _follow(self, lineage: Lineage) -> None:
         """Forget what no entry can name any more, once in a cycle."""
@@ -254,7 +254,7 @@ class Evidence:
         gone = [
             digest
             for digest, (fault, place) in self._proven.items()
-            if fault.peer not in lineage.log.known or not _is_timely(place, lineage)
+            if fault.peer not in lineage.log.accountable or not _is_timely(place, lineage)
         ]
         for digest in gone:
             self._forget(digest)
@@ -343,5 +343,5 @@ class Evidence:
 def _is_timely(position: Position, lineage: Lineage) -> bool:
     """Return whether a lie was told in our log, and so lately that the next entry may name it."""
     log = lineage.log
-    is_recent = may_be_named(position.index, log.position.index, log.exclusion)
+    is_recent = may_be_named(position.index, log.position.index, log.exclusion) and position.fragment < log.fragments
     return is_recent and lineage.head_at(position.index) == position.head

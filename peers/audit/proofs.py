@@ -359,7 +359,7 @@ class Statements:
 
     def forget(self, lineage: Lineage) -> None:
         """Drop what no entry can name any more."""
-        oldest, known = lineage.log.position.index - FAULT_AGE, lineage.log.known
+        oldest, known = lineage.log.position.index - FAULT_AGE, lineage.log.accountable
         for position in [position for position in self._votes if position.index < oldest]:
             self._drop(position)
         self._farewells = {peer: left for peer, left in self._farewells.items() if peer in known}

@@ -263,6 +263,11 @@ class LogState:
         """The places of these peers."""
         return {peer: place for place, peer in enumerate(self.names)}
 
+    @cached_property
+    def accountable(self) -> frozenset[str]:
+        """The peers that the next entry may name for a fault: those with a lease or a vote."""
+        return frozenset({*self.known, *self.voters})
+
     def expected(self, peer: str) -> Member:
         """Return what a peer brings if all goes as the log foresees: its whole lease, and without one nothing.
 
@@ -468,7 +473,7 @@ def _next_header(
         raise LogError("it has no annex")
     if gone and not log.closes:
         raise LogError("only the entry that closes a cycle says who is gone")
-    _check_annex(faults, {*log.known, *log.voters}, peers)
+    _check_annex(faults, log.accountable, peers)
     _check_gone(gone, log.voters, {*peers, *(fault.peer for fault in faults)})
     _check_amendment(log, amendment)
     try:

@@ -109,6 +109,29 @@ CONTRADICTIONS: dict[str, tuple[Tell, Tell]] = {
 }
 
 
+def test_r9_a_voter_without_a_lease_is_observed_too() -> None:
+    """c stands by: it has a vote, and so may lie with it."""
+    log = replace(ABC, staleness=0)
+    after = log.append(next_header(log, [log.expected(peer) for peer in "ab"]))
+    lineage = Lineage(after)
+    assert "c" not in after.known
+    assert "c" in after.voters
+    held = evidence()
+    lies = two_votes("c", after.position)
+    assert held.observe_vote("c", lies.first, lineage) == ()
+    (fault,) = held.observe_vote("c", lies.second, lineage)
+    assert fault.peer == "c"
+
+
+def test_r9_votes_of_no_fragment_are_not_remembered() -> None:
+    """Else they would push out those that convict."""
+    held, lineage = evidence(), lineage_of()
+    nowhere = ABC.position.model_copy(update={"fragment": 1})
+    lies = two_votes("c", nowhere)
+    held.observe_vote("c", lies.first, lineage)
+    assert held.observe_vote("c", lies.second, lineage) == ()
+
+
 @pytest.mark.parametrize("pair", CONTRADICTIONS.values(), ids=CONTRADICTIONS)
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_two_statements_convict_in_either_order(pair: tuple[Tell, Tell], is_reversed: bool) -> None:
