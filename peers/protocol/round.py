@@ -588,6 +588,8 @@ class EntryRound(Part):
         elif certificate.choice.phase is Phase.COMMIT:
             if self._proves(certified, sender):
                 self._is_certified(certified, sender)
+        elif certificate.group and not self.attendance.joins(certificate.group):
+            self._context.emit(Dropped(sender, "certificate", "this peer is in no such minority"))
         elif self.voter.is_prepared(certified):
             self._is_certified(certified, sender)
         else:
@@ -617,7 +619,8 @@ class EntryRound(Part):
             self._is_committed(certified, sender)
             return
         leader = self.leader_of(choice.ballot.view) or sender
-        if self.voter.commit(certified, leader) is None:
+        has_say = certified.certificate is not None and self.voter.has_say(certified.header, certified.certificate.group)
+        if self.voter.commit(certified, leader) is None and has_say:
             self.pacemaker.voted(choice.ballot.view)
         for known in self.voter.recount(choice):
             self._is_certified(known, context.me)

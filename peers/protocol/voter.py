@@ -93,10 +93,13 @@ class Voter:
     def _cast(self, answer: Cast | Refusal, header: Header, group: Group, leader: str) -> Refusal | None:
         if isinstance(answer, Refusal):
             return answer
-        voters = electorate(self._log, header, group).voters
-        if (self._context.me, answer.vote.incarnation) in voters and answer.state != self.state:
+        if self.has_say(header, group) and answer.state != self.state:
             self._context.votes.cast(answer.state, *self._sends(answer.vote, header, group, leader))
         return None
+
+    def has_say(self, header: Header, group: Group) -> bool:
+        """Return whether we are a voter of a header, in our incarnation."""
+        return (self._context.me, self._context.incarnation) in electorate(self._log, header, group).voters
 
     def _sends(self, vote: Vote, header: Header, group: Group, leader: str) -> list[Send]:
         told = dict.fromkeys([self._context.me, leader])
@@ -154,8 +157,12 @@ class Voter:
         return self.prepared is None or choice_of(self.prepared).weight < choice.weight
 
     def is_prepared(self, certified: Certified) -> bool:
-        """Return whether a message shows a valid prepare certificate of its header."""
-        return certified.certificate is not None and self.place.is_prepared(certified.header, certified.certificate)
+        """Return whether a message shows a valid prepare certificate of its header. Who founds a run certifies that by
+        itself: so there must be enough members (R13)."""
+        certificate, least = certified.certificate, self._context.settings.minimum_peers
+        if certificate is None or not self.place.is_prepared(certified.header, certificate):
+            return False
+        return self._log.last is not None or certificate.choice.alone or len(certified.header.roster) >= least
 
     def has_committed(self, certificate: Certificate) -> bool:
         """Return whether we have given vote 2 for what a certificate commits."""

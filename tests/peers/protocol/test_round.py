@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from peers.audit.evidence import Evidence
-from peers.log.certificate import Ballot, Phase
+from peers.log.certificate import Ballot, Group, Phase
 from peers.log.header import NO_PAYLOAD, Member
 from peers.messages.commitment import Norms, digest_of_all
 from peers.messages.messages import Certified, Part, Proof, Propose, Ready, Vote
@@ -240,6 +240,25 @@ def test_a_proposal_waits_for_its_payload() -> None:
     assert (said.refused, said.reason) == (FIRST, Refusal.NO_PAYLOAD.value), "the leader knows that it was heard"
     rig.whole()
     assert votes(rig, Phase.PREPARE)
+
+
+FAR = Ballot(view=1 << 40, attempt=1)
+
+
+@pytest.mark.parametrize(("group", "by"), [((("a", 0),), "a"), ((("a", 0), ("c", 0), ("x", 0)), "ax")])
+def test_r6_a_certificate_of_a_minority_that_this_peer_does_not_join_moves_nothing(group: Group, by: str) -> None:
+    """One liar can sign it with keys that it makes up: all others would be in its view, and vote in none before."""
+    rig = whole()
+    rig.hear("a", certified(rig.log, rig.next_header(), Phase.PREPARE, by, FAR, group))
+    assert not votes(rig, Phase.COMMIT)
+    assert (rig.peer.round.pacemaker.view, rig.peer.round.voter.prepared) == (0, None)
+
+
+def test_r6_a_founding_that_too_few_have_prepared_moves_nothing() -> None:
+    rig = Rig("b", "ac").joined()
+    header = rig.log.next_header(roster(rig.log, "a"), PAYLOAD, "a")
+    rig.hear("a", certified(rig.log, header, Phase.PREPARE, "a", FAR))
+    assert (rig.peer.round.pacemaker.view, rig.peer.round.voter.prepared) == (0, None)
 
 
 def refusal(rig: Rig, what: Propose, sender: str = "b") -> str:
