@@ -447,31 +447,18 @@ class Leader:
 
     def _gone(self, named: Iterable[str], group: Group) -> tuple[str, ...]:
         """Return the voters that have no say any more, besides those that the entry names: those that we do not hear,
-        and that nobody else hears who matters (R12). A minority begins anew with those whom it has."""
+        unless so many members do that the rest are no quorum. A minority begins anew with those whom it has."""
         log, timing = self._seat.log, self._context.settings.timing
         if not log.closes:
             return ()
         here: set[str] = set()
         if not group:
+            ready = self.readiness.of(self._view)
             here = self._presence.voters_here(log, self._context.incarnation, death(timing))
-            here |= self._heard_by_others()
+            heard = {peer: said.named for peer, said in ready.items() if said.reason != STRANGER}
+            here |= self._named_by_enough(heard)
         besides = here.union(named)
         return tuple(peer for peer in log.voters if peer not in besides)
-
-    def _heard_by_others(self) -> set[str]:
-        """Return the voters that so many members hear that the others are no quorum; or any member does, which refused
-        our proposal for that, and we heard them within the partition grace."""
-        log, timing, proposed = self._seat.log, self._context.settings.timing, self._proposed
-        ready = self.readiness.of(self._view)
-        heard = {peer: said.named for peer, said in ready.items() if said.reason != STRANGER}
-        kept = self._named_by_enough(heard)
-        if proposed is not None:
-            patience = death(timing) + timing.partition_grace
-            lately = self._presence.voters_here(log, self._context.incarnation, patience)
-            refusing = {peer for peer, said in ready.items() if said.refused == proposed.ballot}
-            asserted = {voter for peer in refusing & heard.keys() for voter in heard[peer]}
-            kept |= lately & (asserted | set(log.voters).difference(self._seat.here.gone_in(proposed.header)))
-        return kept
 
     # Members that have not heard ------------------------------------------------------------------------------------
     def _remind(self, peer: str, ready: Ready) -> None:

@@ -159,7 +159,7 @@ def test_while_a_beat_is_enough_nothing_is_signed() -> None:
     network.is_calm = True
     asyncio.run(beats(network, peer, 9))
     assert (len(network.published), len(network.beats)) == (1, 9)
-    sequences = [heartbeat.sequence for heartbeat in (*network.published, *network.beats)]
+    sequences = [heartbeat.sequence for heartbeat in network.beats]  # the first run had a pulse of its own
     assert sequences == sorted(set(sequences))
     assert network.voters == [set()] * 9, "before the first entry there are none"
 
