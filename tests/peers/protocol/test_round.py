@@ -17,7 +17,8 @@ from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.effects import Apply, Dropped, FetchPayload, OpenRound
 from peers.protocol.events import Applied, Captured, Digested, PayloadFetched, PayloadNotFetched
-from peers.protocol.round import STALLED, OwnWork, RoundState
+from peers.protocol.own_work import OwnWork
+from peers.protocol.round import STALLED, RoundState
 from peers.protocol.states import State
 from peers.protocol.trainer import Trainer
 from peers.protocol.voting import Refusal
