@@ -478,7 +478,7 @@ class EntryRound(Part):
         if exchange.payload != header.payload or header.payload in self._notes.unkept:
             answer.lacking = exchange.lacking()
             return Refusal.NO_PAYLOAD
-        if not exchange.round.counts_most(exchange.absent()):
+        if not exchange.round.counts_enough(exchange.absent(), propose.ballot.view, len(log.ring)):
             return Refusal.MOST_ABSENT
         besides = header.leader, header.faults, log.gone_in(header), log.taken_in(header)
         try:

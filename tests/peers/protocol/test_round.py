@@ -275,12 +275,19 @@ def test_an_average_or_an_absence_that_no_reducer_has_signed_is_refused() -> Non
     assert refusal(rig, proposal(rig, header=header)) == Refusal.UNSIGNED_AVERAGE.value
 
 
-@pytest.mark.parametrize(("absent", "reason"), [("ab", Refusal.MOST_ABSENT.value), ("a", "")])
-def test_r5_a_header_of_less_than_half_of_its_rounds_tokens_is_refused(absent: str, reason: str) -> None:
-    """Else a reducer of all chunks, which signs that all others were absent, would make entries of its own work."""
+@pytest.mark.parametrize(
+    ("absent", "view", "reason"),
+    [("ab", 0, Refusal.MOST_ABSENT.value), ("a", 0, ""), ("ab", 2, Refusal.MOST_ABSENT.value), ("ab", 3, "")],
+)
+def test_r5_a_header_of_less_than_half_of_its_rounds_tokens_is_refused(absent: str, view: int, reason: str) -> None:
+    """Else a reducer of all chunks, which signs that all others were absent, would make entries of its own work. When
+    all have led in vain it is agreed to: a link may be broken for good."""
     rig = ready_at_second().exchanging().whole(absent)
     exchange = rig.peer.exchange
     assert exchange is not None
+    assert exchange.round.counts_enough(exchange.absent(), view, len(rig.log.ring)) == (not reason)
+    if view:
+        return
     header = exchange.round.entry(rig.log, exchange.absent(), PAYLOAD, "b")
     rig.hear("b", propose(header, round=exchange.round, marks=b""))
     assert told(rig).reason == reason
