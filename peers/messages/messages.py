@@ -18,9 +18,9 @@ from peers.messages.chunk_sets import ChunkSet
 from peers.messages.commitment import Commitment, Contribution, Norms
 from peers.messages.rounds import Round, RoundName
 from peers.presence.reachability import SEEN_LIMIT
-from peers.values.identity import Signature
+from peers.values.identity import SIGNATURE_BYTES, Signature
 from peers.values.leases import PIECE_LIMIT
-from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Reason, Samples, Seconds, Value
+from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, Count, Digest, PeerId, Reason, Samples, Seconds, Value
 
 PROOF_LIMIT = MESSAGE_LIMIT - (1 << 13)
 """Bytes of a proof: with the envelope it fits into a message."""
@@ -29,7 +29,7 @@ Rates = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=SEEN_LIMIT)
 """Peers, and bytes a second."""
 Heirs = Annotated[tuple[tuple[PeerId, PeerId], ...], Field(max_length=MEMBER_LIMIT)]
 """Reducers that gave no Part, each with the member that averages its chunks instead."""
-Signed = Annotated[tuple[Averaged, ...], Field(max_length=1 << 16)]
+Signed = Annotated[tuple[Averaged, ...], Field(max_length=MESSAGE_LIMIT // (DIGEST_BYTES + SIGNATURE_BYTES))]
 
 
 class LeaseRequest(Value):

@@ -93,10 +93,12 @@ class Presence:
         minority."""
         return self.membership.departed(log).issuperset(log.voters)
 
-    def are_most_here(self, log: LogState, incarnation: int) -> bool:
-        """Return whether a quorum of the log is alive and no further on than it. `incarnation` is ours."""
+    def are_most_here(self, log: LogState, incarnation: int, along: Collection[str] = ()) -> bool:
+        """Return whether a quorum of the log is alive, and no further on than it; or further, but not `along` with
+        these. `incarnation` is ours."""
         live, index = self.live(), log.position.index
-        starts = {peer: beat.incarnation for peer, beat in live.items() if beat.index <= index}
+        others = [beat for peer, beat in live.items() if beat.index <= index or peer not in along]
+        starts = {beat.peer: beat.incarnation for beat in others}
         starts[self._me] = incarnation
         here = {peer for peer, start in starts.items() if log.counts(peer, start)}
         return bool(here) and self.is_quorum(log, here)

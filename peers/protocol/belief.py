@@ -50,7 +50,7 @@ class Belief:
             donors.add(sender)
         if is_certified:
             donors |= live.keys() & set(header.peers)
-        elif sender not in donors or not self._may_follow(sender, header, proof):
+        elif sender not in donors or not self._may_follow(header, proof):
             return None
         if log.last is None and not self.may_found(len(header.roster)):
             return None
@@ -63,20 +63,19 @@ class Belief:
         ordered = sorted(donors, key=lambda peer: (peer != sender, peer))
         return Behind(header, certified.certificate if proof is not None else None, tuple(ordered))
 
-    def _may_follow(self, sender: str, header: Header, proof: Proof | None) -> bool:
-        """Return whether to follow an entry of a minority: too few voters are here to make another one, a voter has
-        made it, and the proofs of its faults were seen."""
+    def _may_follow(self, header: Header, proof: Proof | None) -> bool:
+        """Return whether to follow an entry of a minority (R21): a voter has signed it, unless all have left or none
+        lives; those who live and did not go along are too few to make another one here or further on; and the proofs of
+        its faults were seen."""
         presence, log = self._presence, self._replica.log
         goes_on_alone = self._context.settings.goes_on_alone
         if not (goes_on_alone or presence.are_all_gone(log) or are_most(log, header.peers)):
             return False
-        is_of_voter = (
-            (proof is not None and proof.signers > 0)
-            or not log.roster
-            or (sender in log.voters and sender in header.peers)
-            or presence.live().keys().isdisjoint(log.voters)
-        )
-        if not is_of_voter or presence.are_most_here(log, self._context.incarnation):
+        is_signed = proof is not None and proof.signers > 0
+        if not (is_signed or presence.are_all_gone(log) or presence.live().keys().isdisjoint(log.voters)):
+            return False
+        along = {*header.peers, *(one.peer for one in header.bystanders)} if is_signed else ()
+        if presence.are_most_here(log, self._context.incarnation, along):
             return False
         return self._context.evidence.has(header.faults, self._replica.lineage)
 

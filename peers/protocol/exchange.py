@@ -44,7 +44,7 @@ DUE = 0.6
 STALLED = 3.0
 """Seconds for which nothing may come from a member before another one is asked for its averages."""
 GIVEN = 2
-"""Payloads of averages, at most, that one member is given because it asks."""
+"""Payloads of averages, at most, that one member is given because it asks; and blocks of as many times its part."""
 
 
 class Exchange:
@@ -198,7 +198,10 @@ class Exchange:
         self._outbox.asked[sender] += len(averages)
         effects = self._owe([sender], True, averages)
         if self.me in self._weights:
-            blocks = [chunk for chunk in chunks_in(want.blocks) if sender in self._reducers.of(chunk)]
+            own = self._reducers.chunks_of(sender)
+            lacking = self._outbox.not_under_way(sender, set(chunks_in(want.blocks)).intersection(own))
+            blocks = lacking[: max(0, GIVEN * len(own) - self._outbox.asked_blocks[sender])]
+            self._outbox.asked_blocks[sender] += len(blocks)
             effects += self._owe([sender], False, blocks)
         return effects
 
@@ -417,6 +420,7 @@ class Outbox:
     def __init__(self, now: float, resend: float) -> None:
         self.asked: Counter[str] = Counter()
         """Averages that each member was given because it asked."""
+        self.asked_blocks: Counter[str] = Counter()
         self._owed: dict[Flight, bool] = {}  # and whether it is under way
         self._resend = resend
         self._again_at = now + resend
@@ -427,6 +431,10 @@ class Outbox:
             return False
         self._again_at = now + self._resend
         return True
+
+    def not_under_way(self, peer: str, chunks: Iterable[int]) -> list[int]:
+        """Return those of the chunks that our blocks are not on their way to a peer of."""
+        return [chunk for chunk in sorted(chunks) if not self._owed.get((peer, False, chunk))]
 
     def owe(self, peers: Sequence[str], reduced: bool, chunks: Iterable[int]) -> list[Flight]:
         """Return what has to be sent now."""

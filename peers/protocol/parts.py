@@ -63,6 +63,11 @@ class Reducers:
         owner = self._owners[chunk]
         return *reversed(self._heirs[owner]), owner
 
+    def chunks_of(self, peer: str) -> set[int]:
+        """Return the chunks that a member may average, its own and those that it is an heir of."""
+        owners = [peer, *(owner for owner, heirs in self._heirs.items() if peer in heirs)]
+        return {chunk for owner in owners for chunk in self.parts.get(owner, ())}
+
     def add(self, heirs: Iterable[tuple[str, str]]) -> dict[str, list[range]]:
         """Note the heirs of some reducers. Return the parts that are new to each heir. Only contributors can be heirs,
         since an average has its maker's own blocks at least."""
@@ -224,25 +229,27 @@ class Parts:
         self._taken: dict[int, Averaged] = {}
 
     def take(self, sender: str, part: Part, heirs: Iterable[tuple[str, str]] = ()) -> bool:
-        """Take in what a reducer, or one of the heirs that this leader has named, has signed. The first average of a
-        chunk counts. Return whether all of the part was as it should be."""
+        """Take in what a reducer, or one of the heirs that this leader has named, has signed of its own chunks. The
+        first average of a chunk counts. A sender with a false signature is refused: each costs time to check. Return
+        whether all of the part was as it should be."""
         self._reducers.add(heirs)
         if part.round != self._round.name or sender in self.refused:
             return False
-        taken = [self._take(sender, averaged) for averaged in part.averages]
-        return all(taken)
+        own = {averaged.chunk: averaged for averaged in part.averages if sender in self._reducers.of(averaged.chunk)}
+        for averaged in own.values():
+            if averaged == self._taken.get(averaged.chunk):
+                continue
+            if not self._is_statement(sender, averaged):
+                self.refuse(sender)
+                return False
+            first = self._taken.setdefault(averaged.chunk, averaged)
+            if contradict(first, averaged):
+                _note(self.contradictions, first, averaged)
+        return len(own) == len(part.averages)
 
-    def _take(self, sender: str, averaged: Averaged) -> bool:
-        if averaged == self._taken.get(averaged.chunk):
-            return True
-        if averaged.reducer != sender or sender not in self._reducers.of(averaged.chunk):
-            return False
-        if not is_lawful(self._round, averaged) or not self._averages.is_signed(averaged):
-            return False
-        first = self._taken.setdefault(averaged.chunk, averaged)
-        if contradict(first, averaged):
-            _note(self.contradictions, first, averaged)
-        return True
+    def _is_statement(self, sender: str, averaged: Averaged) -> bool:
+        is_own = averaged.reducer == sender and is_lawful(self._round, averaged)
+        return is_own and self._averages.is_signed(averaged)
 
     def refuse(self, reducer: str) -> None:
         """Do without a member's averages. An heir may replace it."""

@@ -76,6 +76,19 @@ LATE_DATA: dict[type, Row] = {event: Row(row.method) for event, row in DATA.item
 
 
 @dataclass
+class Lacking:
+    """A payload that nobody gave, since when, and how often it was asked for."""
+
+    payload: bytes
+    since: float
+    tries: int = 0
+
+    def pause(self, shortest: float, longest: float) -> float:
+        """Return the seconds before it is asked for again, which double."""
+        return min(shortest * 2.0 ** (self.tries - 1), longest)
+
+
+@dataclass
 class Notes:
     """What has happened at the position so far, as this peer saw it."""
 
@@ -97,8 +110,8 @@ class Notes:
     """The payload that is being fetched."""
     asked_at: float = -math.inf
     """When it was asked for last."""
-    lacking_since: float | None = None
-    """Since when the payload of a prepared header is looked for."""
+    lacking: Lacking | None = None
+    """A payload of a prepared header that could not be fetched."""
     decided: Certified | None = None
     told_by: str = ""
 
@@ -434,7 +447,7 @@ class EntryRound(Part):
         answer.refusal = self.voter.prepare(propose, notes.told_by, objection)
         if answer.refusal is None:
             self.pacemaker.voted(propose.ballot.view)
-            notes.answer, notes.lacking_since = Answer(), None
+            notes.answer, notes.lacking = Answer(), None
         elif answer != notes.answer:
             notes.answer = answer
             if answer.refusal is not Refusal.NO_PAYLOAD and self.is_taking_part:
@@ -523,17 +536,18 @@ class EntryRound(Part):
         assert justify is not None
         if not self.voter.place.is_prepared(propose.header, justify):
             return Refusal.NO_PAYLOAD
-        timing, lock = context.settings.timing, self.voter.lock
-        if notes.lacking_since is None:
-            notes.lacking_since = context.now
-        if notes.fetching != propose.header.payload and context.now - notes.asked_at >= timing.resend:
+        timing, lock, payload = context.settings.timing, self.voter.lock, propose.header.payload
+        if notes.fetching == payload:
+            return Refusal.NO_PAYLOAD
+        lacking = notes.lacking if notes.lacking and notes.lacking.payload == payload else None
+        if lacking is None or context.now - notes.asked_at >= lacking.pause(timing.resend, timing.heartbeat_expiry):
             self._fetch(propose)
         is_bound = lock is not None and lock.header == propose.header
-        if is_bound and context.now - notes.lacking_since > timing.partition_grace:
+        if is_bound and lacking is not None and context.now - lacking.since > timing.partition_grace:
             text = f"the payload of outer step {propose.header.index} is nowhere: this peer's vote for it is void"
             context.emit(Note("warning", text))
             context.votes.begin_anew()
-            notes.lacking_since = None
+            notes.lacking = None
         return Refusal.NO_PAYLOAD
 
     def _fetch(self, propose: Propose) -> None:
@@ -559,8 +573,13 @@ class EntryRound(Part):
             self._context.votes.fail(trouble)
 
     def _not_fetched(self, failed: PayloadNotFetched) -> None:
+        """Note that no donor had a payload, or that the way to it broke off: it may be nowhere from now on (R10)."""
+        notes, payload = self._notes, failed.header.payload
         self._context.emit(Note("info", f"no payload of entry {failed.header.index}: {failed.reason}"))
-        self._notes.fetching = None
+        notes.fetching = None if notes.fetching == payload else notes.fetching
+        if notes.lacking is None or notes.lacking.payload != payload:
+            notes.lacking = Lacking(payload, self._context.now)
+        notes.lacking.tries += 1
 
     # Vote 2, and the entry ------------------------------------------------------------------------------------
     def _vote(self, vote: Vote, sender: str) -> None:

@@ -134,10 +134,11 @@ def test_a_quorum_is_of_the_voters_that_have_not_left(quorum: Quorum, here: str,
     assert presence.is_quorum(log, here) is is_enough
 
 
-def test_those_that_are_no_further_are_here() -> None:
+def test_r21_those_that_are_no_further_or_did_not_go_along_are_here() -> None:
     assert seeing(names="a").are_most_here(AHEAD, 0), "we are one of two, of three"
     assert not seeing(names="a").are_most_here(AHEAD, 1), "our other incarnation is"
-    assert not seeing(names="ac", index=2).are_most_here(AHEAD, 0)
+    assert seeing(names="ac", index=2).are_most_here(AHEAD, 0), "they have gone on otherwise"
+    assert not seeing(names="ac", index=2).are_most_here(AHEAD, 0, "ac")
     assert not seeing(names="ac", incarnation=1).are_most_here(AHEAD, 0)
     assert not seeing(names="").are_all_gone(AHEAD)
     assert seeing(LOG, names="").are_all_gone(LOG), "there never were any"

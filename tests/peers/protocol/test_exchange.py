@@ -332,6 +332,18 @@ def test_a_member_gives_its_blocks_to_reducers_and_to_heirs_that_it_was_told_of(
     assert exchange.hear("b", wanted(blocks=[2])) == [own("b", 2)], "asked again, as it got lost"
 
 
+def test_r3_blocks_of_twice_its_part_are_given_to_a_reducer_that_asks() -> None:
+    """What is still under way is not counted again: an heir asks each second."""
+    exchange = opened("a")
+    sent = own("b", 1)
+    given: list[Effect] = []
+    for _ in range(5):
+        for _ in range(3):
+            given += exchange.hear("b", wanted(blocks=[1, 2]))
+        exchange.handle(ChunkSent(AT, "b", sent.chunk, False))
+    assert given == [sent] * GIVEN, "unasked it came before"
+
+
 def test_a_member_that_has_trained_nothing_is_no_heir_and_gives_no_blocks() -> None:
     round = round_among("abc", idle="c")
     exchange = opened("c", round)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from peers.log.certificate import Proof
 from peers.log.lineage import Lineage
-from peers.messages.messages import Propose
+from peers.messages.messages import Certified, Propose
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.belief import Belief
@@ -16,9 +17,9 @@ from peers.protocol.effects import Apply
 from peers.protocol.events import PayloadAssembled
 from peers.protocol.minority import NEARLY, Attendance
 from peers.protocol.replica import Replica
-from tests.peers.builders import at_second, context, of, sends
+from tests.peers.builders import ahead, at_second, context, of, roster, sends
 from tests.peers.heartbeats import beat
-from tests.peers.logs import LOG, SETTINGS, TIMING, first_log
+from tests.peers.logs import LOG, PAYLOAD, SETTINGS, TIMING, first_log
 
 GRACE = SETTINGS.timing.partition_grace
 
@@ -68,14 +69,30 @@ def test_r8_more_than_half_of_those_here_decide_and_all_of_them_are_the_group() 
     assert here.left_out((("a", 7), ("b", 0))) == ("c",)
 
 
-def test_r8_a_minority_has_all_that_are_here_as_they_are_here() -> None:
-    alone = attendance(GRACE)
-    assert alone.joins((("b", 0),))
-    assert alone.joins((("b", 0), ("z", 0))), "its leader may hear more"
-    assert not alone.joins((("b", 7),)), "a group of another incarnation is none of this peer"
-    here = attendance(GRACE, "ac", starts=7)
-    assert here.joins(here.group)
-    assert not here.joins((("b", 0), ("c", 7)))
+@pytest.mark.parametrize(
+    ("live", "members", "signers", "is_followed"),
+    [
+        ("a", "a", 1, True),
+        ("ac", "ac", 2, True),
+        ("ac", "a", 1, False),
+        ("a", "a", 0, False),
+        ("z", "a", 0, True),
+    ],
+    ids=["alone", "both went along", "c went elsewhere", "nobody has signed", "no voter lives"],
+)
+def test_r21_an_uncertified_entry_is_followed_where_it_is_signed_and_the_others_are_no_quorum(
+    live: str, members: str, signers: int, is_followed: bool
+) -> None:
+    """b is behind, so that all that live are further on."""
+    here, log = context("b"), first_log()
+    presence = Presence("b", 10.0, 40.0, 0.0, here.is_farewell)
+    belief = Belief(here, presence, Replica(here, presence, Lineage(log), log.state))
+    presence.membership.observe([beat(name, ahead(log), PeerState.TRAINING) for name in live], 0.0)
+    gone = tuple(peer for peer in log.voters if peer not in members)
+    header = log.next_header(roster(log, members), PAYLOAD, members[0], gone=gone)
+    shown = Certified(header=header, certificate=None)
+    found = belief.entry("a" if "a" in live else live, shown, Proof(False, signers), was_asked=True)
+    assert (found is not None) is is_followed
 
 
 def test_r8_where_most_are_here_by_name_no_other_group_is_joined() -> None:

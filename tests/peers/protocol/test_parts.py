@@ -69,6 +69,26 @@ def test_r3_nothing_but_a_reducers_own_signed_averages_counts(what: str) -> None
     assert parts.missing() == ("a",)
 
 
+def test_r3_a_false_signature_is_the_last_that_is_checked_of_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of thousands would hold the leader up, again and again."""
+    checked = list[str]()
+
+    def verify(keys: SimulatedKeys, peer: str, data: bytes, signature: bytes) -> bool:
+        checked.append(peer)
+        return old(keys, peer, data, signature)
+
+    old = SimulatedKeys.verify
+    monkeypatch.setattr(SimulatedKeys, "verify", verify)
+    parts = Parts(ROUND, KEYS)
+    assert not parts.take("b", part("b", *[2] * 50, *[0] * 50)), "no chunk of its own twice, and no other at all"
+    assert len(checked) == 1
+    false = tuple(signed_by(ROUND, "a", 0).model_copy(update={"chunk": chunk}) for chunk in (1, 0))
+    for _ in range(3):
+        assert not parts.take("a", Part(round=ROUND.name, averages=false))
+    assert len(checked) == 2
+    assert not parts.take("a", part("a", 0, 1)), "an heir gives them"
+
+
 def test_an_average_of_other_terms_is_not_signed() -> None:
     """Two rounds of one name that a lying leader tells to two members have no averages in common."""
     other = ROUND.model_copy(update={"committed": digest_of(b"others")})

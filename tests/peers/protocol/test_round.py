@@ -391,6 +391,47 @@ def test_what_was_prepared_is_voted_for_when_its_payload_was_fetched_from_those_
     assert votes(rig, Phase.PREPARE)
 
 
+def bound(rig: Rig) -> Propose:
+    """Return a proposal of the header that the peer is bound to. It lacks the payload."""
+    header = rig.next_header(leader="a")
+    lock = certified(rig.log, header, Phase.PREPARE, by="ab")
+    rig.hear("b", lock)
+    return propose(header, SECOND, lock.certificate)
+
+
+def test_r10_a_vote_is_given_up_when_its_payload_was_nowhere_for_the_partition_grace() -> None:
+    """A fetch that takes longer than that is under way: somebody has the payload."""
+    rig = ready_at_second()
+    what = bound(rig)
+    rig.hear("b", what)
+    before = rig.peer.incarnation
+    rig.waits(int(TIMING.partition_grace) + 60)
+    assert rig.peer.incarnation == before, "it comes slowly"
+    rig.do(PayloadNotFetched(what.header, "the link broke"))
+    for _ in range(int(TIMING.partition_grace) + 30):
+        if of(rig.effects, FetchPayload):
+            rig.do(PayloadNotFetched(what.header, "gone"))
+        rig.see(state=PeerState.READY)
+        rig.tick()
+        if rig.peer.incarnation != before:
+            break
+    assert rig.peer.incarnation == before + 1
+
+
+def test_a_payload_that_nobody_gives_is_asked_for_after_pauses_that_double() -> None:
+    rig = ready_at_second()
+    what = bound(rig)
+    asked = [0.0] if of(rig.hear("b", what), FetchPayload) else []
+    begun = rig.now
+    for _ in range(40):
+        if of(rig.effects, FetchPayload):
+            rig.do(PayloadNotFetched(what.header, "not kept here"))
+        rig.see(state=PeerState.READY)
+        if of(rig.tick(), FetchPayload):
+            asked.append(rig.now - begun)
+    assert asked == [0.0, 1.0, 3.0, 7.0, 15.0, 25.0, 35.0], "up to the expiry"
+
+
 # Vote 2, and the entry ------------------------------------------------------------------------------------------
 def prepared(rig: Rig, by: str = "ab") -> Certified:
     return certified(rig.log, rig.next_header(), Phase.PREPARE, by)
