@@ -97,8 +97,11 @@ class Round(Value):
             if chunks > 0 and (tokens or not member.tokens)
         )
 
-    def counts_most(self, absent: Mapping[str, int]) -> bool:
-        """Return whether at least half of the round's tokens count, given from how many chunks each is absent (R5)."""
+    def counts_enough(self, absent: Mapping[str, int], view: int, ring: int) -> bool:
+        """Return whether at least half of the round's tokens count, given from how many chunks each is absent; or all
+        peers of the ring have led a view in vain, since a link may be broken for good (R5)."""
+        if view >= (ring or len(self.roster)):
+            return True
         counted = sum(member.tokens for member in self.counted(absent))
         return 2 * counted >= sum(member.tokens for member in self.roster)
 

@@ -264,7 +264,7 @@ class Leader:
         begun = self._begun
         assert begun is not None
         round = begun.round
-        is_enough = round.counts_most(absent)  # else members would refuse it (R5)
+        is_enough = round.counts_enough(absent, begun.ballot.view, len(self._seat.log.ring))  # else others refuse (R5)
         if not is_enough:
             self._context.emit(Note("info", f"round {round.name} lacks most blocks: another one begins"))
         header = self._header(round, payload, absent, round.group) if is_enough else None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from peers.log.certificate import Ballot, Phase, electorate, prove
+from peers.log.certificate import Ballot, Phase, electorate
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogError, LogState
 from peers.messages.averages import Averaged
@@ -45,7 +45,7 @@ from peers.protocol.part import Part, Row, Table
 from peers.protocol.replica import Replica
 from peers.protocol.trainer import Trainer
 from peers.protocol.views import Views
-from peers.protocol.voter import Voter, audience, choice_of, is_open, told_by
+from peers.protocol.voter import Voter, choice_of
 from peers.protocol.voting import FIRST, Refusal
 from peers.protocol.weights import weights_of
 
@@ -491,7 +491,7 @@ class EntryRound(Part):
         if exchange.payload != header.payload or header.payload in self._notes.unkept:
             answer.lacking = exchange.lacking()
             return Refusal.NO_PAYLOAD
-        if not exchange.round.counts_most(exchange.absent()):
+        if not exchange.round.counts_enough(exchange.absent(), propose.ballot.view, len(log.ring)):
             return Refusal.MOST_ABSENT
         besides = header.leader, header.faults, log.gone_in(header), log.taken_in(header)
         try:
@@ -605,23 +605,14 @@ class EntryRound(Part):
         if certificate is None:
             self._host.others_made(certified, sender, self)
         elif certificate.choice.phase is Phase.COMMIT:
-            if self._proves(certified, sender):
+            if self.voter.proves(certified, sender):
                 self._is_certified(certified, sender)
+        elif certificate.group and not self.attendance.joins(certificate.group):
+            self._context.emit(Dropped(sender, "certificate", "this peer is in no such minority"))
         elif self.voter.is_prepared(certified):
             self._is_certified(certified, sender)
         else:
             self._context.emit(Dropped(sender, "certificate", "it does not prepare this header"))
-
-    def _proves(self, certified: Certified, sender: str) -> bool:
-        assert certified.certificate is not None
-        here = self.here if self._replica.is_settled else self.log  # the digest may be that of the state before
-        try:
-            here.check_next(certified.header)
-            prove(certified.certificate, here, certified.header, self._context.keys.verify)
-        except LogError as error:
-            self._context.emit(Dropped(sender, "certificate", str(error)))
-            return False
-        return True
 
     def _is_certified(self, certified: Certified, sender: str) -> None:
         """A header is prepared, or committed."""
@@ -631,32 +622,15 @@ class EntryRound(Part):
         context.convict(context.evidence.observe_certified(certified, self.log, self._replica.lineage))
         is_news = choice.phase is Phase.COMMIT or self.voter.is_news(choice)
         if is_news:
-            self._pass_on(certified)
+            self.voter.pass_on(certified, self.leader_of(choice.ballot.view), self.leader.asked)
         if choice.phase is Phase.COMMIT:
             self._is_committed(certified, sender)
             return
         leader = self.leader_of(choice.ballot.view) or sender
-        if self.voter.commit(certified, leader) is None:
+        if self.voter.commit(certified, leader):
             self.pacemaker.voted(choice.ballot.view)
         for known in self.voter.recount(choice):
             self._is_certified(known, context.me)
-
-    def _pass_on(self, certified: Certified) -> None:
-        """Tell others of a certificate: many by a tree of all; of a few, the leader tells those that were not asked for
-        vote 1, and know nothing of the header."""
-        assert certified.certificate is not None
-        header, group, me = certified.header, certified.certificate.group, self._context.me
-        leader, members = self.leader_of(choice_of(certified).ballot.view), audience(self.log, header, group)
-        if leader is None:
-            return
-        if not is_open(self.log, header, group):
-            told = told_by(me, leader, members)
-        elif leader == me and choice_of(certified).phase is Phase.PREPARE:
-            asked = self.leader.asked
-            told = tuple(peer for peer in members if peer not in asked and self._presence.is_live(peer))
-        else:
-            told = ()
-        self._context.emit(*(Send(peer, certified) for peer in told if peer != me))
 
     def _is_committed(self, certified: Certified, sender: str) -> None:
         """Take the entry, if it is ours to take and its payload is here, or comes with the exchange."""

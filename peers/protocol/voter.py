@@ -7,15 +7,15 @@ on through the members, as a tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from peers.log.certificate import Ballot, Certificate, Choice, Group, Phase, electorate
+from peers.log.certificate import Ballot, Certificate, Choice, Group, Phase, electorate, prove
 from peers.log.header import Header
-from peers.log.state import LogState
+from peers.log.state import LogError, LogState
 from peers.messages.messages import Certified, Propose, Vote
 from peers.presence.presence import Presence
 from peers.protocol.context import Context
-from peers.protocol.effects import Send
+from peers.protocol.effects import Dropped, Send
 from peers.protocol.replica import Replica
 from peers.protocol.voting import Cast, Refusal, Tally, VoterState, VotingPlace, vote_commit, vote_prepare
 
@@ -79,24 +79,28 @@ class Voter:
         answer = vote_prepare(state, propose, self.place, objection)
         return self._cast(answer, propose.header, propose.group, leader)
 
-    def commit(self, prepared: Certified, leader: str) -> Refusal | None:
-        """Give vote 2 for a prepared header (R6). Return why not."""
+    def commit(self, prepared: Certified, leader: str) -> bool:
+        """Give vote 2 for a prepared header (R6). Return whether we have given it."""
         assert prepared.certificate is not None
         self._note(prepared.header, prepared.certificate.group)
         if self.prepared is None or choice_of(self.prepared).weight < choice_of(prepared).weight:
             self.prepared = prepared
         state = self.state
-        if state is None:
-            return Refusal.LEFT
-        return self._cast(vote_commit(state, prepared, self.place), prepared.header, prepared.certificate.group, leader)
+        header, group = prepared.header, prepared.certificate.group
+        if state is None or not self.has_say(header, group):
+            return False
+        return self._cast(vote_commit(state, prepared, self.place), header, group, leader) is None
 
     def _cast(self, answer: Cast | Refusal, header: Header, group: Group, leader: str) -> Refusal | None:
         if isinstance(answer, Refusal):
             return answer
-        voters = electorate(self._log, header, group).voters
-        if (self._context.me, answer.vote.incarnation) in voters and answer.state != self.state:
+        if self.has_say(header, group) and answer.state != self.state:
             self._context.votes.cast(answer.state, *self._sends(answer.vote, header, group, leader))
         return None
+
+    def has_say(self, header: Header, group: Group) -> bool:
+        """Return whether we are a voter of a header, in our incarnation."""
+        return (self._context.me, self._context.incarnation) in electorate(self._log, header, group).voters
 
     def _sends(self, vote: Vote, header: Header, group: Group, leader: str) -> list[Send]:
         told = dict.fromkeys([self._context.me, leader])
@@ -154,8 +158,37 @@ class Voter:
         return self.prepared is None or choice_of(self.prepared).weight < choice.weight
 
     def is_prepared(self, certified: Certified) -> bool:
-        """Return whether a message shows a valid prepare certificate of its header."""
-        return certified.certificate is not None and self.place.is_prepared(certified.header, certified.certificate)
+        """Return whether a message shows a valid prepare certificate of its header. Who founds a run certifies that by
+        itself: so there must be enough members (R13)."""
+        certificate, least = certified.certificate, self._context.settings.minimum_peers
+        if certificate is None or not self.place.is_prepared(certified.header, certificate):
+            return False
+        return self._log.last is not None or certificate.choice.alone or len(certified.header.roster) >= least
+
+    def proves(self, certified: Certified, sender: str) -> bool:
+        """Return whether a message shows a valid commit certificate of its header."""
+        assert certified.certificate is not None
+        here = self.here if self._replica.is_settled else self._log  # the digest may be that of the state before
+        try:
+            here.check_next(certified.header)
+            prove(certified.certificate, here, certified.header, self._context.keys.verify)
+        except LogError as error:
+            self._context.emit(Dropped(sender, "certificate", str(error)))
+            return False
+        return True
+
+    def pass_on(self, certified: Certified, leader: str | None, asked: Collection[str]) -> None:
+        """Tell others of a certificate: many by a tree of all; of a few, the leader tells those that it has not `asked`
+        for vote 1, and that know nothing of the header."""
+        assert certified.certificate is not None
+        header, group, me = certified.header, certified.certificate.group, self._context.me
+        members = audience(self._log, header, group)
+        told: Sequence[str] = ()
+        if leader is not None and not is_open(self._log, header, group):
+            told = told_by(me, leader, members)
+        elif leader == me and choice_of(certified).phase is Phase.PREPARE:
+            told = [peer for peer in members if peer not in asked and self._presence.is_live(peer)]
+        self._context.emit(*(Send(peer, certified) for peer in told if peer != me))
 
     def has_committed(self, certificate: Certificate) -> bool:
         """Return whether we have given vote 2 for what a certificate commits."""

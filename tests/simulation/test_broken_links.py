@@ -119,6 +119,28 @@ def test_pairs_that_cant_talk_cost_little(broken: tuple[Pair, ...], minutes: int
     assert min(tokens[f"peer{name}"] for name in range(6)) >= 0.5 * max(tokens.values())
 
 
+@pytest.mark.parametrize(
+    ("way", "entries", "counted"),
+    [(("peer1", "peer0"), 40, "peer0"), (("peer0", "peer1"), 10, "peer1")],
+    ids=["to the fast one", "to the slow one"],
+)
+def test_two_whose_blocks_go_one_way_only_go_on_with_the_work_of_one(way: Pair, entries: int, counted: str) -> None:
+    """Messages pass both ways. The work of the peer whose blocks do not arrive can't count, and the other's does. If
+    that is the lesser part both refuse it until each has led a view in vain (R5): that costs two view timers, as it
+    would for ever if less than half could never count."""
+    rates = tuple((f"peer{name}", Rate(up=BLOCKS * BLOCK_BYTES, down=BLOCKS * BLOCK_BYTES)) for name in range(2))
+    settings = replace(SETTINGS, minimum_peers=2)
+    swarm = Swarm(1, settings, Faults(rates=rates), block_count=BLOCKS, speeds=(1.0, 0.2))
+    for name in range(2):
+        swarm.start(f"peer{name}")
+    assert swarm.run(5 * MINUTE, until=lambda: swarm.longest >= 4)
+    tally, before = Tally(swarm), swarm.longest
+    swarm.on_chunk = lambda sender, send: (sender, send.to) != way
+    swarm.run(20 * MINUTE)
+    assert swarm.longest - before >= entries
+    assert tally.tokens[counted] >= 0.8 * sum(tally.tokens.values())
+
+
 def test_two_groups_that_one_peer_reaches_make_one_lineage() -> None:
     """The larger group and the peer between them are most; the others are told that they are few."""
     swarm = swarm_of(6)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from peers.audit.evidence import Evidence
-from peers.log.certificate import Ballot, Phase
+from peers.log.certificate import Ballot, Group, Phase
 from peers.log.header import NO_PAYLOAD, Member
 from peers.messages.commitment import Norms, digest_of_all
 from peers.messages.messages import Certified, Part, Proof, Propose, Ready, Vote
@@ -243,6 +243,25 @@ def test_a_proposal_waits_for_its_payload() -> None:
     assert votes(rig, Phase.PREPARE)
 
 
+FAR = Ballot(view=1 << 40, attempt=1)
+
+
+@pytest.mark.parametrize(("group", "by"), [((("a", 0),), "a"), ((("a", 0), ("c", 0), ("x", 0)), "ax")])
+def test_r6_a_certificate_of_a_minority_that_this_peer_does_not_join_moves_nothing(group: Group, by: str) -> None:
+    """One liar can sign it with keys that it makes up: all others would be in its view, and vote in none before."""
+    rig = whole()
+    rig.hear("a", certified(rig.log, rig.next_header(), Phase.PREPARE, by, FAR, group))
+    assert not votes(rig, Phase.COMMIT)
+    assert (rig.peer.round.pacemaker.view, rig.peer.round.voter.prepared) == (0, None)
+
+
+def test_r6_a_founding_that_too_few_have_prepared_moves_nothing() -> None:
+    rig = Rig("b", "ac").joined()
+    header = rig.log.next_header(roster(rig.log, "a"), PAYLOAD, "a")
+    rig.hear("a", certified(rig.log, header, Phase.PREPARE, "a", FAR))
+    assert (rig.peer.round.pacemaker.view, rig.peer.round.voter.prepared) == (0, None)
+
+
 def refusal(rig: Rig, what: Propose, sender: str = "b") -> str:
     rig.hear(sender, what)
     assert not votes(rig, Phase.PREPARE)
@@ -256,12 +275,19 @@ def test_an_average_or_an_absence_that_no_reducer_has_signed_is_refused() -> Non
     assert refusal(rig, proposal(rig, header=header)) == Refusal.UNSIGNED_AVERAGE.value
 
 
-@pytest.mark.parametrize(("absent", "reason"), [("ab", Refusal.MOST_ABSENT.value), ("a", "")])
-def test_r5_a_header_of_less_than_half_of_its_rounds_tokens_is_refused(absent: str, reason: str) -> None:
-    """Else a reducer of all chunks, which signs that all others were absent, would make entries of its own work."""
+@pytest.mark.parametrize(
+    ("absent", "view", "reason"),
+    [("ab", 0, Refusal.MOST_ABSENT.value), ("a", 0, ""), ("ab", 2, Refusal.MOST_ABSENT.value), ("ab", 3, "")],
+)
+def test_r5_a_header_of_less_than_half_of_its_rounds_tokens_is_refused(absent: str, view: int, reason: str) -> None:
+    """Else a reducer of all chunks, which signs that all others were absent, would make entries of its own work. When
+    all have led in vain it is agreed to: a link may be broken for good."""
     rig = ready_at_second().exchanging().whole(absent)
     exchange = rig.peer.exchange
     assert exchange is not None
+    assert exchange.round.counts_enough(exchange.absent(), view, len(rig.log.ring)) == (not reason)
+    if view:
+        return
     header = exchange.round.entry(rig.log, exchange.absent(), PAYLOAD, "b")
     rig.hear("b", propose(header, round=exchange.round, marks=b""))
     assert told(rig).reason == reason

@@ -62,15 +62,15 @@ def test_r11_a_peer_that_has_said_farewell_votes_for_nothing() -> None:
     booth = Booth()
     booth.context.votes.leave(LOG.position)
     assert booth.voter.prepare(propose(HEADER), "a", None) is Refusal.LEFT
-    assert booth.voter.commit(certified(LOG, HEADER, Phase.PREPARE), "a") is Refusal.LEFT
+    assert not booth.voter.commit(certified(LOG, HEADER, Phase.PREPARE), "a")
 
 
 def test_r6_vote_2_locks_what_is_prepared_and_an_older_certificate_does_not_replace_it() -> None:
     booth = Booth()
     second = Ballot(view=0, attempt=2)
     newer, older = (certified(LOG, HEADER, Phase.PREPARE, "ac", ballot) for ballot in (second, FIRST))
-    assert booth.voter.commit(newer, "a") is None
-    assert booth.voter.commit(older, "a") is Refusal.OLD_BALLOT
+    assert booth.voter.commit(newer, "a")
+    assert not booth.voter.commit(older, "a"), "it is too late for that"
     assert booth.voter.lock == booth.voter.prepared == newer
     assert booth.last(Phase.COMMIT) == vote("b", LOG, choice(HEADER, Phase.COMMIT, second))
 
