@@ -15,7 +15,7 @@ from peers.protocol.effects import Effect, KeepVotes, Note, Send
 from peers.protocol.events import Event, Received
 from peers.protocol.pace import Pace
 from peers.protocol.pacemaker import RoundTimes
-from peers.protocol.planning import Undealt
+from peers.protocol.planning import Experience
 from peers.protocol.voting import FIRST, PLACES, Refusal, VoterState, VotingRecord
 from peers.values.identity import Keys
 from peers.values.workload import PayloadKind
@@ -23,7 +23,7 @@ from peers.values.workload import PayloadKind
 
 class Context:
     """`now` is the time of the event that is being handled, in seconds of the driver's clock. `payloads` are of each
-    fragment. `round_times` is what this peer's last rounds took, and `undealt` whom it deals nothing as a leader."""
+    fragment. `round_times` is what this peer's last rounds took, and `experience` what it saw as a leader."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Context:
             record = VotingRecord(run=settings.run, peer=me, incarnation=start)
         self.votes = OwnVotes(self, record)
         self.round_times = RoundTimes()
-        self.undealt = Undealt()
+        self.experience = Experience()
         self._works = start
         self.now = self.started_at = now
         self.events: deque[Event] = deque()

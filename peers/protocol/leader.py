@@ -177,7 +177,7 @@ class Leader:
         name = RoundName(position=seat.log.position, ballot=self._next_ballot(), leader=self._context.me)
         chunks = self._context.payloads[seat.log.fragment].size.chunks
         committed = digest_of_all(commitments_of(roster, ready))
-        dealt = shares(roster, links_of(ready), chunks, self._context.undealt.at(seat.log.position.index))
+        dealt = shares(roster, links_of(ready), chunks, self._context.experience.undealt.at(seat.log.position.index))
         self._exchange(Round(name=name, shares=dealt, committed=committed, group=group), "begins", ready)
 
     def _without_liars(self, ready: Mapping[str, Ready]) -> Mapping[str, Ready]:
@@ -234,7 +234,7 @@ class Leader:
         """Propose what the round comes to, once all Parts are here; or name heirs for those that do not come."""
         assert self._parts is not None
         if (outcome := self._parts.outcome()) is not None:
-            self._context.undealt.note(self._parts.one_sided(), begun.round.name.position.index)
+            self._context.experience.undealt.note(self._parts.one_sided(), begun.round.name.position.index)
             self._propose_outcome(outcome.payload, outcome.absent, outcome.marks)
             return
         missing, now = self._parts.missing(), self._context.now
@@ -254,7 +254,7 @@ class Leader:
             member.peer for member in begun.round.contributors if member.peer in heard and member.peer not in missing
         ]
         able = able or [member.peer for member in begun.round.contributors if member.peer in heard]
-        self._context.undealt.note(lacking, begun.round.name.position.index)
+        self._context.experience.undealt.note(lacking, begun.round.name.position.index)
         heirs = heirs_of(lacking, able, begun.heirs)
         if heirs:
             self._exchange(begun.round, "goes on with heirs", self.readiness.of(self._view), (*begun.heirs, *heirs))

@@ -45,20 +45,30 @@ class Link:
     unreached: frozenset[str] = frozenset()
 
 
-class Undealt:
-    """The reducers that did badly, as this leader has seen: they gave no average in time that most members got, or one
-    without most blocks. It deals them nothing for a term of entries: what a peer says of its link may be false (R3)."""
+class ForATerm:
+    """Peers that a leader remembers for a term of entries, as it has seen itself what they did (R3, R7)."""
 
     def __init__(self) -> None:
         self._since: dict[str, int] = {}
 
     def note(self, peers: Iterable[str], index: int) -> None:
-        """Note that these did badly in the exchange for an entry."""
+        """Note peers at an entry, and forget those of earlier terms."""
+        self._since = {peer: since for peer, since in self._since.items() if since + TERM > index}
         self._since |= dict.fromkeys(peers, index)
 
     def at(self, index: int) -> frozenset[str]:
-        """Return those to which nothing is dealt for an entry."""
+        """Return the peers that are remembered at an entry."""
         return frozenset(peer for peer, since in self._since.items() if since <= index < since + TERM)
+
+
+class Experience:
+    """The peers that a leader does without. It deals nothing to the `undealt`, reducers that gave no average in time
+    that most members got, or one without most blocks. It does not wait for the `unawaited`, joiners that did not use a
+    grant."""
+
+    def __init__(self) -> None:
+        self.undealt = ForATerm()
+        self.unawaited = ForATerm()
 
 
 def shares(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from peers.log.header import MEMBER_LIMIT, Member
+from peers.log.header import MEMBER_LIMIT, Header, Member
 from peers.log.state import LogError, LogState, take_order
 from peers.messages.commitment import Contribution
 from peers.messages.messages import LeaseGrant, LeaseRequest, Ready, Refuse
@@ -65,6 +65,11 @@ class Readiness:
         grants, given = self._log.grants, {*self._granted.values(), own}
         first = grants.index(own) + 1 if own in grants else 0
         return next((grant for grant in (*grants[first:], *grants[:first]) if grant not in given), None)
+
+    def entry_made(self, header: Header) -> None:
+        """Note the joiners that did not use their grants: they are not waited for again in this term (R7)."""
+        unused = self._granted.keys() - {*header.peers, *self._log.leases}
+        self._context.experience.unawaited.note(sorted(unused), header.index)
 
     # Ready --------------------------------------------------------------------------------------------------------
     def take(self, sender: str, ready: Ready, state_digest: bytes) -> bool:
@@ -137,13 +142,15 @@ class Readiness:
         self._ready.pop(peer, None)
 
     def forget(self) -> None:
-        """Forget peers that say it no more, or are dead."""
+        """Forget peers that say it no more, and the grants of those that are dead."""
         now, live = self._context.now, self._presence.live()
         patience = death(self._context.settings.timing)
         for peer in list(self._ready):
             is_here = peer == self._context.me or peer in live
             if not is_here or now - self._said_at[peer] >= patience:
                 del self._ready[peer]
+        here = {*live, self._context.me}
+        self._granted = {peer: lease for peer, lease in self._granted.items() if peer in here}
 
     def of(self, view: int) -> dict[str, Ready]:
         """Return those that are ready in a view, and can be in the entry."""
@@ -176,11 +183,15 @@ class Readiness:
         return {peer for peer, start in starts.items() if log.counts(peer, start)}
 
     def _due(self) -> dict[str, int]:
-        """Return how many samples each joiner trains: a slow one makes fewer inner steps than it was granted."""
+        """Return how many samples each joiner trains that is waited for: a slow one makes fewer inner steps than it was
+        granted."""
         whole, live = self._context.settings.inner_steps, self._presence.live()
         speeds = self._presence.speeds(self._log)
         due = dict[str, int]()
+        unawaited = self._context.experience.unawaited.at(self._log.position.index)
         for peer, lease in self._granted.items():
+            if peer in unawaited:
+                continue
             own = self._context.pace.steps_beside(live[peer].speed, speeds) if peer in live else whole
             due[peer] = sample_count(lease) * min(own, self._steps.get(peer, whole)) // whole
         return due

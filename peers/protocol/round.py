@@ -668,4 +668,5 @@ class EntryRound(Part):
             self._enter(DECIDED)
         if self._notes.began_at:
             self._context.round_times.note(self._context.now - self._notes.began_at)
+        self.leader.readiness.entry_made(certified.header)
         self._host.entry_made(certified.header, certified.certificate)

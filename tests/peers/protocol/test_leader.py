@@ -300,13 +300,13 @@ def test_r4_averages_that_keep_most_members_from_voting_are_made_by_an_heir() ->
     assert {to for to, _ in again} == {"a", "c"}
     (heir,) = {begin.heirs for _, begin in again}
     assert [reducer for reducer, _ in heir] == ["c"]
-    assert rig.peer._context.undealt.at(rig.log.position.index) == {"c"}
+    assert rig.peer._context.experience.undealt.at(rig.log.position.index) == {"c"}
 
 
 def test_r5_a_round_that_comes_to_less_than_half_is_begun_anew_with_other_reducers() -> None:
     """A reducer that signs that all others were absent gains nothing."""
     rig = leading()
-    rig.peer._context.undealt.note("ac", rig.log.position.index)
+    rig.peer._context.experience.undealt.note("ac", rig.log.position.index)
     round = begun(rig)
     assert [share.chunks for share in round.shares] == [0, 6, 0]
     assert not tells_part(rig, round, absent="ac")

@@ -16,8 +16,8 @@ from peers.presence.reachability import DOUBT, SEEN_LIMIT, Reachability
 from peers.protocol.planning import (
     FAIR,
     SLACK,
+    ForATerm,
     Link,
-    Undealt,
     credible_rates,
     deadline,
     deal,
@@ -115,7 +115,7 @@ def test_only_members_that_have_trained_average() -> None:
 
 
 def test_r3_a_leader_deals_nothing_for_a_term_to_a_reducer_that_did_badly() -> None:
-    undealt = Undealt()
+    undealt = ForATerm()
     undealt.note("ab", 3)
     undealt.note("b", 5)
     assert undealt.at(3) == {"a"}

@@ -31,6 +31,13 @@ def asks(rig: Rig, peer: str, state: bytes = STATE) -> LeaseGrant | None:
     return found[0][1] if found else None
 
 
+def awaited(rig: Rig) -> set[str]:
+    """Return the peers that the leader waits for, once any is ready."""
+    is_ready(rig, "a")
+    rig.tick()
+    return rig.peer.round.leader.readiness.awaited.peers
+
+
 def is_ready(rig: Rig, peer: str, **changes: Any) -> bool:
     rig.hear(peer, ready(rig.log, peer, **changes))
     return peer in rig.peer.round.leader.readiness.of(0)
@@ -45,6 +52,28 @@ def test_each_joiner_gets_samples_of_its_own_and_the_same_when_it_asks_again() -
     assert first.samples != second.samples
     assert asks(rig, "d") == first
     assert first.steps == SETTINGS.inner_steps
+
+
+def test_r14_a_grant_lapses_when_its_peer_falls_silent() -> None:
+    """Else made-up names would take all of them."""
+    rig = leading()
+    first = asks(rig, "d")
+    for _ in range(int(TIMING.heartbeat_expiry) + 2):
+        rig.see(others="ace")
+        rig.tick()
+    assert asks(rig, "e") == first
+
+
+def test_r7_a_joiner_that_has_not_used_its_grant_is_not_waited_for_again() -> None:
+    """It may ask each time, and never be ready."""
+    rig = leading()
+    for expected in ("abcd", "abce"):
+        assert asks(rig, "d") is not None, "it may be ready in time"
+        if "e" in expected:
+            assert asks(rig, "e") is not None
+        rig.trained()
+        assert awaited(rig) == set(expected)
+        rig.exchanging().whole().applying().applied()
 
 
 def test_a_member_that_asks_has_its_lease() -> None:
