@@ -68,6 +68,8 @@ class Awaited:
 
     def __init__(self, me: str, log: LogState, settings: RunSettings) -> None:
         self.peers: set[str] = set()
+        self.in_vain: set[str] = set()
+        """The peers that the leader waited for last, which did not say that they need longer."""
         self.times = ReadyTimes()
         self.grace = self.slack = settings.timing.grace
         self.own = 0, 0.0
@@ -125,6 +127,8 @@ class Awaited:
     def _is_over(self, ready: Set[str], left: float, has_begun: bool) -> bool:
         """Return whether no other peer can be ready in the seconds that are left."""
         self._passed_over = {peer for peer in self.peers - ready if self._away.get(peer, 0.0) > left}
+        if left > 0:
+            self.in_vain = self.peers - ready - self._passed_over
         return has_begun and (left <= 0 or self.are_all_in(ready))
 
     def _are_enough(self, now: float, begun: float, ready: Set[str], contributing: Set[str]) -> bool:

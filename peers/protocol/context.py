@@ -20,6 +20,9 @@ from peers.protocol.voting import FIRST, PLACES, Refusal, VoterState, VotingReco
 from peers.values.identity import Keys
 from peers.values.workload import PayloadKind
 
+ANSWERS = 16
+"""Answers that a peer gets at most within half the pause between repeated messages: one for each of some fragments."""
+
 
 class Context:
     """`now` is the time of the event that is being handled, in seconds of the driver's clock. `payloads` are of each
@@ -192,3 +195,20 @@ class Repetition:
     def at_once(self) -> None:
         """Let it be said at the next opportunity, since there is something new to say."""
         self._said_at = None
+
+
+class Answers:
+    """The answers that were given in the last moment: each peer gets a few, and none twice, however often it asks."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._given: dict[tuple[str, object], float] = {}
+
+    def is_due(self, peer: str, about: object) -> bool:
+        """Return whether to answer a peer, and note that it is answered."""
+        now, pause = self._context.now, self._context.settings.timing.resend / 2
+        self._given = {answer: since for answer, since in self._given.items() if now - since < pause}
+        if (peer, about) in self._given or sum(one == peer for one, _ in self._given) >= ANSWERS:
+            return False
+        self._given[peer, about] = now
+        return True

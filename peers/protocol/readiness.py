@@ -67,8 +67,9 @@ class Readiness:
         return next((grant for grant in (*grants[first:], *grants[:first]) if grant not in given), None)
 
     def entry_made(self, header: Header) -> None:
-        """Note the joiners that did not use their grants: they are not waited for again in this term (R7)."""
-        unused = self._granted.keys() - {*header.peers, *self._log.leases}
+        """Note the joiners that were waited for and did not use their grants: in this term they are waited for no more
+        (R7)."""
+        unused = self._granted.keys() & self.awaited.in_vain - {*header.peers, *self._log.leases}
         self._context.experience.unawaited.note(sorted(unused), header.index)
 
     # Ready --------------------------------------------------------------------------------------------------------

@@ -596,6 +596,7 @@ class EntryRound(Part):
             and sender != self._context.me
             and prepared is not None
             and choice_of(prepared).ballot == ballot
+            and self.voter.answers.is_due(sender, ballot)
         ):
             self._context.emit(Send(sender, prepared))
 

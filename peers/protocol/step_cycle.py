@@ -15,7 +15,7 @@ from peers.messages.messages import Certified, Elsewhere, Inquire, LeaseGrant, L
 from peers.presence.presence import Presence
 from peers.protocol.belief import Belief
 from peers.protocol.catching_up import Search
-from peers.protocol.context import Context
+from peers.protocol.context import Answers, Context
 from peers.protocol.effects import Note, Send, Stop
 from peers.protocol.events import (
     LineageNotSeen,
@@ -52,6 +52,7 @@ class StepCycle:
         self.joiner = Joiner(context, self.presence, self.replica)
         self.keeps_work = False
         self._context = context
+        self._answers = Answers(context)
         self._certified: list[Position] = []  # whose entries are in our log, in a cycle that is not whole
         self.rounds: dict[int, EntryRound] = {}
         self._open_rounds()
@@ -374,7 +375,9 @@ class StepCycle:
         return round.log.closes and self.joiner.may_start() and not self.joiner.holds_back()
 
     def answer_elsewhere(self, sender: str, message: Message | Unread) -> None:
-        """Answer a sender at a place that we have left, or have not reached."""
+        """Answer a sender at a place that we have left, or have not reached; once in a moment, as entries are long."""
+        if not self._answers.is_due(sender, message.position):
+            return
         followed = self.replica.lineage.after(message.position)
         if followed is not None:
             header, certificate = followed

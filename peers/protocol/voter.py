@@ -14,7 +14,7 @@ from peers.log.header import Header
 from peers.log.state import LogError, LogState
 from peers.messages.messages import Certified, Propose, Vote
 from peers.presence.presence import Presence
-from peers.protocol.context import Context
+from peers.protocol.context import Answers, Context
 from peers.protocol.effects import Dropped, Send
 from peers.protocol.replica import Replica
 from peers.protocol.voting import Cast, Refusal, Tally, VoterState, VotingPlace, vote_commit, vote_prepare
@@ -28,10 +28,11 @@ REMEMBERED = 8
 
 
 class Voter:
-    """`prepared` is the newest header that is prepared, as far as this peer knows."""
+    """`prepared` is the newest header that is prepared, as far as this peer knows. `answers` are those to votes."""
 
     def __init__(self, context: Context, presence: Presence, replica: Replica, log: LogState) -> None:
         self.prepared: Certified | None = None
+        self.answers = Answers(context)
         self._context = context
         self._presence = presence
         self._replica = replica

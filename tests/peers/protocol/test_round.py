@@ -498,6 +498,8 @@ def test_a_repeated_vote_is_answered_by_the_certificate_that_came_of_it() -> Non
     rig.hear("b", what)
     rig.hear("b", vote("b", log, what.choice))
     assert sends(rig.hear("b", vote("b", log, what.choice)), Certified)
+    assert not sends(rig.hear("b", vote("b", log, what.choice)), Certified), "certificates are long"
+    assert sends(rig.hear("b", vote("b", log, what.choice), TIMING.resend), Certified)
 
 
 @pytest.mark.parametrize("has_work", [True, False])
