@@ -18,7 +18,7 @@ from peers.log.settings import RunSettings, Timing
 from peers.messages.messages import Certified, Message
 from peers.protocol.effects import Effect, SendChunk
 from peers.protocol.events import Event, Received
-from peers.values.wire import digest_of, pack_plain
+from peers.values.wire import digest_of
 from tests.simulator.simulated_peer import SimulatedPeer
 from tests.simulator.simulation import Swarm
 from tests.simulator.tape import Packed, Tape, play
@@ -104,12 +104,7 @@ def gather(peers: int) -> Crowd:
     settings = RunSettings("crowd", digest_of(b"manifest"), 5, 10, 10, peers, TIMING)
     crowd = Crowd(1, settings, block_count=BLOCKS, speeds=SPEEDS)
     names = [f"{number:052}" for number in range(peers)]  # as long as libp2p's ids
-    founder = names.index(min(names, key=lambda name: digest_of(pack_plain([settings.manifest_digest, 0, name]))))
-    line = names[founder + 1 :] + names[: founder + 1]
-    looked_at = {
-        *line[: len(SCENES) + 1],
-        line[-1],
-    }  # those that will lead in the scenes, and the one before, who won't
+    looked_at = names[1 : len(SCENES) + 3]  # the first founds the run; these lead in the scenes, and one leads in none
     for name in names:
         if name in looked_at:
             crowd.start_on_tape(name)
