@@ -85,17 +85,24 @@ class Round(Value):
         )
 
     def counted(self, absent: Mapping[str, int]) -> tuple[Member, ...]:
-        """Return the roster as it counts, given from how many chunks each member is absent. A member of whose tokens
-        none is left is not in it."""
+        """Return the roster as it counts, given from how many chunks each member is absent.
+
+        A member of whose tokens none is left is not in it. But of founders all are, since so many must found (R13).
+        """
         if not absent:
             return self.roster if self.chunks else ()
-        present = ((member, self.chunks - absent.get(member.peer, 0)) for member in self.roster)
-        counted = [(member, member.tokens * chunks // self.chunks, chunks) for member, chunks in present]
-        return tuple(
-            member if tokens == member.tokens else member.model_copy(update={"tokens": tokens})
-            for member, tokens, chunks in counted
-            if chunks > 0 and (tokens or not member.tokens)
-        )
+        is_founding = self.name.position.index == 0
+        counted = []
+        for member in self.roster:
+            chunks = self.chunks - absent.get(member.peer, 0)
+            tokens = member.tokens * chunks // self.chunks
+            if tokens == member.tokens and chunks:
+                counted.append(member)
+            elif tokens:
+                counted.append(member.model_copy(update={"tokens": tokens}))
+            elif is_founding:
+                counted.append(member.model_copy(update={"tokens": 0, "samples": ()}))
+        return tuple(counted)
 
     def counts_enough(self, absent: Mapping[str, int], view: int, ring: int) -> bool:
         """Return whether at least half of the round's tokens count, given from how many chunks each is absent; or all

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from peers.log.header import NO_PAYLOAD
+from peers.log.header import NO_PAYLOAD, Position
 from peers.messages.averages import MARK_BYTES, contradict, statement_of
 from peers.messages.messages import Part
 from peers.messages.rounds import Round
@@ -150,3 +150,10 @@ def test_r4_a_mark_tells_an_average_from_any_other_of_its_chunk() -> None:
 def test_r14_a_member_counts_for_the_chunks_that_its_blocks_are_in(absent: dict[str, int], tokens: list[int]) -> None:
     round = round_with({"a": 2, "b": 1})
     assert [member.tokens for member in round.counted(absent)] == tokens
+
+
+def test_r13_a_founder_of_whose_blocks_none_is_in_stays_one_without_tokens() -> None:
+    first = Position(index=0, head=bytes(32))
+    round = round_with({"a": 2, "b": 1}, name=round_name(position=first))
+    counted = round.counted({"b": 3})
+    assert [(member.peer, member.tokens, member.samples) for member in counted][1:] == [("b", 0, ())]
