@@ -83,11 +83,8 @@ class Readiness:
             self._refuse(sender, state_digest, "its state at this position is not ours")
             return False
         known = self._ready.get(sender)
-        if known is None or (known.samples, known.tokens, known.commitment) != (
-            ready.samples,
-            ready.tokens,
-            ready.commitment,
-        ):
+        is_same = known is not None and member_of(sender, known) == member_of(sender, ready)
+        if known is None or not is_same or known.commitment != ready.commitment:
             try:
                 self._admit(sender, ready)
             except LogError as error:
@@ -115,7 +112,10 @@ class Readiness:
         others = [peer for peer, grant in self._granted.items() if grant == lease and peer != sender]
         if lease and sender != self._context.me and (others or lease == self._trainer.lease):
             raise LogError("its samples were given to another joiner")
-        self._log.check_member(member_of(sender, ready))
+        member = member_of(sender, ready)
+        self._log.check_member(member)
+        if self._log.closes and not (member.tokens or self._log.counts(sender, ready.incarnation)):
+            raise LogError("it brings no tokens, and would have a say that it had not before")
         self._check_commitment(sender, ready)
         for peer in others:  # it has what we trained ourselves
             del self._granted[peer]
