@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from peers.log.certificate import Ballot, Phase
 from peers.log.header import Header
+from peers.log.settings import RunSettings
 from peers.messages.commitment import Norms
 from peers.messages.messages import Begin, Certified, Part, Proof, Propose, Ready
 from peers.messages.rounds import Round
@@ -19,12 +21,12 @@ from peers.protocol.parts import Reducers
 from peers.protocol.voting import Refusal
 from peers.values.wire import digest_of
 from tests.peers.builders import Rig, at_second, averaged, certified, choice, of, ready, sends, two_votes, vote
-from tests.peers.logs import TIMING, TOKENS
+from tests.peers.logs import SETTINGS, TIMING, TOKENS
 
 
-def leading() -> Rig:
+def leading(settings: RunSettings = SETTINGS) -> Rig:
     """b leads the second entry, and is ready itself."""
-    rig = at_second().trained()
+    rig = at_second(settings).trained()
     assert rig.peer.round.is_led_by_us
     rig.see(state=PeerState.READY)
     return rig
@@ -118,11 +120,11 @@ def test_those_who_are_ready_in_another_view_are_not_counted() -> None:
 def test_r3_in_large_rounds_who_votes_is_told_the_norms_and_who_does_nothing_is_told_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A voter without them could not tell an average that is too long."""
+    """A voter without them could not tell an average that is too long. One on probation neither averages nor votes."""
     monkeypatch.setattr("peers.protocol.contributions.FEW", 3)
-    rig = leading()
+    rig = leading(replace(SETTINGS, probation=1))
     rig.see(others="d", state=PeerState.READY)
-    says_ready(rig, "d", samples=(), tokens=0, commitment=None)
+    says_ready(rig, "d", samples=rig.log.grants[0])
     says_ready(rig, "a", tokens=0, commitment=None)
     told = dict(sends(says_ready(rig, "c").effects, Begin))
     assert {peer: len(begin.commitments) for peer, begin in told.items()} == {"a": 0, "c": 2, "d": 0}
