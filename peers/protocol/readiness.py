@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from peers.log.header import MEMBER_LIMIT, Header, Member
 from peers.log.state import LogError, LogState, take_order
 from peers.messages.commitment import Contribution
-from peers.messages.messages import LeaseGrant, LeaseRequest, Ready, Refuse
+from peers.messages.messages import Certified, LeaseGrant, LeaseRequest, Ready, Refuse
 from peers.presence.presence import Presence
 from peers.protocol.awaited import Awaited
 from peers.protocol.context import Context
@@ -27,6 +27,8 @@ class Readiness:
         self.awaited = Awaited(context.me, log, context.settings)
         self.strangers: set[str] = set()
         """Newcomers that too many voters do not hear: this entry is made without them."""
+        self.false_locks: dict[str, Certified] = {}
+        """The last lock that each peer has shown, and that nothing proves."""
         self._context = context
         self._presence = presence
         self._trainer = trainer

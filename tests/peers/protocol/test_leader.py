@@ -241,6 +241,40 @@ def test_a_lock_that_proves_nothing_is_no_lock() -> None:
     assert sends(rig.effects, Begin)
 
 
+@pytest.mark.parametrize("ballot", [Ballot(view=1, attempt=1), Ballot(view=0, attempt=2**61)], ids=str)
+def test_r4_a_lock_that_no_ballot_of_the_view_can_take_over_is_passed_over(ballot: Ballot) -> None:
+    """A minority's may be made by one peer alone; each proposal of it would be refused (R5)."""
+    rig = leading()
+    lock = certified(rig.log, header_of(rig), Phase.PREPARE, "ac", ballot)
+    says_ready(rig, "ac", lock=lock)
+    assert not sends(rig.effects, Propose)
+    assert sends(rig.effects, Begin)
+
+
+def test_a_false_lock_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have a hundred signatures, and is shown in each Ready."""
+    rig = leading()
+    lock = certified(rig.log, header_of(rig), Phase.PREPARE, "ac")
+    assert lock.certificate is not None
+    forged = lock.certificate.model_copy(update={"signers": lock.certificate.signers[:1]})
+    checked: list[Certified] = []
+    monkeypatch.setattr(rig.peer.round.voter, "is_prepared", checked.append)
+    for _ in range(3):
+        says_ready(rig, "a", lock=lock.model_copy(update={"certificate": forged}))
+        rig.tick()
+    assert len(checked) == 1
+
+
+def test_a_member_that_says_ready_again_and_again_is_told_of_the_round_once_in_a_moment() -> None:
+    """Begin may be a hundred times as long as Ready."""
+    rig = leading()
+    begun(rig)
+    told = [len(sends(says_ready(rig, "a").effects, Begin)) for _ in range(5)]
+    assert told == [1, 0, 0, 0, 0]
+    rig.now += TIMING.resend
+    assert sends(says_ready(rig, "a").effects, Begin)
+
+
 def test_a_lock_that_comes_late_takes_the_place_of_our_proposal() -> None:
     rig = leading()
     first = proposed(rig)

@@ -391,6 +391,30 @@ def test_what_was_prepared_is_voted_for_when_its_payload_was_fetched_from_those_
     assert votes(rig, Phase.PREPARE)
 
 
+def test_r5_nothing_is_fetched_for_a_certificate_that_one_peer_can_make_alone() -> None:
+    """Payloads that are fetched are kept on the disk: such certificates would fill it."""
+    rig = ready_at_second()
+    header = rig.next_header(leader="a")
+    shown = certified(rig.log, header, Phase.PREPARE, by="b", group=(("b", 0),)).certificate
+    assert not of(rig.hear("b", propose(header, SECOND, shown)), FetchPayload)
+    assert not votes(rig, Phase.PREPARE)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_r6_a_commit_that_one_peer_can_make_alone_is_not_passed_on(
+    monkeypatch: pytest.MonkeyPatch, is_alone: bool
+) -> None:
+    """Each would cost sixteen messages of as many kilobytes, and those of whom they reach."""
+    monkeypatch.setattr("peers.protocol.voter.OPEN_LIMIT", 2)
+    rig = at_second().trained()
+    assert rig.peer.round.is_led_by_us
+    group = (("a", 0), ("b", 0), ("c", 0)) if is_alone else ()
+    commit = certified(rig.log, rig.next_header(), by="ac", group=group)
+    told = [to for to, _ in sends(rig.hear("a", commit), Certified)]
+    assert told == ([] if is_alone else ["a", "c"])
+    assert not sends(rig.hear("a", commit), Certified), "its payload is being fetched: it is no news"
+
+
 def bound(rig: Rig) -> Propose:
     """Return a proposal of the header that the peer is bound to. It lacks the payload."""
     header = rig.next_header(leader="a")
