@@ -126,6 +126,8 @@ class _Look:
     here: Position
     walk: Walk
     chain: Chain
+    size: int = 0
+    """Bytes of the chain: it is in memory for as long as the next look may go on with it."""
 
 
 class LineageFetch:
@@ -160,10 +162,11 @@ class LineageFetch:
         try:
             async with asyncio.timeout(PATIENCE) as patience:
                 look, stretch = await self._begin(donor, others, here)
-                walk, chain, size = look.walk, look.chain, 0
-                while stretch.told and size < CHAIN_BYTES:
+                walk, chain = look.walk, look.chain
+                while stretch.told and look.size < CHAIN_BYTES:
                     went_on = await asyncio.to_thread(_go_on, walk, chain, stretch)
-                    size += sum(len(entry.told) + len(entry.certificate or b"") for entry in chain.entries[-went_on:])
+                    new = chain.entries[len(chain.entries) - went_on :]
+                    look.size += sum(len(entry.told) + len(entry.certificate or b"") for entry in new)
                     allowed = PATIENCE + PATIENCE_PER_ENTRY * len(chain)
                     patience.reschedule(began + min(LONGEST, allowed))
                     is_whole = went_on == len(stretch.told) and walk.end.position.index < index
