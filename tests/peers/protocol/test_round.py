@@ -16,8 +16,8 @@ from peers.messages.rounds import Round, Share
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.effects import Apply, Dropped, FetchPayload, OpenRound
-from peers.protocol.events import Applied, Captured, Digested, HeartbeatsSeen, PayloadFetched, PayloadNotFetched
-from peers.protocol.own_work import OwnWork
+from peers.protocol.events import Applied, Captured, Digested, PayloadFetched, PayloadNotFetched
+from peers.protocol.own_work import Answer, OwnWork
 from peers.protocol.round import STALLED, RoundState
 from peers.protocol.states import State
 from peers.protocol.trainer import Trainer
@@ -46,8 +46,7 @@ from tests.peers.builders import (
     two_votes,
     vote,
 )
-from tests.peers.heartbeats import beat
-from tests.peers.logs import PAYLOAD, SETTINGS, TIMING, TOKENS, first_log, next_header
+from tests.peers.logs import PAYLOAD, SETTINGS, STATE, TIMING, TOKENS, first_log, next_header
 from tests.simulator.simulated_keys import SimulatedKeys
 
 SECOND = Ballot(view=0, attempt=2)
@@ -394,13 +393,12 @@ def test_what_was_prepared_is_voted_for_when_its_payload_was_fetched_from_those_
 
 def test_r8_more_made_up_peers_than_a_message_can_name_end_no_process() -> None:
     """They beat, as if at work here: names are made up for nothing."""
-    rig = ready_at_second()
-    rig.do(HeartbeatsSeen(tuple(beat(f"x{n}", rig.log, PeerState.READY, 1) for n in range(MEMBER_LIMIT + 1))))
-    rig.tick(0.0)
-    effects = rig.hear("b", propose(rig.next_header(leader="a"), group=(("b", 0),)))
-    ((_, said),) = sends(effects, Ready)
-    assert (said.reason, len(said.named)) == (Refusal.NOT_ALONE.value, MEMBER_LIMIT)
-    assert len(rig.peer.round.attendance.group) == MEMBER_LIMIT
+    round = ready_at_second().peer.round
+    named = tuple(f"x{number}" for number in range(MEMBER_LIMIT + 1))
+    said = round._work.ready(STATE, 0, None, round.voter, Answer(FIRST, Refusal.NOT_ALONE, named))
+    assert said.named == named[:MEMBER_LIMIT]
+    round.attendance.here |= dict.fromkeys(named, 0)
+    assert len(round.attendance.group) == MEMBER_LIMIT
 
 
 def test_r5_nothing_is_fetched_for_a_certificate_that_one_peer_can_make_alone() -> None:
