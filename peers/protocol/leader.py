@@ -475,7 +475,7 @@ class Leader:
         if begun is not None and peer in begun.round.peers:
             has_heirs = bool(begun.heirs) and propose is None
             is_elsewhere = ready.round != begun.round.name
-            if (is_elsewhere and self._seat.voter.answers.is_due(peer, begun.ballot)) or (has_heirs and is_due):
+            if (is_elsewhere and self._seat.voter.answers.is_due(peer, begun.round.name)) or (has_heirs and is_due):
                 self._tell_begun([peer])
         if propose is None or peer not in self.asked or not is_due:
             return
