@@ -15,7 +15,7 @@ another incarnation. There are four kinds (R9 in docs/protocol.md):
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -34,6 +34,8 @@ from peers.values.workload import PayloadKind
 VOTES_OF_ONE = 16
 """Votes of one peer that are remembered of one position, besides those in certificates: a liar could give others until
 those are forgotten. An honest voter gives two in each of a few ballots."""
+VOTES_OF_PEER = 1 << 12
+"""The same, of all positions: votes of many fragments must not push out those of others."""
 VOTES = 1 << 16
 """Votes that are remembered in all: two phases of 128 voters in each of 64 cycles, four times. Some 200 bytes each."""
 ROUNDS = 8
@@ -279,7 +281,7 @@ class Statements:
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
         self._votes: OrderedDict[Position, dict[str, dict[tuple[object, ...], SignedChoice]]] = OrderedDict()
-        self._vote_count = 0
+        self._votes_of = Counter[str]()
         self._farewells: dict[str, SignedDeparture] = {}
         self._averages: OrderedDict[bytes, dict[tuple[str, int], Averaged]] = OrderedDict()
         self._commitments: dict[str, dict[Author, Commitment]] = {}
@@ -287,7 +289,8 @@ class Statements:
     def vote(
         self, peer: str, position: Position, incarnation: int, vote: SignedChoice, is_checked: bool = False
     ) -> FaultProof | None:
-        """Take in a vote. `is_checked`: it is in a certificate whose signatures have been checked."""
+        """Take in a vote. `is_checked`: it is in a certificate whose signatures have been checked. A minority's may be
+        made by one peer alone."""
         choice, text = vote.choice, vote.choice.text
         votes = self._votes.get(position, {}).get(peer, {})
         name = incarnation, choice.ballot.order, choice.phase
@@ -298,7 +301,8 @@ class Statements:
             return None
         others = (one for (other, *_), one in votes.items() if other == incarnation)
         broken = next((one for one in others if are_exclusive(one.choice, choice)), None)
-        if known is None and (is_checked or len(votes) < VOTES_OF_ONE):
+        has_room = len(votes) < VOTES_OF_ONE and self._votes_of[peer] < VOTES_OF_PEER
+        if known is None and (has_room or (is_checked and not choice.alone)):
             self._keep(peer, position, name, vote)
         second = _vote(position, incarnation, vote)
         if broken is not None:
@@ -310,8 +314,8 @@ class Statements:
 
     def _keep(self, peer: str, position: Position, name: tuple[object, ...], vote: SignedChoice) -> None:
         self._votes.setdefault(position, {}).setdefault(peer, {})[name] = vote
-        self._vote_count += 1
-        while self._vote_count > VOTES and len(self._votes) > 1:
+        self._votes_of[peer] += 1
+        while self._votes_of.total() > VOTES and len(self._votes) > 1:
             self._drop(next(iter(self._votes)))
 
     def farewell(self, left: SignedDeparture) -> FaultProof | None:
@@ -366,7 +370,7 @@ class Statements:
         self._commitments = {peer: said for peer, said in self._commitments.items() if peer in known}
 
     def _drop(self, position: Position) -> None:
-        self._vote_count -= sum(len(votes) for votes in self._votes.pop(position).values())
+        self._votes_of -= Counter({peer: len(votes) for peer, votes in self._votes.pop(position).items()})
 
 
 def _vote(position: Position, incarnation: int, vote: SignedChoice) -> Vote:

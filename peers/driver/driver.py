@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from time import thread_time
 from typing import TYPE_CHECKING
 
 from peers import metrics
@@ -30,7 +31,8 @@ from peers.log.state import LogError
 from peers.log.votes import VotesFile, VotesFileError
 from peers.messages.packing import Packer
 from peers.metrics import HEALTH
-from peers.network.channel import PeerRefusedError, PeerUnreachableError
+from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError
+from peers.presence.allowances import SENDERS_LIMIT, Allowances
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.protocol import effects
 from peers.protocol.effect_table import EffectTable, row
@@ -57,6 +59,10 @@ CALL_TIMEOUT = 10.0  # seconds in which a peer must have taken a message of the 
 TICK = 0.25  # seconds
 START_BITS = 61  # random, so that no two starts are alike; the wire counts to 62 bits
 FAREWELL_TIMEOUT = 3.0  # seconds
+READING_BURST, READING_SHARE = 5.0, 0.1
+"""Seconds of the processor, at once and in each second, for which one peer's messages are read; those of all peers that
+have neither a lease nor a vote together, since names are made up for nothing."""
+STRANGER = "stranger"
 
 
 class _Messenger:
@@ -66,6 +72,7 @@ class _Messenger:
         self._transport = transport
         self._host = host
         self._packer = Packer(host.peer)
+        self._reading = Allowances(READING_BURST, READING_SHARE, SENDERS_LIMIT)
 
     async def serve(self) -> None:
         await self._transport.on_call(CALL, self._receive)
@@ -98,15 +105,22 @@ class _Messenger:
         """Take in a message. The transport drops and counts what is none: not of this run or this version, of no known
         kind, or with a field out of bounds.
 
-        Raises: RemoteProtocolError; RefusalError for a peer that is not admitted to the run.
+        Raises: RemoteProtocolError; RefusalError for a peer that is not admitted to the run, or takes too much time.
         """
         self._transport.check_admitted(self._host.peer.settings.run, sender)
+        log = self._host.peer.log
+        account = sender if log.last is None or sender in log.accountable else STRANGER
+        if not self._reading.has_some(account, now()):
+            raise RefusalError("its messages take too much time to read")
+        began = thread_time()
         try:
             message = self._packer.unpack(data)
+            if message is not None:
+                self._host.handle(Received(sender, message))
         except WireError as error:
             raise RemoteProtocolError(sender, str(error)) from error
-        if message is not None:
-            self._host.handle(Received(sender, message))
+        finally:
+            self._reading.spend(account, thread_time() - began)
         return b""
 
 

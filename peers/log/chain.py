@@ -187,9 +187,11 @@ class Entry:
 
     @classmethod
     def whole(cls, header: Header, state_digest: bytes | None, certificate: Certificate | None = None) -> Entry:
-        """Create an entry that can be read by itself."""
-        proof = None if certificate is None else pack(certificate)
-        return cls(header.index, header.digest, pack(header), True, state_digest, proof, header.fragment)
+        """Create an entry that can be read by itself. Raises: LogError when it is too long for that."""
+        proof, told = None if certificate is None else pack(certificate), pack(header)
+        if len(told) > HEADER_LIMIT:
+            raise LogError(f"entry {header.index} has {len(told)} bytes, more than {HEADER_LIMIT}")
+        return cls(header.index, header.digest, told, True, state_digest, proof, header.fragment)
 
     def brief(self, log: LogState, header: Header) -> Entry:
         """Return the same in brief, to be read where the log before it is known. Raises: LogError when it does not

@@ -110,6 +110,10 @@ class Exclusion(Value):
 Faults = Annotated[tuple[Fault, ...], Field(max_length=FAULT_LIMIT)]
 
 
+Index = Annotated[int, Field(strict=True, ge=0, lt=2**62 - 1)]
+"""A count that another one follows: a header may be taken on trust, and the place after it is asked for."""
+
+
 class Header(Value):
     """One link of the chain. `state` is the digest of theta and momentum when its cycle began: voters vouch for it.
 
@@ -122,7 +126,7 @@ class Header(Value):
     """
 
     run: RunId
-    index: Count
+    index: Index
     fragment: Count
     previous: Digest
     state: Digest

@@ -74,15 +74,20 @@ def open_envelope(run: str, data: bytes) -> tuple[type[Message], Position, list[
         raise WireError("not a message envelope")
     version, named_run, name, content = envelope
     if type(version) is not int or version != PROTOCOL_VERSION:
-        raise WireError(f"protocol version {version!r:.20}; this is version {PROTOCOL_VERSION}")
+        raise WireError(f"protocol version {_shown(version)}; this is version {PROTOCOL_VERSION}")
     if named_run != run:
-        raise WireError(f"a message of another run, {named_run!r:.40}; this is run {run!r}")
+        raise WireError(f"a message of another run, {_shown(named_run)}; this is run {run!r}")
     if not isinstance(name, str) or name not in KINDS:
-        raise WireError(f"unknown kind of message {str(name)[:40]!r}")
+        raise WireError(f"unknown kind of message {_shown(name)}")
     kind, body = KINDS[name], decode(_inflate(content)) if isinstance(content, bytes) else content
     if not isinstance(body, list) or len(body) != PLACE + len(FIELDS[kind]):
         raise WireError(f"{kind.__name__}: needs {len(FIELDS[kind])} fields beside its position")
     return kind, from_plain(Position, body[:PLACE]), body[PLACE:]
+
+
+def _shown(plain: object) -> str:
+    """Return how an error names a value: a list may be nested too deeply for that."""
+    return f"{plain!r:.40}" if isinstance(plain, int | str) else type(plain).__name__
 
 
 def unpack_message(run: str, data: bytes, log: LogState | None) -> Message | Unread | None:

@@ -1,4 +1,4 @@
-"""How many bytes are exchanged with whom, so that nobody can make a peer listen or send without end."""
+"""Bytes, or seconds, that are spent on each peer, so that none makes another one listen or send without end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ SENDERS_LIMIT = 1024  # that are told apart
 
 
 class Allowance:
-    """Bytes that may be spent: `burst` at once, and `rate` a second in the long run."""
+    """Bytes or seconds that may be spent: `burst` at once, and `rate` a second in the long run."""
 
     def __init__(self, burst: float, rate: float) -> None:
         self._burst = burst

@@ -193,13 +193,14 @@ class Exchange:
         """Give a member the averages that it lacks; or our own blocks of chunks that it is to average."""
         if want.round != self.name or sender not in self.round.peers or sender == self.me:
             return []
-        averages = [chunk for chunk in chunks_in(want.averages) if self._may_give(chunk)]
+        mask = slice(-(-self.round.chunks // 8))  # a few bytes name half a million chunks that do not exist
+        averages = [chunk for chunk in chunks_in(want.averages[mask]) if self._may_give(chunk)]
         averages = averages[: max(0, GIVEN * self.round.chunks - self._outbox.asked[sender])]
         self._outbox.asked[sender] += len(averages)
         effects = self._owe([sender], True, averages)
         if self.me in self._weights:
             own = self._reducers.chunks_of(sender)
-            lacking = self._outbox.not_under_way(sender, set(chunks_in(want.blocks)).intersection(own))
+            lacking = self._outbox.not_under_way(sender, set(chunks_in(want.blocks[mask])).intersection(own))
             blocks = lacking[: max(0, GIVEN * len(own) - self._outbox.asked_blocks[sender])]
             self._outbox.asked_blocks[sender] += len(blocks)
             effects += self._owe([sender], False, blocks)

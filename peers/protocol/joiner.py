@@ -82,9 +82,10 @@ class Joiner:
         """Return whether the other peers will accept the granted lease."""
         whole = self._context.settings.inner_steps
         try:
-            self._replica.log.lease_of(self._context.me, grant.samples)
-            if grant.steps > whole:
-                raise LogError(f"{grant.steps} inner steps are too many")
+            if self._replica.log.lease_of(self._context.me, grant.samples) != grant.samples:
+                raise LogError("it is less than a whole lease")
+            if not 0 < grant.steps <= whole:
+                raise LogError(f"{grant.steps} inner steps are too few, or too many")
         except LogError as error:
             self._context.emit(Dropped(leader, "lease", str(error)))
             return False

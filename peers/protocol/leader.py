@@ -79,7 +79,8 @@ class Leader:
         """A member is ready in a view that we lead, or repeats what it is bound to, or refuses."""
         if not self.readiness.take(sender, ready, self._replica.state_digest):
             return
-        for named in (ready.refused, ready.round.ballot if ready.round else None):
+        lock = choice_of(ready.lock).ballot if ready.lock and ready.lock.certificate else None
+        for named in (ready.refused, ready.round.ballot if ready.round else None, lock):
             if named is not None and named.view == self._seat.pacemaker.view:
                 ahead = named.attempt if named.attempt < self._attempt + MISSED_ATTEMPTS else 0  # else no honest one
                 self._attempt = max(self._attempt, ahead)
@@ -432,16 +433,21 @@ class Leader:
         return propose.justify is None or propose.justify.choice.weight < choice.weight
 
     def _heaviest(self, ready: Mapping[str, Ready]) -> Certified | None:
-        """Return the heaviest prepared header that we or those who are ready know of (R4)."""
-        voter = self._seat.voter
-        shown = [said.lock for said in ready.values() if said.lock and said.lock.certificate]
+        """Return the heaviest prepared header that we or those who are ready know of (R4). One that is no older than
+        our next ballot can't be proposed in it; and a false one, which costs signatures, is checked once."""
+        voter, next_ballot = self._seat.voter, Ballot(view=self._view, attempt=self._attempt + 1)
+        false = self.readiness.false_locks
+        shown = {peer: said.lock for peer, said in ready.items() if said.lock and said.lock.certificate}
         heaviest = voter.prepared
-        for lock in sorted(shown, key=lambda one: choice_of(one).weight, reverse=True):
+        for peer, lock in sorted(shown.items(), key=lambda one: choice_of(one[1]).weight, reverse=True):
             if heaviest is not None and choice_of(heaviest).weight >= choice_of(lock).weight:
                 break
+            if not choice_of(lock).ballot < next_ballot or lock == false.get(peer):
+                continue
             if voter.is_prepared(lock):
                 heaviest = lock
                 break
+            false[peer] = lock
         is_foreign = heaviest is not None and choice_of(heaviest).alone and not self._seat.attendance.is_alone
         return None if is_foreign else heaviest
 
@@ -468,7 +474,8 @@ class Leader:
         begun, propose = self._begun, self._proposed
         if begun is not None and peer in begun.round.peers:
             has_heirs = bool(begun.heirs) and propose is None
-            if ready.round != begun.round.name or (has_heirs and is_due):
+            is_elsewhere = ready.round != begun.round.name
+            if (is_elsewhere and self._seat.voter.answers.is_due(peer, begun.round.name)) or (has_heirs and is_due):
                 self._tell_begun([peer])
         if propose is None or peer not in self.asked or not is_due:
             return

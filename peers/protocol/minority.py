@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from peers.log.certificate import Group
+from peers.log.header import MEMBER_LIMIT
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
@@ -110,8 +111,8 @@ class Attendance:
 
     @property
     def group(self) -> Group:
-        """The voters of a minority: all that are here."""
-        return tuple(sorted(self.here.items()))
+        """The voters of a minority: all that are here, as far as a message can name them."""
+        return tuple(sorted(self.here.items()))[:MEMBER_LIMIT]
 
     def left_out(self, group: Group) -> tuple[str, ...]:
         """Return the peers that are here and have no say in a group."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peers.log.certificate import Ballot
-from peers.log.header import Member
+from peers.log.header import MEMBER_LIMIT, Member
 from peers.log.state import LogState
 from peers.messages.commitment import Author, Commitment, Norms, commit_to
 from peers.messages.messages import Begin, Ready
@@ -128,7 +128,7 @@ class OwnWork:
             lock=voter.lock,
             refused=answer.ballot,
             reason=answer.refusal.value if answer.refusal else "",
-            named=answer.named or self._heard_besides(exchange),
+            named=(answer.named or self._heard_besides(exchange))[:MEMBER_LIMIT],  # made-up peers may be more
             lacking=answer.lacking,
             unproven=answer.unproven,
         )

@@ -66,8 +66,9 @@ class Pace:
         """Return the inner steps that fill as many whole cycles as the smallest lease needs, given those that fit into
         one. A peer that just misses an entry would idle until the next one, or lose its lease."""
         sure = (1 - LATE_SHARE) * own
-        cycles = math.ceil(self.least_steps / sure)
-        return min(self.inner_steps, int(cycles * sure) if cycles <= 1 + self.staleness else self.least_steps)
+        if self.least_steps > (1 + self.staleness) * sure:  # whatever others claim: the quotient may be infinite
+            return min(self.inner_steps, self.least_steps)
+        return min(self.inner_steps, int(math.ceil(self.least_steps / sure) * sure))
 
     def _is_in_time(self, speed: float, fastest: float) -> bool:
         """Return whether a peer makes all inner steps within half of the fastest peer's grace. The other half is for

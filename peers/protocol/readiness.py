@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from peers.log.header import MEMBER_LIMIT, Header, Member
 from peers.log.state import LogError, LogState, take_order
 from peers.messages.commitment import Contribution
-from peers.messages.messages import LeaseGrant, LeaseRequest, Ready, Refuse
+from peers.messages.messages import Certified, LeaseGrant, LeaseRequest, Ready, Refuse
 from peers.presence.presence import Presence
 from peers.protocol.awaited import Awaited
 from peers.protocol.context import Context
@@ -27,6 +27,8 @@ class Readiness:
         self.awaited = Awaited(context.me, log, context.settings)
         self.strangers: set[str] = set()
         """Newcomers that too many voters do not hear: this entry is made without them."""
+        self.false_locks: dict[str, Certified] = {}
+        """The last lock that each peer has shown, and that nothing proves."""
         self._context = context
         self._presence = presence
         self._trainer = trainer
@@ -83,11 +85,8 @@ class Readiness:
             self._refuse(sender, state_digest, "its state at this position is not ours")
             return False
         known = self._ready.get(sender)
-        if known is None or (known.samples, known.tokens, known.commitment) != (
-            ready.samples,
-            ready.tokens,
-            ready.commitment,
-        ):
+        is_same = known is not None and member_of(sender, known) == member_of(sender, ready)
+        if known is None or not is_same or known.commitment != ready.commitment:
             try:
                 self._admit(sender, ready)
             except LogError as error:
@@ -115,7 +114,10 @@ class Readiness:
         others = [peer for peer, grant in self._granted.items() if grant == lease and peer != sender]
         if lease and sender != self._context.me and (others or lease == self._trainer.lease):
             raise LogError("its samples were given to another joiner")
-        self._log.check_member(member_of(sender, ready))
+        member = member_of(sender, ready)
+        self._log.check_member(member)
+        if self._log.closes and not (member.tokens or self._log.counts(sender, ready.incarnation)):
+            raise LogError("it brings no tokens, and would have a say that it had not before")
         self._check_commitment(sender, ready)
         for peer in others:  # it has what we trained ourselves
             del self._granted[peer]

@@ -534,7 +534,8 @@ class EntryRound(Part):
         whose payload is nowhere for the partition grace gives up its vote."""
         context, notes, justify = self._context, self._notes, propose.justify
         assert justify is not None
-        if not self.voter.place.is_prepared(propose.header, justify):
+        is_foreign = justify.choice.alone and not propose.group  # else one peer could fill our disk (R5)
+        if is_foreign or not self.voter.place.is_prepared(propose.header, justify):
             return Refusal.NO_PAYLOAD
         timing, lock, payload = context.settings.timing, self.voter.lock, propose.header.payload
         if notes.fetching == payload:
@@ -621,7 +622,11 @@ class EntryRound(Part):
             return
         context, choice = self._context, choice_of(certified)
         context.convict(context.evidence.observe_certified(certified, self.log, self._replica.lineage))
-        is_news = choice.phase is Phase.COMMIT or self.voter.is_news(choice)
+        if choice.phase is Phase.COMMIT:  # a minority's that is not ours may be made by anyone
+            is_ours = not choice.alone or self.voter.has_committed(choice)
+            is_news = is_ours and self._replica.replaying != certified.header
+        else:
+            is_news = self.voter.is_news(choice)
         if is_news:
             self.voter.pass_on(certified, self.leader_of(choice.ballot.view), self.leader.asked)
         if choice.phase is Phase.COMMIT:
@@ -637,7 +642,7 @@ class EntryRound(Part):
         """Take the entry, if it is ours to take and its payload is here, or comes with the exchange."""
         header, notes = certified.header, self._notes
         assert certified.certificate is not None
-        is_ours = self.voter.has_committed(certified.certificate)
+        is_ours = self.voter.has_committed(certified.certificate.choice)
         if not is_ours and (certified.certificate.choice.alone or self.log.last is None):
             self._host.others_made(certified, sender, self)
         elif self._has_payload(header):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from peers.log.certificate import Ballot, Certificate, Choice, Group, Phase, electorate, prove
+from peers.log.certificate import Ballot, Choice, Group, Phase, electorate, prove
 from peers.log.header import Header
 from peers.log.state import LogError, LogState
 from peers.messages.messages import Certified, Propose, Vote
@@ -191,10 +191,10 @@ class Voter:
             told = [peer for peer in members if peer not in asked and self._presence.is_live(peer)]
         self._context.emit(*(Send(peer, certified) for peer in told if peer != me))
 
-    def has_committed(self, certificate: Certificate) -> bool:
-        """Return whether we have given vote 2 for what a certificate commits."""
+    def has_committed(self, choice: Choice) -> bool:
+        """Return whether we have given this vote 2."""
         state = self.state
-        return state is not None and state.commit is not None and state.commit.choice == certificate.choice
+        return state is not None and state.commit is not None and state.commit.choice == choice
 
     def voted_in(self, peer: str, ballot: Ballot, phase: Phase) -> bool:
         """Return whether a peer's newest vote of a phase is in this ballot."""

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from time import thread_time
 from typing import Annotated, TypeAlias
 
 from pydantic import Field
@@ -20,17 +21,23 @@ from peers.log.folder import RunLog
 from peers.log.header import Header, Position
 from peers.log.lineage import Branch, Walk
 from peers.log.state import LogError, LogState
-from peers.network.channel import PeerUnreachableError, Places
+from peers.network.channel import PeerUnreachableError, Places, RefusalError
+from peers.presence.allowances import Allowances
 from peers.presence.heartbeat import Heartbeat
 from peers.transfer.download import CHANCE, PullTransport, kept_for, shuffled
 from peers.values.identity import verify
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHeads
+from peers.values.system import now
 from peers.values.wire import Buffer, Count, RunId, Value, pack, unpack_from
 
 HEADERS = "headers"
 READERS = 8  # pulls of members of the log that are served at once; each may take megabytes meanwhile
 STRANGERS = 4  # besides, others: who joins or follows the run, or only wants to keep us busy
 PULLS = 1  # of one peer at once: packing a stretch of a large run takes the event loop's time
+PACKING_BURST, PACKING_SHARE = 30.0, 0.25
+"""Seconds of the processor, at once and in each second, for which one member is told of the log, and all strangers
+together: a second is some thousand entries. Who asks need not read them."""
+STRANGER = "stranger"
 BYTES_LIMIT = 1 << 23  # bytes: the outcomes of a stretch, and the header that it may begin with
 TIMEOUT = 30.0  # seconds for an answer: the donor may be in a round
 TIMEOUT_PER_ENTRY = 0.25  # seconds besides, for each entry: 30 KB at 1 Mbit/s
@@ -65,14 +72,21 @@ async def serve_headers(
     """Answer `fetch_stretch` about these runs from now on. `is_member` says of a run and a peer whether the run's log
     has a lease for it: no stranger keeps such a peer from being answered."""
     places, places_for_strangers = Places(READERS, PULLS), Places(STRANGERS, PULLS)
+    packing = Allowances(PACKING_BURST, PACKING_SHARE, READERS)
 
     @asynccontextmanager
     async def serve(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
         request = unpack_from(sender, HeadersRequest, packed)
         past = kept_for(transport, pasts, request.run, sender)
-        async with (places if is_member(request.run, sender) else places_for_strangers).one_for(sender):
+        is_known = is_member(request.run, sender)
+        async with (places if is_known else places_for_strangers).one_for(sender):
+            account, began = sender if is_known else STRANGER, thread_time()
+            if not packing.has_some(account, now()):
+                raise RefusalError("others are to be asked for the log, too")
             last = min(request.last, request.first + STRETCH_LIMIT)
-            yield b"", pack(past(request.first, last, request.is_whole))
+            packed = pack(past(request.first, last, request.is_whole))
+            packing.spend(account, thread_time() - began)
+            yield b"", packed
 
     await transport.on_pull(HEADERS, serve, gives_way=True)
 
@@ -126,6 +140,8 @@ class _Look:
     here: Position
     walk: Walk
     chain: Chain
+    size: int = 0
+    """Bytes of the chain: it is in memory for as long as the next look may go on with it."""
 
 
 class LineageFetch:
@@ -160,10 +176,11 @@ class LineageFetch:
         try:
             async with asyncio.timeout(PATIENCE) as patience:
                 look, stretch = await self._begin(donor, others, here)
-                walk, chain, size = look.walk, look.chain, 0
-                while stretch.told and size < CHAIN_BYTES:
+                walk, chain = look.walk, look.chain
+                while stretch.told and look.size < CHAIN_BYTES:
                     went_on = await asyncio.to_thread(_go_on, walk, chain, stretch)
-                    size += sum(len(entry.told) + len(entry.certificate or b"") for entry in chain.entries[-went_on:])
+                    new = chain.entries[len(chain.entries) - went_on :]
+                    look.size += sum(len(entry.told) + len(entry.certificate or b"") for entry in new)
                     allowed = PATIENCE + PATIENCE_PER_ENTRY * len(chain)
                     patience.reschedule(began + min(LONGEST, allowed))
                     is_whole = went_on == len(stretch.told) and walk.end.position.index < index

@@ -368,8 +368,8 @@ def follower_at_second() -> Rig:
     return rig
 
 
-def at_second() -> Rig:
+def at_second(settings: RunSettings = SETTINGS) -> Rig:
     """b has applied the first entry and trains its second lease."""
-    rig = Rig().joined().trained().exchanging().whole().applying().applied()
+    rig = Rig(settings=settings).joined().trained().exchanging().whole().applying().applied()
     assert rig.peer.state is State.TRAINING
     return rig

@@ -5,6 +5,7 @@ Each test says what ought to be true. One that is found to fail is marked as exp
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from peers.log.header import Header, Member
 from peers.log.lineage import Walk
 from peers.log.settings import RunSettings, Timing
 from peers.log.state import LogError
-from peers.messages.messages import Certified, Message, Vote
+from peers.messages.messages import Certified, LeaseRequest, Message, Ready, Vote
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.protocol.effects import FetchSnapshot
 from peers.protocol.events import Event, HeartbeatsSeen, PayloadFetched, Received, TrainingDone
@@ -26,6 +27,7 @@ from peers.values.manifest import Amendment
 from peers.values.wire import digest_of
 from tests.simulation.test_broken_links import Tally
 from tests.simulator.history import InvariantError
+from tests.simulator.liars import FAR, Liar, Lie, Said, remade
 from tests.simulator.malice import Deceit, plant
 from tests.simulator.schedules import agreed, draw_life, live
 from tests.simulator.simulated_keys import SimulatedKeys
@@ -279,6 +281,58 @@ def test_one_liar_is_not_believed_against_fifteen_donors() -> None:
     with pytest.raises(LogError):
         walk.take(invented, None)
     assert STRANGER not in Vouched(walk.branch()).choose(offers)
+
+
+class EmptyReady(Lie):
+    """It takes no lease, and says Ready with nothing: it has no say, and would have one."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if not isinstance(message, LeaseRequest | Ready):
+            yield to, message
+
+    def volunteers(self) -> Said:
+        yield from self.to_all(
+            Ready(
+                position=self.log.position,
+                view=self.peer.round.pacemaker.view,
+                incarnation=self.peer.incarnation,
+                state_digest=self.peer.state_digest,
+                tokens=0,
+                samples=(),
+                wants=0,
+                commitment=None,
+                round=None,
+                rate=0,
+                seen=(),
+                relayed=(),
+                unreached=(),
+                lock=None,
+            )
+        )
+
+
+class SecondReady(Lie):
+    """It says Ready once as it should, and then with a lease that no entry can give it."""
+
+    def says(self, to: str, message: Message) -> Said:
+        yield to, message
+        if isinstance(message, Ready):
+            yield to, remade(message, wants=FAR)
+
+
+@pytest.mark.parametrize("lie", [EmptyReady, SecondReady])
+def test_r14_no_peers_ready_voids_the_rounds_of_all(lie: type[Lie]) -> None:
+    """An honest leader took it into its round, no entry could follow, and no member entered it."""
+
+    def entries(kind: type[Lie]) -> int:
+        swarm = swarm_of(4)
+        swarm.peer_of = lambda name, here, clock: Liar(name, here, clock, kind, random.Random(1))
+        swarm.start("peer4")
+        before = swarm.longest
+        swarm.run(400.0)
+        return swarm.longest - before
+
+    assert entries(lie) >= 0.8 * entries(Lie)
 
 
 # Lies in rounds ------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from peers.messages.messages import Certified, Proof, Vote
 from peers.values.wire import digest_of, pack
 from tests.peers.audit.statements import (
     ABC,
+    PAYLOADS,
     ROUND,
     VERIFIER,
     A,
@@ -44,6 +45,7 @@ from tests.peers.audit.statements import (
     vote,
 )
 from tests.peers.logs import SETTINGS, next_header
+from tests.simulator.simulated_keys import SimulatedKeys
 
 Faults = tuple[Fault, ...]
 
@@ -411,19 +413,40 @@ def test_a_certificate_counts_after_a_flood_of_votes() -> None:
     assert held.observe_certified(certified(B, choice(B, last + 1), "c"), ABC, HERE)
 
 
+def test_r9_certificates_that_one_peer_makes_alone_are_a_few() -> None:
+    """It can make as many as it likes, and they would be remembered in place of all other votes."""
+    held = evidence()
+    for view in range(1, 3 * VOTES_OF_ONE):
+        held.observe_certified(certified(A, choice(A, view, Phase.COMMIT, group="c"), "c", group="c"), ABC, HERE)
+    assert held._statements._votes_of == {"c": VOTES_OF_ONE}
+
+
+def test_r9_votes_of_many_fragments_push_out_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proofs_module, "VOTES_OF_PEER", 3)
+    monkeypatch.setattr(proofs_module, "VOTES", 8)
+    settings = replace(SETTINGS, fragments=8)
+    held, log = Evidence(settings, SimulatedKeys("").verify, PAYLOADS * 8), log_of("abc", settings.empty_log)
+    places = [log.of(fragment).position for fragment in range(8)]
+    held.observe_vote("b", vote("b", choice(A, 1), places[0]), Lineage(log))
+    for place in places[1:]:
+        for view in range(1, VOTES_OF_ONE):
+            held.observe_vote("c", vote("c", choice(A, view), place), Lineage(log))
+    assert held.observe_vote("b", vote("b", choice(B, 1), places[0]), Lineage(log))
+
+
 def test_votes_are_forgotten_with_time_and_when_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     held, lineage = evidence(), lineage_of(entries=FAULT_AGE + 2)
     statements = held._statements
     held.observe_vote("c", vote("c", choice(A, 1)), HERE)
-    assert statements._vote_count == 1
+    assert statements._votes_of.total() == 1
     for peer in "abc":
         held.observe_vote(peer, vote(peer, choice(A, 1), lineage.log.position), lineage)
-    assert statements._vote_count == 3, "the first one is too old"
+    assert statements._votes_of.total() == 3, "the first one is too old"
     monkeypatch.setattr(proofs_module, "VOTES", 4)
     before = Position(index=lineage.log.position.index - 1, head=lineage.heads[-2])
     for peer in "abc":
         held.observe_vote(peer, vote(peer, choice(A, 1), before), lineage)
-    assert statements._vote_count == 3, "of the position that was heard of first"
+    assert statements._votes_of.total() == 3, "of the position that was heard of first"
 
 
 def test_averages_and_commitments_of_few_are_remembered() -> None:

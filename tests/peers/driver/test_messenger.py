@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from itertools import count
 from typing import cast
 
 import msgpack
 import pytest
 
-from peers.driver.driver import CALL, CALL_TIMEOUT, Driver, _Messenger
+from peers.driver import driver
+from peers.driver.driver import CALL, CALL_TIMEOUT, READING_BURST, READING_SHARE, Driver, _Messenger
 from peers.errors import LocalProtocolError, RemoteProtocolError
 from peers.messages.messages import Inquire
 from peers.messages.packing import pack_message, unpack_message
-from peers.network.channel import PeerRefusedError, PeerUnreachableError
+from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.transport import HivemindTransport
 from peers.protocol.effects import Send
 from peers.protocol.events import Event, Received, Undelivered
+from peers.protocol.peer import Peer
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION
+from tests.peers.builders import at_second
 from tests.peers.founder import Founder
 from tests.peers.logs import LOG, RUN
 
@@ -28,8 +33,8 @@ PACKED = pack_message(RUN, MESSAGE, None)
 class Host:
     """Hears what comes in, and runs what is to be sent."""
 
-    def __init__(self) -> None:
-        self.peer = Founder().peer
+    def __init__(self, peer: Peer | None = None) -> None:
+        self.peer = peer or Founder().peer
         self.events: list[Event] = []
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -95,6 +100,32 @@ def test_what_is_no_message_of_this_run_is_its_senders_mistake(data: bytes, reas
     with pytest.raises(RemoteProtocolError, match=reason) as caught:
         hear(data)
     assert caught.value.peer == "c"
+
+
+def test_a_peer_that_takes_too_much_time_is_not_read_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these messages takes a second. The others are read; strangers, whose names cost nothing, share."""
+    seconds, host, wire = count(), Host(at_second().peer), Wire()
+    clock = 0.0
+    monkeypatch.setattr(driver, "thread_time", lambda: float(next(seconds)))
+    monkeypatch.setattr(driver, "now", lambda: clock)
+
+    async def heard(senders: str) -> str:
+        """Return those of the senders that are heard."""
+        before = len(host.events)
+        for sender in senders:
+            with suppress(RefusalError):
+                await wire.receive(sender, PACKED)
+        return "".join(event.sender for event in host.events[before:] if isinstance(event, Received))
+
+    async def scenario() -> None:
+        nonlocal clock
+        await _Messenger(cast(HivemindTransport, wire), cast(Driver, host)).serve()
+        assert await heard(8 * "a" + "c") == int(READING_BURST) * "a" + "c"
+        assert await heard("uvwxyz") == "uvwxy"
+        clock = 1.0 / READING_SHARE
+        assert await heard("aaz") == "az", "so much is regained"
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,13 @@ def test_any_header_is_found(first: int) -> None:
     assert [entry.is_whole for entry in chain.entries] == [first > 0] + [False] * (len(chain) - 1)
 
 
+def test_an_entry_that_is_too_long_to_be_read_again_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer's own log may have such entries, from a thousand members with long names: whoever looks at it goes on."""
+    monkeypatch.setattr(chain_module, "HEADER_LIMIT", len(pack(HEADERS[1])) - 1)
+    with pytest.raises(LogError, match="bytes, more than"):
+        Entry.whole(HEADERS[1], None)
+
+
 @pytest.mark.parametrize("cut", [1, FRAMES, FRAMES + 1, 2 * FRAMES + 1])
 def test_what_was_cut_off_grows_again_otherwise(cut: int) -> None:
     chain = chain_of(HEADERS)

@@ -16,9 +16,10 @@ import pytest
 
 from peers.log.header import NO_PAYLOAD
 from peers.messages.averages import MARK_BYTES, Averaged, statement_of
-from peers.messages.chunk_sets import chunk_set, chunks_in
+from peers.messages.chunk_sets import CHUNK_SET_BYTES, chunk_set, chunks_in
 from peers.messages.messages import Part, Want
 from peers.messages.rounds import Round
+from peers.protocol import exchange as exchanges
 from peers.protocol.contributions import Contributions
 from peers.protocol.effects import AssemblePayload, Effect, OpenRound, ReduceChunk, Send, SendChunk
 from peers.protocol.events import (
@@ -342,6 +343,20 @@ def test_r3_blocks_of_twice_its_part_are_given_to_a_reducer_that_asks() -> None:
             given += exchange.hear("b", wanted(blocks=[1, 2]))
         exchange.handle(ChunkSent(AT, "b", sent.chunk, False))
     assert given == [sent] * GIVEN, "unasked it came before"
+
+
+def test_what_a_member_asks_for_is_read_as_far_as_there_are_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of a hundred deflated bytes has half a million chunks, and takes as long as a hundred messages."""
+    read: list[int] = []
+
+    def noted(mask: bytes) -> list[int]:
+        read.append(len(mask))
+        return chunks_in(mask)
+
+    monkeypatch.setattr(exchanges, "chunks_in", noted)
+    exchange = opened("a")
+    exchange.hear("b", Want(round=AT, averages=bytes(CHUNK_SET_BYTES), blocks=bytes(CHUNK_SET_BYTES)))
+    assert read == [1, 1]
 
 
 def test_a_member_that_has_trained_nothing_is_no_heir_and_gives_no_blocks() -> None:

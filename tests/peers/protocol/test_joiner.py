@@ -140,9 +140,20 @@ def test_r14_nothing_is_said_of_a_state_before_it_is_digested() -> None:
         ("a", grant(samples=SampleRange(0, 21))),
         ("a", grant(samples=SampleRange(5, 25))),
         ("a", grant(samples=SampleRange(0, 2**61))),
+        ("a", grant(samples=SampleRange(0, 1))),
         ("a", grant(steps=11)),
+        ("a", grant(steps=0)),
     ],
-    ids=["not asked", "a stranger", "too many samples", "no lease of the log", "far too many", "too many steps"],
+    ids=[
+        "not asked",
+        "a stranger",
+        "too many samples",
+        "no lease of the log",
+        "far too many",
+        "too few samples",
+        "too many steps",
+        "no step",
+    ],
 )
 def test_r14_only_a_proper_lease_of_the_leader_that_was_asked_is_trained(sender: str, given: LeaseGrant) -> None:
     rig = joining()

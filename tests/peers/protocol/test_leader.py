@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from peers.log.certificate import Ballot, Phase
 from peers.log.header import Header
+from peers.log.settings import RunSettings
 from peers.messages.commitment import Norms
 from peers.messages.messages import Begin, Certified, Part, Proof, Propose, Ready
 from peers.messages.rounds import Round
@@ -19,12 +21,12 @@ from peers.protocol.parts import Reducers
 from peers.protocol.voting import Refusal
 from peers.values.wire import digest_of
 from tests.peers.builders import Rig, at_second, averaged, certified, choice, of, ready, sends, two_votes, vote
-from tests.peers.logs import TIMING, TOKENS
+from tests.peers.logs import SETTINGS, TIMING, TOKENS
 
 
-def leading() -> Rig:
+def leading(settings: RunSettings = SETTINGS) -> Rig:
     """b leads the second entry, and is ready itself."""
-    rig = at_second().trained()
+    rig = at_second(settings).trained()
     assert rig.peer.round.is_led_by_us
     rig.see(state=PeerState.READY)
     return rig
@@ -118,11 +120,11 @@ def test_those_who_are_ready_in_another_view_are_not_counted() -> None:
 def test_r3_in_large_rounds_who_votes_is_told_the_norms_and_who_does_nothing_is_told_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A voter without them could not tell an average that is too long."""
+    """A voter without them could not tell an average that is too long. One on probation neither averages nor votes."""
     monkeypatch.setattr("peers.protocol.contributions.FEW", 3)
-    rig = leading()
+    rig = leading(replace(SETTINGS, probation=1))
     rig.see(others="d", state=PeerState.READY)
-    says_ready(rig, "d", samples=(), tokens=0, commitment=None)
+    says_ready(rig, "d", samples=rig.log.grants[0])
     says_ready(rig, "a", tokens=0, commitment=None)
     told = dict(sends(says_ready(rig, "c").effects, Begin))
     assert {peer: len(begin.commitments) for peer, begin in told.items()} == {"a": 0, "c": 2, "d": 0}
@@ -237,6 +239,40 @@ def test_a_lock_that_proves_nothing_is_no_lock() -> None:
     forged = lock.certificate.model_copy(update={"signers": lock.certificate.signers[:1]})
     says_ready(rig, "ac", lock=lock.model_copy(update={"certificate": forged}))
     assert sends(rig.effects, Begin)
+
+
+@pytest.mark.parametrize("ballot", [Ballot(view=1, attempt=1), Ballot(view=0, attempt=2**61)], ids=str)
+def test_r4_a_lock_that_no_ballot_of_the_view_can_take_over_is_passed_over(ballot: Ballot) -> None:
+    """A minority's may be made by one peer alone; each proposal of it would be refused (R5)."""
+    rig = leading()
+    lock = certified(rig.log, header_of(rig), Phase.PREPARE, "ac", ballot)
+    says_ready(rig, "ac", lock=lock)
+    assert not sends(rig.effects, Propose)
+    assert sends(rig.effects, Begin)
+
+
+def test_a_false_lock_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have a hundred signatures, and is shown in each Ready."""
+    rig = leading()
+    lock = certified(rig.log, header_of(rig), Phase.PREPARE, "ac")
+    assert lock.certificate is not None
+    forged = lock.certificate.model_copy(update={"signers": lock.certificate.signers[:1]})
+    checked: list[Certified] = []
+    monkeypatch.setattr(rig.peer.round.voter, "is_prepared", checked.append)
+    for _ in range(3):
+        says_ready(rig, "a", lock=lock.model_copy(update={"certificate": forged}))
+        rig.tick()
+    assert len(checked) == 1
+
+
+def test_a_member_that_says_ready_again_and_again_is_told_of_the_round_once_in_a_moment() -> None:
+    """Begin may be a hundred times as long as Ready."""
+    rig = leading()
+    begun(rig)
+    told = [len(sends(says_ready(rig, "a").effects, Begin)) for _ in range(5)]
+    assert told == [1, 0, 0, 0, 0]
+    rig.now += TIMING.resend
+    assert sends(says_ready(rig, "a").effects, Begin)
 
 
 def test_a_lock_that_comes_late_takes_the_place_of_our_proposal() -> None:

@@ -20,6 +20,13 @@ def pace(training: float, inner_steps: int = 100, smallest_share: float = 0.125)
     return Pace(inner_steps, round(training * FASTEST), smallest_share, TIMING)
 
 
+@pytest.mark.parametrize("own", [5e-324, 0.01, FASTEST])
+def test_r16_no_speed_that_others_claim_is_too_high_to_reckon_with(own: float) -> None:
+    """A quotient that is infinite has no whole number."""
+    lasting = replace(pace(300.0), contributions=0.5)
+    assert lasting.steps_beside(own, [1.7e308]) == lasting.least_steps
+
+
 @pytest.mark.parametrize(
     ("training", "grace"),
     [

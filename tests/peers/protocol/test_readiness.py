@@ -131,6 +131,25 @@ def test_what_cannot_be_in_an_entry_is_refused(changes: dict[str, Any], reason: 
     assert reason in refusal.reason
 
 
+def test_r12_a_newcomer_without_tokens_is_in_no_round() -> None:
+    """No entry could follow, so that one stranger with an empty Ready would void each round."""
+    rig = leading()
+    assert not is_ready(rig, "d", tokens=0, samples=(), commitment=None)
+    assert is_ready(rig, "a", tokens=0, samples=(), commitment=None), "a voter keeps its say"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"wants": 2**61}, {"incarnation": 9}], ids=["wants too much", "has not signed that"]
+)
+def test_r14_a_ready_that_differs_in_anything_is_checked_again(changes: dict[str, Any]) -> None:
+    rig = leading()
+    granted = asks(rig, "d")
+    assert granted is not None
+    assert is_ready(rig, "d", samples=granted.samples)
+    rig.hear("d", ready(rig.log, "d", samples=granted.samples, **changes))
+    assert rig.peer.round.leader.readiness.of(0)["d"] == ready(rig.log, "d", samples=granted.samples)
+
+
 def test_a_commitment_that_is_not_its_own_is_refused() -> None:
     rig = leading()
     assert not is_ready(rig, "a", commitment=commitment("c", rig.log))

@@ -9,7 +9,7 @@ import pytest
 
 from peers.audit.evidence import Evidence
 from peers.log.certificate import Ballot, Group, Phase
-from peers.log.header import NO_PAYLOAD, Member
+from peers.log.header import MEMBER_LIMIT, NO_PAYLOAD, Member
 from peers.messages.commitment import Norms, digest_of_all
 from peers.messages.messages import Certified, Part, Proof, Propose, Ready, Vote
 from peers.messages.rounds import Round, Share
@@ -17,7 +17,7 @@ from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.effects import Apply, Dropped, FetchPayload, OpenRound
 from peers.protocol.events import Applied, Captured, Digested, PayloadFetched, PayloadNotFetched
-from peers.protocol.own_work import OwnWork
+from peers.protocol.own_work import Answer, OwnWork
 from peers.protocol.round import STALLED, RoundState
 from peers.protocol.states import State
 from peers.protocol.trainer import Trainer
@@ -46,7 +46,7 @@ from tests.peers.builders import (
     two_votes,
     vote,
 )
-from tests.peers.logs import PAYLOAD, SETTINGS, TIMING, TOKENS, first_log, next_header
+from tests.peers.logs import PAYLOAD, SETTINGS, STATE, TIMING, TOKENS, first_log, next_header
 from tests.simulator.simulated_keys import SimulatedKeys
 
 SECOND = Ballot(view=0, attempt=2)
@@ -389,6 +389,40 @@ def test_what_was_prepared_is_voted_for_when_its_payload_was_fetched_from_those_
     assert of(rig.tick(), FetchPayload), "once more, and not at once"
     rig.do(PayloadFetched(header))
     assert votes(rig, Phase.PREPARE)
+
+
+def test_r8_more_made_up_peers_than_a_message_can_name_end_no_process() -> None:
+    """They beat, as if at work here: names are made up for nothing."""
+    round = ready_at_second().peer.round
+    named = tuple(f"x{number}" for number in range(MEMBER_LIMIT + 1))
+    said = round._work.ready(STATE, 0, None, round.voter, Answer(FIRST, Refusal.NOT_ALONE, named))
+    assert said.named == named[:MEMBER_LIMIT]
+    round.attendance.here |= dict.fromkeys(named, 0)
+    assert len(round.attendance.group) == MEMBER_LIMIT
+
+
+def test_r5_nothing_is_fetched_for_a_certificate_that_one_peer_can_make_alone() -> None:
+    """Payloads that are fetched are kept on the disk: such certificates would fill it."""
+    rig = ready_at_second()
+    header = rig.next_header(leader="a")
+    shown = certified(rig.log, header, Phase.PREPARE, by="b", group=(("b", 0),)).certificate
+    assert not of(rig.hear("b", propose(header, SECOND, shown)), FetchPayload)
+    assert not votes(rig, Phase.PREPARE)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_r6_a_commit_that_one_peer_can_make_alone_is_not_passed_on(
+    monkeypatch: pytest.MonkeyPatch, is_alone: bool
+) -> None:
+    """Each would cost sixteen messages of as many kilobytes, and those of whom they reach."""
+    monkeypatch.setattr("peers.protocol.voter.OPEN_LIMIT", 2)
+    rig = at_second().trained()
+    assert rig.peer.round.is_led_by_us
+    group = (("a", 0), ("b", 0), ("c", 0)) if is_alone else ()
+    commit = certified(rig.log, rig.next_header(), by="ac", group=group)
+    told = [to for to, _ in sends(rig.hear("a", commit), Certified)]
+    assert told == ([] if is_alone else ["a", "c"])
+    assert not sends(rig.hear("a", commit), Certified), "its payload is being fetched: it is no news"
 
 
 def bound(rig: Rig) -> Propose:

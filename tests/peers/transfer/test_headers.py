@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from itertools import count
 
 import pytest
 
@@ -13,7 +14,14 @@ from peers.log.header import Header
 from peers.log.state import LogState
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.transfer import lineage_fetch as headers_module
-from peers.transfer.lineage_fetch import HEADERS, HeadersRequest, fetch_stretch, serve_headers
+from peers.transfer.lineage_fetch import (
+    HEADERS,
+    PACKING_BURST,
+    PACKING_SHARE,
+    HeadersRequest,
+    fetch_stretch,
+    serve_headers,
+)
 from peers.values.wire import pack
 from tests.peers.fakes import FakeTransport
 from tests.peers.logs import LOG, PAYLOAD, RUN, chain_of, member, next_header
@@ -67,6 +75,31 @@ def test_of_many_the_first_few() -> None:
         await serve_headers(me.donors["a"], {RUN: past})
         await fetch_stretch(me, "a", RUN, 3, 10**6, is_whole=True)
         assert asked == [(3, 3 + STRETCH_LIMIT)]
+
+    asyncio.run(scenario())
+
+
+def test_who_asks_again_and_again_is_refused_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing an answer takes time, here a second: it is asked for with a few bytes, and need not be read."""
+    seconds, clock = count(), 0.0
+    monkeypatch.setattr(headers_module, "thread_time", lambda: float(next(seconds)))
+    monkeypatch.setattr(headers_module, "now", lambda: clock)
+
+    async def answered(me: FakeTransport, times: int) -> int:
+        """Return how often the donor has answered."""
+        good = 0
+        for _ in range(times):
+            with suppress(PeerRefusedError):
+                await fetch_stretch(me, "a", RUN, 0, 5, is_whole=False)
+                good += 1
+        return good
+
+    async def scenario() -> None:
+        nonlocal clock
+        me = await joined_to(ENTRIES)
+        assert await answered(me, 2 * int(PACKING_BURST)) == PACKING_BURST
+        clock = 1.0 / PACKING_SHARE
+        assert await answered(me, 2) == 1
 
     asyncio.run(scenario())
 

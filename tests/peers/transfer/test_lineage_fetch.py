@@ -117,6 +117,21 @@ def test_a_newcomer_gets_and_checks_the_whole_log() -> None:
     asyncio.run(scenario())
 
 
+def test_a_log_without_end_is_looked_at_as_far_as_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often its donor is looked at: the entries of the first look are there still."""
+    entries = Past(50).entries
+    monkeypatch.setattr(lineage_fetch, "CHAIN_BYTES", sum(len(one.told) for one in entries[:8]))
+
+    async def scenario() -> None:
+        donors = Donors()
+        await donors.add("donor", Past(50))
+        fetch = LineageFetch(donors.me, RunLog(LOG, 0))
+        lengths = [len((await fetch.compare("donor", 100, (), LOG)).chain) for _ in range(4)]
+        assert max(lengths) <= 8 + FEW
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("common", [0, 1, 9, 10])
 def test_where_two_logs_split_is_found(common: int) -> None:
     async def scenario() -> None:

@@ -131,6 +131,19 @@ def test_a_liar_fills_no_memory_with_digests_of_a_state_of_any_size() -> None:
 
 
 # Which one ------------------------------------------------------------------------------------------------------
+def test_an_offer_of_the_last_place_that_can_be_named_is_its_donors_mistake() -> None:
+    """The place after it has no number. What a donor of a snapshot says of the log is taken on trust."""
+
+    async def scenario() -> None:
+        donors, last = Donors(), ROUND[1].last
+        assert last is not None
+        await donors.add("a", ROUND[1])
+        await donors.add("liar", LOG.at(last.model_copy(update={"index": 2**62 - 1})), state_at(ROUND[1]))
+        assert (await donors.fetch()).last == last
+
+    asyncio.run(scenario())
+
+
 def offered(log: LogState, state: bytes = b"") -> Offered:
     return Offered(SnapshotOffer(last=log.last, bytes=SIZE, state_digest=named(log, state)), log.position, ())
 
