@@ -41,7 +41,8 @@ class Belief:
         """Return what to replay: an entry that this peer may follow, and the peers that may have its payload.
 
         A certified entry may come from any peer. Any other one must come from a peer that this one has asked, or whose
-        heartbeat says that it is further on.
+        heartbeat says that it is further on, or from this peer itself: it has put the votes together, and lacks the
+        payload.
         """
         header, live, log = certified.header, self._presence.live(), self._replica.log
         is_certified = proof is not None and proof.is_certified
@@ -50,7 +51,7 @@ class Belief:
             donors.add(sender)
         if is_certified:
             donors |= live.keys() & set(header.peers)
-        elif sender not in donors or not self._may_follow(header, proof):
+        elif (sender not in donors and sender != self._context.me) or not self._may_follow(header, proof):
             return None
         if log.last is None and not self.may_found(len(header.roster)):
             return None
