@@ -149,7 +149,8 @@ def test_another_run_is_refused_in_words_that_name_both(other: object) -> None:
 @pytest.mark.parametrize("place", range(3))
 def test_an_envelope_that_is_nested_as_deeply_as_can_be_is_refused(place: int) -> None:
     """No words can show such a value: that would be one call in another, a thousand times."""
-    parts = [msgpack.packb(part) for part in (PROTOCOL_VERSION, RUN, "leaving", [])]
+    envelope: list[Any] = [PROTOCOL_VERSION, RUN, "leaving", []]
+    parts = [msgpack.packb(part) for part in envelope]
     parts[place] = 1000 * b"\x91" + b"\xc0"
     with pytest.raises(WireError):
         unpacked(b"\x94" + b"".join(parts))
