@@ -17,7 +17,6 @@ from peers.messages.averages import (
     MARKED,
     Averaged,
     Origin,
-    contradict,
     statement,
     statement_of,
 )
@@ -27,12 +26,6 @@ from peers.values.identity import Keys
 
 if TYPE_CHECKING:
     from peers.messages.messages import Part
-
-
-def _note(contradictions: list[tuple[Averaged, Averaged]], first: Averaged, second: Averaged) -> None:
-    """Keep a contradiction of a reducer of which none is kept."""
-    if all(one.reducer != first.reducer for one, _ in contradictions):
-        contradictions.append((first, second))
 
 
 class Reducers:
@@ -51,10 +44,6 @@ class Reducers:
         self._owners = [peer for peer, part in self.parts.items() for _ in part]
         self._able = frozenset(member.peer for member in round.contributors)
         self._heirs: defaultdict[str, list[str]] = defaultdict(list)
-
-    def owner(self, chunk: int) -> str:
-        """Return the member to which the round gave a chunk."""
-        return self._owners[chunk]
 
     def of(self, chunk: int) -> tuple[str, ...]:
         """Return the members that may average a chunk, the latest heir first. There are none for an unknown chunk."""
@@ -88,8 +77,6 @@ class Averages:
         """Our own averages, of which another one may have taken the place."""
         self.marks = b""
         """The averages that a proposal names; none: any that is signed is as good as another."""
-        self.contradictions: list[tuple[Averaged, Averaged]] = []
-        """Pairs of statements that convict their reducer, one for each."""
         self._me = me
         self._round = round
         self._keys = keys
@@ -126,11 +113,8 @@ class Averages:
         there was another one."""
         chunk, before = averaged.chunk, self._here.get(averaged.chunk)
         self._given[averaged.reducer] = self.squares_with(averaged, squares)
-        if before is not None:
-            if before.reducer != averaged.reducer:
-                self._given[before.reducer] -= self._squares[chunk]
-            if contradict(before, averaged):
-                _note(self.contradictions, before, averaged)
+        if before is not None and before.reducer != averaged.reducer:
+            self._given[before.reducer] -= self._squares[chunk]
         self._here[chunk], self._squares[chunk] = averaged, squares
         self._marks_here.pop(chunk, None)
         return before is not None
@@ -219,8 +203,6 @@ class Parts:
 
     def __init__(self, round: Round, keys: Keys | None = None) -> None:
         """Without `keys` signatures are not checked."""
-        self.contradictions: list[tuple[Averaged, Averaged]] = []
-        """Pairs of statements that convict their reducer, one for each."""
         self._round = round
         self._reducers = Reducers(round)
         self._averages = Averages("", round, keys)
@@ -242,9 +224,7 @@ class Parts:
             if not self._is_statement(sender, averaged):
                 self.refuse(sender)
                 return False
-            first = self._taken.setdefault(averaged.chunk, averaged)
-            if contradict(first, averaged):
-                _note(self.contradictions, first, averaged)
+            self._taken.setdefault(averaged.chunk, averaged)
         return len(own) == len(part.averages)
 
     def _is_statement(self, sender: str, averaged: Averaged) -> bool:

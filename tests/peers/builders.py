@@ -317,7 +317,7 @@ class Rig:
         exchange = self.peer.exchange
         assert exchange is not None
         round, reducers = exchange.round, Reducers(exchange.round)
-        return {chunk: averaged(round, reducers.owner(chunk), chunk, absent=absent) for chunk in range(round.chunks)}
+        return {chunk: averaged(round, reducers.of(chunk)[0], chunk, absent=absent) for chunk in range(round.chunks)}
 
     @property
     def marks(self) -> bytes:

@@ -511,14 +511,6 @@ def test_no_member_has_us_send_the_payload_again_and_again() -> None:
     assert given <= GIVEN * 3
 
 
-def test_two_averages_of_one_reducer_are_kept_as_a_contradiction() -> None:
-    first, second = signed("c", 2), signed("c", 2, digest=PAYLOAD)
-    exchange = whole(last=first)
-    exchange.proposed(marks(*PROPOSED[:2], second))
-    exchange.handle(arrived(second))
-    assert exchange.averages.contradictions == [(first, second)]
-
-
 # What vouches for an average ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("heirs", "averaged", "is_good"),
