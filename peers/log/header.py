@@ -47,8 +47,8 @@ class Member(Value):
 
     `tokens` is what counts: the tokens that it trained on these samples, less the share of the chunks from which its
     blocks are absent. If fewer than half of the samples' tokens count, the samples are trained again. `incarnation` is
-    that of its start: in the next quorum only a peer counts that remembers what it did here. A peer that is slower than
-    others `wants` a next lease of fewer samples than a whole one; 0: a whole one.
+    the one that it votes in: the next quorum counts it in that alone, since it then remembers its votes (R12). A peer
+    that is slower than others `wants` a next lease of fewer samples than a whole one; 0: a whole one.
     """
 
     peer: PeerId
@@ -81,7 +81,7 @@ class Tenure(Value):
 
 
 class Bystander(Value):
-    """A voter that is not in an entry, and has a say in the next one: as the start that was in an entry last."""
+    """A voter that is not in an entry, and has a say in the next one, in the incarnation that an entry had last."""
 
     peer: PeerId
     incarnation: Count

@@ -150,11 +150,11 @@ class LogState:
 
     @cached_property
     def incarnations(self) -> dict[str, int]:
-        """The roster and the bystanders, and of each the start at which it was in an entry last."""
+        """The roster and the bystanders, each with the incarnation in which an entry had it last."""
         if self.last is None:
             return {}
-        starts = {member.peer: member.incarnation for member in self.last.roster}
-        return starts | {one.peer: one.incarnation for one in self.last.bystanders}
+        members = {member.peer: member.incarnation for member in self.last.roster}
+        return members | {one.peer: one.incarnation for one in self.last.bystanders}
 
     @cached_property
     def voters(self) -> tuple[str, ...]:
@@ -166,23 +166,23 @@ class LogState:
         return (*members, *(one.peer for one in self.last.bystanders))
 
     @cached_property
-    def starts(self) -> dict[str, int]:
-        """The voters, and of each the start that has a say."""
+    def voter_incarnations(self) -> dict[str, int]:
+        """The voters, each with the incarnation that has a say."""
         return {peer: self.incarnations[peer] for peer in self.voters}
 
     def counts(self, peer: str, incarnation: int) -> bool:
-        """Whether the peer is a voter as the start that it is, and so remembers what it did as one."""
-        return self.starts.get(peer) == incarnation
+        """Whether the peer is a voter in this incarnation, and so remembers its votes (R12)."""
+        return self.voter_incarnations.get(peer) == incarnation
 
     @cached_property
     def electors(self) -> tuple[tuple[str, int], ...]:
-        """The voters that decide on the next entry, each with the start that has a say: a committee of many. Empty
-        before the first entry, on which its own members decide."""
-        return committee(tuple(self.starts.items()), self.last.previous) if self.last else ()
+        """The voters that decide on the next entry, each with the incarnation that has a say: of many a committee.
+        Empty before the first entry, on which its own members decide."""
+        return committee(tuple(self.voter_incarnations.items()), self.last.previous) if self.last else ()
 
-    def is_quorum(self, starts: Collection[tuple[str, int]]) -> bool:
-        """Return whether these peers, each as the start that it is, can decide on the next entry."""
-        return self.quorum.is_enough(len(set(starts).intersection(self.electors)), len(self.electors))
+    def is_quorum(self, peers: Collection[tuple[str, int]]) -> bool:
+        """Return whether these peers, each in its incarnation, can decide on the next entry."""
+        return self.quorum.is_enough(len(set(peers).intersection(self.electors)), len(self.electors))
 
     @cached_property
     def served(self) -> dict[str, int]:
@@ -220,8 +220,8 @@ class LogState:
         return tuple(member.model_copy(update=nothing) if member.peer in new else member for member in roster)
 
     def is_known(self, member: Member) -> bool:
-        """Return whether a member of the next entry gets no say by it that it had not before: it has one as the start
-        that it is, or it goes on being on probation. All founders get one."""
+        """Return whether a member of the next entry gets no say by it that it had not before: it has one in
+        this incarnation, or it goes on being on probation. All founders get one."""
         return self.last is None or self.counts(member.peer, member.incarnation) or self.is_on_probation(member.peer)
 
     @cached_property

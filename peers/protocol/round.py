@@ -347,7 +347,7 @@ class EntryRound(Part):
             return False
         notes.views.clear()
         notes.began_at = notes.moved_at = context.now
-        notes.heard = self._heard_starts()
+        notes.heard = self._heard_incarnations()
         self._presence.reachability.round_begins(self.log.fragment)
         resend, contributions = context.settings.timing.resend, self._contributions(begin)
         besides = late(self.log) if context.settings.contributions is None else ()
@@ -515,10 +515,10 @@ class EntryRound(Part):
         entered the round: a leader might have made them up (R5). Founders do not all hear each other."""
         if not self.log.closes or self.log.last is None:
             return ()
-        known = self.log.starts.items() | self._notes.heard | self._heard_starts()
+        known = self.log.voter_incarnations.items() | self._notes.heard | self._heard_incarnations()
         return tuple(one.peer for one in header.roster if (one.peer, one.incarnation) not in known)
 
-    def _heard_starts(self) -> frozenset[tuple[str, int]]:
+    def _heard_incarnations(self) -> frozenset[tuple[str, int]]:
         """Return the peers that we hear, and ourselves, each as the incarnation that it is."""
         live = self._presence.live()
         return frozenset(

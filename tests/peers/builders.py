@@ -171,8 +171,8 @@ def certified(
 ) -> Certified:
     """Return a header with its certificate, as these have signed it."""
     voted = choice(header, phase, ballot, group)
-    starts = dict(electorate(log, header, group).voters)
-    signatures = {(peer, starts[peer]): vote(peer, log, voted, starts[peer]).signature for peer in by}
+    incarnations = dict(electorate(log, header, group).voters)
+    signatures = {(peer, incarnations[peer]): vote(peer, log, voted, incarnations[peer]).signature for peer in by}
     found = certify(log, header, voted, group, signatures, {})
     assert found is not None
     return Certified(header=header, certificate=found)

@@ -131,9 +131,9 @@ def certificate(
 
     Some have `gone` before it. If the others are no quorum, they are a minority that goes on alone.
     """
-    starts = dict(electorate(log, header).voters)
-    signers = [(peer, starts.get(peer, 0)) for peer in (starts if by is None else by)]
-    left = {peer: departed(peer, header.index, starts[peer], sign) for peer in gone}
+    incarnations = dict(electorate(log, header).voters)
+    signers = [(peer, incarnations.get(peer, 0)) for peer in (incarnations if by is None else by)]
+    left = {peer: departed(peer, header.index, incarnations[peer], sign) for peer in gone}
     for group in ((), tuple(signers)):
         choice = choice_of(header, view, group=group)
         found = certify(log, header, choice, group, votes(choice, header, signers, sign), left)
