@@ -255,7 +255,7 @@ class LogState:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The peers that have a lease: the last roster in its order, then those who are late."""
+        """The peers that have a lease: the last roster in its order, then those that have kept theirs."""
         return tuple(self.leases)
 
     @cached_property
@@ -340,8 +340,8 @@ class LogState:
             return ()
         besides = {member.peer for member in roster} | {fault.peer for fault in faults}
         oldest = self.position.index - self.staleness
-        late = [lease for lease in self.last.leases if lease.peer not in besides and lease.since >= oldest]
-        return tuple(late[:MEMBER_LIMIT])
+        kept = [lease for lease in self.last.leases if lease.peer not in besides and lease.since >= oldest]
+        return tuple(kept[:MEMBER_LIMIT])
 
     def pool_after(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> SamplePool:
         """The pool once `roster` has trained what it says. The rest of its leases is given back, as are leases that are

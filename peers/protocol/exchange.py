@@ -62,7 +62,7 @@ class Exchange:
         late: Collection[str] = (),
     ) -> None:
         """Without `keys` nothing is signed, nor checked. `resend`: seconds before what may be lost goes out again.
-        `late` are members that were absent lately: their blocks count if they are here with those of all others."""
+        `late` are members (R7) whose blocks are not waited for: they count if they come with all others'."""
         self.round = round
         self.averages = Averages(me, round, keys)
         self.contributions = contributions

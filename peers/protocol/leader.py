@@ -134,12 +134,12 @@ class Leader:
             self._begin(ready)
 
     def _may_vote(self, ready: Mapping[str, Ready]) -> bool:
-        """Return whether those that are ready can make the entry. Members that were absent lately may not get the
-        payload, and so not vote: for a second grace the others must be enough."""
+        """Return whether those that are ready can make the entry. Late ones (R7) may not get the payload,
+        and so not vote: for a second grace the others must be enough."""
         incarnations = _incarnations(ready)
         if not self._seat.attendance.is_enough(incarnations):
             return False
-        besides = late(self._seat.log) if self._context.settings.contributions is None else ()
+        besides = late(self._seat.log, self._context.settings)
         timely = {peer: incarnation for peer, incarnation in incarnations.items() if peer not in besides}
         waited = self._context.now - self.readiness.awaited.times.of_all(incarnations.keys())
         return self._seat.attendance.is_enough(timely) or waited >= 2 * self.readiness.awaited.grace

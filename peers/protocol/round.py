@@ -350,8 +350,8 @@ class EntryRound(Part):
         notes.heard = self._heard_incarnations()
         self._presence.reachability.round_begins(self.log.fragment)
         resend, contributions = context.settings.timing.resend, self._contributions(begin)
-        besides = late(self.log) if context.settings.contributions is None else ()
-        self.exchange = Exchange(context.me, round, contributions, context.keys, context.now, seconds, resend, besides)
+        delayed = late(self.log, context.settings)
+        self.exchange = Exchange(context.me, round, contributions, context.keys, context.now, seconds, resend, delayed)
         context.emit(*self.exchange.open())
         if begin.heirs:
             context.emit(*self.exchange.go_on(begin.heirs, seconds, context.now))
