@@ -254,19 +254,19 @@ class LogState:
         return {lease.peer: lease.samples for lease in self.last.leases} if self.last else {}
 
     @cached_property
-    def names(self) -> tuple[str, ...]:
+    def lease_holders(self) -> tuple[str, ...]:
         """The peers that have a lease: the last roster in its order, then those that have kept theirs."""
         return tuple(self.leases)
 
     @cached_property
-    def known(self) -> dict[str, int]:
-        """The places of these peers."""
-        return {peer: place for place, peer in enumerate(self.names)}
+    def lease_places(self) -> dict[str, int]:
+        """The place of each lease holder among them: messages name it so."""
+        return {peer: place for place, peer in enumerate(self.lease_holders)}
 
     @cached_property
     def accountable(self) -> frozenset[str]:
         """The peers that the next entry may name for a fault: those with a lease or a vote."""
-        return frozenset({*self.known, *self.voters})
+        return frozenset({*self.leases, *self.voters})
 
     def expected(self, peer: str) -> Member:
         """Return what a peer brings if all goes as the log foresees: its whole lease, and without one nothing.

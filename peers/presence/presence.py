@@ -57,7 +57,7 @@ class Presence:
 
     def _said_speeds(self, log: LogState) -> list[float]:
         at_work = self.live().at_work
-        return sorted((beat.speed for beat in at_work if log.last is None or beat.peer in log.known), reverse=True)
+        return sorted((beat.speed for beat in at_work if log.last is None or beat.peer in log.leases), reverse=True)
 
     # How we reach them ----------------------------------------------------------------------------------------
     @property

@@ -74,7 +74,7 @@ class WorkDone:
     trained: Trained
 
 
-class Owner(Protocol):
+class Host(Protocol):
     """The rest of the peer, as a round needs it."""
 
     def entry_made(self, header: Header, certificate: Certificate | None) -> None:

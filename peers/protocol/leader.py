@@ -105,10 +105,10 @@ class Leader:
         self.readiness.leaves(peer)
         self.tick()
 
-    def refuse(self, reducer: str) -> None:
+    def drop_reducer(self, reducer: str) -> None:
         """Do without a reducer's averages: one that came to us is no average."""
         if self._parts is not None:
-            self._parts.refuse(reducer)
+            self._parts.drop(reducer)
 
     # What happens when --------------------------------------------------------------------------------------------
     def tick(self) -> None:
@@ -238,7 +238,7 @@ class Leader:
             self._propose_outcome(outcome.payload, outcome.absent, outcome.marks)
             return
         missing, now = self._parts.missing(), self._context.now
-        heard = {self._context.me, *self._presence.live()} - self._parts.refused
+        heard = {self._context.me, *self._presence.live()} - self._parts.dropped
         served = dict(begun.heirs)
         heard = {peer for peer in heard if not self._context.evidence.has_convicted(peer)}
         dead = [peer for peer in missing if served.get(peer, peer) not in heard]
@@ -369,7 +369,7 @@ class Leader:
             lacking = self._named_by_enough({peer: said.lacking for peer, said in ready.items()})
             wrong |= {*signers, *lacking.intersection(parts.signers(range(begun.round.chunks)))}
         for signer in sorted(wrong):
-            parts.refuse(signer)
+            parts.drop(signer)
         if wrong:
             self._proposed = None
             self._told.clear()

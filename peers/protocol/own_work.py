@@ -45,8 +45,8 @@ class OwnWork:
         self._log = log
         self._number = 0
         self._wants = 0  # samples of the next lease; 0: a whole one
-        self.word = Repetition(context)
-        """When the leader is told of it again."""
+        self.repetition = Repetition(context)
+        """When Ready is said again."""
         self._committed: tuple[Sum, Author, Commitment] | None = None
 
     def make(self, trained: Trained) -> None:

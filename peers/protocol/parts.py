@@ -206,23 +206,23 @@ class Parts:
         self._round = round
         self._reducers = Reducers(round)
         self._averages = Averages("", round, keys)
-        self.refused: set[str] = set()
+        self.dropped: set[str] = set()
         """Members whose averages are done without: one was no average, or most members do not get them."""
         self._taken: dict[int, Averaged] = {}
 
     def take(self, sender: str, part: Part, heirs: Iterable[tuple[str, str]] = ()) -> bool:
         """Take in what a reducer, or one of the heirs that this leader has named, has signed of its own chunks. The
-        first average of a chunk counts. A sender with a false signature is refused: each costs time to check. Return
+        first average of a chunk counts. A sender with a false signature is dropped: each costs time to check. Return
         whether all of the part was as it should be."""
         self._reducers.add(heirs)
-        if part.round != self._round.name or sender in self.refused:
+        if part.round != self._round.name or sender in self.dropped:
             return False
         own = {averaged.chunk: averaged for averaged in part.averages if sender in self._reducers.of(averaged.chunk)}
         for averaged in own.values():
             if averaged == self._taken.get(averaged.chunk):
                 continue
             if not self._is_statement(sender, averaged):
-                self.refuse(sender)
+                self.drop(sender)
                 return False
             self._taken.setdefault(averaged.chunk, averaged)
         return len(own) == len(part.averages)
@@ -231,9 +231,9 @@ class Parts:
         is_own = averaged.reducer == sender and is_lawful(self._round, averaged)
         return is_own and self._averages.is_signed(averaged)
 
-    def refuse(self, reducer: str) -> None:
+    def drop(self, reducer: str) -> None:
         """Do without a member's averages. An heir may replace it."""
-        self.refused.add(reducer)
+        self.dropped.add(reducer)
         self._taken = {chunk: averaged for chunk, averaged in self._taken.items() if averaged.reducer != reducer}
 
     def one_sided(self) -> frozenset[str]:

@@ -36,7 +36,7 @@ from peers.protocol.events import (
     Tick,
 )
 from peers.protocol.exchange import Exchange, ExchangeEvent
-from peers.protocol.internal import Owner, WorkDone
+from peers.protocol.internal import Host, WorkDone
 from peers.protocol.leader import Leader
 from peers.protocol.minority import Attendance
 from peers.protocol.own_work import Answer, OwnWork
@@ -143,7 +143,7 @@ class EntryRound(Part):
     state: RoundState
 
     def __init__(
-        self, context: Context, presence: Presence, trainer: Trainer, replica: Replica, fragment: int, host: Owner
+        self, context: Context, presence: Presence, trainer: Trainer, replica: Replica, fragment: int, host: Host
     ) -> None:
         super().__init__(OPEN)
         self.log = replica.log.of(fragment)
@@ -237,15 +237,15 @@ class EntryRound(Part):
         self._work.make(done.trained)
         self._enter(READY)
         self.look()
-        self._work.word.at_once()
+        self._work.repetition.at_once()
         self.say_ready()
 
     def say_ready(self) -> None:
         """Tell the leader of our view what we have trained, and what we are bound to, until something comes of it."""
         leader = self.pacemaker.leader
-        if not self._replica.is_settled or leader is None or not self._work.word.is_due:
+        if not self._replica.is_settled or leader is None or not self._work.repetition.is_due:
             return
-        self._work.word.said()
+        self._work.repetition.said()
         context, evidence, lineage = self._context, self._context.evidence, self._replica.lineage
         ready = self._work.ready(
             self._replica.state_digest, self.pacemaker.view, self.exchange, self.voter, self._notes.answer
@@ -263,7 +263,7 @@ class EntryRound(Part):
         before = self.pacemaker.leader
         self.look()
         if self.pacemaker.leader != before:
-            self._work.word.at_once()
+            self._work.repetition.at_once()
         self._go_on_without_the_entry()
         self._go_on()
 
@@ -282,7 +282,7 @@ class EntryRound(Part):
         before = self.pacemaker.view
         self.look()
         if self.pacemaker.view != before:
-            self._work.word.at_once()
+            self._work.repetition.at_once()
             self._enter(READY)
             self._go_on()
             self._host.leave_if_possible()
@@ -294,7 +294,7 @@ class EntryRound(Part):
         if self.exchange is not None:
             self._context.emit(*self.exchange.tick(self._context.now, self._heard()))
         self._consider()
-        if self.state is not DECIDED and self._work.word.is_due:
+        if self.state is not DECIDED and self._work.repetition.is_due:
             self._tell_part()
             self.say_ready()
 
@@ -412,7 +412,7 @@ class EntryRound(Part):
         context = self._context
         context.emit(Dropped(bad.sender, "average" if bad.reduced else "contribution", bad.reason))
         if bad.reduced:
-            self.leader.refuse(bad.sender)
+            self.leader.drop_reducer(bad.sender)
         members = {member.peer: member for member in exchange.round.contributors}
         if bad.evidence is not None and bad.sender in members:
             author = exchange.round.author(members[bad.sender], bad.evidence.commitment)
@@ -451,7 +451,7 @@ class EntryRound(Part):
         elif answer != notes.answer:
             notes.answer = answer
             if answer.refusal is not Refusal.NO_PAYLOAD and self.is_taking_part:
-                self._work.word.at_once()
+                self._work.repetition.at_once()
                 self.say_ready()
         for certified in self.voter.recount(propose.choice):
             self._is_certified(certified, self._context.me)

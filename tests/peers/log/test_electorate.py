@@ -24,7 +24,7 @@ FOUNDED = founded()
 
 
 def entry(log: LogState, names: str, gone: Sequence[str] = (), faults: Sequence[Fault] = ()) -> Header:
-    roster = [log.expected(name) if name in log.known else newcomer(log, name) for name in names]
+    roster = [log.expected(name) if name in log.leases else newcomer(log, name) for name in names]
     return next_header(log, roster, PAYLOAD, faults, gone)
 
 
@@ -171,7 +171,7 @@ def test_r1_whoever_joins_or_leaves_moves_no_turn_but_its_own() -> None:
     for names in ("abcde", "abcdez", "bcdez", "bcdexyz", "cdez"):
         members = take_order(log.roster, names)
         grants = iter(range(len(members)))
-        brought = [log.expected(one) if one in log.known else newcomer(log, one, next(grants)) for one in members]
+        brought = [log.expected(one) if one in log.leases else newcomer(log, one, next(grants)) for one in members]
         log = log.append(next_header(log, brought))
         assert log.leader_of(0) == leader
 

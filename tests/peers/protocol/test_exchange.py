@@ -275,7 +275,6 @@ def test_bad_blocks_are_absent() -> None:
     assert exchange.handle(BadBlocks(AT, "c", 1, "code -128")) == [reduce(1, "ab", absent="c")]
     assert not exchange.wants_blocks("c", 1)
     assert exchange.is_done_with("c", 1, reduced=False)
-    assert exchange.refused == set(), "others may get good ones"
 
 
 def test_blocks_that_turn_out_to_have_no_average_are_left_out_and_the_rest_averaged() -> None:
@@ -286,11 +285,10 @@ def test_blocks_that_turn_out_to_have_no_average_are_left_out_and_the_rest_avera
     assert exchange.handle(made("b", 1, absent="c")) == [average(to, 1, absent="c") for to in "ac"]
 
 
-def test_a_member_that_signs_what_is_no_average_is_named_to_a_leader() -> None:
+def test_what_is_no_average_is_not_held_against_its_reducers_blocks() -> None:
     exchange = opened("b")
     exchange.handle(blocks("a", 1))
     assert exchange.handle(BadBlocks(AT, "c", 1, "code -128", reduced=True)) == []
-    assert exchange.refused == {"c"}
     assert exchange.wants_blocks("c", 1), "its blocks are another matter"
 
 

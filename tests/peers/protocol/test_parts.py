@@ -95,12 +95,12 @@ def test_an_average_of_other_terms_is_not_signed() -> None:
     assert not Parts(ROUND, KEYS).take("a", part("a", 0, round=other))
 
 
-def test_r4_the_first_average_of_a_chunk_counts_and_an_heirs_takes_the_place_of_one_that_is_refused() -> None:
+def test_r4_the_first_average_of_a_chunk_counts_and_an_heirs_takes_the_place_of_one_that_is_dropped() -> None:
     parts = whole(Parts(ROUND, KEYS))
     first = parts.outcome()
     assert parts.take("b", part("b", 0, digest=OTHER), heirs=[("a", "b")])
     assert parts.outcome() == first
-    parts.refuse("a")
+    parts.drop("a")
     assert (parts.missing(), parts.signers([0, 2])) == (("a",), ("b",))
     assert not parts.take("a", part("a", 0, 1))
     assert parts.take("b", part("b", 0, 1, digest=OTHER))
