@@ -32,7 +32,7 @@ from peers.protocol.events import (
     PayloadAssembled,
     ReducedArrived,
 )
-from peers.protocol.parts import Averages, Outcome, Reducers, is_lawful
+from peers.protocol.parts import Averages, Reducers, RoundOutcome, is_lawful
 from peers.values.identity import Keys
 
 ExchangeEvent = ContributionArrived | BadBlocks | ReducedArrived | ChunkSent | ChunksUnsent | PayloadAssembled
@@ -160,7 +160,7 @@ class Exchange:
         """Return from how many chunks each member is absent, of those that are here; in roster order."""
         return self.averages.absent()
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> RoundOutcome | None:
         """Return what the round comes to here, by the averages' signatures."""
         return self.averages.outcome()
 

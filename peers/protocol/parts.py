@@ -161,12 +161,12 @@ class Averages:
         """Return from how many chunks that are here each member is absent, in roster order."""
         return _absent_from(self._round, self._here.values())
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> RoundOutcome | None:
         """Return what the averages that are here come to, if all are."""
-        return outcome_of(self._round, self._here)
+        return round_outcome(self._round, self._here)
 
 
-class Outcome(NamedTuple):
+class RoundOutcome(NamedTuple):
     """What a round comes to: the payload's digest, from how many chunks each member is absent, and the marks."""
 
     payload: bytes
@@ -174,16 +174,16 @@ class Outcome(NamedTuple):
     marks: bytes
 
 
-def outcome_of(round: Round, averages: Mapping[int, Averaged]) -> Outcome | None:
+def round_outcome(round: Round, averages: Mapping[int, Averaged]) -> RoundOutcome | None:
     """Return what a round's averages come to; None while some are missing."""
     if len(averages) < round.chunks:
         return None
     if not round.chunks:
-        return Outcome(NO_PAYLOAD, {}, b"")
+        return RoundOutcome(NO_PAYLOAD, {}, b"")
     in_order = [averages[chunk] for chunk in range(round.chunks)]
     marks = b"".join(statement_of(round, averaged).mark for averaged in in_order[:MARKED])
     payload = digest_of_chunks(averaged.digest for averaged in in_order)
-    return Outcome(payload, _absent_from(round, in_order), marks)
+    return RoundOutcome(payload, _absent_from(round, in_order), marks)
 
 
 def _absent_from(round: Round, averages: Iterable[Averaged]) -> dict[str, int]:
@@ -252,6 +252,6 @@ class Parts:
         parts = self._reducers.parts.items()
         return tuple(peer for peer, part in parts if any(chunk not in self._taken for chunk in part))
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> RoundOutcome | None:
         """Return what the round comes to, once it is whole."""
-        return outcome_of(self._round, self._taken)
+        return round_outcome(self._round, self._taken)

@@ -13,7 +13,7 @@ from peers.protocol.awaited import Awaited
 from peers.protocol.context import Context
 from peers.protocol.effects import Dropped, Send
 from peers.protocol.pacemaker import death
-from peers.protocol.planning import Link
+from peers.protocol.planning import MemberLink
 from peers.protocol.trainer import Trainer, TrainerState
 from peers.values.leases import Lease, sample_count
 from peers.values.wire import printable
@@ -227,9 +227,9 @@ def commitments_of(roster: Collection[Member], ready: Mapping[str, Ready]) -> tu
     return tuple(one.contribution for one in committed if one)
 
 
-def links_of(ready: Mapping[str, Ready]) -> dict[str, Link]:
+def links_of(ready: Mapping[str, Ready]) -> dict[str, MemberLink]:
     """Return what members say of their own links."""
     return {
-        peer: Link(said.rate, dict(said.seen), frozenset(said.relayed), frozenset(said.unreached))
+        peer: MemberLink(said.rate, dict(said.seen), frozenset(said.relayed), frozenset(said.unreached))
         for peer, said in ready.items()
     }

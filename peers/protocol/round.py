@@ -41,8 +41,8 @@ from peers.protocol.leader import Leader
 from peers.protocol.minority import Attendance
 from peers.protocol.own_work import Answer, OwnWork
 from peers.protocol.pacemaker import Pacemaker
-from peers.protocol.part import Part, Row, Table
 from peers.protocol.replica import Replica
+from peers.protocol.state_machine import Row, StateMachine, Table
 from peers.protocol.trainer import Trainer
 from peers.protocol.views import Views
 from peers.protocol.voter import Voter, choice_of
@@ -116,7 +116,7 @@ class Notes:
     told_by: str = ""
 
 
-class EntryRound(Part):
+class EntryRound(StateMachine):
     """One position, one entry. Its votes outlive it, in the peer's record; all else goes when the peer moves on."""
 
     TABLE: ClassVar[Table] = {

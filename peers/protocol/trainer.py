@@ -12,7 +12,7 @@ from peers.protocol.context import Context
 from peers.protocol.effects import StopTraining, TokensLost, Train
 from peers.protocol.events import Captured, TrainingDone, TrainingProgress
 from peers.protocol.internal import Leased, WorkEnds
-from peers.protocol.part import Part, Row, Table
+from peers.protocol.state_machine import Row, StateMachine, Table
 from peers.values.leases import Lease, sample_count
 from peers.values.workload import Progress, Trained
 
@@ -31,7 +31,7 @@ class TrainerState(StrEnum):
 IDLE, TRAINING, TRAINED = TrainerState
 
 
-class Trainer(Part):
+class Trainer(StateMachine):
     """The lease in hand, the progress on it, and the finished work. Reports about work that has ended change only the
     speed."""
 

@@ -10,7 +10,7 @@ from peers.log.header import NO_PAYLOAD, Position
 from peers.messages.averages import MARK_BYTES, statement_of
 from peers.messages.messages import Part
 from peers.messages.rounds import Round
-from peers.protocol.parts import Averages, Parts, Reducers, outcome_of
+from peers.protocol.parts import Averages, Parts, Reducers, round_outcome
 from peers.values.chunks import digest_of_chunks
 from peers.values.wire import digest_of
 from tests.peers.rounds import round_among, round_name, round_with, signed_by
@@ -112,13 +112,13 @@ def test_r4_a_whole_round_comes_to_a_payload_with_a_mark_for_each_average() -> N
     averages = {chunk: signed_by(ROUND, Reducers(ROUND).of(chunk)[0], chunk, absent="") for chunk in range(6)}
     averages[2] = signed_by(ROUND, "b", 2, absent="ac")
     averages[3] = signed_by(ROUND, "b", 3, absent="c")
-    outcome = outcome_of(ROUND, averages)
+    outcome = round_outcome(ROUND, averages)
     assert outcome is not None
     assert outcome.payload == digest_of_chunks([bytes(32)] * 6)
     assert outcome.absent == {"a": 1, "c": 2}
     assert outcome.marks[2 * MARK_BYTES : 3 * MARK_BYTES] == statement_of(ROUND, averages[2]).mark
-    assert outcome_of(ROUND, {chunk: averages[chunk] for chunk in range(5)}) is None
-    none = outcome_of(round_with({"a": 0, "b": 0}, idle="ab"), {})
+    assert round_outcome(ROUND, {chunk: averages[chunk] for chunk in range(5)}) is None
+    none = round_outcome(round_with({"a": 0, "b": 0}, idle="ab"), {})
     assert none is not None
     assert none.payload == NO_PAYLOAD
 
