@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from peers.log.certificate import Certificate, Proof, prove
+from peers.log.certificate import Certificate, Support, prove
 from peers.log.chain import Outcome, header_of
 from peers.log.header import UNKNOWN_STATE, Header, Position
 from peers.log.state import LogState
@@ -23,7 +23,7 @@ from peers.values.signed_heads import NOTHING_SIGNED, SignedHead, SignedHeads
 
 RECENT_ENTRIES = 64
 """How many of the last headers a peer can name to one that fell behind."""
-UNPROVEN = Proof(is_certified=False, signers=0)
+UNSUPPORTED = Support(is_certified=False, signers=0)
 
 
 class Lineage:
@@ -145,7 +145,7 @@ class Branch:
 
     start: LogState
     end: LogState
-    first: Mapping[int, tuple[bytes, Proof]] = field(default_factory=dict)
+    first: Mapping[int, tuple[bytes, Support]] = field(default_factory=dict)
     heads: Mapping[int, bytes] = field(default_factory=dict)
     states: Mapping[int, bytes] = field(default_factory=dict)
     claimed: Mapping[int, bytes] = field(default_factory=dict)
@@ -201,7 +201,7 @@ class Branch:
     @property
     def is_certified(self) -> bool:
         """Whether a quorum has signed the entries that it begins with."""
-        return all(proof.is_certified for _, proof in self.first.values())
+        return all(support.is_certified for _, support in self.first.values())
 
     def splits_from(self, other: Branch) -> bool:
         """Whether they have different entries at one place."""
@@ -233,11 +233,11 @@ class Branch:
         return next((one for one in both if self.first[one][0] != other.first[one][0]), None)
 
     def _weight(self, fragment: int) -> tuple[bool, int, int, int]:
-        digest, proof = self.first[fragment]
+        digest, support = self.first[fragment]
         tokens, by_digest = self.end.lineage_tokens, -int.from_bytes(digest, "big")
         if self.start.last is None:
-            return proof.is_certified, tokens, proof.signers, by_digest
-        return proof.is_certified, proof.signers, tokens, by_digest
+            return support.is_certified, tokens, support.signers, by_digest
+        return support.is_certified, support.signers, tokens, by_digest
 
 
 class Walk:
@@ -247,7 +247,7 @@ class Walk:
         self.end = self._start = self.whole = start
         """`whole` is the log after the last whole cycle that was passed."""
         self._verify = verify
-        self._first: dict[int, tuple[bytes, Proof]] = {}
+        self._first: dict[int, tuple[bytes, Support]] = {}
         self._heads = {start.position.index: start.position.head}
         self._states: dict[int, bytes] = {}
         self._claimed: dict[int, bytes] = {}
@@ -263,15 +263,15 @@ class Walk:
         end = log.append(header)
         if log.last is None:
             self._founders = len(header.roster)
-        proof = UNPROVEN if certificate is None else prove(certificate, log, header, self._verify)
+        support = UNSUPPORTED if certificate is None else prove(certificate, log, header, self._verify)
         if header.previous == self._start.position.head:
-            self._first[header.fragment] = header.digest, proof
+            self._first[header.fragment] = header.digest, support
             if certificate is not None:
                 self._certificates[header.fragment] = certificate
-        if not proof.is_certified:
+        if not support.is_certified:
             self._doubts.append(log)
         if header.state != UNKNOWN_STATE:
-            states = self._states if proof.is_certified else self._claimed
+            states = self._states if support.is_certified else self._claimed
             states.setdefault(header.index, header.state)
         self.end = end
         self.whole = self.whole if end.made else end

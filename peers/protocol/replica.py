@@ -98,7 +98,7 @@ class Replica(StateMachine):
         return self._behind.header if self._behind else None
 
     @property
-    def proof(self) -> Certificate | None:
+    def certificate(self) -> Certificate | None:
         """The certificate of the entry that is replayed."""
         return self._behind.certificate if self._behind else None
 

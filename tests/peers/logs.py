@@ -11,7 +11,7 @@ from peers.log.certificate import (
     Departure,
     Group,
     Phase,
-    Proof,
+    Support,
     certify,
     digest_of_group,
     electorate,
@@ -37,7 +37,7 @@ SETTINGS = RunSettings(
 TOKENS = 100
 """Of a whole lease."""
 LOG = SETTINGS.empty_log
-CERTIFIED = Proof(is_certified=True, signers=2)
+CERTIFIED = Support(is_certified=True, signers=2)
 Sign = Callable[[str, bytes], bytes]
 """Return a peer's signature of a text."""
 

@@ -22,7 +22,7 @@ from peers.log.certificate import (
     Electorate,
     Group,
     Phase,
-    Proof,
+    Support,
     digest_of_group,
     electorate,
     prove,
@@ -304,7 +304,7 @@ OURS = header(2, peers="c")
 def test_r8_a_minority_decides_by_majority_and_certifies_nothing() -> None:
     shown = prepared(OURS, 1, "c", group="c")
     by_two_thirds = replace(ABC, quorum=Quorum.TWO_THIRDS)
-    assert prove(proving(shown), by_two_thirds, OURS, verify, Phase.PREPARE) == Proof(is_certified=False, signers=1)
+    assert prove(proving(shown), by_two_thirds, OURS, verify, Phase.PREPARE) == Support(is_certified=False, signers=1)
     assert certificate(OURS, choice(OURS, 1), "c") is None, "of the whole run"
     assert certificate(OURS, choice(OURS, 1, group="bc"), "c", group="bc") is None
     newcomer = certificate(OURS, choice(OURS, 1, group="cz"), "cz", group="cz")
@@ -334,7 +334,7 @@ def test_r8_who_is_left_takes_over_what_was_prepared_though_its_members_are_gone
     assert state.lock == prepared(A, 1), "the heavier one"
     committed = certificate(A, choice(A, 2, Phase.COMMIT, group="c"), "c", group="c")
     assert committed is not None
-    assert prove(committed, ABC, A, verify) == Proof(is_certified=False, signers=1)
+    assert prove(committed, ABC, A, verify) == Support(is_certified=False, signers=1)
 
 
 # R9: what convicts is tested in tests/peers/audit/test_proofs.py; here, that honest voters never give it ----------
@@ -457,7 +457,7 @@ def test_r12_a_quorum_of_those_that_have_not_left(
         assert (found is not None) is is_enough
         if found is not None:
             found = unpack(Certificate, pack(found))
-            assert prove(found, log, entry, verify) == Proof(True, len(signers))
+            assert prove(found, log, entry, verify) == Support(True, len(signers))
 
 
 def test_r12_a_certificate_is_of_its_entry_and_its_voters_alone() -> None:
