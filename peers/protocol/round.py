@@ -10,7 +10,7 @@ nothing here asks why a message did not come.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import ClassVar
 
@@ -39,7 +39,7 @@ from peers.protocol.exchange import Exchange, ExchangeEvent
 from peers.protocol.internal import Host, WorkDone
 from peers.protocol.leader import Leader
 from peers.protocol.minority import Attendance
-from peers.protocol.own_work import Answer, OwnWork
+from peers.protocol.own_work import Objection, OwnWork
 from peers.protocol.pacemaker import Pacemaker
 from peers.protocol.replica import Replica
 from peers.protocol.state_machine import Row, StateMachine, Table
@@ -101,7 +101,8 @@ class Notes:
     views: set[int] = field(default_factory=set)
     """Those whose leaders have gone on with our round."""
     propose: Propose | None = None
-    answer: Answer = field(default_factory=Answer)
+    objection: Objection | None = None
+    """To this proposal."""
     fetched: set[bytes] = field(default_factory=set)
     """Payloads of proposals that were fetched as a whole."""
     unkept: set[bytes] = field(default_factory=set)
@@ -247,9 +248,10 @@ class EntryRound(StateMachine):
             return
         self._work.repetition.said()
         context, evidence, lineage = self._context, self._context.evidence, self._replica.lineage
-        ready = self._work.ready(
-            self._replica.state_digest, self.pacemaker.view, self.exchange, self.voter, self._notes.answer
-        )
+        propose, objection = self._notes.propose, self._notes.objection
+        refused = propose.ballot if propose and objection else None
+        state, view = self._replica.state_digest, self.pacemaker.view
+        ready = self._work.ready(state, view, self.exchange, self.voter, refused, objection)
         context.emit(Send(leader, ready))
         self.voter.repeat(leader)
         if leader == context.me:
@@ -322,7 +324,7 @@ class EntryRound(StateMachine):
         notes.begun = begin.ballot
         notes.views.add(begin.ballot.view)
         if notes.propose is not None and notes.propose.ballot < begin.ballot:
-            notes.propose, notes.answer = None, Answer()  # it is taken back: other averages are to come
+            notes.propose = notes.objection = None  # it is taken back: other averages are to come
         self.pacemaker.begun(seconds)
         if self.state is READY:
             self._enter(EXCHANGING)
@@ -431,7 +433,7 @@ class EntryRound(StateMachine):
         if view == self.pacemaker.view:
             self.pacemaker.begun(0.0)
         if known is None or known.ballot != propose.ballot:
-            self._notes.answer = Answer()
+            self._notes.objection = None
         else:
             self.voter.repeat(sender)
         self._notes.propose, self._notes.told_by = propose, sender
@@ -442,63 +444,58 @@ class EntryRound(StateMachine):
         propose, notes = self._notes.propose, self._notes
         if propose is None or self.state is DECIDED:
             return
-        answer = Answer(propose.ballot)
-        objection = self._objection(propose, answer)
-        answer.refusal = self.voter.prepare(propose, notes.told_by, objection)
-        if answer.refusal is None:
+        objection = self._objection(propose)
+        refusal = self.voter.prepare(propose, notes.told_by, objection.refusal if objection else None)
+        if refusal is None:
             self.pacemaker.voted(propose.ballot.view)
-            notes.answer, notes.lacking = Answer(), None
-        elif answer != notes.answer:
-            notes.answer = answer
-            if answer.refusal is not Refusal.NO_PAYLOAD and self.is_taking_part:
+            notes.objection = notes.lacking = None
+        elif (told := replace(objection or Objection(refusal), refusal=refusal)) != notes.objection:
+            notes.objection = told
+            if refusal is not Refusal.NO_PAYLOAD and self.is_taking_part:
                 self._work.repetition.at_once()
                 self.say_ready()
         for certified in self.voter.recount(propose.choice):
             self._is_certified(certified, self._context.me)
 
-    def _objection(self, propose: Propose, answer: Answer) -> Refusal | None:
-        """Return what stands against a proposal, besides our own votes (R5, 4 to 11)."""
+    def _objection(self, propose: Propose) -> Objection | None:
+        """Return what stands against a proposal, besides our own votes and the log (R5.5 to R5.11)."""
         header, group = propose.header, propose.group
         if group and not self.attendance.joins(group):
-            answer.named = self.attendance.left_out(group)
-            return Refusal.NOT_ALONE
+            return Objection(Refusal.NOT_ALONE, named=self.attendance.left_out(group))
         if propose.justify is not None:
             is_kept = self._has_payload(header) and header.payload not in self._notes.unkept
-            return None if is_kept else self._look_for_payload(propose)
-        if (objection := self._objection_to_data(propose, answer)) is not None:
+            return None if is_kept else Objection(self._look_for_payload(propose))
+        if (objection := self._objection_to_data(propose)) is not None:
             return objection
         if self.log.closes and header.leader != self._notes.told_by:
-            return Refusal.DOES_NOT_FOLLOW
-        answer.named = () if group else self._forgotten(header)
-        if answer.named:
-            return Refusal.NOT_GONE
-        answer.named = self._strangers(header)
-        if answer.named:
-            return Refusal.STRANGER
-        answer.unproven = self._context.evidence.lacking(header.faults, self._replica.lineage)[:16]
-        return Refusal.UNPROVEN_FAULT if answer.unproven else None
+            return Objection(Refusal.DOES_NOT_FOLLOW)
+        if not group and (heard := self._forgotten(header)):
+            return Objection(Refusal.NOT_GONE, named=heard)
+        if strangers := self._strangers(header):
+            return Objection(Refusal.STRANGER, named=strangers)
+        unproven = self._context.evidence.lacking(header.faults, self._replica.lineage)[:16]
+        return Objection(Refusal.UNPROVEN_FAULT, unproven=unproven) if unproven else None
 
-    def _objection_to_data(self, propose: Propose, answer: Answer) -> Refusal | None:
+    def _objection_to_data(self, propose: Propose) -> Objection | None:
         """Return what the exchange says against a proposal: its averages must be here, as their reducers signed
         them."""
         header, exchange, log = propose.header, self.exchange, self.here
         if header.payload == NO_PAYLOAD:
             has_work = self._work.trained is not None and self._work.trained.tokens > 0
-            return Refusal.HAS_WORK if has_work and not self.log.closes else None
+            return Objection(Refusal.HAS_WORK) if has_work and not self.log.closes else None
         if exchange is None or propose.round != exchange.name:
-            return Refusal.NO_PAYLOAD
+            return Objection(Refusal.NO_PAYLOAD)
         self._context.emit(*exchange.proposed(propose.marks))
         if exchange.payload != header.payload or header.payload in self._notes.unkept:
-            answer.lacking = exchange.lacking()
-            return Refusal.NO_PAYLOAD
+            return Objection(Refusal.NO_PAYLOAD, lacking=exchange.lacking())
         if not exchange.round.counts_enough(exchange.absent(), propose.ballot.view, len(log.ring)):
-            return Refusal.MOST_ABSENT
+            return Objection(Refusal.MOST_ABSENT)
         besides = header.leader, header.faults, log.gone_in(header), log.taken_in(header)
         try:
             expected = exchange.round.entry(log, exchange.absent(), header.payload, *besides)
         except LogError:
-            return Refusal.DOES_NOT_FOLLOW
-        return None if expected == header else Refusal.UNSIGNED_AVERAGE
+            return Objection(Refusal.DOES_NOT_FOLLOW)
+        return None if expected == header else Objection(Refusal.UNSIGNED_AVERAGE)
 
     def _forgotten(self, header: Header) -> tuple[str, ...]:
         """Return the voters that we hear, and that would lose their say: they are said to be gone, or to have started
