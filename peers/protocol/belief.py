@@ -12,10 +12,10 @@ from peers.log.state import LogError, LogState
 from peers.messages.messages import Certified
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
+from peers.protocol.attendance import are_most
 from peers.protocol.context import Context
 from peers.protocol.effects import Dropped
 from peers.protocol.internal import Behind
-from peers.protocol.minority import are_most
 from peers.protocol.replica import Replica
 
 

@@ -97,8 +97,8 @@ class Pacemaker:
         self.reached = max(self.reached, self.view)
 
     def begun(self, seconds: float) -> None:
-        """Note that the leader of this view has begun an exchange of so many seconds: it gets the time for that,
-        once."""
+        """Note that the leader of this view has begun an exchange of so many seconds, or proposes without one (0): the
+        timer starts again, once (R2)."""
         if self.view not in self._begun:
             self._begun[self.view] = seconds
             self._spent[self.view] = 0.0

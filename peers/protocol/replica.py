@@ -13,11 +13,11 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
 from peers.presence.presence import Presence
+from peers.protocol.attendance import are_most
 from peers.protocol.context import Context
 from peers.protocol.effects import Apply, FetchPayload, FetchSnapshot, Note, TokensLost
 from peers.protocol.events import Applied, Digested, SignedHeadsSeen, SnapshotFailed, SnapshotRestored
 from peers.protocol.internal import Behind, EntryMade, FarBehind, NobodyAhead
-from peers.protocol.minority import are_most
 from peers.protocol.state_machine import Row, StateMachine, Table
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHead, SignedHeads
 

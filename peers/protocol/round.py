@@ -21,6 +21,7 @@ from peers.messages.averages import Averaged
 from peers.messages.messages import Begin, Certified, Propose, Vote, Want
 from peers.messages.rounds import Round
 from peers.presence.presence import Presence
+from peers.protocol.attendance import Attendance
 from peers.protocol.awaited import late
 from peers.protocol.context import Context
 from peers.protocol.contributions import Contributions
@@ -38,7 +39,6 @@ from peers.protocol.events import (
 from peers.protocol.exchange import Exchange, ExchangeEvent
 from peers.protocol.internal import Host, WorkDone
 from peers.protocol.leader import Leader
-from peers.protocol.minority import Attendance
 from peers.protocol.own_work import Objection, OwnWork
 from peers.protocol.pacemaker import Pacemaker
 from peers.protocol.replica import Replica
@@ -99,7 +99,7 @@ class Notes:
     heard: frozenset[tuple[str, int]] = frozenset()
     """The peers that were heard when we entered the round, each as the incarnation that it was."""
     views: set[int] = field(default_factory=set)
-    """Those whose leaders have gone on with our round."""
+    """The views in which our round was begun, or gone on with."""
     propose: Propose | None = None
     objection: Objection | None = None
     """To this proposal."""
@@ -176,7 +176,7 @@ class EntryRound(StateMachine):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether a leader may go on with the round that we are in: one alone has had it, and that was another one."""
+        """Whether we may go on with our round as its second leader: one view alone has had it, led by another peer."""
         is_ours = self.exchange is not None and self.exchange.name.leader == self._context.me
         return len(self._notes.views) == 1 and not is_ours
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from peers.log.state import LogState
 from peers.presence.membership import PARTICIPATING
 from peers.presence.presence import Presence
+from peers.protocol.attendance import Attendance
 from peers.protocol.context import Context
-from peers.protocol.minority import Attendance
 from peers.protocol.own_work import OwnWork
 from peers.protocol.pacemaker import Pacemaker, named_by_quorum
 from peers.protocol.replica import Replica, ReplicaState

@@ -31,7 +31,7 @@ from peers.log.header import Header, Member, Position
 from peers.log.state import COMMITTEE, LogState, Quorum, committee
 from peers.messages.messages import Certified, Propose, Vote
 from peers.protocol.voting import (
-    PLACES,
+    POSITIONS,
     Cast,
     RecordError,
     Refusal,
@@ -412,12 +412,12 @@ def test_r11_a_peer_that_has_left_votes_no_more_from_there_on() -> None:
 
 def test_r11_what_is_forgotten_is_not_voted_on_again() -> None:
     record = EMPTY
-    for index in range(PLACES + 3):
+    for index in range(POSITIONS + 3):
         record = record.after(state_at(index))
     assert record.forgotten == 3
     assert record.at(position(2)) is Refusal.FORGOTTEN
     assert record.at(position(3)) == state_at(3)
-    assert record.departure == PLACES + 3
+    assert record.departure == POSITIONS + 3
 
 
 def test_r11_nothing_is_voted_for_where_a_certified_entry_is_known() -> None:

@@ -1,4 +1,5 @@
-"""The peers at work at one position: whether they are a quorum, and when a minority goes on alone (R8).
+"""Attendance at one position: which peers are at work there, whether they are a quorum, and when a minority goes on
+alone (R8).
 
 A minority goes on when the others may be gone for good. Each of its voters sees by itself that no quorum was here for
 the partition grace. Others follow its entry only where too few of the last roster are here to make one of their own:

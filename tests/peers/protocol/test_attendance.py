@@ -12,10 +12,10 @@ from peers.log.lineage import Lineage
 from peers.messages.messages import Certified, Propose
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
+from peers.protocol.attendance import NEARLY, Attendance
 from peers.protocol.belief import Belief
 from peers.protocol.effects import Apply
 from peers.protocol.events import PayloadAssembled
-from peers.protocol.minority import NEARLY, Attendance
 from peers.protocol.replica import Replica
 from tests.peers.builders import ahead, at_second, context, of, roster, sends
 from tests.peers.heartbeats import beat
