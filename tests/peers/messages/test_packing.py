@@ -24,7 +24,7 @@ from peers.values.leases import prefix, sample_count
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, digest_of
 from tests.peers.builders import FIRST, at_second, choice, propose, ready, round_of, sends, vote
 from tests.peers.logs import LOG, RUN, SETTINGS, first_log, next_header
-from tests.peers.protocol.test_messages import HEADER, MESSAGES, each
+from tests.peers.messages.test_messages import HEADER, MESSAGES, each
 
 HERE = first_log()
 BEYOND = HERE.append(HEADER)
