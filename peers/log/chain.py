@@ -234,7 +234,7 @@ def newest(log: LogState) -> Header:
 
 
 def _on_trust(log: LogState, header: Header) -> LogState:
-    """The log with an entry of the first cycle that is known of it: nothing before vouches for it.
+    """Return the log with an entry of the first cycle that is known of it: nothing before vouches for it.
 
     Raises: LogError when it is not of one cycle with the entries before it, or names an amendment that is not signed.
     """
@@ -342,7 +342,7 @@ class Chain:
         yield from (newest(state) for _, state in self.states(first, last))
 
     def states(self, first: int, last: int) -> Iterator[tuple[int, LogState]]:
-        """The log after each of the entries of the cycles [first, last) that are here, with their indices."""
+        """Return the log after each of the entries of the cycles [first, last) that are here, with their indices."""
         first, last = max(first, self.first), min(last, self.next_index)
         if first >= last:
             return
@@ -409,7 +409,8 @@ class Chain:
 
 
 def _proven(first: Entry, log: LogState) -> Entry:
-    """The first entry that is here, now that what it follows is known: without its certificate, if that is false."""
+    """Return the first entry that is here, now that what it follows is known: without its certificate, if that is
+    false."""
     header, certificate = first.content, first.proof
     if certificate is not None and isinstance(header, Header):
         try:

@@ -172,12 +172,12 @@ class Position(Value):
         return f"{self.index}{fragment}:{self.head.hex()[:8]}"
 
     def is_in_cycle_of(self, other: Position) -> bool:
-        """Whether both are about entries of one cycle of one lineage."""
+        """Return whether both are about entries of one cycle of one lineage."""
         return self is other or (self.index, self.head) == (other.index, other.head)
 
 
 def cycle_head(entries: Sequence[bytes]) -> bytes:
-    """What names a lineage after a cycle with these entries, one for each fragment, in order."""
+    """Return the head of a lineage after a cycle with these entries, one for each fragment, in order."""
     return entries[0] if len(entries) == 1 else digest_of(b"".join(entries))
 
 

@@ -63,15 +63,15 @@ class Lineage:
         return next(reversed(self._starts.values()))
 
     def after(self, position: Position) -> tuple[Header, Certificate | None] | None:
-        """The entry that was made there, if it is a recent one of this lineage, and what proves it."""
+        """Return the entry that was made there, if it is a recent one of this lineage, and its certificate."""
         return self._followers.get((position.head, position.fragment))
 
     def start(self, head: bytes) -> LogState | None:
-        """The log as it was when a recent cycle of this lineage began."""
+        """Return the log as it was when a recent cycle of this lineage began."""
         return self._starts.get(head)
 
     def lacks(self, index: int, head: bytes) -> bool:
-        """Whether this lineage led to another place after so many cycles, or has not come so far."""
+        """Return whether this lineage led to another place after so many cycles, or has not come so far."""
         return index >= self.known_from and self.head_at(index) != head
 
     @property
@@ -93,7 +93,7 @@ class Lineage:
             self._heads.extendleft(reversed(heads[:-1][-room:]))
 
     def head_at(self, index: int) -> bytes | None:
-        """What named this lineage after so many cycles; None: too long ago to be known, or not made yet."""
+        """Return this lineage's head after so many cycles; None: too long ago to be known, or not made yet."""
         place = index - self.known_from
         return self._heads[place] if 0 <= place < len(self._heads) else None
 
@@ -161,7 +161,7 @@ class Branch:
         return next((doubt for doubt in reversed(doubts) if doubt and doubt.position.index < index), None)
 
     def has(self, position: Position) -> bool:
-        """Whether a cycle of this branch ends there, or it begins there."""
+        """Return whether a cycle of this branch ends there, or it begins there."""
         return self.heads.get(position.index) == position.head
 
     def followed_by(self, other: Branch) -> Branch:
@@ -204,11 +204,11 @@ class Branch:
         return all(support.is_certified for _, support in self.first.values())
 
     def splits_from(self, other: Branch) -> bool:
-        """Whether they have different entries at one place."""
+        """Return whether they have different entries at one place."""
         return self._split(other) is not None
 
     def is_better_than(self, other: Branch, signed: SignedHeads = NOTHING_SIGNED) -> bool:
-        """Whether a peer that has the other branch is to move to this one. Both start at one place.
+        """Return whether a peer that has the other branch is to move to this one. Both start at one place.
 
         Nobody goes on where an archive has signed something else.
         """
@@ -220,7 +220,7 @@ class Branch:
         return (ours, *self._weight(fragment)) > (theirs, *other._weight(fragment))
 
     def standing(self, signed: SignedHeads) -> int:
-        """What the run's archives say of its own entries."""
+        """Return the standing that the run's archives give to its own entries."""
         return signed.standing(self.heads, self.start.position.index)
 
     def contradiction(self, signed: SignedHeads) -> SignedHead | None:
@@ -228,7 +228,7 @@ class Branch:
         return signed.contradiction(self.heads)
 
     def _split(self, other: Branch) -> int | None:
-        """The first fragment of which they have different entries."""
+        """Return the first fragment of which they have different entries."""
         both = sorted(self.first.keys() & other.first.keys())
         return next((one for one in both if self.first[one][0] != other.first[one][0]), None)
 

@@ -112,15 +112,15 @@ class LogState:
         return Position(index=self.last.index + 1, head=cycle_head(self.ends), fragment=self.fragment)
 
     def of(self, fragment: int) -> LogState:
-        """The log as seen from the place of this fragment's next entry."""
+        """Return the log as seen from the place of this fragment's next entry."""
         return self if fragment == self.fragment else replace(self, fragment=fragment)
 
     def opening(self, fragment: int) -> LogState:
-        """The same before any entry of the present cycle was made: what one says does not follow from the others."""
+        """Return the same before any entry of the present cycle was made: none of them follows from the others."""
         return replace(self.of(fragment), made=()) if self.made else self.of(fragment)
 
     def in_state(self, digest: bytes) -> LogState:
-        """The same where theta and momentum have this digest."""
+        """Return the same where theta and momentum have this digest."""
         return self if digest == self.state else replace(self, state=digest)
 
     @property
@@ -129,7 +129,7 @@ class LogState:
         return self.fragment == self.fragments - 1
 
     def is_closing(self, header: Header) -> bool:
-        """Whether it is the entry that closes its cycle."""
+        """Return whether a header is of the entry that closes its cycle."""
         return header.fragment == self.fragments - 1
 
     @property
@@ -171,7 +171,7 @@ class LogState:
         return {peer: self.incarnations[peer] for peer in self.voters}
 
     def counts(self, peer: str, incarnation: int) -> bool:
-        """Whether the peer is a voter in this incarnation, and so remembers its votes (R12)."""
+        """Return whether the peer is a voter in this incarnation, and so remembers its votes (R12)."""
         return self.voter_incarnations.get(peer) == incarnation
 
     @cached_property
@@ -190,7 +190,7 @@ class LogState:
         return {tenure.peer: tenure.served for tenure in self.last.tenures} if self.last else {}
 
     def is_on_probation(self, peer: str) -> bool:
-        """Whether the peer neither counts nor votes yet. Before the first entry nobody is."""
+        """Return whether the peer neither counts nor votes yet (R17). Before the first entry no peer is."""
         return self.probation > 0 and self.last is not None and self.served.get(peer, 0) < self.probation
 
     @cached_property
@@ -212,7 +212,7 @@ class LogState:
         return self.ring[view % len(self.ring)] if self.ring else None
 
     def weighed(self, roster: Sequence[Member]) -> tuple[Member, ...]:
-        """The roster as it counts: of those on probation nothing, unless all of them are."""
+        """Return the roster as it counts: members on probation count nothing, unless all are."""
         new = {member.peer for member in roster if self.is_on_probation(member.peer)}
         if not new or len(new) == len(roster):
             return tuple(roster)
@@ -292,7 +292,7 @@ class LogState:
         return tuple(_grants(self.pool, self.samples_per_lease).values())
 
     def lease_of(self, peer: str, samples: Lease) -> Lease:
-        """What `peer` may train if it names these samples: its own lease, or the grant that they begin.
+        """Return the lease that these samples of a peer begin: its own, or a grant.
 
         Raises: LogError when it is neither's beginning: scattered samples would cost everybody, for ever.
         """
@@ -335,7 +335,7 @@ class LogState:
         return 2 * member.tokens >= sample_count(member.samples) * self.tokens_per_sample
 
     def carried(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> tuple[Assignment, ...]:
-        """The leases of those who are not in the roster and may contribute to a later entry."""
+        """Return the leases of peers that are not in the roster and may contribute to a later entry (R7)."""
         if self.last is None:
             return ()
         besides = {member.peer for member in roster} | {fault.peer for fault in faults}
@@ -344,8 +344,8 @@ class LogState:
         return tuple(kept[:MEMBER_LIMIT])
 
     def pool_after(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> SamplePool:
-        """The pool once `roster` has trained what it says. The rest of its leases is given back, as are leases that are
-        not carried on, and samples of which fewer than half of the tokens count.
+        """Return the pool once `roster` has trained what it says. The rest of its leases is given back, as are leases
+        that are not carried on, and samples of which fewer than half of the tokens count.
 
         Raises: LogError when a member trained what was not for it, or states more tokens than its samples have.
         """
@@ -397,14 +397,14 @@ class LogState:
             raise LogError("it is another fragment's entry")
 
     def at(self, header: Header | None, ends: tuple[bytes, ...] = ()) -> LogState:
-        """The state after the cycle that `header` closes, taken on trust (from a snapshot whose digest peers vouch
-        for). `ends` are the digests of its entries, which must be given where it has more than one."""
+        """Return the state after the cycle that `header` closes, taken on trust (from a snapshot whose digest peers
+        vouch for). `ends` are the digests of its entries, which must be given where it has more than one."""
         return replace(
             self, last=header, ends=ends or ((header.digest,) if header else ()), made=(), state=UNKNOWN_STATE
         )
 
     def may_end_with(self, header: Header | None, ends: Sequence[bytes]) -> bool:
-        """Whether a cycle may be closed by this entry and have entries with these digests."""
+        """Return whether a cycle may be closed by this entry and have entries with these digests."""
         if header is None:
             return not ends
         is_all = (len(ends) == self.fragments and ends[-1] == header.digest) or (self.fragments == 1 and not ends)

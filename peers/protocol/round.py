@@ -216,7 +216,8 @@ class EntryRound(StateMachine):
         return self.views.granted_by[0] if self.views.granted_by else None
 
     def was_asked(self, peer: str) -> bool:
-        """Whether we have told the peer that we are ready: it knows better than its last heartbeat how far it is."""
+        """Return whether we have told the peer that we are ready: it knows better than its last heartbeat how far it
+        is."""
         return self.is_taking_part and peer == self.pacemaker.leader
 
     # The view -------------------------------------------------------------------------------------------------
@@ -646,7 +647,7 @@ class EntryRound(StateMachine):
             self._host.others_made(certified, sender, self)
 
     def _await_payload(self, _: Tick | None = None) -> None:
-        """What is decided comes with the exchange, or is fetched as a whole when nothing comes any more."""
+        """Take the decided payload from the exchange, or fetch the whole of it when nothing comes any more."""
         notes, context = self._notes, self._context
         if notes.decided is None:
             return
@@ -661,7 +662,7 @@ class EntryRound(StateMachine):
             self._host.others_made(notes.decided, notes.told_by, self)
 
     def _make(self, certified: Certified) -> None:
-        """The entry is committed, and its payload is here."""
+        """Hand on the entry: it is committed, and its payload is here."""
         if self.state is not DECIDED:
             self._enter(DECIDED)
         if self._notes.began_at:

@@ -78,8 +78,8 @@ class Trainer(StateMachine):
         self._context.emit(Train(log.position.index, leased.lease, leased.steps, log.lineage_tokens))
 
     def _progressed(self, event: TrainingProgress) -> None:
-        """The first sign shows only that the worker has begun: it could begin each lease, and hang. Inner step 0 is
-        still of the lease before."""
+        """Note progress. The first sign shows only that the worker has begun: it could begin each lease, and hang.
+        Inner step 0 is still of the lease before."""
         is_of_lease = event.progress.inner_step > 0
         if self.progress is not None or not is_of_lease:
             self.watch.progress(self._context.now)
