@@ -83,7 +83,7 @@ class Attention:
         self._shown: dict[tuple[str, bytes], tuple[int, float]] = {}  # how often each, and when last
 
     def want(self, proofs: Iterable[bytes]) -> None:
-        """Check the proofs with these digests, whoever shows them."""
+        """Check the proofs with these digests, from any sender."""
         self._wanted |= dict.fromkeys(proofs)
         for oldest in list(self._wanted)[:-WANTED]:
             del self._wanted[oldest]

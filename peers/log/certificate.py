@@ -1,4 +1,4 @@
-"""What proves an entry: ballots, choices and the signatures of enough voters for one of them.
+"""Certificates of entries: ballots, choices, and the signatures of enough voters for one of them.
 
 A vote is for a *choice*: one header, in one ballot, in one of two phases. All votes of one choice are signed over the
 same fields, so a certificate is the choice once and the signatures beside it, and anybody who has the log before the

@@ -33,7 +33,7 @@ NO_PAYLOAD = digest_of(b"")
 """In place of a payload's digest: nobody had trained the fragment, and it stays as it is."""
 
 UNKNOWN_STATE = bytes(DIGEST_BYTES)
-"""In place of a state's digest, where nobody has said yet which state an entry is for."""
+"""In place of a state's digest, where it is not known yet which state an entry is for."""
 FAULT_LIMIT = 4
 """Faults in one entry: each is shown to all of its members."""
 EXCLUSION_LIMIT = 4000
@@ -88,8 +88,8 @@ class Bystander(Value):
 
 
 Kind: TypeAlias = Literal["averages", "commitments", "contribution", "votes"]
-"""What a peer did: signed two averages of a chunk, two commitments for one training, or two votes that contradict each
-other; or committed to what is no contribution."""
+"""The kind of a lie: two averages of a chunk, two commitments for one training, or two votes that contradict each
+other; or a commitment to what is no contribution (R9)."""
 
 
 class Fault(Value):
@@ -182,6 +182,6 @@ def cycle_head(entries: Sequence[bytes]) -> bytes:
 
 
 def may_be_named(told_at: int, index: int, exclusion: int) -> bool:
-    """Return whether a lie told for entry `told_at` may be named in entry `index`: so lately that nobody can have been
-    excluded for it before, since whoever was is still so. What was signed for the first entry excludes nobody."""
+    """Return whether a lie told for entry `told_at` may be named in entry `index`: so lately that a peer
+    that was excluded for it before still is. What was signed for the first entry excludes no peer (R9)."""
     return 0 < told_at <= index < told_at + min(FAULT_AGE, exclusion)

@@ -22,13 +22,13 @@ from peers.values.identity import Verify
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHead, SignedHeads
 
 RECENT_ENTRIES = 64
-"""How many of the last headers a peer can name to one that fell behind."""
+"""Headers, the last ones, that a peer can name to one that fell behind."""
 UNSUPPORTED = Support(is_certified=False, signers=0)
 
 
 class Lineage:
     """The last entries of a peer's log. Of those before the snapshot that it began with it knows the heads alone, as
-    far as whoever vouched for the snapshot knew them, or the log that is kept here has them (`recall`).
+    far as the peers that vouched for the snapshot knew them, or the log that is kept here has them (`recall`).
 
     `doubt` is the newest place in it from which a minority went on, as certificates say.
     """

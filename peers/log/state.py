@@ -520,9 +520,9 @@ def _check_gone(gone: Sequence[str], voters: Sequence[str], named: Collection[st
     """
     chosen = set(gone)
     if tuple(gone) != tuple(peer for peer in voters if peer in chosen):
-        raise LogError("somebody who is gone is no voter, or they are not in the voters' order")
+        raise LogError("a peer that is gone is no voter, or they are not in the voters' order")
     if not chosen.isdisjoint(named):
-        raise LogError("somebody who is gone is a member, or named in its annex")
+        raise LogError("a peer that is gone is a member, or named in its annex")
 
 
 def _check_amendment(log: LogState, amendment: Amendment | None) -> None:
@@ -542,8 +542,8 @@ def _tenures_after(
 ) -> tuple[Tenure, ...]:
     """Return the tenures after an entry with this roster; none where the run has no probation.
 
-    Whoever founds the run has served. So has a roster of nobody but those on probation: it founds it anew. Peers that
-    are excluded begin anew.
+    Founders have served. So have all of a roster of peers on probation alone: they found the run anew. Excluded peers
+    begin anew (R17).
     """
     if not probation:
         return ()

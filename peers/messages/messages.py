@@ -211,7 +211,7 @@ class Vote(Value):
 
 
 class Proof(Value):
-    """Member → leader: this proves that somebody has lied. Leader → members: this is behind a fault that the next
+    """Member → leader: this proves that a peer has lied (R9). Leader → members: this is behind a fault that the next
     header names."""
 
     kind: ClassVar[Literal["proof"]] = "proof"

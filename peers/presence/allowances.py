@@ -1,4 +1,4 @@
-"""How many bytes are exchanged with whom, so that nobody can make a peer listen or send without end."""
+"""Allowances of bytes to be exchanged, so that no sender can make a peer listen or send without end."""
 
 from __future__ import annotations
 

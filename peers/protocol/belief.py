@@ -1,4 +1,4 @@
-"""Which of other peers' entries and branches to take for the run's (R8, R13, R19, R21).
+"""Belief in other peers' entries and branches: which of them are taken for the run's (R8, R13, R19, R21).
 
 A certified entry proves itself. Evidence is needed where too few have made one: in a minority, or as founders.
 """

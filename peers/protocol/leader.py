@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from peers.protocol.round import EntryRound
 
 SECOND_CHANCES = 2
-"""How often in a view members get heirs because they gave no Part in time."""
+"""Times in a view that members get heirs because they gave no Part in time."""
 MISSED_ATTEMPTS = 1 << 16
 """Attempts of a view that its leader may have forgotten, since it started again."""
 AGAIN = 2.0

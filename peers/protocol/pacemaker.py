@@ -15,7 +15,7 @@ from peers.log.settings import Timing
 MEASURED = 5
 """Rounds whose median the timer rests on."""
 MARGIN = 3.0
-"""How much longer than usual a round may take before its leader is passed over."""
+"""Times the usual round, that a leader has before the next one takes over."""
 LONGEST = 5.0
 """Times the manifest's time limit, that a leader has to begin at most, besides the grace."""
 

@@ -1,4 +1,4 @@
-"""Who averages how much in a round: by who reaches whom, and by what links carry. Pure functions.
+"""The plan of a round (R3): how much each member averages, by its reach and its link. Pure functions.
 
 Only a member's own words about its links are asked for. A pair in which one does not reach the other costs both of them
 alike, and the one that has most such pairs first; so a member that names all others loses its own place, and no other.
@@ -20,7 +20,7 @@ from peers.values.chunks import payloads_moved, split_by_rate
 LEAST_PAYLOADS = 2.0
 """Payloads that a link is taken to carry at least: a member's own blocks go out before the average comes in."""
 SLACK = 2.0
-"""How much more than others saw of a peer it may say that its link carries: in a round it need not have been busy."""
+"""Times the rate that others saw of a peer, that it may claim: in a round its link need not have been busy."""
 ALIKE = 0.8
 """Of the rate of a link, that another one's is at least that is dealt as much."""
 REACHED = 0.75
