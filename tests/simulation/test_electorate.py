@@ -131,7 +131,10 @@ def test_an_ally_that_refuses_connections_takes_nobody_its_say() -> None:
     goes_on(swarm, 30, 1500.0)
 
 
-@pytest.mark.parametrize("kind", ["refuses all", "leaves out", "reaches nobody"])
+@pytest.mark.parametrize(
+    "kind",
+    ["refuses all", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("leaves out", "reaches nobody"))],
+)
 @pytest.mark.parametrize("liars", [FIVE, pytest.param(SEVEN, marks=pytest.mark.thorough)], ids=len)
 def test_who_is_kept_out_by_liars_keeps_its_say(kind: str, liars: Sequence[str]) -> None:
     swarm = swarm_of(2 * len(liars) + 1, liars, kind, entries=3)
@@ -180,7 +183,12 @@ def hang(swarm: Swarm, names: set[str]) -> None:
 
 @pytest.mark.parametrize(
     ("peers", "hung", "at_once"),
-    [(4, 2, False), (5, 3, False), (6, 4, False), (4, 1, True), (5, 2, True), (7, 3, True)],
+    [
+        (4, 2, False),
+        (5, 2, True),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((5, 3, False), (6, 4, False))),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((4, 1, True), (7, 3, True))),
+    ],
 )
 def test_peers_whose_workers_hang_hold_the_others_up_for_a_bounded_time(peers: int, hung: int, at_once: bool) -> None:
     """They know themselves that they can do nothing. Regression: 2,400 s where it was half of them."""

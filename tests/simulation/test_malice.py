@@ -19,7 +19,7 @@ from tests.simulation.test_schedules import SETTINGS
 from tests.simulator.claims import GivesNoLease
 from tests.simulator.history import InvariantError
 from tests.simulator.liars import Liar
-from tests.simulator.malice import KINDS, LEADERS, Deceit, plant, promised
+from tests.simulator.malice import KINDS, LEADERS, REDUCERS, Deceit, plant, promised
 from tests.simulator.schedules import (
     CALM,
     EVENLY,
@@ -140,7 +140,9 @@ def test_in_random_lives_no_entry_takes_longer_than_is_promised() -> None:
         assert longest_pause(life) <= bound, f"seed {seed}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.thorough) if kind in REDUCERS else kind for kind in KINDS]
+)
 def test_an_honest_majority_withstands(kind: str) -> None:
     assert messages_a_second(life_with(kind)) > 0
 
@@ -197,7 +199,7 @@ def test_a_leader_that_tells_each_something_else_makes_no_two_entries(kind: str,
 
 
 @pytest.mark.parametrize("kind", ["keeps few", "leaves out"])
-@pytest.mark.parametrize(("peers", "liars"), [(5, 2), (11, 5)])
+@pytest.mark.parametrize(("peers", "liars"), [(5, 2), pytest.param(11, 5, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("first", [0, 1])
 def test_liars_of_whom_one_leads_do_not_become_the_majority(kind: str, peers: int, liars: int, first: int) -> None:
     """Regression: with one entry, of as few as make a majority, allies that were nearly half became more than half of
@@ -214,7 +216,13 @@ def test_who_refuses_all_at_the_founding_keeps_nobody_from_it() -> None:
     live(replace(life_with("refuses all", QUICK), liars=FOUNDING))
 
 
-@pytest.mark.parametrize("kind", ["other leases", "one lease for all", "gives no lease"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gives no lease",
+        *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("other leases", "one lease for all")),
+    ],
+)
 def test_whoever_gives_false_leases_at_the_founding_keeps_nobody_from_it(kind: str) -> None:
     """Regression: five honest peers of which all are needed to found the run went from it to another leader and back,
     each of whom refused the samples that the other had given; or they waited for samples for ever."""
@@ -294,6 +302,7 @@ def test_a_leader_that_gives_no_samples_keeps_no_newcomer_out(monkeypatch: pytes
     assert swarm.history.counted["late"]
 
 
+@pytest.mark.thorough
 def test_the_same_seed_gives_the_same_life() -> None:
     def trace() -> list[str]:
         return [" ".join(map(str, line)) for line in live(draw_life(5, kinds=("mixtures",)), traced=True).trace]

@@ -62,7 +62,7 @@ def kill_at_effect(swarm: Swarm, name: str, number: int) -> None:
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
-@pytest.mark.parametrize("peers", [1, 2, 3])
+@pytest.mark.parametrize("peers", [1, 2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_killed_between_any_two_of_its_deeds_it_is_the_same_voter_when_it_starts_again(
     peers: int, fragments: int
 ) -> None:

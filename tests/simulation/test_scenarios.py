@@ -145,8 +145,8 @@ def boasts(sender: str, to: str, message: Message) -> Message:
     return message.model_copy(update={"rate": 2**40}) if is_claim else message
 
 
-def entries_in_two_hours(slow: Rate, is_liar: bool = False) -> Entries:
-    """Return what six peers come to in two hours, with trainings of three minutes. One has such a link."""
+def entries_in_an_hour(slow: Rate, is_liar: bool = False) -> Entries:
+    """Return what six peers come to in an hour, with trainings of three minutes. One has such a link."""
     fast = Faults(rates=tuple((f"peer{name:02}", FAST) for name in range(6)))
     swarm = swarm_of(6, settings(inner_steps=180), fast)
     swarm.training_time = lambda steps: steps * swarm.random.uniform(*EVEN)  # type: ignore[method-assign]
@@ -154,19 +154,19 @@ def entries_in_two_hours(slow: Rate, is_liar: bool = False) -> Entries:
     if is_liar:
         swarm.on_message = boasts
     entries = Entries(swarm)
-    swarm.run(2 * HOUR)
+    swarm.run(HOUR)
     return entries
 
 
 @pytest.fixture(scope="module")
 def usual_hours() -> Entries:
-    return entries_in_two_hours(FAST)
+    return entries_in_an_hour(FAST)
 
 
 @pytest.mark.parametrize("is_liar", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["honest", "a liar"])
 def test_one_slow_link_costs_the_others_a_tenth_of_their_entries_at_most(is_liar: bool, usual_hours: Entries) -> None:
     """Before, each entry took six minutes, for ever."""
-    entries = entries_in_two_hours(MINUTES_EACH, is_liar)
+    entries = entries_in_an_hour(MINUTES_EACH, is_liar)
     assert entries.made >= 0.9 * usual_hours.made
     counted, usual = (min(one.counted[f"peer{name:02}"] for name in range(5)) for one in (entries, usual_hours))
     assert counted >= 0.9 * usual, "some are late by chance: with fast links, too"
@@ -175,7 +175,7 @@ def test_one_slow_link_costs_the_others_a_tenth_of_their_entries_at_most(is_liar
 @pytest.mark.thorough
 def test_a_link_that_is_slower_than_others_but_fast_enough_counts(usual_hours: Entries) -> None:
     """It takes four seconds for a payload: longer than any other, and no longer than an exchange may."""
-    entries = entries_in_two_hours(Rate(up=FAST.up / 4, down=FAST.down / 4))
+    entries = entries_in_an_hour(Rate(up=FAST.up / 4, down=FAST.down / 4))
     assert entries.made >= 0.9 * usual_hours.made
     assert entries.counted[SLOW] >= 0.9 * entries.made
 

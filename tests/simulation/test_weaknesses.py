@@ -210,10 +210,9 @@ def test_one_flipped_bit_in_the_leaders_state_costs_nobody_else_anything() -> No
 
         one.carry_out = count  # type: ignore[method-assign]
     before = swarm.longest
-    swarm.run(1000.0)
+    assert swarm.run(1000.0, until=lambda: swarm.longest - before > 20)
     reach(bool(flipped), "an entry that is applied wrongly")
     assert not any(count for name, count in fetches.items() if name != wrong.name)
-    assert swarm.longest - before > 20
 
 
 # Claims --------------------------------------------------------------------------------------------------------
@@ -307,12 +306,11 @@ def unharmed() -> int:
 @pytest.mark.parametrize(
     ("lie", "share"),
     [
-        ("wrong blocks", 0.7),
-        ("many averages", 0.7),
-        ("makes absent", 0.7),
-        ("starves", 0.7),
         ("jumps views", 0.9),
-        ("trickles", 0.4),  # each round takes the time of an exchange and of an heir: longer than these trainings
+        *(pytest.param(lie, 0.7, marks=pytest.mark.thorough) for lie in ("wrong blocks", "many averages")),
+        *(pytest.param(lie, 0.7, marks=pytest.mark.thorough) for lie in ("makes absent", "starves")),
+        # Each round takes the time of an exchange and of an heir: longer than these trainings.
+        pytest.param("trickles", 0.4, marks=pytest.mark.thorough),
     ],
 )
 def test_a_liar_costs_the_honest_little(lie: str, share: float, unharmed: int) -> None:
