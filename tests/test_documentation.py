@@ -22,7 +22,7 @@ from opendiloco.cli.group import EXIT_CODES
 from opendiloco.config.run_config import RunConfig
 from peers.messages.messages import KINDS
 from peers.protocol.diagrams import PARTS, diagram
-from peers.protocol.part import Part
+from peers.protocol.state_machine import StateMachine
 
 ROOT = Path(__file__).parent.parent
 README, COMMANDS, RUNS, ARCHITECTURE, PROTOCOL = (
@@ -353,7 +353,7 @@ def test_bootstrap_image_has_all_that_a_bootstrap_node_imports() -> None:
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
-def test_diagrams_are_those_of_the_tables(part: type[Part]) -> None:
+def test_diagrams_are_those_of_the_tables(part: type[StateMachine]) -> None:
     assert f"```mermaid\n{diagram(part)}\n```" in PROTOCOL
 
 

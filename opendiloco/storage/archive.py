@@ -261,7 +261,7 @@ class ArchivedRun:
         LogFolderError, _NoRoomError.
         """
         found = await next_in_log(self._transport, donors[0], self.end, self._signing.believed, self._heads)
-        if not self._doubts.may_follow(self.end, found.proof, beats):
+        if not self._doubts.may_follow(self.end, found.support, beats):
             return False
         payloads = Payloads(self._transport, self.run.run_id, self.buffers)
         having = [header for header, _ in found.entries if header.payload != NO_PAYLOAD]
@@ -396,7 +396,9 @@ class Archive:
         kept: dict[str, Sequence[PayloadBuffers]] = {}
         logs: dict[str, RunLog] = {}
         await serve_snapshots(transport, self._runs)
-        await serve_headers(transport, pasts, lambda run, peer: run in self._runs and peer in self._runs[run].end.known)
+        await serve_headers(
+            transport, pasts, lambda run, peer: run in self._runs and peer in self._runs[run].end.leases
+        )
         await serve_payloads(transport, kept)
         await serve_proofs(transport, logs)
         await transport.on_call(CALL, partial(self._answer, transport))

@@ -145,7 +145,7 @@ class Chronicle:
         if before is not None:
             record.signatures = _signatures(entry.proof, before, header)
             record.absent = _absences(before, header, entry.proof)
-            record.joined = tuple(peer for peer in header.peers if peer not in before.known)
+            record.joined = tuple(peer for peer in header.peers if peer not in before.leases)
             if header.amendment is not None and header.amendment != before.amendment:
                 record.change = Change(header.amendment, before.amendment)
             if record.signatures is None or record.state_digest is None:

@@ -83,7 +83,7 @@ class Attention:
         self._shown: dict[tuple[str, bytes], tuple[int, float]] = {}  # how often each, and when last
 
     def want(self, proofs: Iterable[bytes]) -> None:
-        """Check the proofs with these digests, whoever shows them."""
+        """Check the proofs with these digests, from any sender."""
         self._wanted |= dict.fromkeys(proofs)
         for oldest in list(self._wanted)[:-WANTED]:
             del self._wanted[oldest]
@@ -234,7 +234,7 @@ class Evidence:
             return ()
         try:
             proof = read_proof(shown.fault, shown.proof)
-            return self._file(proof, lineage) if self._may_matter(proof.accused, proof.position, lineage) else ()
+            return self._file(proof) if self._may_matter(proof.accused, proof.position, lineage) else ()
         except (WireError, FalseProofError) as error:
             self._attention.is_misled(sender, digest)
             raise FalseProofError(str(error)) from error
@@ -270,11 +270,11 @@ class Evidence:
         if proof is None or self.has_convicted(proof.accused) or not _is_timely(proof.position, lineage):
             return ()
         try:
-            return self._file(proof, lineage)
+            return self._file(proof)
         except FalseProofError:
             return ()
 
-    def _file(self, proof: FaultProof, lineage: Lineage) -> tuple[Fault, ...]:
+    def _file(self, proof: FaultProof) -> tuple[Fault, ...]:
         """Remember a proof. Raises: FalseProofError."""
         if not proof.convicts(self._verifier):
             raise FalseProofError(f"it does not show that {proof.accused} lies")

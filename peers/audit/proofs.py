@@ -136,7 +136,7 @@ class VoteAfterFarewell(FaultProof):
 
 
 def contradict(first: Vote, second: Vote) -> bool:
-    """Return whether no honest voter gives both votes, whoever signed them."""
+    """Return whether no honest voter gives both votes. Their signatures are not checked here."""
     is_one_voter = (first.position, first.incarnation) == (second.position, second.incarnation)
     return is_one_voter and are_exclusive(first.choice, second.choice)
 

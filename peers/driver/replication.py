@@ -165,7 +165,7 @@ class Replication:
         run = self._host.peer.settings.run
         await serve_payloads(self._transport, {run: self._buffers})
         await serve_headers(
-            self._transport, {run: self._log.stretch}, lambda _, peer: peer in self._host.peer.log.known
+            self._transport, {run: self._log.stretch}, lambda _, peer: peer in self._host.peer.log.leases
         )
         await serve_proofs(self._transport, {run: self._log})
         await serve_snapshots(self._transport, {run: self.freezer})

@@ -1,7 +1,7 @@
 """The run's log: headers, what follows from them, and how a peer keeps them on disk.
 
 Other rooms import:
-certificate: Ballot, Certificate, CertificateError, Choice, Departure, Group, Phase, Proof, certify, digest_of_group,
+certificate: Ballot, Certificate, CertificateError, Choice, Departure, Group, Phase, Support, certify, digest_of_group,
     electorate, position_of, prove, shortened, weigh
 chain: Chain, Entry, Outcome, STRETCH_LIMIT, Stretch, Turnout, follow, header_of, outcome_of
 folder: ENTRIES, LogFolder, LogFolderError, PAYLOADS, RunLog, payload_path, proof_path, read_chain, read_payload

@@ -1,4 +1,4 @@
-"""What proves an entry: ballots, choices and the signatures of enough voters for one of them.
+"""Certificates of entries: ballots, choices, and the signatures of enough voters for one of them.
 
 A vote is for a *choice*: one header, in one ballot, in one of two phases. All votes of one choice are signed over the
 same fields, so a certificate is the choice once and the signatures beside it, and anybody who has the log before the
@@ -173,8 +173,8 @@ class Certificate(Value):
 
 
 @dataclass(frozen=True, order=True)
-class Proof:
-    """How much speaks for an entry against another at its place: a certified one goes before all others, and of those
+class Support:
+    """The support of an entry, against another one at its place: a certified one goes before all others, and of those
     that are not the one with more signatures of the log's voters."""
 
     is_certified: bool
@@ -226,8 +226,8 @@ def shortened(certificate: Certificate, log: LogState, header: Header) -> Certif
 
 def prove(
     certificate: Certificate, log: LogState, header: Header, verify: Verify, phase: Phase = Phase.COMMIT
-) -> Proof:
-    """Check that a certificate is one of this header in this phase, and return what it proves. `log` is that before the
+) -> Support:
+    """Check that a certificate is one of this header in this phase, and return its support. `log` is that before the
     entry.
 
     Raises: CertificateError when it is of something else, when a signature is false, or when there are too few.
@@ -259,9 +259,9 @@ def prove(
     return weigh(certificate, log, header)
 
 
-def weigh(certificate: Certificate, log: LogState, header: Header) -> Proof:
-    """Return what a certificate proves that has been checked."""
+def weigh(certificate: Certificate, log: LogState, header: Header) -> Support:
+    """Return the support that a certificate gives, whose signatures have been checked."""
     voters = electorate(log, header, certificate.group).voters
     signed = [voters[signer.place] for signer in certificate.signers]
     counted = [voter for voter in signed if log.last is None or log.counts(*voter)]
-    return Proof(is_certified=not certificate.choice.alone, signers=len(counted))
+    return Support(is_certified=not certificate.choice.alone, signers=len(counted))

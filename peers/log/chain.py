@@ -33,7 +33,7 @@ HEADER_LIMIT = 1 << 20  # bytes of an entry's header or outcome
 
 
 class Turnout(Value):
-    """A roster in brief: runs of places [first, last) among the peers that have a lease (`LogState.known`), of members
+    """A roster in brief: runs of places [first, last) among the lease holders (`LogState.lease_places`), of members
     that did what the log expects of them (`LogState.expected`); all others in full, among them newcomers.
 
     `less` are members in runs that trained a beginning of their lease, or were absent from some chunks, or want other
@@ -49,7 +49,7 @@ class Turnout(Value):
         members, less, last = list[tuple[int, int] | Member](), list[tuple[int, int, int, int]](), 0
         for number, member in enumerate(roster):
             log.check_member(member)
-            place = log.known.get(member.peer)
+            place = log.lease_places.get(member.peer)
             expected = member if place is None else log.expected(member.peer)
             if place is None or member.incarnation != expected.incarnation:
                 members.append(member)
@@ -70,10 +70,10 @@ class Turnout(Value):
         Raises: LogError when it names places that are not there, or too many; or a member trained what was not for it.
         """
         runs, roster = (one for one in self.members if isinstance(one, tuple)), list[Member]()
-        if any(not first < last <= len(log.names) for first, last in runs):
-            raise LogError(f"there are no such places among {len(log.names)} peers with a lease")
+        if any(not first < last <= len(log.lease_holders) for first, last in runs):
+            raise LogError(f"there are no such places among {len(log.lease_holders)} peers with a lease")
         for one in self.members:
-            roster += [one] if isinstance(one, Member) else map(log.expected, log.names[slice(*one)])
+            roster += [one] if isinstance(one, Member) else map(log.expected, log.lease_holders[slice(*one)])
             if len(roster) > MEMBER_LIMIT:
                 raise LogError(f"a roster has at most {MEMBER_LIMIT} members")
         place = 0
@@ -236,7 +236,7 @@ def newest(log: LogState) -> Header:
 
 
 def _on_trust(log: LogState, header: Header) -> LogState:
-    """The log with an entry of the first cycle that is known of it: nothing before vouches for it.
+    """Return the log with an entry of the first cycle that is known of it: nothing before vouches for it.
 
     Raises: LogError when it is not of one cycle with the entries before it, or names an amendment that is not signed.
     """
@@ -344,7 +344,7 @@ class Chain:
         yield from (newest(state) for _, state in self.states(first, last))
 
     def states(self, first: int, last: int) -> Iterator[tuple[int, LogState]]:
-        """The log after each of the entries of the cycles [first, last) that are here, with their indices."""
+        """Return the log after each of the entries of the cycles [first, last) that are here, with their indices."""
         first, last = max(first, self.first), min(last, self.next_index)
         if first >= last:
             return
@@ -411,7 +411,8 @@ class Chain:
 
 
 def _proven(first: Entry, log: LogState) -> Entry:
-    """The first entry that is here, now that what it follows is known: without its certificate, if that is false."""
+    """Return the first entry that is here, now that what it follows is known: without its certificate, if that is
+    false."""
     header, certificate = first.content, first.proof
     if certificate is not None and isinstance(header, Header):
         try:

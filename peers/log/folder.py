@@ -50,7 +50,7 @@ def _write_line(fields: dict[str, object]) -> bytes:
 
 
 def _first_line(log: LogState) -> bytes:
-    """What all entries of a run depend on, so that the file can be read by itself."""
+    """Return what all entries of a run depend on, so that the file can be read by itself."""
     fields = {"run": log.run, "manifest": log.manifest_digest.hex()}
     return _write_line(fields | {name: getattr(log, name) for name in RULES})
 
@@ -140,12 +140,12 @@ def read_chain(
 
 
 def payload_path(folder: Path, index: int, digest: bytes) -> Path:
-    """The file of an entry's payload, in the folder of payloads."""
+    """Return the file of an entry's payload, in the folder of payloads."""
     return folder / f"{index}-{digest.hex()[:8]}{SUFFIX}"
 
 
 def proof_path(folder: Path, digest: bytes) -> Path:
-    """The file of what proves a fault, in a log's folder."""
+    """Return the file of what proves a fault, in a log's folder."""
     return folder / PROOFS / f"{digest.hex()}{PROOF_SUFFIX}"
 
 
@@ -204,32 +204,32 @@ class RunLog:
         return list(self._chain.headers(first, last))
 
     def heads(self, first: int, last: int) -> list[bytes]:
-        """What names the log after each of those cycles."""
+        """Return the heads of the log after each of those cycles."""
         entries, fragments = self._chain.cycles(first, last), self._chain.fragments
         cycles = (entries[start : start + fragments] for start in range(0, len(entries), fragments))
         return [cycle_head([entry.digest for entry in cycle]) for cycle in cycles]
 
     def faults(self, first: int, last: int) -> list[Fault]:
-        """What the annexes of those entries name."""
+        """Return the faults that those entries name."""
         return [fault for entry in self._chain.cycles(first, last) for fault in entry.content.faults]
 
     def heads_at(self, indices: Iterable[int]) -> dict[int, bytes]:
-        """What names the log after so many cycles, by their number, as far as they are here."""
+        """Return the heads of the log after so many cycles, by their number, as far as they are here."""
         found = {index: self._chain.head(index - 1) for index in indices}
         return {index: head for index, head in found.items() if head is not None}
 
     def header_at(self, index: int, fragment: int | None = None) -> Header | None:
-        """The entry of a cycle for this fragment, by default the one that closes it."""
+        """Return the entry of a cycle for this fragment, by default the one that closes it."""
         headers = list(self._chain.headers(index, index + 1))
         return headers[-1 if fragment is None else fragment] if headers else None
 
     def state_digest_at(self, index: int) -> bytes | None:
-        """The digest of the state after the cycle, if both are here."""
+        """Return the digest of the state after the cycle, if both are here."""
         entry = self._chain.entry(index)
         return None if entry is None else entry.state_digest
 
     def certificate_at(self, index: int, fragment: int | None = None) -> Certificate | None:
-        """What proves the entry of a fragment, by default the closing one's, if it is here and that is known."""
+        """Return the certificate of a fragment's entry, by default of the closing one, as far as both are here."""
         entry = self._chain.entry(index, fragment)
         return None if entry is None else entry.proof
 
@@ -386,7 +386,7 @@ class LogFolder(RunLog):
 
     @classmethod
     def open(cls, path: Path, empty_log: LogState, block_bytes: int) -> LogFolder:
-        """The log in a folder, which is made if need be. What is corrupt is named in a warning and cut off.
+        """Return the log in a folder, which is made if need be. What is corrupt is named in a warning and cut off.
 
         `block_bytes` has each block of a payload but the last. Raises: LogFolderError.
         """

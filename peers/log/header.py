@@ -33,7 +33,7 @@ NO_PAYLOAD = digest_of(b"")
 """In place of a payload's digest: nobody had trained the fragment, and it stays as it is."""
 
 UNKNOWN_STATE = bytes(DIGEST_BYTES)
-"""In place of a state's digest, where nobody has said yet which state an entry is for."""
+"""In place of a state's digest, where it is not known yet which state an entry is for."""
 FAULT_LIMIT = 4
 """Faults in one entry: each is shown to all of its members."""
 EXCLUSION_LIMIT = 4000
@@ -47,8 +47,8 @@ class Member(Value):
 
     `tokens` is what counts: the tokens that it trained on these samples, less the share of the chunks from which its
     blocks are absent. If fewer than half of the samples' tokens count, the samples are trained again. `incarnation` is
-    that of its start: in the next quorum only a peer counts that remembers what it did here. A peer that is slower than
-    others `wants` a next lease of fewer samples than a whole one; 0: a whole one.
+    the one that it votes in: the next quorum counts it in that alone, since it then remembers its votes (R12). A peer
+    that is slower than others `wants` a next lease of fewer samples than a whole one; 0: a whole one.
     """
 
     peer: PeerId
@@ -81,15 +81,15 @@ class Tenure(Value):
 
 
 class Bystander(Value):
-    """A voter that is not in an entry, and has a say in the next one: as the start that was in an entry last."""
+    """A voter that is not in an entry, and has a say in the next one, in the incarnation that an entry had last."""
 
     peer: PeerId
     incarnation: Count
 
 
 Kind: TypeAlias = Literal["averages", "commitments", "contribution", "votes"]
-"""What a peer did: signed two averages of a chunk, two commitments for one training, or two votes that contradict each
-other; or committed to what is no contribution."""
+"""The kind of a lie: two averages of a chunk, two commitments for one training, or two votes that contradict each
+other; or a commitment to what is no contribution (R9)."""
 
 
 class Fault(Value):
@@ -176,16 +176,16 @@ class Position(Value):
         return f"{self.index}{fragment}:{self.head.hex()[:8]}"
 
     def is_in_cycle_of(self, other: Position) -> bool:
-        """Whether both are about entries of one cycle of one lineage."""
+        """Return whether both are about entries of one cycle of one lineage."""
         return self is other or (self.index, self.head) == (other.index, other.head)
 
 
 def cycle_head(entries: Sequence[bytes]) -> bytes:
-    """What names a lineage after a cycle with these entries, one for each fragment, in order."""
+    """Return the head of a lineage after a cycle with these entries, one for each fragment, in order."""
     return entries[0] if len(entries) == 1 else digest_of(b"".join(entries))
 
 
 def may_be_named(told_at: int, index: int, exclusion: int) -> bool:
-    """Return whether a lie told for entry `told_at` may be named in entry `index`: so lately that nobody can have been
-    excluded for it before, since whoever was is still so. What was signed for the first entry excludes nobody."""
+    """Return whether a lie told for entry `told_at` may be named in entry `index`: so lately that a peer
+    that was excluded for it before still is. What was signed for the first entry excludes no peer (R9)."""
     return 0 < told_at <= index < told_at + min(FAULT_AGE, exclusion)

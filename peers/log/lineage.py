@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from peers.log.certificate import Certificate, Proof, prove
+from peers.log.certificate import Certificate, Support, prove
 from peers.log.chain import Outcome, header_of
 from peers.log.header import UNKNOWN_STATE, Header, Position
 from peers.log.state import LogState
@@ -22,13 +22,13 @@ from peers.values.identity import Verify
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHead, SignedHeads
 
 RECENT_ENTRIES = 64
-"""How many of the last headers a peer can name to one that fell behind."""
-UNPROVEN = Proof(is_certified=False, signers=0)
+"""Headers, the last ones, that a peer can name to one that fell behind."""
+UNSUPPORTED = Support(is_certified=False, signers=0)
 
 
 class Lineage:
     """The last entries of a peer's log. Of those before the snapshot that it began with it knows the heads alone, as
-    far as whoever vouched for the snapshot knew them, or the log that is kept here has them (`recall`).
+    far as the peers that vouched for the snapshot knew them, or the log that is kept here has them (`recall`).
 
     `doubt` is the newest place in it from which a minority went on, as certificates say.
     """
@@ -63,15 +63,15 @@ class Lineage:
         return next(reversed(self._starts.values()))
 
     def after(self, position: Position) -> tuple[Header, Certificate | None] | None:
-        """The entry that was made there, if it is a recent one of this lineage, and what proves it."""
+        """Return the entry that was made there, if it is a recent one of this lineage, and its certificate."""
         return self._followers.get((position.head, position.fragment))
 
     def start(self, head: bytes) -> LogState | None:
-        """The log as it was when a recent cycle of this lineage began."""
+        """Return the log as it was when a recent cycle of this lineage began."""
         return self._starts.get(head)
 
     def lacks(self, index: int, head: bytes) -> bool:
-        """Whether this lineage led to another place after so many cycles, or has not come so far."""
+        """Return whether this lineage led to another place after so many cycles, or has not come so far."""
         return index >= self.known_from and self.head_at(index) != head
 
     @property
@@ -93,7 +93,7 @@ class Lineage:
             self._heads.extendleft(reversed(heads[:-1][-room:]))
 
     def head_at(self, index: int) -> bytes | None:
-        """What named this lineage after so many cycles; None: too long ago to be known, or not made yet."""
+        """Return this lineage's head after so many cycles; None: too long ago to be known, or not made yet."""
         place = index - self.known_from
         return self._heads[place] if 0 <= place < len(self._heads) else None
 
@@ -145,7 +145,7 @@ class Branch:
 
     start: LogState
     end: LogState
-    first: Mapping[int, tuple[bytes, Proof]] = field(default_factory=dict)
+    first: Mapping[int, tuple[bytes, Support]] = field(default_factory=dict)
     heads: Mapping[int, bytes] = field(default_factory=dict)
     states: Mapping[int, bytes] = field(default_factory=dict)
     claimed: Mapping[int, bytes] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class Branch:
         return next((doubt for doubt in reversed(doubts) if doubt and doubt.position.index < index), None)
 
     def has(self, position: Position) -> bool:
-        """Whether a cycle of this branch ends there, or it begins there."""
+        """Return whether a cycle of this branch ends there, or it begins there."""
         return self.heads.get(position.index) == position.head
 
     def followed_by(self, other: Branch) -> Branch:
@@ -201,14 +201,14 @@ class Branch:
     @property
     def is_certified(self) -> bool:
         """Whether a quorum has signed the entries that it begins with."""
-        return all(proof.is_certified for _, proof in self.first.values())
+        return all(support.is_certified for _, support in self.first.values())
 
     def splits_from(self, other: Branch) -> bool:
-        """Whether they have different entries at one place."""
+        """Return whether they have different entries at one place."""
         return self._split(other) is not None
 
     def is_better_than(self, other: Branch, signed: SignedHeads = NOTHING_SIGNED) -> bool:
-        """Whether a peer that has the other branch is to move to this one. Both start at one place.
+        """Return whether a peer that has the other branch is to move to this one. Both start at one place.
 
         Nobody goes on where an archive has signed something else.
         """
@@ -220,7 +220,7 @@ class Branch:
         return (ours, *self._weight(fragment)) > (theirs, *other._weight(fragment))
 
     def standing(self, signed: SignedHeads) -> int:
-        """What the run's archives say of its own entries."""
+        """Return the standing that the run's archives give to its own entries."""
         return signed.standing(self.heads, self.start.position.index)
 
     def contradiction(self, signed: SignedHeads) -> SignedHead | None:
@@ -228,16 +228,16 @@ class Branch:
         return signed.contradiction(self.heads)
 
     def _split(self, other: Branch) -> int | None:
-        """The first fragment of which they have different entries."""
+        """Return the first fragment of which they have different entries."""
         both = sorted(self.first.keys() & other.first.keys())
         return next((one for one in both if self.first[one][0] != other.first[one][0]), None)
 
     def _weight(self, fragment: int) -> tuple[bool, int, int, int]:
-        digest, proof = self.first[fragment]
+        digest, support = self.first[fragment]
         tokens, by_digest = self.end.lineage_tokens, -int.from_bytes(digest, "big")
         if self.start.last is None:
-            return proof.is_certified, tokens, proof.signers, by_digest
-        return proof.is_certified, proof.signers, tokens, by_digest
+            return support.is_certified, tokens, support.signers, by_digest
+        return support.is_certified, support.signers, tokens, by_digest
 
 
 class Walk:
@@ -247,7 +247,7 @@ class Walk:
         self.end = self._start = self.whole = start
         """`whole` is the log after the last whole cycle that was passed."""
         self._verify = verify
-        self._first: dict[int, tuple[bytes, Proof]] = {}
+        self._first: dict[int, tuple[bytes, Support]] = {}
         self._heads = {start.position.index: start.position.head}
         self._states: dict[int, bytes] = {}
         self._claimed: dict[int, bytes] = {}
@@ -263,15 +263,15 @@ class Walk:
         end = log.append(header)
         if log.last is None:
             self._founders = len(header.roster)
-        proof = UNPROVEN if certificate is None else prove(certificate, log, header, self._verify)
+        support = UNSUPPORTED if certificate is None else prove(certificate, log, header, self._verify)
         if header.previous == self._start.position.head:
-            self._first[header.fragment] = header.digest, proof
+            self._first[header.fragment] = header.digest, support
             if certificate is not None:
                 self._certificates[header.fragment] = certificate
-        if not proof.is_certified:
+        if not support.is_certified:
             self._doubts.append(log)
         if header.state != UNKNOWN_STATE:
-            states = self._states if proof.is_certified else self._claimed
+            states = self._states if support.is_certified else self._claimed
             states.setdefault(header.index, header.state)
         self.end = end
         self.whole = self.whole if end.made else end

@@ -1,4 +1,4 @@
-"""What the protocol needs to know of a run, as its manifest fixes it, and of what this peer's owner has chosen."""
+"""Settings of a run, as its manifest fixes them, and of this peer, as its owner has chosen."""
 
 from __future__ import annotations
 

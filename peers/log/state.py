@@ -112,15 +112,15 @@ class LogState:
         return Position(index=self.last.index + 1, head=cycle_head(self.ends), fragment=self.fragment)
 
     def of(self, fragment: int) -> LogState:
-        """The log as seen from the place of this fragment's next entry."""
+        """Return the log as seen from the place of this fragment's next entry."""
         return self if fragment == self.fragment else replace(self, fragment=fragment)
 
     def opening(self, fragment: int) -> LogState:
-        """The same before any entry of the present cycle was made: what one says does not follow from the others."""
+        """Return the same before any entry of the present cycle was made: none of them follows from the others."""
         return replace(self.of(fragment), made=()) if self.made else self.of(fragment)
 
     def in_state(self, digest: bytes) -> LogState:
-        """The same where theta and momentum have this digest."""
+        """Return the same where theta and momentum have this digest."""
         return self if digest == self.state else replace(self, state=digest)
 
     @property
@@ -129,7 +129,7 @@ class LogState:
         return self.fragment == self.fragments - 1
 
     def is_closing(self, header: Header) -> bool:
-        """Whether it is the entry that closes its cycle."""
+        """Return whether a header is of the entry that closes its cycle."""
         return header.fragment == self.fragments - 1
 
     @property
@@ -150,11 +150,11 @@ class LogState:
 
     @cached_property
     def incarnations(self) -> dict[str, int]:
-        """The roster and the bystanders, and of each the start at which it was in an entry last."""
+        """The roster and the bystanders, each with the incarnation in which an entry had it last."""
         if self.last is None:
             return {}
-        starts = {member.peer: member.incarnation for member in self.last.roster}
-        return starts | {one.peer: one.incarnation for one in self.last.bystanders}
+        members = {member.peer: member.incarnation for member in self.last.roster}
+        return members | {one.peer: one.incarnation for one in self.last.bystanders}
 
     @cached_property
     def voters(self) -> tuple[str, ...]:
@@ -166,23 +166,23 @@ class LogState:
         return (*members, *(one.peer for one in self.last.bystanders))
 
     @cached_property
-    def starts(self) -> dict[str, int]:
-        """The voters, and of each the start that has a say."""
+    def voter_incarnations(self) -> dict[str, int]:
+        """The voters, each with the incarnation that has a say."""
         return {peer: self.incarnations[peer] for peer in self.voters}
 
     def counts(self, peer: str, incarnation: int) -> bool:
-        """Whether the peer is a voter as the start that it is, and so remembers what it did as one."""
-        return self.starts.get(peer) == incarnation
+        """Return whether the peer is a voter in this incarnation, and so remembers its votes (R12)."""
+        return self.voter_incarnations.get(peer) == incarnation
 
     @cached_property
     def electors(self) -> tuple[tuple[str, int], ...]:
-        """The voters that decide on the next entry, each with the start that has a say: a committee of many. Empty
-        before the first entry, on which its own members decide."""
-        return committee(tuple(self.starts.items()), self.last.previous) if self.last else ()
+        """The voters that decide on the next entry, each with the incarnation that has a say: of many a committee.
+        Empty before the first entry, on which its own members decide."""
+        return committee(tuple(self.voter_incarnations.items()), self.last.previous) if self.last else ()
 
-    def is_quorum(self, starts: Collection[tuple[str, int]]) -> bool:
-        """Return whether these peers, each as the start that it is, can decide on the next entry."""
-        return self.quorum.is_enough(len(set(starts).intersection(self.electors)), len(self.electors))
+    def is_quorum(self, peers: Collection[tuple[str, int]]) -> bool:
+        """Return whether these peers, each in its incarnation, can decide on the next entry."""
+        return self.quorum.is_enough(len(set(peers).intersection(self.electors)), len(self.electors))
 
     @cached_property
     def served(self) -> dict[str, int]:
@@ -190,7 +190,7 @@ class LogState:
         return {tenure.peer: tenure.served for tenure in self.last.tenures} if self.last else {}
 
     def is_on_probation(self, peer: str) -> bool:
-        """Whether the peer neither counts nor votes yet. Before the first entry nobody is."""
+        """Return whether the peer neither counts nor votes yet (R17). Before the first entry no peer is."""
         return self.probation > 0 and self.last is not None and self.served.get(peer, 0) < self.probation
 
     @cached_property
@@ -212,7 +212,7 @@ class LogState:
         return self.ring[view % len(self.ring)] if self.ring else None
 
     def weighed(self, roster: Sequence[Member]) -> tuple[Member, ...]:
-        """The roster as it counts: of those on probation nothing, unless all of them are."""
+        """Return the roster as it counts: members on probation count nothing, unless all are."""
         new = {member.peer for member in roster if self.is_on_probation(member.peer)}
         if not new or len(new) == len(roster):
             return tuple(roster)
@@ -220,8 +220,8 @@ class LogState:
         return tuple(member.model_copy(update=nothing) if member.peer in new else member for member in roster)
 
     def is_known(self, member: Member) -> bool:
-        """Return whether a member of the next entry gets no say by it that it had not before: it has one as the start
-        that it is, or it goes on being on probation. All founders get one."""
+        """Return whether a member of the next entry gets no say by it that it had not before: it has one in
+        this incarnation, or it goes on being on probation. All founders get one."""
         return self.last is None or self.counts(member.peer, member.incarnation) or self.is_on_probation(member.peer)
 
     @cached_property
@@ -254,19 +254,19 @@ class LogState:
         return {lease.peer: lease.samples for lease in self.last.leases} if self.last else {}
 
     @cached_property
-    def names(self) -> tuple[str, ...]:
-        """The peers that have a lease: the last roster in its order, then those who are late."""
+    def lease_holders(self) -> tuple[str, ...]:
+        """The peers that have a lease: the last roster in its order, then those that have kept theirs."""
         return tuple(self.leases)
 
     @cached_property
-    def known(self) -> dict[str, int]:
-        """The places of these peers."""
-        return {peer: place for place, peer in enumerate(self.names)}
+    def lease_places(self) -> dict[str, int]:
+        """The place of each lease holder among them: messages name it so."""
+        return {peer: place for place, peer in enumerate(self.lease_holders)}
 
     @cached_property
     def accountable(self) -> frozenset[str]:
         """The peers that the next entry may name for a fault: those with a lease or a vote."""
-        return frozenset({*self.known, *self.voters})
+        return frozenset({*self.leases, *self.voters})
 
     def expected(self, peer: str) -> Member:
         """Return what a peer brings if all goes as the log foresees: its whole lease, and without one nothing.
@@ -292,7 +292,7 @@ class LogState:
         return tuple(_grants(self.pool, self.samples_per_lease).values())
 
     def lease_of(self, peer: str, samples: Lease) -> Lease:
-        """What `peer` may train if it names these samples: its own lease, or the grant that they begin.
+        """Return the lease that these samples of a peer begin: its own, or a grant.
 
         Raises: LogError when it is neither's beginning: scattered samples would cost everybody, for ever.
         """
@@ -335,17 +335,17 @@ class LogState:
         return 2 * member.tokens >= sample_count(member.samples) * self.tokens_per_sample
 
     def carried(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> tuple[Assignment, ...]:
-        """The leases of those who are not in the roster and may contribute to a later entry."""
+        """Return the leases of peers that are not in the roster and may contribute to a later entry (R7)."""
         if self.last is None:
             return ()
         besides = {member.peer for member in roster} | {fault.peer for fault in faults}
         oldest = self.position.index - self.staleness
-        late = [lease for lease in self.last.leases if lease.peer not in besides and lease.since >= oldest]
-        return tuple(late[:MEMBER_LIMIT])
+        kept = [lease for lease in self.last.leases if lease.peer not in besides and lease.since >= oldest]
+        return tuple(kept[:MEMBER_LIMIT])
 
     def pool_after(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> SamplePool:
-        """The pool once `roster` has trained what it says. The rest of its leases is given back, as are leases that are
-        not carried on, and samples of which fewer than half of the tokens count.
+        """Return the pool once `roster` has trained what it says. The rest of its leases is given back, as are leases
+        that are not carried on, and samples of which fewer than half of the tokens count.
 
         Raises: LogError when a member trained what was not for it, or states more tokens than its samples have.
         """
@@ -397,14 +397,14 @@ class LogState:
             raise LogError("it is another fragment's entry")
 
     def at(self, header: Header | None, ends: tuple[bytes, ...] = ()) -> LogState:
-        """The state after the cycle that `header` closes, taken on trust (from a snapshot whose digest peers vouch
-        for). `ends` are the digests of its entries, which must be given where it has more than one."""
+        """Return the state after the cycle that `header` closes, taken on trust (from a snapshot whose digest peers
+        vouch for). `ends` are the digests of its entries, which must be given where it has more than one."""
         return replace(
             self, last=header, ends=ends or ((header.digest,) if header else ()), made=(), state=UNKNOWN_STATE
         )
 
     def may_end_with(self, header: Header | None, ends: Sequence[bytes]) -> bool:
-        """Whether a cycle may be closed by this entry and have entries with these digests."""
+        """Return whether a cycle may be closed by this entry and have entries with these digests."""
         if header is None:
             return not ends
         is_all = (len(ends) == self.fragments and ends[-1] == header.digest) or (self.fragments == 1 and not ends)
@@ -520,9 +520,9 @@ def _check_gone(gone: Sequence[str], voters: Sequence[str], named: Collection[st
     """
     chosen = set(gone)
     if tuple(gone) != tuple(peer for peer in voters if peer in chosen):
-        raise LogError("somebody who is gone is no voter, or they are not in the voters' order")
+        raise LogError("a peer that is gone is no voter, or they are not in the voters' order")
     if not chosen.isdisjoint(named):
-        raise LogError("somebody who is gone is a member, or named in its annex")
+        raise LogError("a peer that is gone is a member, or named in its annex")
 
 
 def _check_amendment(log: LogState, amendment: Amendment | None) -> None:
@@ -542,8 +542,8 @@ def _tenures_after(
 ) -> tuple[Tenure, ...]:
     """Return the tenures after an entry with this roster; none where the run has no probation.
 
-    Whoever founds the run has served. So has a roster of nobody but those on probation: it founds it anew. Peers that
-    are excluded begin anew.
+    Founders have served. So have all of a roster of peers on probation alone: they found the run anew. Excluded peers
+    begin anew (R17).
     """
     if not probation:
         return ()

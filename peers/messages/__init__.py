@@ -1,7 +1,7 @@
 """The messages of the protocol, and how they are packed.
 
 Other rooms import:
-averages: Averaged, contradict, MARK_BYTES, MARKED, Origin, Statement, statement, statement_of
+averages: Averaged, MARK_BYTES, MARKED, Origin, Statement, statement, statement_of
 chunk_sets: chunk_set, chunks_in
 commitment: Author, ChunkProof, commit_to, Commitment, CommittedChunk, Contribution, digest_of_all,
     EVIDENCE_LIMIT, fault_in, leads_to, Norms

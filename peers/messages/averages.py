@@ -79,9 +79,3 @@ def statement(round: Round, reducer: str, chunk: int, digest: bytes, absent: tup
 def statement_of(round: Round, averaged: Averaged) -> Statement:
     """Return the statement that a signed average shows in short."""
     return statement(round, averaged.reducer, averaged.chunk, averaged.digest, averaged.absent)
-
-
-def contradict(first: Averaged, second: Averaged) -> bool:
-    """Return whether two statements of one round convict the reducer of both."""
-    are_of_one = (first.reducer, first.chunk) == (second.reducer, second.chunk)
-    return are_of_one and (first.digest, first.absent) != (second.digest, second.absent)

@@ -18,7 +18,7 @@ BITS = tuple(tuple(bit for bit in range(8) if byte >> bit & 1) for byte in range
 
 
 def chunk_set(chunks: Iterable[int]) -> bytes:
-    """The mask with these bits."""
+    """Return the mask with these bits."""
     wanted = sorted(chunks)
     mask = bytearray(wanted[-1] // 8 + 1 if wanted else 0)
     for chunk in wanted:
@@ -27,5 +27,5 @@ def chunk_set(chunks: Iterable[int]) -> bytes:
 
 
 def chunks_in(mask: bytes) -> list[int]:
-    """The bits that are set, in order."""
+    """Return the bits that are set, in order."""
     return [8 * place + bit for place, byte in enumerate(mask) if byte for bit in BITS[byte]]

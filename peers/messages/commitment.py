@@ -1,8 +1,8 @@
-"""What a member says of its contribution before anything is exchanged, and what shows that it did not keep to it.
+"""A member's commitment to its contribution, signed before the exchange, and chunks that show that it was a lie.
 
 The commitment is signed, and names the root of a tree over all its chunks and their norms (`SumTree` in
-peers/values/chunks.py). Each chunk comes with its way up to that root. So bytes that lead there are its own, whoever
-shows them; and if they are no blocks, or have another norm than the leaf says, everybody can see that it lied.
+peers/values/chunks.py). Each chunk comes with its way up to that root. So bytes that lead there are its own, from
+any sender; and if they are no blocks, or have another norm than the leaf says, every peer can see that it lied.
 """
 
 from __future__ import annotations

@@ -50,9 +50,10 @@ class LeaseGrant(Value):
 
 
 class Refuse(Value):
-    """Leader → peer: what you have can't be used at this position; fetch the state from a peer and ask again.
+    """Leader → peer: your state, or your samples, can't be used at this position (R14).
 
-    `state_digest` is the leader's: if that is another one, the state that most of the roster name is right.
+    `state_digest` is the leader's: a receiver that has another one fetches it, unless most voters name its own; one
+    that has the same asks for other samples. A voter's *refusal* of a proposal is told in Ready.
     """
 
     kind: ClassVar[Literal["refuse"]] = "refuse"
@@ -77,16 +78,22 @@ class Certified(Value):
 class Ready(Value):
     """Member → leader of its view, each second: my inner steps are done, and I take part.
 
-    `commitment` is to its blocks; a member that has trained nothing has none. `round` names the exchange that it is in,
-    and `terms` all that its members must know of it alike.
-    `rate`: bytes a second that its link was seen to carry each way; 0: not measured yet. `seen`: at how many bytes a
-    second data of some others came to it in recent rounds. `wants`: the samples of its next lease; 0: a whole one.
-    `relayed` and `unreached` name peers that it reaches through a relay only, or not at all. `lock` is the header that
-    it is bound to, with the prepare certificate. `refused` is the ballot of the last proposal that it voted not for,
-    and `reason` says why; `named` are the peers that this is about: voters that it hears, though that header says that
-    they are gone, or newcomers that it does not hear. Without a reason they are the voters that it hears, though they
-    are in no round or entry with it. `lacking` are the reducers whose proposed averages are not here. `unproven` are
-    the digests of proofs that were named, and that are not here.
+    Its work: `commitment` is to its blocks; a member that has trained nothing has none. `wants`: the samples of its
+    next lease; 0: a whole one.
+
+    Its link: `rate`, the bytes a second that it was seen to carry each way; 0: not measured yet. `seen`: the bytes a
+    second at which data of some others came in recent rounds. `relayed` and `unreached`: peers that it reaches through
+    a relay only, or not at all.
+
+    Its round and votes: `round` names the exchange that it is in, and `terms` all that its members must know of it
+    alike. `lock` is the header that it is bound to, with the prepare certificate. `refused` is the ballot of the last
+    proposal that it did not vote for, and `reason` a Refusal (R5). What follows depends on the reason:
+
+    - `named`: the voters that it hears and the header calls gone (R5.7); or the newcomers that it does not hear (R5.7);
+      or the peers that are here and not in a minority's group (R5.11). Without any of these, the voters that it hears
+      and that are not in its round, or else were not in the last entry: the leader may not hear them (R12).
+    - `lacking`: the reducers whose proposed averages are not here (R5.5).
+    - `unproven`: the digests of proofs that are not here (R5.8).
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"
@@ -204,7 +211,7 @@ class Vote(Value):
 
 
 class Proof(Value):
-    """Member → leader: this proves that somebody has lied. Leader → members: this is behind a fault that the next
+    """Member → leader: this proves that a peer has lied (R9). Leader → members: this is behind a fault that the next
     header names."""
 
     kind: ClassVar[Literal["proof"]] = "proof"

@@ -32,7 +32,7 @@ class Whereabouts(Protocol):
 
 
 def _forms_of(kind: type[Message]) -> dict[str, Form | None]:
-    """The fields of a message that are packed, all but its position."""
+    """Return the fields of a message that are packed, all but its position."""
     hints = get_type_hints(kind, include_extras=True)
     fields = [name for name in kind.model_fields if hints[name] is not Position]
     return {name: next((form for hint, form in FORMS if hint == hints[name]), None) for name in fields}

@@ -1,4 +1,4 @@
-"""What messages say of an exchange of blocks: who takes part, and which chunks each member averages."""
+"""Rounds, as messages name exchanges of blocks: the members, and how many chunks each averages."""
 
 from __future__ import annotations
 

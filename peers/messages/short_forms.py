@@ -97,29 +97,29 @@ class Form(NamedTuple):
 
 # Peers ------------------------------------------------------------------------------------------------------------
 def _place(peer: str, log: LogState) -> int | str:
-    return log.known.get(peer, peer)
+    return log.lease_places.get(peer, peer)
 
 
 def _named(peer: int | str, log: LogState) -> str:
     """Return the peer, told by its place or by its name. Raises: LogError when there is no such place."""
     if isinstance(peer, str):
         return peer
-    if peer >= len(log.names):
-        raise LogError(f"there is no place {peer} among {len(log.names)} peers")
-    return log.names[peer]
+    if peer >= len(log.lease_holders):
+        raise LogError(f"there is no place {peer} among {len(log.lease_holders)} peers")
+    return log.lease_holders[peer]
 
 
 def _short_peers(peers: Iterable[str], log: LogState) -> _ShortPeers:
-    others = set(peers) - log.known.keys()
+    others = set(peers) - log.leases.keys()
     return _ShortPeers(
-        places=chunk_set(log.known[peer] for peer in peers if peer not in others), others=tuple(sorted(others))
+        places=chunk_set(log.lease_places[peer] for peer in peers if peer not in others), others=tuple(sorted(others))
     )
 
 
 def _peers(plain: object, log: LogState) -> tuple[str, ...]:
     """Return the names in their order: what messages name is a set."""
     short = from_plain(_ShortPeers, plain)
-    return tuple(sorted({*_at(log.names, short.places), *short.others}))
+    return tuple(sorted({*_at(log.lease_holders, short.places), *short.others}))
 
 
 def _at(peers: Sequence[str], places: bytes) -> list[str]:
@@ -228,7 +228,7 @@ def _averages(plain: object, log: LogState) -> tuple[Averaged, ...]:
 def _average(short: _ShortAverage, log: LogState) -> Averaged:
     absent: set[str] = set()
     if short.absent is not None:
-        absent = {*_at(log.names, short.absent.places), *short.absent.others}
+        absent = {*_at(log.lease_holders, short.absent.places), *short.absent.others}
     origin = Origin(reducer=_named(short.reducer, log), signature=short.signature)
     in_order = tuple(take_order(log.roster, absent))
     return Averaged(chunk=short.chunk, digest=short.digest, absent=in_order, origin=origin)

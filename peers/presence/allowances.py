@@ -1,4 +1,4 @@
-"""Bytes, or seconds, that are spent on each peer, so that none makes another one listen or send without end."""
+"""Allowances of bytes or seconds for each sender, so that none can make a peer listen or send without end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Allowance:
         self._at = 0.0
 
     def has_some(self, now: float) -> bool:
-        """Whether anything may be spent now. What is spent may exceed what is left."""
+        """Return whether anything may be spent now. What is spent may exceed what is left."""
         self._left = min(self._burst, self._left + max(0.0, now - self._at) * self._rate)
         self._at = now
         return self._left > 0.0
@@ -35,7 +35,7 @@ class Allowances:
         self._senders: dict[str, Allowance] = {}  # the one used last at the end
 
     def has_some(self, sender: str, now: float) -> bool:
-        """Whether a sender may spend anything now."""
+        """Return whether a sender may spend anything now."""
         allowance = self._senders.pop(sender, None)
         if allowance is None:
             allowance = Allowance(self._burst, self._rate)

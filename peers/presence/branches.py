@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from peers.presence.presence import Presence
 
 VAIN = 2
-"""How often asking a peer for its log must lead nowhere until nobody waits for it."""
+"""Times that a peer was asked for its log in vain, after which no peer waits for it."""
 FORGOTTEN = 3600.0
 """Seconds after which it is forgotten that a peer was asked in vain."""
 

@@ -1,4 +1,4 @@
-"""What peers say about their presence: the calls, their payloads and answers (R20)."""
+"""Calls by which peers say that they are there: their names, payloads and answers (R20)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ IsFarewell: TypeAlias = Callable[[str, int, int, bytes], bool]
 """Given peer, incarnation, index and signature."""
 
 DEPARTURES = 4
-"""How many incarnations of one peer are remembered to have left."""
+"""Incarnations of one peer that are remembered to have left."""
 
 
 class Roll(dict[str, Heartbeat]):
@@ -74,7 +74,7 @@ class Membership:
         self._seen: dict[str, _Sighting] = {}
         self._departed = set[str]()  # in some incarnation
         self._live: Roll | None = None  # as found last; None: something has changed since
-        self._live_until = 0.0  # then somebody may have expired
+        self._live_until = 0.0  # then a peer may have expired
         self.polled = False
 
     def observe(self, heartbeats: Iterable[Heartbeat], now: float, silences: Mapping[str, float] | None = None) -> None:

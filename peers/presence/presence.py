@@ -57,7 +57,7 @@ class Presence:
 
     def _said_speeds(self, log: LogState) -> list[float]:
         at_work = self.live().at_work
-        return sorted((beat.speed for beat in at_work if log.last is None or beat.peer in log.known), reverse=True)
+        return sorted((beat.speed for beat in at_work if log.last is None or beat.peer in log.leases), reverse=True)
 
     # How we reach them ----------------------------------------------------------------------------------------
     @property
@@ -98,9 +98,9 @@ class Presence:
         these. `incarnation` is ours."""
         live, index = self.live(), log.position.index
         others = [beat for peer, beat in live.items() if beat.index <= index or peer not in along]
-        starts = {beat.peer: beat.incarnation for beat in others}
-        starts[self._me] = incarnation
-        here = {peer for peer, start in starts.items() if log.counts(peer, start)}
+        incarnations = {beat.peer: beat.incarnation for beat in others}
+        incarnations[self._me] = incarnation
+        here = {peer for peer, incarnation in incarnations.items() if log.counts(peer, incarnation)}
         return bool(here) and self.is_quorum(log, here)
 
     def voters_here(self, log: LogState, incarnation: int, patience: float, even_leavers: bool = False) -> set[str]:
@@ -110,5 +110,5 @@ class Presence:
         Their work, their reach and the words of others do not matter: liars can bring those about.
         """
         heard = self.membership.spoke_within(patience, self.now, even_leavers)
-        starts = [(self._me, incarnation), *((beat.peer, beat.incarnation) for beat in heard)]
-        return {peer for peer, start in starts if log.counts(peer, start)}
+        incarnations = [(self._me, incarnation), *((beat.peer, beat.incarnation) for beat in heard)]
+        return {peer for peer, incarnation in incarnations if log.counts(peer, incarnation)}

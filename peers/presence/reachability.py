@@ -1,4 +1,4 @@
-"""How one peer reaches the others, as far as it knows: what its links say, and what became of the chunks it sent."""
+"""Reach of the other peers, as one peer knows it: by its links, and by the chunks that arrived or did not."""
 
 from __future__ import annotations
 

@@ -61,4 +61,4 @@ class Abstention:
     def _others_are_enough(self, log: LogState) -> bool:
         expiry = self._context.settings.timing.heartbeat_expiry
         others = self._presence.voters_here(log, self._context.incarnation, expiry) - {self._context.me}
-        return log.is_quorum([(peer, log.starts[peer]) for peer in others])
+        return log.is_quorum([(peer, log.voter_incarnations[peer]) for peer in others])

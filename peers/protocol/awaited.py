@@ -12,14 +12,17 @@ from peers.presence.membership import PARTICIPATING
 from peers.values.leases import sample_count
 
 LATE = 2
-"""Entries without a peer after which it is not waited for."""
+"""Entries that a peer is in none of when it is late."""
 SURELY = 2.0
 """Multiple of what is left of the grace that a peer must need to be done without at once: speeds are off by some
 percent."""
 
 
-def late(log: LogState) -> frozenset[str]:
-    """Return the lease holders and bystanders that were in neither of the last two entries (R7)."""
+def late(log: LogState, settings: RunSettings) -> frozenset[str]:
+    """Return the late peers: lease holders and voters that were in neither of the last two entries (R7). An
+    asynchronous run has none, since its slack is short (R16)."""
+    if settings.contributions is not None:
+        return frozenset()
     leases = log.last.leases if log.last else ()
     recent = {lease.peer for lease in leases if lease.since + LATE >= log.position.index}
     return frozenset({*log.leases, *log.voters} - recent)
@@ -82,9 +85,9 @@ class Awaited:
 
     def look(self, live: Mapping[str, Heartbeat], granted: Mapping[str, int], unreached: Collection[str]) -> None:
         """Find the peers at work on the entry, and those that were `granted` so many samples for it. A lease tells in
-        which entry its peer was last. An asynchronous run waits for late peers, too, since its slack is short."""
+        which entry its peer was last."""
         leases = self._log.last.leases if self._log.last else ()
-        besides = late(self._log) if self._settings.contributions is None else ()
+        besides = late(self._log, self._settings)
         given = {lease.peer: sample_count(lease.samples) for lease in leases if lease.peer not in besides}
         at_work = {peer for peer in given if peer in live and self._is_at_work(live[peer])}
         expected = at_work | {peer for peer in granted if peer in live}

@@ -1,21 +1,21 @@
-"""Which of other peers' entries and branches to take for the run's (R8, R13, R19, R21).
+"""Belief in other peers' entries and branches: which of them are taken for the run's (R8, R13, R19, R21).
 
 A certified entry proves itself. Evidence is needed where too few have made one: in a minority, or as founders.
 """
 
 from __future__ import annotations
 
-from peers.log.certificate import CertificateError, Proof, prove
+from peers.log.certificate import CertificateError, Support, prove
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import Branch
 from peers.log.state import LogError, LogState
 from peers.messages.messages import Certified
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
+from peers.protocol.attendance import are_most
 from peers.protocol.context import Context
 from peers.protocol.effects import Dropped
 from peers.protocol.internal import Behind
-from peers.protocol.minority import are_most
 from peers.protocol.replica import Replica
 
 
@@ -28,8 +28,8 @@ class Belief:
         self._replica = replica
 
     # The next entry -------------------------------------------------------------------------------------------
-    def proof(self, certified: Certified, log: LogState) -> Proof | None:
-        """Return what the certificate proves; None: nothing."""
+    def support(self, certified: Certified, log: LogState) -> Support | None:
+        """Return the support that the certificate gives; None: it is not valid, or there is none."""
         if certified.certificate is None:
             return None
         try:
@@ -37,7 +37,7 @@ class Belief:
         except CertificateError:
             return None
 
-    def entry(self, sender: str, certified: Certified, proof: Proof | None, was_asked: bool) -> Behind | None:
+    def entry(self, sender: str, certified: Certified, support: Support | None, was_asked: bool) -> Behind | None:
         """Return what to replay: an entry that this peer may follow, and the peers that may have its payload.
 
         A certified entry may come from any peer. Any other one must come from a peer that this one has asked, or whose
@@ -45,13 +45,13 @@ class Belief:
         payload.
         """
         header, live, log = certified.header, self._presence.live(), self._replica.log
-        is_certified = proof is not None and proof.is_certified
+        is_certified = support is not None and support.is_certified
         donors = {peer for peer, beat in live.items() if beat.index > header.index}
         if (was_asked or is_certified) and sender in live:
             donors.add(sender)
         if is_certified:
             donors |= live.keys() & set(header.peers)
-        elif (sender not in donors and sender != self._context.me) or not self._may_follow(header, proof):
+        elif (sender not in donors and sender != self._context.me) or not self._may_follow(header, support):
             return None
         if log.last is None and not self.may_found(len(header.roster)):
             return None
@@ -62,9 +62,9 @@ class Belief:
         if not donors and header.payload != NO_PAYLOAD:
             return None
         ordered = sorted(donors, key=lambda peer: (peer != sender, peer))
-        return Behind(header, certified.certificate if proof is not None else None, tuple(ordered))
+        return Behind(header, certified.certificate if support is not None else None, tuple(ordered))
 
-    def _may_follow(self, header: Header, proof: Proof | None) -> bool:
+    def _may_follow(self, header: Header, support: Support | None) -> bool:
         """Return whether to follow an entry of a minority (R21): a voter has signed it, unless all have left or none
         lives; those who live and did not go along are too few to make another one here or further on; and the proofs of
         its faults were seen."""
@@ -72,7 +72,7 @@ class Belief:
         goes_on_alone = self._context.settings.goes_on_alone
         if not (goes_on_alone or presence.are_all_gone(log) or are_most(log, header.peers)):
             return False
-        is_signed = proof is not None and proof.signers > 0
+        is_signed = support is not None and support.signers > 0
         if not (is_signed or presence.are_all_gone(log) or presence.live().keys().isdisjoint(log.voters)):
             return False
         along = {*header.peers, *(one.peer for one in header.bystanders)} if is_signed else ()

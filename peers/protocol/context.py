@@ -16,7 +16,7 @@ from peers.protocol.events import Event, Received
 from peers.protocol.pace import Pace
 from peers.protocol.pacemaker import RoundTimes
 from peers.protocol.planning import Experience
-from peers.protocol.voting import FIRST, PLACES, Refusal, VoterState, VotingRecord
+from peers.protocol.voting import FIRST, POSITIONS, Refusal, VoterState, VotingRecord
 from peers.values.identity import Keys
 from peers.values.workload import PayloadKind
 
@@ -113,7 +113,7 @@ class OwnVotes:
             return False
         self._entered.pop(position, None)
         self._entered[position] = began
-        while len(self._entered) > PLACES:
+        while len(self._entered) > POSITIONS:
             del self._entered[next(iter(self._entered))]
         return True
 

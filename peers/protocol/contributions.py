@@ -15,7 +15,7 @@ from peers.values.identity import Keys
 FEW = 16
 """Members that all know all commitments: those of a larger round are its square."""
 ROUNDING = 2.0
-"""How many times as long a mean may become when it is quantized: the coarsest formats add a quarter."""
+"""Times as long, that a mean may become when it is quantized: the coarsest formats add a quarter."""
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from peers.protocol.part import Part
 from peers.protocol.replica import Replica
 from peers.protocol.round import EntryRound
+from peers.protocol.state_machine import StateMachine
 from peers.protocol.trainer import Trainer
 
-PARTS: tuple[type[Part], ...] = (Trainer, Replica, EntryRound)
+PARTS: tuple[type[StateMachine], ...] = (Trainer, Replica, EntryRound)
 
 
-def diagram(part: type[Part]) -> str:
+def diagram(part: type[StateMachine]) -> str:
     """A part's table as a Mermaid state diagram."""
     lines = ["stateDiagram-v2", f"    [*] --> {next(iter(part.TABLE))}"]
     for state, rows in part.TABLE.items():

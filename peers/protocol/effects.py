@@ -1,4 +1,4 @@
-"""What the protocol wants done. Plain values; drivers do the I/O."""
+"""Effects: the things that the protocol wants done, as plain values. Drivers do the I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to the protocol. Plain values; drivers do the I/O."""
+"""Events: the things that happen to a peer, as plain values. Drivers do the I/O."""
 
 from __future__ import annotations
 

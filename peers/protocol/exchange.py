@@ -32,7 +32,7 @@ from peers.protocol.events import (
     PayloadAssembled,
     ReducedArrived,
 )
-from peers.protocol.parts import Averages, Outcome, Reducers, is_lawful
+from peers.protocol.parts import Averages, Reducers, RoundOutcome, is_lawful
 from peers.values.identity import Keys
 
 ExchangeEvent = ContributionArrived | BadBlocks | ReducedArrived | ChunkSent | ChunksUnsent | PayloadAssembled
@@ -62,13 +62,11 @@ class Exchange:
         late: Collection[str] = (),
     ) -> None:
         """Without `keys` nothing is signed, nor checked. `resend`: seconds before what may be lost goes out again.
-        `late` are members that were absent lately: their blocks count if they are here with those of all others."""
+        `late` are members (R7) whose blocks are not waited for: they count if they come with all others'."""
         self.round = round
         self.averages = Averages(me, round, keys)
         self.contributions = contributions
         self.payload: bytes | None = None if round.chunks else NO_PAYLOAD
-        self.refused: set[str] = set()
-        """Members that gave what is no average."""
         self.me = me
         weights = contributions.weights
         self._weights = {member.peer: weights.get(member.peer, member.tokens) for member in round.contributors}
@@ -77,7 +75,7 @@ class Exchange:
         self._reducing = Reducing(self._weights.keys(), me)
         self._reducing.silent = frozenset(late)
         self._outbox = Outbox(begun_at, resend)
-        self._search = Search(me, round.peers, self._reducers, DUE * seconds)
+        self._search = AverageSearch(me, round.peers, self._reducers, DUE * seconds)
         self._part: Part | None = None
         self._live = frozenset(round.peers)
         self._now = begun_at
@@ -162,7 +160,7 @@ class Exchange:
         """Return from how many chunks each member is absent, of those that are here; in roster order."""
         return self.averages.absent()
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> RoundOutcome | None:
         """Return what the round comes to here, by the averages' signatures."""
         return self.averages.outcome()
 
@@ -175,8 +173,8 @@ class Exchange:
                     return self._reduce([chunk])
             case ReducedArrived():
                 return self._averaged(event)
-            case BadBlocks(sender=sender, reduced=True):
-                self.refused.add(sender)
+            case BadBlocks(reduced=True):
+                pass  # the average that counts may come still, from its reducer or from another member
             case BadBlocks(sender=sender, chunk=chunk):
                 self._reducing.spoiled(sender, chunk)
                 return self._reduce([chunk])
@@ -459,7 +457,7 @@ class Outbox:
         return due
 
 
-class Search:
+class AverageSearch:
     """Members to ask for proposed averages that are not here.
 
     A reducer sends its averages unasked, to all at once; with a thin uplink that takes as long as the exchange. So a

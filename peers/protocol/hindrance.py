@@ -17,7 +17,7 @@ from peers.protocol.trainer import Trainer
 
 TOLD_AFTER = 12.0  # seconds: links come and go, and the first inner steps are slow
 TRAIN_AGAIN = 1800.0  # seconds after which a peer that is too slow tries again, for it costs a lease
-LATE = 2
+IN_VAIN = 2
 """Leases in a row whose work is in no entry, until that is told."""
 REACH_REMEDY = "let the router forward this peer's data port, or use a bootstrap node that relays"
 
@@ -194,7 +194,7 @@ class Hindrances:
         """Return whether the last entries went on without what we trained for them."""
         times, log, me = self._trainer.in_vain, self._replica.log, self._context.me
         counted = log.last is not None and log.last.tokens_of(me) > 0
-        if times < LATE or counted or (me in log.roster and log.is_on_probation(me)):
+        if times < IN_VAIN or counted or (me in log.roster and log.is_on_probation(me)):
             return None
         reason = (
             f"the last {times} outer steps went on without what this peer trained for them: it was ready too late, or"

@@ -74,11 +74,11 @@ class WorkDone:
     trained: Trained
 
 
-class Owner(Protocol):
+class Host(Protocol):
     """The rest of the peer, as a round needs it."""
 
     def entry_made(self, header: Header, certificate: Certificate | None) -> None:
-        """The round's entry is committed, and its payload is here."""
+        """Take the round's entry, which is committed and whose payload is here."""
 
     def others_made(self, certified: Certified, sender: str, round: EntryRound) -> None:
         """Others have an entry whose payload is not here, or one that a minority has made."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from peers.protocol.round import EntryRound
 
 SECOND_CHANCES = 2
-"""How often in a view members get heirs because they gave no Part in time."""
+"""Times in a view that members get heirs because they gave no Part in time."""
 MISSED_ATTEMPTS = 1 << 16
 """Attempts of a view that its leader may have forgotten, since it started again."""
 AGAIN = 2.0
@@ -106,10 +106,10 @@ class Leader:
         self.readiness.leaves(peer)
         self.tick()
 
-    def refuse(self, reducer: str) -> None:
+    def drop_reducer(self, reducer: str) -> None:
         """Do without a reducer's averages: one that came to us is no average."""
         if self._parts is not None:
-            self._parts.refuse(reducer)
+            self._parts.drop(reducer)
 
     # What happens when --------------------------------------------------------------------------------------------
     def tick(self) -> None:
@@ -127,7 +127,7 @@ class Leader:
         if self._proposed is not None:
             self._press(self._proposed, prepared, ready)
         elif prepared is not None:
-            if seat.attendance.is_enough(_starts(ready)):
+            if seat.attendance.is_enough(_incarnations(ready)):
                 self._propose_prepared(prepared, ready)
         elif self._begun is not None:
             self._collect(self._begun)
@@ -135,14 +135,14 @@ class Leader:
             self._begin(ready)
 
     def _may_vote(self, ready: Mapping[str, Ready]) -> bool:
-        """Return whether those that are ready can make the entry. Members that were absent lately may not get the
-        payload, and so not vote: for a second grace the others must be enough."""
-        starts = _starts(ready)
-        if not self._seat.attendance.is_enough(starts):
+        """Return whether those that are ready can make the entry. Late ones (R7) may not get the payload,
+        and so not vote: for a second grace the others must be enough."""
+        incarnations = _incarnations(ready)
+        if not self._seat.attendance.is_enough(incarnations):
             return False
-        besides = late(self._seat.log) if self._context.settings.contributions is None else ()
-        timely = {peer: start for peer, start in starts.items() if peer not in besides}
-        waited = self._context.now - self.readiness.awaited.times.of_all(starts.keys())
+        besides = late(self._seat.log, self._context.settings)
+        timely = {peer: incarnation for peer, incarnation in incarnations.items() if peer not in besides}
+        waited = self._context.now - self.readiness.awaited.times.of_all(incarnations.keys())
         return self._seat.attendance.is_enough(timely) or waited >= 2 * self.readiness.awaited.grace
 
     def _set_pace(self) -> None:
@@ -165,7 +165,7 @@ class Leader:
     def _begin(self, ready: Mapping[str, Ready]) -> None:
         """Begin a round of all that are ready, or go on with the one that we are in ourselves."""
         seat = self._seat
-        group = () if seat.attendance.is_quorum(_starts(ready)) else seat.attendance.group
+        group = () if seat.attendance.is_quorum(_incarnations(ready)) else seat.attendance.group
         ready = self._without_liars(ready)
         round = self._unfinished(ready)
         if round is not None:
@@ -184,7 +184,7 @@ class Leader:
     def _without_liars(self, ready: Mapping[str, Ready]) -> Mapping[str, Ready]:
         """Return those that are not proven to lie, if they are enough: the entry can exclude only those not in it."""
         honest = {peer: said for peer, said in ready.items() if not self._context.evidence.has_convicted(peer)}
-        is_quorum = self._seat.attendance.is_quorum(_starts(honest))
+        is_quorum = self._seat.attendance.is_quorum(_incarnations(honest))
         return honest if is_quorum and self.readiness.contributing(honest) else ready
 
     def _unfinished(self, ready: Mapping[str, Ready]) -> Round | None:
@@ -194,7 +194,7 @@ class Leader:
             return None
         inside = {peer: said for peer, said in ready.items() if said.terms == exchange.round.terms}
         is_told = commitments_are_known(exchange.round, exchange.contributions.commitments)
-        return exchange.round if is_told and self._seat.attendance.is_quorum(_starts(inside)) else None
+        return exchange.round if is_told and self._seat.attendance.is_quorum(_incarnations(inside)) else None
 
     def _exchange(
         self, round: Round, what: str, ready: Mapping[str, Ready], heirs: tuple[tuple[str, str], ...] = ()
@@ -239,7 +239,7 @@ class Leader:
             self._propose_outcome(outcome.payload, outcome.absent, outcome.marks)
             return
         missing, now = self._parts.missing(), self._context.now
-        heard = {self._context.me, *self._presence.live()} - self._parts.refused
+        heard = {self._context.me, *self._presence.live()} - self._parts.dropped
         served = dict(begun.heirs)
         heard = {peer for peer in heard if not self._context.evidence.has_convicted(peer)}
         dead = [peer for peer in missing if served.get(peer, peer) not in heard]
@@ -310,7 +310,7 @@ class Leader:
     def _propose_prepared(self, prepared: Certified, ready: Mapping[str, Ready]) -> None:
         """Propose again what may be committed: no exchange is needed for it."""
         seat = self._seat
-        group = () if seat.attendance.is_quorum(_starts(ready)) else seat.attendance.group
+        group = () if seat.attendance.is_quorum(_incarnations(ready)) else seat.attendance.group
         propose = Propose(
             ballot=self._next_ballot(),
             header=prepared.header,
@@ -370,7 +370,7 @@ class Leader:
             lacking = self._named_by_enough({peer: said.lacking for peer, said in ready.items()})
             wrong |= {*signers, *lacking.intersection(parts.signers(range(begun.round.chunks)))}
         for signer in sorted(wrong):
-            parts.refuse(signer)
+            parts.drop(signer)
         if wrong:
             self._proposed = None
             self._told.clear()
@@ -379,7 +379,7 @@ class Leader:
     def _named_by_enough(self, named: Mapping[str, Iterable[str]]) -> set[str]:
         """Return peers to take account of, given whom each of the ready names: those that most name first, until those
         who name no other, and we, are enough."""
-        ready = {self._context.me: self._context.incarnation} | _starts(self.readiness.of(self._view))
+        ready = {self._context.me: self._context.incarnation} | _incarnations(self.readiness.of(self._view))
         found = set[str]()
         while True:
             left = {peer: names for peer in sorted(named) if (names := set(named[peer]) - found)}
@@ -489,5 +489,5 @@ def commitments_are_known(round: Round, known: Mapping[str, object]) -> bool:
     return all(member.peer in known for member in round.contributors)
 
 
-def _starts(ready: Mapping[str, Ready]) -> dict[str, int]:
+def _incarnations(ready: Mapping[str, Ready]) -> dict[str, int]:
     return {peer: said.incarnation for peer, said in ready.items()}

@@ -21,12 +21,11 @@ from peers.values.chunks import Sum
 from peers.values.workload import Trained
 
 
-@dataclass
-class Answer:
-    """Our answer to the newest proposal, if we have not voted for it."""
+@dataclass(frozen=True)
+class Objection:
+    """The reason for which we do not vote for the newest proposal, with what Ready tells its leader of it."""
 
-    ballot: Ballot | None = None
-    refusal: Refusal | None = None
+    refusal: Refusal
     named: tuple[str, ...] = ()
     lacking: tuple[str, ...] = ()
     unproven: tuple[bytes, ...] = ()
@@ -45,8 +44,8 @@ class OwnWork:
         self._log = log
         self._number = 0
         self._wants = 0  # samples of the next lease; 0: a whole one
-        self.word = Repetition(context)
-        """When the leader is told of it again."""
+        self.repetition = Repetition(context)
+        """When Ready is said again."""
         self._committed: tuple[Sum, Author, Commitment] | None = None
 
     def make(self, trained: Trained) -> None:
@@ -107,8 +106,16 @@ class OwnWork:
             return dict(zip(peers, norms.squares, strict=True)).get(me) == (ours.squares if ours else None)
         return dict(zip(peers, told, strict=True)).get(me) == (ours.contribution if ours else None)
 
-    def ready(self, state_digest: bytes, view: int, exchange: Exchange | None, voter: Voter, answer: Answer) -> Ready:
-        """Return what the leader of a view is told."""
+    def ready(
+        self,
+        state_digest: bytes,
+        view: int,
+        exchange: Exchange | None,
+        voter: Voter,
+        refused: Ballot | None,
+        objection: Objection | None,
+    ) -> Ready:
+        """Return what the leader of a view is told. `objection` is to the proposal of the ballot `refused`."""
         presence, member = self._presence, self.member()
         return Ready(
             position=self._log.position,
@@ -126,11 +133,12 @@ class OwnWork:
             relayed=presence.named(presence.reachability.detours(self._context.now)),
             unreached=presence.named(presence.unreached),
             lock=voter.lock,
-            refused=answer.ballot,
-            reason=answer.refusal.value if answer.refusal else "",
-            named=(answer.named or self._heard_besides(exchange))[:MEMBER_LIMIT],  # made-up peers may be more
-            lacking=answer.lacking,
-            unproven=answer.unproven,
+            refused=refused,
+            reason=objection.refusal.value if objection else "",
+            # Made-up peers may be more.
+            named=((objection.named if objection else ()) or self._heard_besides(exchange))[:MEMBER_LIMIT],
+            lacking=objection.lacking if objection else (),
+            unproven=objection.unproven if objection else (),
         )
 
     def _heard_besides(self, exchange: Exchange | None) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from peers.log.settings import Timing
 MEASURED = 5
 """Rounds whose median the timer rests on."""
 MARGIN = 3.0
-"""How much longer than usual a round may take before its leader is passed over."""
+"""Times the usual round, that a leader has before the next one takes over."""
 LONGEST = 5.0
 """Times the manifest's time limit, that a leader has to begin at most, besides the grace."""
 
@@ -97,8 +97,8 @@ class Pacemaker:
         self.reached = max(self.reached, self.view)
 
     def begun(self, seconds: float) -> None:
-        """Note that the leader of this view has begun an exchange of so many seconds: it gets the time for that,
-        once."""
+        """Note that the leader of this view has begun an exchange of so many seconds, or proposes without one (0): the
+        timer starts again, once (R2)."""
         if self.view not in self._begun:
             self._begun[self.view] = seconds
             self._spent[self.view] = 0.0

@@ -17,7 +17,6 @@ from peers.messages.averages import (
     MARKED,
     Averaged,
     Origin,
-    contradict,
     statement,
     statement_of,
 )
@@ -27,12 +26,6 @@ from peers.values.identity import Keys
 
 if TYPE_CHECKING:
     from peers.messages.messages import Part
-
-
-def _note(contradictions: list[tuple[Averaged, Averaged]], first: Averaged, second: Averaged) -> None:
-    """Keep a contradiction of a reducer of which none is kept."""
-    if all(one.reducer != first.reducer for one, _ in contradictions):
-        contradictions.append((first, second))
 
 
 class Reducers:
@@ -51,10 +44,6 @@ class Reducers:
         self._owners = [peer for peer, part in self.parts.items() for _ in part]
         self._able = frozenset(member.peer for member in round.contributors)
         self._heirs: defaultdict[str, list[str]] = defaultdict(list)
-
-    def owner(self, chunk: int) -> str:
-        """Return the member to which the round gave a chunk."""
-        return self._owners[chunk]
 
     def of(self, chunk: int) -> tuple[str, ...]:
         """Return the members that may average a chunk, the latest heir first. There are none for an unknown chunk."""
@@ -88,8 +77,6 @@ class Averages:
         """Our own averages, of which another one may have taken the place."""
         self.marks = b""
         """The averages that a proposal names; none: any that is signed is as good as another."""
-        self.contradictions: list[tuple[Averaged, Averaged]] = []
-        """Pairs of statements that convict their reducer, one for each."""
         self._me = me
         self._round = round
         self._keys = keys
@@ -126,11 +113,8 @@ class Averages:
         there was another one."""
         chunk, before = averaged.chunk, self._here.get(averaged.chunk)
         self._given[averaged.reducer] = self.squares_with(averaged, squares)
-        if before is not None:
-            if before.reducer != averaged.reducer:
-                self._given[before.reducer] -= self._squares[chunk]
-            if contradict(before, averaged):
-                _note(self.contradictions, before, averaged)
+        if before is not None and before.reducer != averaged.reducer:
+            self._given[before.reducer] -= self._squares[chunk]
         self._here[chunk], self._squares[chunk] = averaged, squares
         self._marks_here.pop(chunk, None)
         return before is not None
@@ -177,12 +161,12 @@ class Averages:
         """Return from how many chunks that are here each member is absent, in roster order."""
         return _absent_from(self._round, self._here.values())
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> RoundOutcome | None:
         """Return what the averages that are here come to, if all are."""
-        return outcome_of(self._round, self._here)
+        return round_outcome(self._round, self._here)
 
 
-class Outcome(NamedTuple):
+class RoundOutcome(NamedTuple):
     """What a round comes to: the payload's digest, from how many chunks each member is absent, and the marks."""
 
     payload: bytes
@@ -190,16 +174,16 @@ class Outcome(NamedTuple):
     marks: bytes
 
 
-def outcome_of(round: Round, averages: Mapping[int, Averaged]) -> Outcome | None:
+def round_outcome(round: Round, averages: Mapping[int, Averaged]) -> RoundOutcome | None:
     """Return what a round's averages come to; None while some are missing."""
     if len(averages) < round.chunks:
         return None
     if not round.chunks:
-        return Outcome(NO_PAYLOAD, {}, b"")
+        return RoundOutcome(NO_PAYLOAD, {}, b"")
     in_order = [averages[chunk] for chunk in range(round.chunks)]
     marks = b"".join(statement_of(round, averaged).mark for averaged in in_order[:MARKED])
     payload = digest_of_chunks(averaged.digest for averaged in in_order)
-    return Outcome(payload, _absent_from(round, in_order), marks)
+    return RoundOutcome(payload, _absent_from(round, in_order), marks)
 
 
 def _absent_from(round: Round, averages: Iterable[Averaged]) -> dict[str, int]:
@@ -219,41 +203,37 @@ class Parts:
 
     def __init__(self, round: Round, keys: Keys | None = None) -> None:
         """Without `keys` signatures are not checked."""
-        self.contradictions: list[tuple[Averaged, Averaged]] = []
-        """Pairs of statements that convict their reducer, one for each."""
         self._round = round
         self._reducers = Reducers(round)
         self._averages = Averages("", round, keys)
-        self.refused: set[str] = set()
+        self.dropped: set[str] = set()
         """Members whose averages are done without: one was no average, or most members do not get them."""
         self._taken: dict[int, Averaged] = {}
 
     def take(self, sender: str, part: Part, heirs: Iterable[tuple[str, str]] = ()) -> bool:
         """Take in what a reducer, or one of the heirs that this leader has named, has signed of its own chunks. The
-        first average of a chunk counts. A sender with a false signature is refused: each costs time to check. Return
+        first average of a chunk counts. A sender with a false signature is dropped: each costs time to check. Return
         whether all of the part was as it should be."""
         self._reducers.add(heirs)
-        if part.round != self._round.name or sender in self.refused:
+        if part.round != self._round.name or sender in self.dropped:
             return False
         own = {averaged.chunk: averaged for averaged in part.averages if sender in self._reducers.of(averaged.chunk)}
         for averaged in own.values():
             if averaged == self._taken.get(averaged.chunk):
                 continue
             if not self._is_statement(sender, averaged):
-                self.refuse(sender)
+                self.drop(sender)
                 return False
-            first = self._taken.setdefault(averaged.chunk, averaged)
-            if contradict(first, averaged):
-                _note(self.contradictions, first, averaged)
+            self._taken.setdefault(averaged.chunk, averaged)
         return len(own) == len(part.averages)
 
     def _is_statement(self, sender: str, averaged: Averaged) -> bool:
         is_own = averaged.reducer == sender and is_lawful(self._round, averaged)
         return is_own and self._averages.is_signed(averaged)
 
-    def refuse(self, reducer: str) -> None:
+    def drop(self, reducer: str) -> None:
         """Do without a member's averages. An heir may replace it."""
-        self.refused.add(reducer)
+        self.dropped.add(reducer)
         self._taken = {chunk: averaged for chunk, averaged in self._taken.items() if averaged.reducer != reducer}
 
     def one_sided(self) -> frozenset[str]:
@@ -272,6 +252,6 @@ class Parts:
         parts = self._reducers.parts.items()
         return tuple(peer for peer, part in parts if any(chunk not in self._taken for chunk in part))
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> RoundOutcome | None:
         """Return what the round comes to, once it is whole."""
-        return outcome_of(self._round, self._taken)
+        return round_outcome(self._round, self._taken)

@@ -180,7 +180,7 @@ class Peer:
             case LineageSeen() | LineageNotSeen():
                 cycle.on_lineage(event)
             case PayloadFetched(header, _) if header == self.replica.replaying:
-                cycle.entry_made(header, self.replica.proof)
+                cycle.entry_made(header, self.replica.certificate)
             case PayloadNotFetched(header, reason) if header == self.replica.replaying:
                 cycle.on_not_replayed(header, reason)
             case LeaveRequested(at_once):

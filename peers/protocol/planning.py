@@ -1,4 +1,4 @@
-"""Who averages how much in a round: by who reaches whom, and by what links carry. Pure functions.
+"""The plan of a round (R3): how much each member averages, by its reach and its link. Pure functions.
 
 Only a member's own words about its links are asked for. A pair in which one does not reach the other costs both of them
 alike, and the one that has most such pairs first; so a member that names all others loses its own place, and no other.
@@ -20,7 +20,7 @@ from peers.values.chunks import payloads_moved, split_by_rate
 LEAST_PAYLOADS = 2.0
 """Payloads that a link is taken to carry at least: a member's own blocks go out before the average comes in."""
 SLACK = 2.0
-"""How much more than others saw of a peer it may say that its link carries: in a round it need not have been busy."""
+"""Times the rate that others saw of a peer, that it may claim: in a round its link need not have been busy."""
 ALIKE = 0.8
 """Of the rate of a link, that another one's is at least that is dealt as much."""
 REACHED = 0.75
@@ -36,7 +36,7 @@ UNMEASURED = 0.25
 
 
 @dataclass(frozen=True)
-class Link:
+class MemberLink:
     """A member's own words about its link, as its Ready has them."""
 
     rate: int = 0
@@ -72,7 +72,7 @@ class Experience:
 
 
 def shares(
-    roster: Sequence[Member], links: Mapping[str, Link], chunks: int, besides: Collection[str] = ()
+    roster: Sequence[Member], links: Mapping[str, MemberLink], chunks: int, besides: Collection[str] = ()
 ) -> tuple[Share, ...]:
     """Return all members of a round, each with how many chunks it averages.
 
@@ -87,7 +87,7 @@ def shares(
     return tuple(Share(member=member, chunks=dealt.get(member.peer, 0)) for member in roster)
 
 
-def seconds_for(round: Round, links: Mapping[str, Link], size: int, timing: Timing) -> float:
+def seconds_for(round: Round, links: Mapping[str, MemberLink], size: int, timing: Timing) -> float:
     """Return how long the exchange of a round may take, whose payload has so many bytes."""
     rates = believed_rates(round.peers, links)
     measured = {peer: rates[peer] for peer in round.peers if peer in links and links[peer].rate}
@@ -126,7 +126,7 @@ def heirs_of(
 
 
 # Who reaches whom -----------------------------------------------------------------------------------------------------
-def reducers(members: Sequence[str], able: Sequence[str], links: Mapping[str, Link]) -> tuple[str, ...]:
+def reducers(members: Sequence[str], able: Sequence[str], links: Mapping[str, MemberLink]) -> tuple[str, ...]:
     """Return those of the able, in their order, whom enough of the other members reach.
 
     If the others can share the work fairly, those do not average either of whom too many are reached through a relay
@@ -186,9 +186,9 @@ def _well_reached(members: Sequence[str], said: Mapping[str, Collection[str]]) -
 
 
 # What links carry -----------------------------------------------------------------------------------------------------
-def believed_rates(peers: Iterable[str], links: Mapping[str, Link]) -> dict[str, float]:
+def believed_rates(peers: Iterable[str], links: Mapping[str, MemberLink]) -> dict[str, float]:
     """Return what the links of these members are taken to carry, in bytes a second."""
-    known = {peer: links.get(peer, Link()) for peer in peers}
+    known = {peer: links.get(peer, MemberLink()) for peer in peers}
     claimed = {peer: link.rate for peer, link in known.items()}
     return credible_rates(claimed, {peer: link.seen for peer, link in known.items()})
 

@@ -13,7 +13,7 @@ from peers.protocol.awaited import Awaited
 from peers.protocol.context import Context
 from peers.protocol.effects import Dropped, Send
 from peers.protocol.pacemaker import death
-from peers.protocol.planning import Link
+from peers.protocol.planning import MemberLink
 from peers.protocol.trainer import Trainer, TrainerState
 from peers.values.leases import Lease, sample_count
 from peers.values.wire import printable
@@ -100,7 +100,7 @@ class Readiness:
     def _is_two(self, peer: str, incarnation: int) -> bool:
         """Return whether a voter says Ready in another incarnation than the one that it is heard in. Voters do not vote
         for an entry that takes its say; a peer that has started again is heard as that in a moment."""
-        if self._log.starts.get(peer, incarnation) == incarnation or peer == self._context.me:
+        if self._log.voter_incarnations.get(peer, incarnation) == incarnation or peer == self._context.me:
             return False
         patience = self._context.settings.timing.heartbeat_expiry
         return peer in self._presence.voters_here(self._log, self._context.incarnation, patience)
@@ -180,10 +180,10 @@ class Readiness:
     def _voters(self) -> set[str]:
         """Return the voters that are heard in the incarnation that has a say, and have not left."""
         live, context, log = self._presence.live(), self._context, self._log
-        starts = {peer: live[peer].incarnation for peer in log.voters if peer in live} | {
+        incarnations = {peer: live[peer].incarnation for peer in log.voters if peer in live} | {
             context.me: context.incarnation
         }
-        return {peer for peer, start in starts.items() if log.counts(peer, start)}
+        return {peer for peer, incarnation in incarnations.items() if log.counts(peer, incarnation)}
 
     def _due(self) -> dict[str, int]:
         """Return how many samples each joiner trains that is waited for: a slow one makes fewer inner steps than it was
@@ -229,9 +229,9 @@ def commitments_of(roster: Collection[Member], ready: Mapping[str, Ready]) -> tu
     return tuple(one.contribution for one in committed if one)
 
 
-def links_of(ready: Mapping[str, Ready]) -> dict[str, Link]:
+def links_of(ready: Mapping[str, Ready]) -> dict[str, MemberLink]:
     """Return what members say of their own links."""
     return {
-        peer: Link(said.rate, dict(said.seen), frozenset(said.relayed), frozenset(said.unreached))
+        peer: MemberLink(said.rate, dict(said.seen), frozenset(said.relayed), frozenset(said.unreached))
         for peer, said in ready.items()
     }

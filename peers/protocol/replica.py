@@ -13,12 +13,12 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
 from peers.presence.presence import Presence
+from peers.protocol.attendance import are_most
 from peers.protocol.context import Context
 from peers.protocol.effects import Apply, FetchPayload, FetchSnapshot, Note, TokensLost
 from peers.protocol.events import Applied, Digested, SignedHeadsSeen, SnapshotFailed, SnapshotRestored
 from peers.protocol.internal import Behind, EntryMade, FarBehind, NobodyAhead
-from peers.protocol.minority import are_most
-from peers.protocol.part import Part, Row, Table
+from peers.protocol.state_machine import Row, StateMachine, Table
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHead, SignedHeads
 
 PASSED_ON = 16
@@ -37,7 +37,7 @@ DIGESTED: dict[type, Row] = {Digested: Row("_digested")}
 """The digest of a state is taken beside all else, and may come at any time after the entry was applied."""
 
 
-class Replica(Part):
+class Replica(StateMachine):
     """Applies entries whole, in the log's order.
 
     `log` is where theta and momentum are, or will be once its last entry is applied. `settled` is where they are and
@@ -98,7 +98,7 @@ class Replica(Part):
         return self._behind.header if self._behind else None
 
     @property
-    def proof(self) -> Certificate | None:
+    def certificate(self) -> Certificate | None:
         """The certificate of the entry that is replayed."""
         return self._behind.certificate if self._behind else None
 

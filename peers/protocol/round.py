@@ -10,7 +10,7 @@ nothing here asks why a message did not come.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import ClassVar
 
@@ -21,6 +21,7 @@ from peers.messages.averages import Averaged
 from peers.messages.messages import Begin, Certified, Propose, Vote, Want
 from peers.messages.rounds import Round
 from peers.presence.presence import Presence
+from peers.protocol.attendance import Attendance
 from peers.protocol.awaited import late
 from peers.protocol.context import Context
 from peers.protocol.contributions import Contributions
@@ -36,13 +37,12 @@ from peers.protocol.events import (
     Tick,
 )
 from peers.protocol.exchange import Exchange, ExchangeEvent
-from peers.protocol.internal import Owner, WorkDone
+from peers.protocol.internal import Host, WorkDone
 from peers.protocol.leader import Leader
-from peers.protocol.minority import Attendance
-from peers.protocol.own_work import Answer, OwnWork
+from peers.protocol.own_work import Objection, OwnWork
 from peers.protocol.pacemaker import Pacemaker
-from peers.protocol.part import Part, Row, Table
 from peers.protocol.replica import Replica
+from peers.protocol.state_machine import Row, StateMachine, Table
 from peers.protocol.trainer import Trainer
 from peers.protocol.views import Views
 from peers.protocol.voter import Voter, choice_of
@@ -99,9 +99,10 @@ class Notes:
     heard: frozenset[tuple[str, int]] = frozenset()
     """The peers that were heard when we entered the round, each as the incarnation that it was."""
     views: set[int] = field(default_factory=set)
-    """Those whose leaders have gone on with our round."""
+    """The views in which our round was begun, or gone on with."""
     propose: Propose | None = None
-    answer: Answer = field(default_factory=Answer)
+    objection: Objection | None = None
+    """To this proposal."""
     fetched: set[bytes] = field(default_factory=set)
     """Payloads of proposals that were fetched as a whole."""
     unkept: set[bytes] = field(default_factory=set)
@@ -116,7 +117,7 @@ class Notes:
     told_by: str = ""
 
 
-class EntryRound(Part):
+class EntryRound(StateMachine):
     """One position, one entry. Its votes outlive it, in the peer's record; all else goes when the peer moves on."""
 
     TABLE: ClassVar[Table] = {
@@ -143,7 +144,7 @@ class EntryRound(Part):
     state: RoundState
 
     def __init__(
-        self, context: Context, presence: Presence, trainer: Trainer, replica: Replica, fragment: int, host: Owner
+        self, context: Context, presence: Presence, trainer: Trainer, replica: Replica, fragment: int, host: Host
     ) -> None:
         super().__init__(OPEN)
         self.log = replica.log.of(fragment)
@@ -175,7 +176,7 @@ class EntryRound(Part):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether a leader may go on with the round that we are in: one alone has had it, and that was another one."""
+        """Whether we may go on with our round as its second leader: one view alone has had it, led by another peer."""
         is_ours = self.exchange is not None and self.exchange.name.leader == self._context.me
         return len(self._notes.views) == 1 and not is_ours
 
@@ -215,7 +216,8 @@ class EntryRound(Part):
         return self.views.granted_by[0] if self.views.granted_by else None
 
     def was_asked(self, peer: str) -> bool:
-        """Whether we have told the peer that we are ready: it knows better than its last heartbeat how far it is."""
+        """Return whether we have told the peer that we are ready: it knows better than its last heartbeat how far it
+        is."""
         return self.is_taking_part and peer == self.pacemaker.leader
 
     # The view -------------------------------------------------------------------------------------------------
@@ -237,19 +239,20 @@ class EntryRound(Part):
         self._work.make(done.trained)
         self._enter(READY)
         self.look()
-        self._work.word.at_once()
+        self._work.repetition.at_once()
         self.say_ready()
 
     def say_ready(self) -> None:
         """Tell the leader of our view what we have trained, and what we are bound to, until something comes of it."""
         leader = self.pacemaker.leader
-        if not self._replica.is_settled or leader is None or not self._work.word.is_due:
+        if not self._replica.is_settled or leader is None or not self._work.repetition.is_due:
             return
-        self._work.word.said()
+        self._work.repetition.said()
         context, evidence, lineage = self._context, self._context.evidence, self._replica.lineage
-        ready = self._work.ready(
-            self._replica.state_digest, self.pacemaker.view, self.exchange, self.voter, self._notes.answer
-        )
+        propose, objection = self._notes.propose, self._notes.objection
+        refused = propose.ballot if propose and objection else None
+        state, view = self._replica.state_digest, self.pacemaker.view
+        ready = self._work.ready(state, view, self.exchange, self.voter, refused, objection)
         context.emit(Send(leader, ready))
         self.voter.repeat(leader)
         if leader == context.me:
@@ -263,7 +266,7 @@ class EntryRound(Part):
         before = self.pacemaker.leader
         self.look()
         if self.pacemaker.leader != before:
-            self._work.word.at_once()
+            self._work.repetition.at_once()
         self._go_on_without_the_entry()
         self._go_on()
 
@@ -282,7 +285,7 @@ class EntryRound(Part):
         before = self.pacemaker.view
         self.look()
         if self.pacemaker.view != before:
-            self._work.word.at_once()
+            self._work.repetition.at_once()
             self._enter(READY)
             self._go_on()
             self._host.leave_if_possible()
@@ -294,7 +297,7 @@ class EntryRound(Part):
         if self.exchange is not None:
             self._context.emit(*self.exchange.tick(self._context.now, self._heard()))
         self._consider()
-        if self.state is not DECIDED and self._work.word.is_due:
+        if self.state is not DECIDED and self._work.repetition.is_due:
             self._tell_part()
             self.say_ready()
 
@@ -322,7 +325,7 @@ class EntryRound(Part):
         notes.begun = begin.ballot
         notes.views.add(begin.ballot.view)
         if notes.propose is not None and notes.propose.ballot < begin.ballot:
-            notes.propose, notes.answer = None, Answer()  # it is taken back: other averages are to come
+            notes.propose = notes.objection = None  # it is taken back: other averages are to come
         self.pacemaker.begun(seconds)
         if self.state is READY:
             self._enter(EXCHANGING)
@@ -347,11 +350,11 @@ class EntryRound(Part):
             return False
         notes.views.clear()
         notes.began_at = notes.moved_at = context.now
-        notes.heard = self._heard_starts()
+        notes.heard = self._heard_incarnations()
         self._presence.reachability.round_begins(self.log.fragment)
         resend, contributions = context.settings.timing.resend, self._contributions(begin)
-        besides = late(self.log) if context.settings.contributions is None else ()
-        self.exchange = Exchange(context.me, round, contributions, context.keys, context.now, seconds, resend, besides)
+        delayed = late(self.log, context.settings)
+        self.exchange = Exchange(context.me, round, contributions, context.keys, context.now, seconds, resend, delayed)
         context.emit(*self.exchange.open())
         if begin.heirs:
             context.emit(*self.exchange.go_on(begin.heirs, seconds, context.now))
@@ -412,7 +415,7 @@ class EntryRound(Part):
         context = self._context
         context.emit(Dropped(bad.sender, "average" if bad.reduced else "contribution", bad.reason))
         if bad.reduced:
-            self.leader.refuse(bad.sender)
+            self.leader.drop_reducer(bad.sender)
         members = {member.peer: member for member in exchange.round.contributors}
         if bad.evidence is not None and bad.sender in members:
             author = exchange.round.author(members[bad.sender], bad.evidence.commitment)
@@ -431,7 +434,7 @@ class EntryRound(Part):
         if view == self.pacemaker.view:
             self.pacemaker.begun(0.0)
         if known is None or known.ballot != propose.ballot:
-            self._notes.answer = Answer()
+            self._notes.objection = None
         else:
             self.voter.repeat(sender)
         self._notes.propose, self._notes.told_by = propose, sender
@@ -442,63 +445,58 @@ class EntryRound(Part):
         propose, notes = self._notes.propose, self._notes
         if propose is None or self.state is DECIDED:
             return
-        answer = Answer(propose.ballot)
-        objection = self._objection(propose, answer)
-        answer.refusal = self.voter.prepare(propose, notes.told_by, objection)
-        if answer.refusal is None:
+        objection = self._objection(propose)
+        refusal = self.voter.prepare(propose, notes.told_by, objection.refusal if objection else None)
+        if refusal is None:
             self.pacemaker.voted(propose.ballot.view)
-            notes.answer, notes.lacking = Answer(), None
-        elif answer != notes.answer:
-            notes.answer = answer
-            if answer.refusal is not Refusal.NO_PAYLOAD and self.is_taking_part:
-                self._work.word.at_once()
+            notes.objection = notes.lacking = None
+        elif (told := replace(objection or Objection(refusal), refusal=refusal)) != notes.objection:
+            notes.objection = told
+            if refusal is not Refusal.NO_PAYLOAD and self.is_taking_part:
+                self._work.repetition.at_once()
                 self.say_ready()
         for certified in self.voter.recount(propose.choice):
             self._is_certified(certified, self._context.me)
 
-    def _objection(self, propose: Propose, answer: Answer) -> Refusal | None:
-        """Return what stands against a proposal, besides our own votes (R5, 4 to 11)."""
+    def _objection(self, propose: Propose) -> Objection | None:
+        """Return what stands against a proposal, besides our own votes and the log (R5.5 to R5.11)."""
         header, group = propose.header, propose.group
         if group and not self.attendance.joins(group):
-            answer.named = self.attendance.left_out(group)
-            return Refusal.NOT_ALONE
+            return Objection(Refusal.NOT_ALONE, named=self.attendance.left_out(group))
         if propose.justify is not None:
             is_kept = self._has_payload(header) and header.payload not in self._notes.unkept
-            return None if is_kept else self._look_for_payload(propose)
-        if (objection := self._objection_to_data(propose, answer)) is not None:
+            return None if is_kept else Objection(self._look_for_payload(propose))
+        if (objection := self._objection_to_data(propose)) is not None:
             return objection
         if self.log.closes and header.leader != self._notes.told_by:
-            return Refusal.DOES_NOT_FOLLOW
-        answer.named = () if group else self._forgotten(header)
-        if answer.named:
-            return Refusal.NOT_GONE
-        answer.named = self._strangers(header)
-        if answer.named:
-            return Refusal.STRANGER
-        answer.unproven = self._context.evidence.lacking(header.faults, self._replica.lineage)[:16]
-        return Refusal.UNPROVEN_FAULT if answer.unproven else None
+            return Objection(Refusal.DOES_NOT_FOLLOW)
+        if not group and (heard := self._forgotten(header)):
+            return Objection(Refusal.NOT_GONE, named=heard)
+        if strangers := self._strangers(header):
+            return Objection(Refusal.STRANGER, named=strangers)
+        unproven = self._context.evidence.lacking(header.faults, self._replica.lineage)[:16]
+        return Objection(Refusal.UNPROVEN_FAULT, unproven=unproven) if unproven else None
 
-    def _objection_to_data(self, propose: Propose, answer: Answer) -> Refusal | None:
+    def _objection_to_data(self, propose: Propose) -> Objection | None:
         """Return what the exchange says against a proposal: its averages must be here, as their reducers signed
         them."""
         header, exchange, log = propose.header, self.exchange, self.here
         if header.payload == NO_PAYLOAD:
             has_work = self._work.trained is not None and self._work.trained.tokens > 0
-            return Refusal.HAS_WORK if has_work and not self.log.closes else None
+            return Objection(Refusal.HAS_WORK) if has_work and not self.log.closes else None
         if exchange is None or propose.round != exchange.name:
-            return Refusal.NO_PAYLOAD
+            return Objection(Refusal.NO_PAYLOAD)
         self._context.emit(*exchange.proposed(propose.marks))
         if exchange.payload != header.payload or header.payload in self._notes.unkept:
-            answer.lacking = exchange.lacking()
-            return Refusal.NO_PAYLOAD
+            return Objection(Refusal.NO_PAYLOAD, lacking=exchange.lacking())
         if not exchange.round.counts_enough(exchange.absent(), propose.ballot.view, len(log.ring)):
-            return Refusal.MOST_ABSENT
+            return Objection(Refusal.MOST_ABSENT)
         besides = header.leader, header.faults, log.gone_in(header), log.taken_in(header)
         try:
             expected = exchange.round.entry(log, exchange.absent(), header.payload, *besides)
         except LogError:
-            return Refusal.DOES_NOT_FOLLOW
-        return None if expected == header else Refusal.UNSIGNED_AVERAGE
+            return Objection(Refusal.DOES_NOT_FOLLOW)
+        return None if expected == header else Objection(Refusal.UNSIGNED_AVERAGE)
 
     def _forgotten(self, header: Header) -> tuple[str, ...]:
         """Return the voters that we hear, and that would lose their say: they are said to be gone, or to have started
@@ -515,10 +513,10 @@ class EntryRound(Part):
         entered the round: a leader might have made them up (R5). Founders do not all hear each other."""
         if not self.log.closes or self.log.last is None:
             return ()
-        known = self.log.starts.items() | self._notes.heard | self._heard_starts()
+        known = self.log.voter_incarnations.items() | self._notes.heard | self._heard_incarnations()
         return tuple(one.peer for one in header.roster if (one.peer, one.incarnation) not in known)
 
-    def _heard_starts(self) -> frozenset[tuple[str, int]]:
+    def _heard_incarnations(self) -> frozenset[tuple[str, int]]:
         """Return the peers that we hear, and ourselves, each as the incarnation that it is."""
         live = self._presence.live()
         return frozenset(
@@ -654,7 +652,7 @@ class EntryRound(Part):
             self._host.others_made(certified, sender, self)
 
     def _await_payload(self, _: Tick | None = None) -> None:
-        """What is decided comes with the exchange, or is fetched as a whole when nothing comes any more."""
+        """Take the decided payload from the exchange, or fetch the whole of it when nothing comes any more."""
         notes, context = self._notes, self._context
         if notes.decided is None:
             return
@@ -669,7 +667,7 @@ class EntryRound(Part):
             self._host.others_made(notes.decided, notes.told_by, self)
 
     def _make(self, certified: Certified) -> None:
-        """The entry is committed, and its payload is here."""
+        """Hand on the entry: it is committed, and its payload is here."""
         if self.state is not DECIDED:
             self._enter(DECIDED)
         if self._notes.began_at:

@@ -1,4 +1,4 @@
-"""What a peer is doing, in one word: what its parts do, taken together."""
+"""States of a peer, in one word: what its parts do, taken together."""
 
 from __future__ import annotations
 

@@ -280,10 +280,10 @@ class StepCycle:
             return
         header, log = certified.header, self.replica.log
         was_asked = self.state is State.JOINING or round.was_asked(sender)
-        proof = self.belief.proof(certified, round.log)
-        behind = self.belief.entry(sender, certified, proof, was_asked)
+        support = self.belief.support(certified, round.log)
+        behind = self.belief.entry(sender, certified, support, was_asked)
         if behind is None:
-            if self.replica.claimant == sender and not (proof and proof.is_certified):
+            if self.replica.claimant == sender and not (support and support.is_certified):
                 self.search.weigh(sender)  # its log tells whether others are on the same branch
             return
         if log.is_closing(header):

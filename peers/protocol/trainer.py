@@ -12,7 +12,7 @@ from peers.protocol.context import Context
 from peers.protocol.effects import StopTraining, TokensLost, Train
 from peers.protocol.events import Captured, TrainingDone, TrainingProgress
 from peers.protocol.internal import Leased, WorkEnds
-from peers.protocol.part import Part, Row, Table
+from peers.protocol.state_machine import Row, StateMachine, Table
 from peers.values.leases import Lease, sample_count
 from peers.values.workload import Progress, Trained
 
@@ -31,7 +31,7 @@ class TrainerState(StrEnum):
 IDLE, TRAINING, TRAINED = TrainerState
 
 
-class Trainer(Part):
+class Trainer(StateMachine):
     """The lease in hand, the progress on it, and the finished work. Reports about work that has ended change only the
     speed."""
 
@@ -78,8 +78,8 @@ class Trainer(Part):
         self._context.emit(Train(log.position.index, leased.lease, leased.steps, log.lineage_tokens))
 
     def _progressed(self, event: TrainingProgress) -> None:
-        """The first sign shows only that the worker has begun: it could begin each lease, and hang. Inner step 0 is
-        still of the lease before."""
+        """Note progress. The first sign shows only that the worker has begun: it could begin each lease, and hang.
+        Inner step 0 is still of the lease before."""
         is_of_lease = event.progress.inner_step > 0
         if self.progress is not None or not is_of_lease:
             self.watch.progress(self._context.now)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from peers.log.state import LogState
 from peers.presence.membership import PARTICIPATING
 from peers.presence.presence import Presence
+from peers.protocol.attendance import Attendance
 from peers.protocol.context import Context
-from peers.protocol.minority import Attendance
 from peers.protocol.own_work import OwnWork
 from peers.protocol.pacemaker import Pacemaker, named_by_quorum
 from peers.protocol.replica import Replica, ReplicaState
@@ -46,12 +46,12 @@ class Views:
         views = attendance.views() | {me: pacemaker.reached}
         for peer, view in told.items():
             views[peer] = max(view, views.get(peer, 0))
-        starts = {peer: attendance.here.get(peer, 0) for peer in views}
-        named = named_by_quorum(views, lambda peers: attendance.moves_on({peer: starts[peer] for peer in peers}))
+        incarnations = {peer: attendance.here.get(peer, 0) for peer in views}
+        named = named_by_quorum(views, lambda peers: attendance.moves_on({peer: incarnations[peer] for peer in peers}))
         ready = attendance.ready() if is_taking_part else {}
         if self._log.last is None and not work.is_under_way:
-            ready = starts  # a founder that gives no samples is passed over, too
-        reached = {peer: start for peer, start in ready.items() if views.get(peer, 0) >= pacemaker.view}
+            ready = incarnations  # a founder that gives no samples is passed over, too
+        reached = {peer: incarnation for peer, incarnation in ready.items() if views.get(peer, 0) >= pacemaker.view}
         is_running = bool(ready) and attendance.moves_on(reached)
         turns = len(self._log.ring) if self._is_log_led else 1
         self.pacemaker.look(self._context.now, self.leader_of, self._is_there, turns, is_running, work.grace, named)

@@ -46,34 +46,34 @@ from peers.messages.messages import Certified, Propose, Vote
 from peers.values.identity import Keys
 from peers.values.wire import DIGEST_BYTES, Count, PeerId, RunId, Value, WireError, digest_of, pack, unpack
 
-PLACES = 1 << 9
-"""Positions whose votes are remembered: those of two cycles, however many fragments they have. A peer comes
-back to an old one only where two lineages meet."""
+POSITIONS = 1 << 9
+"""Positions whose votes are remembered (R11): those of two cycles, however many fragments they have. A peer comes back
+to an old one only where two lineages meet."""
 FIRST = Ballot(view=0, attempt=0)
 """Lower than any ballot: a leader's first attempt has the number 1."""
 
 
 class Refusal(StrEnum):
-    """The reason for which a voter does not vote."""
+    """The reason for which a voter does not vote; beside each, the rule that it follows from."""
 
     ELSEWHERE = "it is about another position than this voter's"
-    CLOSED = "a certified entry of this position is known"
-    LEFT = "the voter has said farewell"
-    FORGOTTEN = "the voter may have voted here and does not remember it"
-    OLD_BALLOT = "the voter has voted in a newer ballot"
-    OTHER_VOTE = "the voter has voted for something else in this ballot"
-    BAD_CERTIFICATE = "the certificate shown does not prepare this header in an older ballot"
-    NO_PREPARE = "the certificate does not prepare this header"
-    LOCKED = "the voter's lock is newer than the certificate shown"
-    DOES_NOT_FOLLOW = "the header does not follow from the log"
-    NO_PAYLOAD = "the voter does not have the payload"
-    UNSIGNED_AVERAGE = "an average, or the absence of a member's blocks, is not signed by its reducer"
-    MOST_ABSENT = "less than half of the round's tokens would count"
-    NOT_GONE = "the voter hears a peer that the header says is gone"
-    STRANGER = "the voter does not hear a member that would get a say"
-    UNPROVEN_FAULT = "the voter has not seen the proof of a fault that the header names"
-    HAS_WORK = "the voter has trained the fragment that the header skips"
-    NOT_ALONE = "the voter hears a quorum, or its owner waits for one"
+    CLOSED = "a certified entry of this position is known"  # R11
+    LEFT = "the voter has said farewell"  # R11
+    FORGOTTEN = "the voter may have voted here and does not remember it"  # R11
+    OLD_BALLOT = "the voter has voted in a newer ballot"  # R5.1, R6
+    OTHER_VOTE = "the voter has voted for something else in this ballot"  # R5.1, R6
+    BAD_CERTIFICATE = "the certificate shown does not prepare this header in an older ballot"  # R5.2
+    NO_PREPARE = "the certificate does not prepare this header"  # R6
+    LOCKED = "the voter's lock is newer than the certificate shown"  # R5.3
+    DOES_NOT_FOLLOW = "the header does not follow from the log"  # R5.4, R5.10
+    NO_PAYLOAD = "the voter does not have the payload"  # R5.5
+    UNSIGNED_AVERAGE = "an average, or the absence of a member's blocks, is not signed by its reducer"  # R5.6
+    MOST_ABSENT = "less than half of the round's tokens would count"  # R5.6
+    NOT_GONE = "the voter hears a peer that the header says is gone"  # R5.7
+    STRANGER = "the voter does not hear a member that would get a say"  # R5.7
+    UNPROVEN_FAULT = "the voter has not seen the proof of a fault that the header names"  # R5.8
+    HAS_WORK = "the voter has trained the fragment that the header skips"  # R5.9
+    NOT_ALONE = "the voter hears a quorum, or its owner waits for one"  # R5.11
 
 
 LASTING = frozenset({Refusal.NO_PAYLOAD, Refusal.NOT_ALONE})
@@ -139,7 +139,7 @@ def vote_prepare(
 ) -> Cast | Refusal:
     """Decide vote 1: agree to a proposal. A vote that was given before is given again, with the same bytes.
 
-    `objection` is what the round has against the proposal: the refusals from NO_PAYLOAD on.
+    `objection` is what the round has against the proposal (R5.5 to R5.11).
     """
     choice, justify = propose.choice, propose.justify
     if propose.position != state.position:
@@ -163,8 +163,8 @@ def vote_prepare(
 
 
 def vote_commit(state: VoterState, prepared: Certified, place: VotingPlace) -> Cast | Refusal:
-    """Decide vote 2: lock the header that a prepare certificate proves. It needs neither vote 1 nor the payload: those
-    who gave vote 1 have the payload, and whoever lacks it fetches it."""
+    """Decide vote 2: lock the header that a prepare certificate proves. It needs neither vote 1 nor the payload: voters
+    that gave vote 1 have the payload, and the others fetch it."""
     header, certificate = prepared.header, prepared.certificate
     if certificate is None:
         return Refusal.NO_PREPARE
@@ -240,13 +240,13 @@ class VotingRecord(Value):
     incarnation: Count
     left: Count | None = None
     forgotten: Count = 0
-    places: Annotated[tuple[VoterState, ...], Field(max_length=PLACES)] = ()
+    states: Annotated[tuple[VoterState, ...], Field(max_length=POSITIONS)] = ()
 
     def at(self, position: Position) -> VoterState | Refusal:
         """Return what the peer remembers of a position, or why it does not vote there."""
         if self.left is not None and position.index >= self.left:
             return Refusal.LEFT
-        known = next((state for state in self.places if state.position == position), None)
+        known = next((state for state in self.states if state.position == position), None)
         if known is not None:
             return known
         if position.index < self.forgotten:
@@ -255,11 +255,11 @@ class VotingRecord(Value):
 
     def after(self, state: VoterState) -> VotingRecord:
         """Return the record with this state of its position. The oldest position is forgotten if there are too many."""
-        others = [known for known in self.places if known.position != state.position]
-        places = sorted([*others, state], key=lambda one: (one.position.index, one.position.fragment))
-        dropped = places[: max(0, len(places) - PLACES)]
+        others = [known for known in self.states if known.position != state.position]
+        states = sorted([*others, state], key=lambda one: (one.position.index, one.position.fragment))
+        dropped = states[: max(0, len(states) - POSITIONS)]
         forgotten = max([self.forgotten, *(one.position.index + 1 for one in dropped)])
-        return self.model_copy(update={"places": tuple(places[len(dropped) :]), "forgotten": forgotten})
+        return self.model_copy(update={"states": tuple(states[len(dropped) :]), "forgotten": forgotten})
 
     def closed(self, position: Position) -> VotingRecord:
         """Return the record once a certified entry of the position is known: nothing needs to be voted there again, so
@@ -269,7 +269,7 @@ class VotingRecord(Value):
     @property
     def departure(self) -> int:
         """The index from which on the peer has voted nowhere."""
-        return max([self.forgotten, *(state.position.index + 1 for state in self.places)])
+        return max([self.forgotten, *(state.position.index + 1 for state in self.states)])
 
     def farewell(self) -> tuple[VotingRecord, Departure]:
         """Return the record of a peer that leaves, and what it then signs."""

@@ -1,4 +1,4 @@
-"""How much each contribution counts in an average. Pure functions of the log, so that all reducers compute the same."""
+"""Weights of contributions in an average (R16). Pure functions of the log, so that all reducers compute the same."""
 
 from __future__ import annotations
 

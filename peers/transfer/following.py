@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from peers.errors import RemoteProtocolError, SwarmUnreachableError
-from peers.log.certificate import Certificate, Proof
+from peers.log.certificate import Certificate, Support
 from peers.log.folder import RunLog
 from peers.log.header import NO_PAYLOAD, Header, Position
 from peers.log.lineage import Walk
@@ -66,15 +66,17 @@ class Doubts:
         self._place: Position | None = None
         self._since = 0.0
 
-    def may_follow(self, log: LogState, proof: Proof, beats: Iterable[Heartbeat]) -> bool:
-        """Return whether to follow an entry after `log` for which this speaks. While a quorum is there that could
+    def may_follow(self, log: LogState, support: Support, beats: Iterable[Heartbeat]) -> bool:
+        """Return whether to follow an entry after `log` that has this support. While a quorum is there that could
         certify one, as `beats` say, it is not followed: else anybody could put one there."""
-        if proof.is_certified:
+        if support.is_certified:
             return True
         index, voters = log.position.index, len(log.electors)
         if self._place != log.position:
             self._place, self._since = log.position, now()
-            logger.warning("of %d peers only %d have signed entry %d: waiting for others", voters, proof.signers, index)
+            logger.warning(
+                "of %d peers only %d have signed entry %d: waiting for others", voters, support.signers, index
+            )
         here = [(beat.peer, beat.incarnation) for beat in beats if beat.head == log.position.head]
         if now() - self._since < self._grace or log.is_quorum(here):
             return False
@@ -108,7 +110,7 @@ class _Next:
     donor: str
     log: LogState
     entries: tuple[tuple[Header, Certificate | None], ...]
-    proof: Proof
+    support: Support
 
 
 async def next_in_log(
@@ -131,7 +133,8 @@ async def next_in_log(
     branch = walk.branch()
     if (head := signed.contradiction({**heads, **branch.heads})) is not None:
         raise LogError(f"entry {index}: the archive {head.archive} has signed another outer step {head.index}")
-    return _Next(donor, branch.end.of(log.fragment), tuple(entries), min(proof for _, proof in branch.first.values()))
+    support = min(support for _, support in branch.first.values())
+    return _Next(donor, branch.end.of(log.fragment), tuple(entries), support)
 
 
 class FollowTransport(PullTransport, Protocol):
@@ -254,17 +257,17 @@ class Following:
                 continue
             if found is None:
                 continue
-            if not self._doubts.may_follow(self.log, found.proof, live):
+            if not self._doubts.may_follow(self.log, found.support, live):
                 is_waiting = True
                 continue
             least = index + 1 if least is None else least
             if all(found.log.position != other.log.position for other in followers):
                 followers.append(found)
-            if found.proof.is_certified:
+            if found.support.is_certified:
                 break  # nothing else can be
         if not (reasons or followers) or (is_waiting and least is None):
             return None
-        for found in sorted(followers, key=lambda one: one.proof, reverse=True):
+        for found in sorted(followers, key=lambda one: one.support, reverse=True):
             header = found.log.last
             assert header is not None
             try:

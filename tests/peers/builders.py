@@ -171,8 +171,8 @@ def certified(
 ) -> Certified:
     """Return a header with its certificate, as these have signed it."""
     voted = choice(header, phase, ballot, group)
-    starts = dict(electorate(log, header, group).voters)
-    signatures = {(peer, starts[peer]): vote(peer, log, voted, starts[peer]).signature for peer in by}
+    incarnations = dict(electorate(log, header, group).voters)
+    signatures = {(peer, incarnations[peer]): vote(peer, log, voted, incarnations[peer]).signature for peer in by}
     found = certify(log, header, voted, group, signatures, {})
     assert found is not None
     return Certified(header=header, certificate=found)
@@ -317,7 +317,7 @@ class Rig:
         exchange = self.peer.exchange
         assert exchange is not None
         round, reducers = exchange.round, Reducers(exchange.round)
-        return {chunk: averaged(round, reducers.owner(chunk), chunk, absent=absent) for chunk in range(round.chunks)}
+        return {chunk: averaged(round, reducers.of(chunk)[0], chunk, absent=absent) for chunk in range(round.chunks)}
 
     @property
     def marks(self) -> bytes:

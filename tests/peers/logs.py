@@ -11,7 +11,7 @@ from peers.log.certificate import (
     Departure,
     Group,
     Phase,
-    Proof,
+    Support,
     certify,
     digest_of_group,
     electorate,
@@ -37,7 +37,7 @@ SETTINGS = RunSettings(
 TOKENS = 100
 """Of a whole lease."""
 LOG = SETTINGS.empty_log
-CERTIFIED = Proof(is_certified=True, signers=2)
+CERTIFIED = Support(is_certified=True, signers=2)
 Sign = Callable[[str, bytes], bytes]
 """Return a peer's signature of a text."""
 
@@ -131,9 +131,9 @@ def certificate(
 
     Some have `gone` before it. If the others are no quorum, they are a minority that goes on alone.
     """
-    starts = dict(electorate(log, header).voters)
-    signers = [(peer, starts.get(peer, 0)) for peer in (starts if by is None else by)]
-    left = {peer: departed(peer, header.index, starts[peer], sign) for peer in gone}
+    incarnations = dict(electorate(log, header).voters)
+    signers = [(peer, incarnations.get(peer, 0)) for peer in (incarnations if by is None else by)]
+    left = {peer: departed(peer, header.index, incarnations[peer], sign) for peer in gone}
     for group in ((), tuple(signers)):
         choice = choice_of(header, view, group=group)
         found = certify(log, header, choice, group, votes(choice, header, signers, sign), left)

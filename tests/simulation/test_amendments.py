@@ -1,4 +1,4 @@
-"""The organiser's amendments come into the log, whoever leads, and never make two peers disagree.
+"""The organiser's amendments come into the log under any leader, and never make two peers disagree (R18).
 
 The simulator checks after every step that each peer's state is the one that the log's entries lead to; with an
 amendment in force, an outer step gives another state.

@@ -1,4 +1,4 @@
-"""Whoever signs two things that contradict each other is excluded by the log, nobody else is, and nobody is held up."""
+"""The log excludes a peer that signs two contradicting statements, and no other; no round waits for that (R9)."""
 
 from __future__ import annotations
 

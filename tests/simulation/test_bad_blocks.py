@@ -1,4 +1,4 @@
-"""Blocks that are none, or have no average, cost their sender the round, and nobody else anything."""
+"""Malformed blocks, or such as have no average, cost their sender the round, and the others nothing (R3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Swarms that beat, over a network that loses things: the living are heard, the dead are not, and it costs little."""
+"""Swarms that beat over a lossy network: live peers are heard, dead ones are not, and it costs little (R20)."""
 
 from __future__ import annotations
 

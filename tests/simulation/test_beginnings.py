@@ -1,4 +1,4 @@
-"""Peers that begin a run together: before the first entry no roster says who leads."""
+"""Peers that found a run together: before the first entry no roster says who leads (R13)."""
 
 from __future__ import annotations
 

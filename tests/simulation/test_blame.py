@@ -1,4 +1,4 @@
-"""A lie in the exchange costs its liar; the others count as before, and nobody honest is blamed or left out."""
+"""A lie in the exchange costs its liar; the others count as before, and no honest peer is blamed (R3, R9)."""
 
 from __future__ import annotations
 

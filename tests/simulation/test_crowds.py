@@ -1,4 +1,4 @@
-"""What a round costs in a crowd is counted, and held against bars."""
+"""The cost of a round in a crowd, counted and held against bars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Swarms whose state is in several fragments: their rounds run side by side, and each cycle is one outer step."""
+"""Swarms with several fragments: their rounds run side by side, and each cycle is one outer step (R15)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A leader that lies can't choose who has a say: ways in which liars that are less than half tried to become most.
+"""A leader that lies can't choose who has a say: ways in which a minority of liars tried to become most (R12).
 
 And what the honest make of peers that are there and do nothing: they wait for nobody for long.
 """

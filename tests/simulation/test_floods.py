@@ -1,4 +1,4 @@
-"""What somebody who makes up peers can do to a run's place in the DHT."""
+"""Limits on what made-up peers can do to a run's place in the DHT (R20)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who comes late takes a state that others froze earlier, and replays what came since."""
+"""A joiner that comes late takes a state that others froze earlier, and replays the entries since (R14)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers that are cut off from most others: what they do meanwhile, and what becomes of it when all meet again."""
+"""Peers that are cut off from most others: their entries meanwhile, and which branch counts afterwards (R8, R21)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Newcomers on probation take part, and neither count nor vote; however many they are, the others need not wait."""
+"""Newcomers on probation take part, and neither count nor vote; many of them do not hold up the others (R17)."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def lock_alone(swarm: Swarm) -> None:
     carry_out = swarm.peers[LONE].carry_out
 
     def die(effect: object) -> None:
-        is_vote_2 = isinstance(effect, KeepVotes) and effect.record.places[-1].commit is not None
+        is_vote_2 = isinstance(effect, KeepVotes) and effect.record.states[-1].commit is not None
         if is_vote_2:
             swarm.disk_of(LONE).record = effect.record  # type: ignore[attr-defined]
             swarm.kill(LONE)
@@ -166,7 +166,7 @@ def test_what_was_locked_is_made_with_the_payload_from_the_disk() -> None:
     lock_alone(swarm)
     record = swarm.disk_of(LONE).record
     assert record is not None
-    lock = record.places[-1].lock
+    lock = record.states[-1].lock
     assert lock is not None
     swarm.start(LONE)
     goes_on(swarm, 1)

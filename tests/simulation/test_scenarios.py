@@ -22,7 +22,7 @@ from peers.messages.messages import Begin, Message, Ready
 from peers.messages.rounds import Round, RoundName
 from peers.protocol.effects import SendChunk, TokensLost
 from peers.protocol.pacemaker import MARGIN, death
-from peers.protocol.planning import Link, shares
+from peers.protocol.planning import MemberLink, shares
 from peers.values.chunks import payloads_moved
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of
@@ -197,7 +197,7 @@ def test_broken_pairs_put_no_more_than_twice_a_fair_share_on_any_link(peers: int
         for one, other in broken:
             unreached[one].add(other)
             unreached[other].add(one)
-        links = {name: Link(rate=10**6, unreached=frozenset(unreached[name])) for name in names}
+        links = {name: MemberLink(rate=10**6, unreached=frozenset(unreached[name])) for name in names}
         roster = [Member(peer=name, tokens=100, samples=()) for name in names]
         round = Round(name=round_name(names[0]), shares=shares(roster, links, chunks=4 * peers))
         fair = payloads_moved(peers, 1 / peers)

@@ -1,4 +1,4 @@
-"""Runs that are founded a second time: whoever knows what an archive has signed goes by that, and by nothing else."""
+"""Runs that are founded twice: a peer that knows a signed head goes by that, and by nothing else (R19)."""
 
 from __future__ import annotations
 

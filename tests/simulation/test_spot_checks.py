@@ -1,4 +1,4 @@
-"""A reducer that averages wrongly for all alike is found by spot checks alone; nobody else is blamed."""
+"""A reducer that averages wrongly for all alike is found by spot checks alone; no other peer is blamed."""
 
 from __future__ import annotations
 

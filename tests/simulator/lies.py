@@ -13,7 +13,7 @@ from peers.messages.messages import Begin, Certified, Leaving, Message, Propose,
 from peers.messages.rounds import RoundName
 from peers.protocol.effects import ReduceChunk, SendChunk
 from peers.protocol.events import Event, Received, Tick
-from peers.protocol.parts import outcome_of
+from peers.protocol.parts import round_outcome
 from peers.protocol.voter import commit_of
 from peers.values.chunks import Sum
 from peers.values.wire import LONGEST_WAIT, digest_of
@@ -257,7 +257,7 @@ class TwoProposals(Lie):
             return None
         here = {chunk: exchange.averages.of(chunk) for chunk in range(exchange.round.chunks)}
         averages = {chunk: self._given.get((exchange.name, chunk), average) for chunk, average in here.items()}
-        outcome = outcome_of(exchange.round, {chunk: one for chunk, one in averages.items() if one is not None})
+        outcome = round_outcome(exchange.round, {chunk: one for chunk, one in averages.items() if one is not None})
         if outcome is None:
             return None
         roster = exchange.round.counted(outcome.absent)

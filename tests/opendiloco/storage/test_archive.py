@@ -282,7 +282,7 @@ def test_a_run_that_is_too_large_is_not_fetched_until_there_is_room(
     beat = Heartbeat.model_construct(
         peer="a", state=PeerState.TRAINING, index=1, lineage_tokens=16, sequence=1, head=bytes(32), addresses=()
     )
-    found = SimpleNamespace(log=states[1], entries=[(states[1].last, None)], proof=None)
+    found = SimpleNamespace(log=states[1], entries=[(states[1].last, None)], support=None)
 
     async def fetch_payload(payloads: object, header: Header, donors: object) -> None:
         fetched.append("payload")

@@ -14,8 +14,7 @@ from peers.audit import evidence as evidence_module
 from peers.audit import proofs as proofs_module
 from peers.audit.evidence import KEPT, LOOKED_AT, OF_ONE, Evidence, FalseProofError
 from peers.audit.proofs import COMMITMENTS, VOTES_OF_ONE, TwoVotes, read_proof
-from peers.log.certificate import Certificate, Choice, Phase
-from peers.log.certificate import Proof as Weight
+from peers.log.certificate import Certificate, Choice, Phase, Support
 from peers.log.header import FAULT_AGE, FAULT_LIMIT, Fault, Header, Kind, Position
 from peers.log.lineage import Branch, Lineage
 from peers.messages.messages import Certified, Proof, Vote
@@ -116,7 +115,7 @@ def test_r9_a_voter_without_a_lease_is_observed_too() -> None:
     log = replace(ABC, staleness=0)
     after = log.append(next_header(log, [log.expected(peer) for peer in "ab"]))
     lineage = Lineage(after)
-    assert "c" not in after.known
+    assert "c" not in after.leases
     assert "c" in after.voters
     held = evidence()
     lies = two_votes("c", after.position)
@@ -278,7 +277,7 @@ def test_where_two_branches_part_their_certificates_convict_also_who_broke_a_loc
         Branch(
             log,
             log.append(entry),
-            first={0: (entry.digest, Weight(True, 3))},
+            first={0: (entry.digest, Support(True, 3))},
             certificates={0: proof_of(certified(entry, choice(entry, view, Phase.COMMIT), signers, log))},
         )
         for entry, view, signers in ((one, 1, "abc"), (other, 2, "cde"))

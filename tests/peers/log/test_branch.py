@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from peers.log.certificate import Certificate, CertificateError, Proof
+from peers.log.certificate import Certificate, CertificateError, Support
 from peers.log.header import Header
 from peers.log.lineage import Branch, Walk
 from peers.log.state import LogError, LogState
@@ -57,7 +57,7 @@ def test_it_names_its_places_and_the_states_there() -> None:
 def test_what_a_minority_has_signed_is_a_doubt(by: str, certified: bool) -> None:
     made = branch(by)
     [(_, proof)] = made.first.values()
-    assert proof == Proof(certified, len(by))
+    assert proof == Support(certified, len(by))
     assert made.doubts == (() if certified else (START,))
 
 

@@ -16,8 +16,8 @@ from peers.log.certificate import (
     Farewell,
     Group,
     Phase,
-    Proof,
     Signer,
+    Support,
     certify,
     prove,
     shortened,
@@ -98,7 +98,7 @@ def test_more_than_half_of_those_who_have_not_left(
     assert (found is not None) is is_certified
     if found is not None:
         read = unpack(Certificate, pack(found))
-        assert prove(read, log, header, verify) == Proof(True, len(signers))
+        assert prove(read, log, header, verify) == Support(True, len(signers))
 
 
 @pytest.mark.parametrize(("signers", "is_certified"), [(3, False), (4, True)])
@@ -108,7 +108,7 @@ def test_of_a_run_by_two_thirds_more_than_two_thirds(signers: int, is_certified:
     found = certify(log, header, choice_of(header), (), voted(header, range(signers)), {})
     assert (found is not None) is is_certified
     few = made(by_majority, header, range(3))
-    assert prove(few, by_majority, header, verify) == Proof(True, 3)
+    assert prove(few, by_majority, header, verify) == Support(True, 3)
     with pytest.raises(CertificateError, match="3 of 5 voters are too few"):
         prove(few, log, header, verify)
 
@@ -126,7 +126,7 @@ def test_a_farewell_counts_from_its_entry_on() -> None:
 def test_the_first_entry_is_signed_by_most_of_its_own_members() -> None:
     header = log_of(3).last
     assert header is not None
-    assert prove(made(LOG, header, [1, 2]), LOG, header, verify) == Proof(True, 2)
+    assert prove(made(LOG, header, [1, 2]), LOG, header, verify) == Support(True, 2)
     assert certify(LOG, header, choice_of(header), (), voted(header, [0]), {}) is None
 
 
@@ -151,7 +151,7 @@ def test_a_certificate_is_shortened_to_what_is_enough() -> None:
     assert ([one.place for one in whole.signers], whole.farewells) == ([0, 1, 2, 3], ()), "no farewell is needed"
     short = shortened(whole, log, header)
     assert [one.place for one in short.signers] == [0, 1, 2]
-    assert prove(short, log, header, verify) == Proof(True, 3)
+    assert prove(short, log, header, verify) == Support(True, 3)
     few = made(log, header, [0, 1], [3, 4])
     assert shortened(few, log, header) == few
 
@@ -161,7 +161,7 @@ def test_a_minoritys_certificate_keeps_all_signatures() -> None:
     header, group = next_of(log), tuple((PEERS[place], 7 + place) for place in range(2))
     alone = made(log, header, range(2), group=group)
     assert shortened(alone, log, header) == alone
-    assert prove(alone, log, header, verify) == Proof(False, 2)
+    assert prove(alone, log, header, verify) == Support(False, 2)
 
 
 def lies(log: LogState, header: Header) -> dict[str, Certificate]:
@@ -226,7 +226,7 @@ def test_the_right_phase_is_asked_for() -> None:
     choice = choice_of(header, phase=Phase.PREPARE)
     lock = certify(log, header, choice, (), voted(header, [0, 1], choice), {})
     assert lock is not None
-    assert prove(lock, log, header, verify, Phase.PREPARE) == Proof(True, 2)
+    assert prove(lock, log, header, verify, Phase.PREPARE) == Support(True, 2)
     with pytest.raises(CertificateError, match="of phase 1, not 2"):
         prove(lock, log, header, verify)
 
@@ -236,7 +236,7 @@ def test_what_a_minority_made_is_not_certified_because_somebody_left_meanwhile()
     entry."""
     log = log_of(4)
     header, group = next_of(log), tuple((PEERS[place], 7 + place) for place in range(3))
-    assert prove(made(log, header, [0, 1, 2], [3], group), log, header, verify) == Proof(False, 3)
+    assert prove(made(log, header, [0, 1, 2], [3], group), log, header, verify) == Support(False, 3)
 
 
 def test_nobody_has_left_before_the_first_entry() -> None:

@@ -24,7 +24,7 @@ FOUNDED = founded()
 
 
 def entry(log: LogState, names: str, gone: Sequence[str] = (), faults: Sequence[Fault] = ()) -> Header:
-    roster = [log.expected(name) if name in log.known else newcomer(log, name) for name in names]
+    roster = [log.expected(name) if name in log.leases else newcomer(log, name) for name in names]
     return next_header(log, roster, PAYLOAD, faults, gone)
 
 
@@ -66,8 +66,8 @@ def test_more_than_half_of_the_voters_are_a_quorum_whether_they_are_in_the_entry
 @pytest.mark.parametrize(("quorum", "least"), [(Quorum.MAJORITY, 3), (Quorum.TWO_THIRDS, 4)])
 def test_how_many_voters_are_a_quorum_is_the_runs_rule(quorum: Quorum, least: int) -> None:
     log = replace(FOUNDED, quorum=quorum)
-    starts = list(log.starts.items())
-    assert [log.is_quorum(starts[:count]) for count in range(6)] == [count >= least for count in range(6)]
+    incarnations = list(log.voter_incarnations.items())
+    assert [log.is_quorum(incarnations[:count]) for count in range(6)] == [count >= least for count in range(6)]
 
 
 def test_of_many_voters_a_committee_decides() -> None:
@@ -76,7 +76,7 @@ def test_of_many_voters_a_committee_decides() -> None:
     chosen = electorate(log, next_header(log, [log.expected(names[0])])).voters
     assert (chosen, len(chosen)) == (log.electors, COMMITTEE)
     assert log.is_quorum(chosen[: COMMITTEE // 2 + 1])
-    assert not log.is_quorum(list(set(log.starts.items()) - set(chosen[COMMITTEE // 2 :])))
+    assert not log.is_quorum(list(set(log.voter_incarnations.items()) - set(chosen[COMMITTEE // 2 :])))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_r1_whoever_joins_or_leaves_moves_no_turn_but_its_own() -> None:
     for names in ("abcde", "abcdez", "bcdez", "bcdexyz", "cdez"):
         members = take_order(log.roster, names)
         grants = iter(range(len(members)))
-        brought = [log.expected(one) if one in log.known else newcomer(log, one, next(grants)) for one in members]
+        brought = [log.expected(one) if one in log.leases else newcomer(log, one, next(grants)) for one in members]
         log = log.append(next_header(log, brought))
         assert log.leader_of(0) == leader
 

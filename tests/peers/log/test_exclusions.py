@@ -90,7 +90,7 @@ def test_r9_a_voter_without_a_lease_can_be_excluded() -> None:
     for _ in range(EMPTY.staleness + 1):
         log = log.append(entry(log, "abc"))
     assert "x" in log.voters
-    assert "x" not in log.known
+    assert "x" not in log.leases
     assert "x" not in excluding(log).voters
 
 

@@ -26,13 +26,13 @@ def rosters(log: LogState) -> st.SearchStrategy[tuple[Member, ...]]:
 
     @st.composite
     def draw_roster(draw: st.DrawFn) -> tuple[Member, ...]:
-        known = draw(st.lists(st.sampled_from(sorted(log.known)), unique=True)) if log.known else []
+        known = draw(st.lists(st.sampled_from(sorted(log.leases)), unique=True)) if log.leases else []
         strangers = draw(
-            st.lists(st.sampled_from(STRANGERS), unique=True).map(lambda drawn: set(drawn) - log.known.keys())
+            st.lists(st.sampled_from(STRANGERS), unique=True).map(lambda drawn: set(drawn) - log.leases.keys())
         )
         roster = []
         for peer in take_order(log.roster, [*known, *strangers]):
-            lease = log.leases[peer] if peer in log.known else log.grants[STRANGERS.index(peer)]
+            lease = log.leases[peer] if peer in log.leases else log.grants[STRANGERS.index(peer)]
             samples = prefix(lease, draw(st.just(sample_count(lease)) | st.integers(0, sample_count(lease))))
             whole = sample_count(samples) * log.tokens_per_sample
             tokens = draw(st.just(whole) | st.integers(0, whole))
@@ -134,7 +134,7 @@ def test_an_outcome_is_as_large_as_what_happened() -> None:
     sizes = []
     for size in (10, MEMBER_LIMIT):
         log = crowd(size)
-        present = [peer for place, peer in enumerate(log.known) if place not in (3, 7)]
+        present = [peer for place, peer in enumerate(log.leases) if place not in (3, 7)]
         whole = sample_count(log.grants[0]) * LOG.tokens_per_sample
         roster = [Member(peer=peer, tokens=whole, samples=log.leases[peer]) for peer in present]
         sizes.append(len(pack(outcome_of(log, next_header(log, roster, PAYLOAD)))))

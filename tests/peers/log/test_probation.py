@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 
-from peers.log.certificate import CertificateError, Proof, Signer, certify, electorate, prove
+from peers.log.certificate import CertificateError, Signer, Support, certify, electorate, prove
 from peers.log.chain import header_of, outcome_of
 from peers.log.header import MEMBER_LIMIT, Header, Member
 from peers.log.state import LogError, LogState
@@ -96,12 +96,12 @@ def test_signatures_of_newcomers_certify_nothing() -> None:
     theirs = votes(choice, header, [(peer, 0) for peer in "stu"])
     assert certify(log, header, choice, (), theirs, {}) is None
     ours = certificate(log, header, "a")
-    assert prove(ours, log, header, VERIFY) == Proof(True, 1)
+    assert prove(ours, log, header, VERIFY) == Support(True, 1)
     signers = tuple(Signer(place=place, signature=bytes(64)) for place in (1, 2, 3))
     with pytest.raises(CertificateError, match="names places that the electorate does not have"):
         prove(ours.model_copy(update={"signers": signers}), log, header, VERIFY)
     alone = certificate(log, header, "stu")
-    assert prove(alone, log, header, VERIFY) == Proof(False, 0), "nor do they speak for a minority's entry"
+    assert prove(alone, log, header, VERIFY) == Support(False, 0), "nor do they speak for a minority's entry"
 
 
 def test_whoever_was_there_before_need_not_serve_again() -> None:

@@ -65,7 +65,7 @@ def test_r7_who_was_in_neither_of_the_last_two_entries_is_not_waited_for() -> No
     for _ in range(2):
         assert not Leading(None, log).ready("ab").is_time(0.0, "ab", Leading(None, log).at())
         log = log.append(next_header(log, [Member(peer=one, tokens=TOKENS, samples=log.leases[one]) for one in "ab"]))
-    assert late(log) == {"c"}
+    assert late(log, SETTINGS) == {"c"}
     assert Leading(None, log).ready("ab").is_time(0.0, "ab", Leading(None, log).at())
     last = SETTINGS.inner_steps - 1
     assert not Leading(0.9, log).ready("ab").is_time(0.0, "ab", Leading(0.9, log).at(last)), "its slack is short anyhow"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from peers.log.certificate import Proof
+from peers.log.certificate import Support
 from peers.log.header import Header
 from peers.log.lineage import RECENT_ENTRIES, Branch
 from peers.log.state import LogState
@@ -118,8 +118,8 @@ def test_r21_a_branch_with_a_certified_entry_goes_before_one_without(is_certifie
     theirs = common.append(next_header(common, roster(common), OTHER))
     replays(rig)
     rig.do(HeartbeatsSeen((beat("a", theirs, sequence=9, lineage_tokens=2**61),)))
-    ours = Branch(common, rig.peer.log, {0: (b"ours", Proof(not is_certified, 1))})
-    branch = Branch(common, ahead(theirs), {0: (b"theirs", Proof(is_certified, 1))})
+    ours = Branch(common, rig.peer.log, {0: (b"ours", Support(not is_certified, 1))})
+    branch = Branch(common, ahead(theirs), {0: (b"theirs", Support(is_certified, 1))})
     effects = rig.do(LineageSeen("a", branch, ours))
     assert bool(of(effects, FetchSnapshot)) is moves
     assert rig.peer.state is (State.FETCHING if moves else State.TRAINING)

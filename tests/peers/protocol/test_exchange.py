@@ -31,7 +31,7 @@ from peers.protocol.events import (
     ReducedArrived,
 )
 from peers.protocol.exchange import DUE, GIVEN, GONE, STALLED, Exchange, ExchangeEvent
-from peers.protocol.parts import Outcome, Parts, outcome_of
+from peers.protocol.parts import Parts, RoundOutcome, round_outcome
 from peers.protocol.planning import FAIR
 from peers.values.chunks import payloads_moved
 from peers.values.wire import digest_of
@@ -214,7 +214,7 @@ def test_a_round_in_which_nobody_averages_is_whole_at_once() -> None:
     exchange = exchange_of("a", round_among("ab", idle="ab"))
     assert exchange.open() == []
     assert exchange.payload == NO_PAYLOAD
-    assert exchange.outcome() == Outcome(NO_PAYLOAD, {}, b"")
+    assert exchange.outcome() == RoundOutcome(NO_PAYLOAD, {}, b"")
 
 
 def test_a_member_that_has_trained_nothing_sends_nothing_and_gets_the_average() -> None:
@@ -276,7 +276,6 @@ def test_bad_blocks_are_absent() -> None:
     assert exchange.handle(BadBlocks(AT, "c", 1, "code -128")) == [reduce(1, "ab", absent="c")]
     assert not exchange.wants_blocks("c", 1)
     assert exchange.is_done_with("c", 1, reduced=False)
-    assert exchange.refused == set(), "others may get good ones"
 
 
 def test_blocks_that_turn_out_to_have_no_average_are_left_out_and_the_rest_averaged() -> None:
@@ -287,11 +286,10 @@ def test_blocks_that_turn_out_to_have_no_average_are_left_out_and_the_rest_avera
     assert exchange.handle(made("b", 1, absent="c")) == [average(to, 1, absent="c") for to in "ac"]
 
 
-def test_a_member_that_signs_what_is_no_average_is_named_to_a_leader() -> None:
+def test_what_is_no_average_is_not_held_against_its_reducers_blocks() -> None:
     exchange = opened("b")
     exchange.handle(blocks("a", 1))
     assert exchange.handle(BadBlocks(AT, "c", 1, "code -128", reduced=True)) == []
-    assert exchange.refused == {"c"}
     assert exchange.wants_blocks("c", 1), "its blocks are another matter"
 
 
@@ -526,14 +524,6 @@ def test_no_member_has_us_send_the_payload_again_and_again() -> None:
     assert given <= GIVEN * 3
 
 
-def test_two_averages_of_one_reducer_are_kept_as_a_contradiction() -> None:
-    first, second = signed("c", 2), signed("c", 2, digest=PAYLOAD)
-    exchange = whole(last=first)
-    exchange.proposed(marks(*PROPOSED[:2], second))
-    exchange.handle(arrived(second))
-    assert exchange.averages.contradictions == [(first, second)]
-
-
 # What vouches for an average ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("heirs", "averaged", "is_good"),
@@ -626,7 +616,7 @@ class Circle:
     def digest_at(self, name: str) -> bytes:
         averages = {chunk: self.exchanges[name].averages.of(chunk) for chunk in range(self.round.chunks)}
         assert {chunk: one.digest for chunk, one in averages.items() if one} == self.payloads[name]
-        outcome = outcome_of(self.round, {chunk: one for chunk, one in averages.items() if one})
+        outcome = round_outcome(self.round, {chunk: one for chunk, one in averages.items() if one})
         assert outcome is not None
         return outcome.payload
 
@@ -694,7 +684,7 @@ class Circle:
             if part is not None and self.draw.random() >= self.loss:
                 assert self.parts.take(name, part, self.heirs)
 
-    def gather(self) -> Outcome:
+    def gather(self) -> RoundOutcome:
         """Exchange until all parts are with the leader, with heirs for those that give none."""
         for step in range(1, 400):
             self.run(len(self.under_way) // 2 + 5)
@@ -712,7 +702,7 @@ class Circle:
             if self.draw.random() >= self.loss:
                 self.carry_out(name, self.exchanges[name].go_on(self.heirs, SECONDS, self.now))
 
-    def propose(self, outcome: Outcome) -> None:
+    def propose(self, outcome: RoundOutcome) -> None:
         """Have all members left get what is proposed."""
         for _ in range(400):
             for name in self.left:
@@ -744,7 +734,7 @@ def test_all_members_left_get_what_the_leader_proposes(seed: int) -> None:
         }
 
 
-def averages_are_had(circle: Circle, outcome: Outcome) -> list[bool]:
+def averages_are_had(circle: Circle, outcome: RoundOutcome) -> list[bool]:
     """Whether each proposed average is still at a member that lives; without one the round is to be begun again."""
     marked = [outcome.marks[place : place + MARK_BYTES] for place in range(0, len(outcome.marks), MARK_BYTES)]
     here = [[circle.exchanges[name].averages.of(chunk) for name in circle.left] for chunk in range(circle.round.chunks)]

@@ -13,7 +13,7 @@ from peers.messages.messages import LeaseRequest, Leaving, Propose, Ready, Vote
 from peers.protocol.abstention import TURN
 from peers.protocol.effects import StopTraining, Train, Trouble
 from peers.protocol.events import ReachSeen, SignedHeadsSeen, TrainingDone, TrainingProgress
-from peers.protocol.hindrance import LATE, TOLD_AFTER, TRAIN_AGAIN
+from peers.protocol.hindrance import IN_VAIN, TOLD_AFTER, TRAIN_AGAIN
 from peers.protocol.states import State
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import Reach
@@ -64,7 +64,7 @@ def late() -> Rig:
     rig = follower_at_second()
     rig.do(TrainingProgress(Progress(1, 1.0, 1.0)))
     replays(rig, "ab")
-    rig.peer.trainer.in_vain = LATE
+    rig.peer.trainer.in_vain = IN_VAIN
     return rig
 
 

@@ -48,12 +48,12 @@ def context(record: VotingRecord | None = None) -> Context:
 def test_r10_a_vote_is_sent_when_the_record_that_has_it_is_on_the_disk() -> None:
     rig = asked()
     (keep,) = of(rig.effects, KeepVotes)
-    assert keep.record.places[-1].prepare is not None
+    assert keep.record.states[-1].prepare is not None
     assert not sends(rig.effects, Vote)
     assert not sends(rig.tick() + rig.tick(), Vote), "nor is it repeated"
     said = sends(rig.do(VotesKept()), Vote)
     assert {to for to, _ in said} == {"a", "b"}
-    assert {vote for _, vote in said} == {keep.record.places[-1].prepare}
+    assert {vote for _, vote in said} == {keep.record.states[-1].prepare}
 
 
 def test_r10_a_vote_that_is_not_kept_was_not_given_and_is_given_when_there_is_room() -> None:
@@ -107,7 +107,7 @@ def test_r10_what_a_given_up_incarnation_has_under_way_is_not_sent() -> None:
     rig.peer._context.votes.begin_anew()
     assert not sends(rig.do(VotesKept()), Vote)
     rig.peer._context.votes.begin_anew()
-    assert rig.peer.record.places == ()
+    assert rig.peer.record.states == ()
 
 
 # Farewells -------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def tells_part(rig: Rig, round: Round, names: str = "abc", absent: str = "") -> 
     """Have these reducers tell the leader what they have averaged. Returns the proposals."""
     proposed: list[tuple[str, Propose]] = []
     for name in names:
-        chunks = [chunk for chunk in range(round.chunks) if Reducers(round).owner(chunk) == name]
+        chunks = [chunk for chunk in range(round.chunks) if Reducers(round).of(chunk)[0] == name]
         averages = tuple(averaged(round, name, chunk, absent=absent if name not in absent else "") for chunk in chunks)
         proposed += sends(rig.hear(name, Part(round=round.name, averages=averages)), Propose)
     return proposed

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from peers.log.header import NO_PAYLOAD, Position
-from peers.messages.averages import MARK_BYTES, contradict, statement_of
+from peers.messages.averages import MARK_BYTES, statement_of
 from peers.messages.messages import Part
 from peers.messages.rounds import Round
-from peers.protocol.parts import Averages, Parts, Reducers, outcome_of
+from peers.protocol.parts import Averages, Parts, Reducers, round_outcome
 from peers.values.chunks import digest_of_chunks
 from peers.values.wire import digest_of
 from tests.peers.rounds import round_among, round_name, round_with, signed_by
@@ -38,7 +38,7 @@ def test_r3_parts_are_consecutive_and_the_first_one_rotates_with_the_head() -> N
     assert dict(Reducers(ROUND).parts) == {"a": range(2), "b": range(2, 4), "c": range(4, 6)}
     head = (1).to_bytes(8) + bytes(24)
     later = round_name(position=ROUND.name.position.model_copy(update={"head": head}))
-    assert Reducers(round_among("abc", each=2, name=later)).owner(0) == "b"
+    assert Reducers(round_among("abc", each=2, name=later)).of(0)[0] == "b"
     assert not Reducers(round_with({"a": 0, "b": 6}, name=later)).parts.get("a")
 
 
@@ -95,40 +95,30 @@ def test_an_average_of_other_terms_is_not_signed() -> None:
     assert not Parts(ROUND, KEYS).take("a", part("a", 0, round=other))
 
 
-def test_r4_the_first_average_of_a_chunk_counts_and_an_heirs_takes_the_place_of_one_that_is_refused() -> None:
+def test_r4_the_first_average_of_a_chunk_counts_and_an_heirs_takes_the_place_of_one_that_is_dropped() -> None:
     parts = whole(Parts(ROUND, KEYS))
     first = parts.outcome()
     assert parts.take("b", part("b", 0, digest=OTHER), heirs=[("a", "b")])
     assert parts.outcome() == first
-    parts.refuse("a")
+    parts.drop("a")
     assert (parts.missing(), parts.signers([0, 2])) == (("a",), ("b",))
     assert not parts.take("a", part("a", 0, 1))
     assert parts.take("b", part("b", 0, 1, digest=OTHER))
     assert parts.outcome() not in (None, first)
 
 
-def test_r9_two_averages_of_one_chunk_are_kept_as_a_contradiction() -> None:
-    parts = whole(Parts(ROUND, KEYS))
-    for more in ({"digest": OTHER}, {"absent": "b"}):
-        assert contradict(signed_by(ROUND, "a", 0), signed_by(ROUND, "a", 0, **more))
-        parts.take("a", part("a", 0, **more))
-    assert [(one.reducer, other.reducer) for one, other in parts.contradictions] == [("a", "a")], "one is enough"
-    for same in (signed_by(ROUND, "a", 0), signed_by(ROUND, "a", 1, digest=OTHER), signed_by(ROUND, "b", 0)):
-        assert not contradict(signed_by(ROUND, "a", 0), same)
-
-
 # What it comes to ----------------------------------------------------------------------------------------------------
 def test_r4_a_whole_round_comes_to_a_payload_with_a_mark_for_each_average() -> None:
-    averages = {chunk: signed_by(ROUND, Reducers(ROUND).owner(chunk), chunk, absent="") for chunk in range(6)}
+    averages = {chunk: signed_by(ROUND, Reducers(ROUND).of(chunk)[0], chunk, absent="") for chunk in range(6)}
     averages[2] = signed_by(ROUND, "b", 2, absent="ac")
     averages[3] = signed_by(ROUND, "b", 3, absent="c")
-    outcome = outcome_of(ROUND, averages)
+    outcome = round_outcome(ROUND, averages)
     assert outcome is not None
     assert outcome.payload == digest_of_chunks([bytes(32)] * 6)
     assert outcome.absent == {"a": 1, "c": 2}
     assert outcome.marks[2 * MARK_BYTES : 3 * MARK_BYTES] == statement_of(ROUND, averages[2]).mark
-    assert outcome_of(ROUND, {chunk: averages[chunk] for chunk in range(5)}) is None
-    none = outcome_of(round_with({"a": 0, "b": 0}, idle="ab"), {})
+    assert round_outcome(ROUND, {chunk: averages[chunk] for chunk in range(5)}) is None
+    none = round_outcome(round_with({"a": 0, "b": 0}, idle="ab"), {})
     assert none is not None
     assert none.payload == NO_PAYLOAD
 

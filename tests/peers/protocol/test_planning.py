@@ -17,7 +17,7 @@ from peers.protocol.planning import (
     FAIR,
     SLACK,
     ForATerm,
-    Link,
+    MemberLink,
     credible_rates,
     deadline,
     deal,
@@ -37,10 +37,11 @@ CHUNKS = 1200
 ONE_WAY = st.sets(st.sampled_from([(one, other) for one in NAMES for other in NAMES if one != other]))
 
 
-def links_of(unreached: str = "", relayed: str = "") -> dict[str, Link]:
+def links_of(unreached: str = "", relayed: str = "") -> dict[str, MemberLink]:
     """From words of two letters, the first of which names the other; a `*` names all others."""
     return {
-        one: Link(relayed=frozenset(_named(one, relayed)), unreached=frozenset(_named(one, unreached))) for one in NAMES
+        one: MemberLink(relayed=frozenset(_named(one, relayed)), unreached=frozenset(_named(one, unreached)))
+        for one in NAMES
     }
 
 
@@ -145,17 +146,17 @@ def many(size: int) -> list[str]:
     return [f"peer{number:03}" for number in range(size)]
 
 
-def broken(names: Sequence[str], share: float, seed: int) -> dict[str, Link]:
+def broken(names: Sequence[str], share: float, seed: int) -> dict[str, MemberLink]:
     """Links of honest members, this share of whose pairs is broken."""
     draw, pairs = Random(seed), {name: set[str]() for name in names}
     for one, other in combinations(names, 2):
         if draw.random() < share:
             pairs[one].add(other)
             pairs[other].add(one)
-    return {name: Link(rate=1000, unreached=frozenset(others)) for name, others in pairs.items()}
+    return {name: MemberLink(rate=1000, unreached=frozenset(others)) for name, others in pairs.items()}
 
 
-def busiest(names: Sequence[str], links: Mapping[str, Link]) -> float:
+def busiest(names: Sequence[str], links: Mapping[str, MemberLink]) -> float:
     """Fair shares that the busiest link carries."""
     dealt = [share.chunks for share in shares(round_among(names).roster, links, CHUNKS)]
     assert sum(dealt) == CHUNKS
@@ -178,9 +179,9 @@ def test_a_member_that_names_all_others_takes_averaging_from_none_of_them(size: 
     honest = broken(names, 0.0 if size < 100 else 0.05, seed)
     liar = names[seed]
     for claim in (
-        Link(rate=1000, unreached=frozenset(names) - {liar}),
-        Link(rate=1000, relayed=frozenset(names) - {liar}),
-        Link(rate=1000, unreached=frozenset(names) - {liar}, relayed=frozenset(names)),
+        MemberLink(rate=1000, unreached=frozenset(names) - {liar}),
+        MemberLink(rate=1000, relayed=frozenset(names) - {liar}),
+        MemberLink(rate=1000, unreached=frozenset(names) - {liar}, relayed=frozenset(names)),
     ):
         before = reducers(names, names, honest)
         after = reducers(names, names, honest | {liar: claim})
@@ -194,7 +195,7 @@ def test_whatever_one_member_says_costs_one_place_at_most_besides_its_own(
 ) -> None:
     names = many(100)
     honest = broken(names, 0.03, seed)
-    claim = Link(rate=1000, unreached=frozenset(names[place] for place in named - {liar}))
+    claim = MemberLink(rate=1000, unreached=frozenset(names[place] for place in named - {liar}))
     before, after = set(reducers(names, names, honest)), set(reducers(names, names, honest | {names[liar]: claim}))
     assert len(before - after - {names[liar]}) <= 1
 
@@ -203,7 +204,7 @@ def test_whatever_one_member_says_costs_one_place_at_most_besides_its_own(
 def test_many_relayed_pairs_leave_enough_reducers(share: float) -> None:
     draw, names = Random(1), many(100)
     links = {
-        one: Link(relayed=frozenset(other for other in names if other != one and draw.random() < share))
+        one: MemberLink(relayed=frozenset(other for other in names if other != one and draw.random() < share))
         for one in names
     }
     assert busiest(names, links) <= FAIR
@@ -248,10 +249,10 @@ def test_an_exchange_has_time_for_most_links(links: list[float], seconds: float)
 
 def test_links_of_a_round_say_how_long_it_may_take() -> None:
     round = round_with({"a": 3, "b": 3, "c": 0})
-    links = {name: Link(rate=100) for name in "abc"}
+    links = {name: MemberLink(rate=100) for name in "abc"}
     assert seconds_for(round, links, 1000, TIMING) == 3 * 1000 * 2.0 / 100
     assert seconds_for(round, {}, 1000, TIMING) == TIMING.round_timeout
-    assert seconds_for(round, {"a": Link(rate=1000)}, 1000, TIMING) == 0.25 * TIMING.round_timeout
+    assert seconds_for(round, {"a": MemberLink(rate=1000)}, 1000, TIMING) == 0.25 * TIMING.round_timeout
 
 
 # What a claim is worth ------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peers.errors import LocalProtocolError
-from peers.log.certificate import Proof
+from peers.log.certificate import Support
 from peers.log.header import Header, Member
 from peers.log.lineage import RECENT_ENTRIES, Branch, Lineage
 from peers.log.state import LogState
@@ -107,7 +107,7 @@ def test_nobody_is_followed_who_is_not_further_on_unless_it_was_asked() -> None:
     place, first = Place(), after(LOG).last
     assert first is not None
     place.see(LOG, "a")
-    alone = Proof(False, 1)
+    alone = Support(False, 1)
     assert place.belief.entry("a", told(first), alone, was_asked=False) is None
     behind = place.belief.entry("a", told(first), alone, was_asked=True)
     assert behind is not None
@@ -210,7 +210,7 @@ def test_those_who_go_on_where_nobody_is_left_are_no_minority() -> None:
     assert not place.replica.is_of_minority, "all have left"
 
 
-def founding(place: Place, theirs: str, proof: Proof) -> FarBehind | None:
+def founding(place: Place, theirs: str, proof: Support) -> FarBehind | None:
     """c shows that it has founded the run with others, and trained more."""
     other = LOG.append(
         next_header(LOG, [member(name, 20 * place, 20 * place + 20) for place, name in enumerate("cxyz")], NEXT)
@@ -225,7 +225,7 @@ def founding(place: Place, theirs: str, proof: Proof) -> FarBehind | None:
 @pytest.mark.parametrize(("with_us", "theirs", "moves"), [("a", "c", False), ("", "cz", True), ("", "c", True)])
 def test_of_two_foundings_the_one_with_more_live_peers_counts(with_us: str, theirs: str, moves: bool) -> None:
     """Regression: twelve entries of invented members took a whole swarm away."""
-    for proof in (CERTIFIED, Proof(is_certified=False, signers=0)):
+    for proof in (CERTIFIED, Support(is_certified=False, signers=0)):
         place = Place()
         place.step(first_log())
         place.see(first_log(), names=with_us)
@@ -250,7 +250,7 @@ def test_of_two_foundings_the_signed_one_counts_whoever_lives_there(signed: LogS
     place.step(first_log())
     place.see(first_log(), names="a" if moves else "")
     heard(place, 1, signed.position.head)
-    other, proof = "c" if moves else "cz", Proof(is_certified=False, signers=0)
+    other, proof = "c" if moves else "cz", Support(is_certified=False, signers=0)
     place.see(OTHER, names=other)
     place.search.weigh("c")
     ours = Branch(LOG, place.replica.log, {0: (b"ours", CERTIFIED)}, {1: first_log().position.head})
@@ -261,7 +261,7 @@ def test_of_two_foundings_the_signed_one_counts_whoever_lives_there(signed: LogS
 
 def test_a_newcomer_takes_no_log_that_has_not_come_to_a_signed_head() -> None:
     """Regression: it took a second founding that was merely shorter."""
-    place, proof = Place(), Proof(is_certified=True, signers=1)
+    place, proof = Place(), Support(is_certified=True, signers=1)
     heard(place, 9, bytes(32))
     theirs = Branch(LOG, OTHER, {0: (b"theirs", proof)}, {1: OTHER.position.head})
 
@@ -328,10 +328,10 @@ def test_an_entry_in_place_of_a_signed_one_is_not_followed() -> None:
     header = second.last
     assert header is not None
     heard(place, 2, bytes(32))
-    assert place.belief.entry("a", told(header), Proof(True, 2), was_asked=False) is None
+    assert place.belief.entry("a", told(header), Support(True, 2), was_asked=False) is None
     assert "the archive z has signed another outer step 2" in of(place.context.take_effects(), Dropped)[0].reason
     heard(place, 2, second.position.head)
-    assert place.belief.entry("a", told(header), Proof(True, 2), was_asked=False) is not None
+    assert place.belief.entry("a", told(header), Support(True, 2), was_asked=False) is not None
 
 
 def test_a_newcomer_that_knows_of_a_signed_head_looks_at_a_whole_log_first() -> None:
@@ -344,14 +344,14 @@ def test_a_newcomer_that_knows_of_a_signed_head_looks_at_a_whole_log_first() -> 
     effects = place.context.take_effects()
     assert of(effects, FetchLineage)
     assert not of(effects, Send)
-    assert place.belief.entry("a", told(header), Proof(True, 2), was_asked=True) is None
+    assert place.belief.entry("a", told(header), Support(True, 2), was_asked=True) is None
     donor = of(effects, FetchLineage)[0].donor
     theirs = Branch(LOG, first, {0: (b"theirs", CERTIFIED)}, {1: first.position.head})
     assert place.search.on_seen(LineageSeen(donor, theirs, Branch(LOG, LOG))) is None, "not the one"
     heard(place, 1, first.position.head)
     place.search.weigh("a")
     assert place.search.on_seen(LineageSeen("a", theirs, Branch(LOG, LOG))) is not None
-    assert place.belief.entry("a", told(header), Proof(True, 2), was_asked=True) is not None, "it is signed itself"
+    assert place.belief.entry("a", told(header), Support(True, 2), was_asked=True) is not None, "it is signed itself"
 
 
 def test_a_donor_that_failed_is_asked_again_only_if_there_is_no_other() -> None:
@@ -409,7 +409,7 @@ def test_what_it_caught_up_with_may_be_gone() -> None:
     place, log = Place(), after(LOG)
     place.see(after(log))
     assert log.last is not None
-    behind = place.belief.entry("a", told(log.last), proof=Proof(True, 2), was_asked=False)
+    behind = place.belief.entry("a", told(log.last), support=Support(True, 2), was_asked=False)
     assert behind is not None
     place.replica.take(behind)
     place.replica.take(NobodyAhead())

@@ -17,7 +17,7 @@ from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.effects import Apply, Dropped, FetchPayload, OpenRound
 from peers.protocol.events import Applied, Captured, Digested, PayloadFetched, PayloadNotFetched
-from peers.protocol.own_work import Answer, OwnWork
+from peers.protocol.own_work import Objection, OwnWork
 from peers.protocol.round import STALLED, RoundState
 from peers.protocol.states import State
 from peers.protocol.trainer import Trainer
@@ -395,7 +395,7 @@ def test_r8_more_made_up_peers_than_a_message_can_name_end_no_process() -> None:
     """They beat, as if at work here: names are made up for nothing."""
     round = ready_at_second().peer.round
     named = tuple(f"x{number}" for number in range(MEMBER_LIMIT + 1))
-    said = round._work.ready(STATE, 0, None, round.voter, Answer(FIRST, Refusal.NOT_ALONE, named))
+    said = round._work.ready(STATE, 0, None, round.voter, FIRST, Objection(Refusal.NOT_ALONE, named))
     assert said.named == named[:MEMBER_LIMIT]
     round.attendance.here |= dict.fromkeys(named, 0)
     assert len(round.attendance.group) == MEMBER_LIMIT

@@ -128,9 +128,9 @@ def crowd(size: int) -> LogState:
 @pytest.mark.parametrize("size", [OPEN_LIMIT, OPEN_LIMIT + 1, 300])
 def test_r6_among_few_all_hear_all_and_among_many_each_hears_of_a_certificate_once(size: int) -> None:
     log = crowd(size)
-    header = next_header(log, [log.expected(peer) for peer in log.known])
+    header = next_header(log, [log.expected(peer) for peer in log.leases])
     told = audience(log, header, ())
-    assert set(told) == set(log.known)
+    assert set(told) == set(log.leases)
     assert is_open(log, header, ()) is (size <= OPEN_LIMIT)
     leader = told[5]
     heard, reached = [to for peer in told for to in told_by(peer, leader, told)], [leader]

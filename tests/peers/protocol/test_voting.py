@@ -22,7 +22,7 @@ from peers.log.certificate import (
     Electorate,
     Group,
     Phase,
-    Proof,
+    Support,
     digest_of_group,
     electorate,
     prove,
@@ -31,7 +31,7 @@ from peers.log.header import Header, Member, Position
 from peers.log.state import COMMITTEE, LogState, Quorum, committee
 from peers.messages.messages import Certified, Propose, Vote
 from peers.protocol.voting import (
-    PLACES,
+    POSITIONS,
     Cast,
     RecordError,
     Refusal,
@@ -304,7 +304,7 @@ OURS = header(2, peers="c")
 def test_r8_a_minority_decides_by_majority_and_certifies_nothing() -> None:
     shown = prepared(OURS, 1, "c", group="c")
     by_two_thirds = replace(ABC, quorum=Quorum.TWO_THIRDS)
-    assert prove(proving(shown), by_two_thirds, OURS, verify, Phase.PREPARE) == Proof(is_certified=False, signers=1)
+    assert prove(proving(shown), by_two_thirds, OURS, verify, Phase.PREPARE) == Support(is_certified=False, signers=1)
     assert certificate(OURS, choice(OURS, 1), "c") is None, "of the whole run"
     assert certificate(OURS, choice(OURS, 1, group="bc"), "c", group="bc") is None
     newcomer = certificate(OURS, choice(OURS, 1, group="cz"), "cz", group="cz")
@@ -334,7 +334,7 @@ def test_r8_who_is_left_takes_over_what_was_prepared_though_its_members_are_gone
     assert state.lock == prepared(A, 1), "the heavier one"
     committed = certificate(A, choice(A, 2, Phase.COMMIT, group="c"), "c", group="c")
     assert committed is not None
-    assert prove(committed, ABC, A, verify) == Proof(is_certified=False, signers=1)
+    assert prove(committed, ABC, A, verify) == Support(is_certified=False, signers=1)
 
 
 # R9: what convicts is tested in tests/peers/audit/test_proofs.py; here, that honest voters never give it ----------
@@ -412,12 +412,12 @@ def test_r11_a_peer_that_has_left_votes_no_more_from_there_on() -> None:
 
 def test_r11_what_is_forgotten_is_not_voted_on_again() -> None:
     record = EMPTY
-    for index in range(PLACES + 3):
+    for index in range(POSITIONS + 3):
         record = record.after(state_at(index))
     assert record.forgotten == 3
     assert record.at(position(2)) is Refusal.FORGOTTEN
     assert record.at(position(3)) == state_at(3)
-    assert record.departure == PLACES + 3
+    assert record.departure == POSITIONS + 3
 
 
 def test_r11_nothing_is_voted_for_where_a_certified_entry_is_known() -> None:
@@ -457,7 +457,7 @@ def test_r12_a_quorum_of_those_that_have_not_left(
         assert (found is not None) is is_enough
         if found is not None:
             found = unpack(Certificate, pack(found))
-            assert prove(found, log, entry, verify) == Proof(True, len(signers))
+            assert prove(found, log, entry, verify) == Support(True, len(signers))
 
 
 def test_r12_a_certificate_is_of_its_entry_and_its_voters_alone() -> None:

@@ -147,7 +147,6 @@ def test_garbage_is_the_fault_of_the_peer_that_signed_it(door: Door) -> None:
     assert event.evidence is not None
     average = BadBlocks(ROUND.name, "c", 4, "code -128", reduced=True)
     assert door.take_average("a", 4, GARBAGE) == Admitted(average, is_taken=False)
-    assert door.exchange.refused == {"c"}
     assert door.buffers.read(ROUND.name, 4, is_averaged=True) == bytes(BLOCK)
     assert door.take("a", 2) == LATE, "it is absent from this chunk"
 

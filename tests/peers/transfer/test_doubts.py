@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from peers.log.certificate import Proof
-from peers.log.lineage import UNPROVEN
+from peers.log.certificate import Support
+from peers.log.lineage import UNSUPPORTED
 from peers.presence.heartbeat import Heartbeat
 from peers.transfer import following as doubts
 from peers.transfer.following import Doubts
@@ -17,11 +17,11 @@ LOG = first_log()
 NEXT = LOG.append(next_header(LOG, [LOG.expected(peer) for peer in "abc"], PAYLOAD))
 
 
-def follows(beats: list[Heartbeat], proof: Proof, waited: float, monkeypatch: pytest.MonkeyPatch) -> bool:
+def follows(beats: list[Heartbeat], support: Support, waited: float, monkeypatch: pytest.MonkeyPatch) -> bool:
     time = iter((0.0, 0.0, waited, waited))
     monkeypatch.setattr(doubts, "now", lambda: next(time))
     one = Doubts(GRACE)
-    return one.may_follow(LOG, proof, beats) or one.may_follow(LOG, proof, beats)
+    return one.may_follow(LOG, support, beats) or one.may_follow(LOG, support, beats)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,6 @@ def test_no_entry_of_a_minority_is_followed_while_most_are_here_to_make_one(
     beats: list[Heartbeat], is_followed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: whoever put one there led followers and archives astray in each training longer than the grace."""
-    assert follows(beats, UNPROVEN, GRACE, monkeypatch) == is_followed
-    assert not follows(beats, UNPROVEN, GRACE - 1, monkeypatch)
+    assert follows(beats, UNSUPPORTED, GRACE, monkeypatch) == is_followed
+    assert not follows(beats, UNSUPPORTED, GRACE - 1, monkeypatch)
     assert follows(beats, CERTIFIED, 0.0, monkeypatch)

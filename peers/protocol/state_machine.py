@@ -1,4 +1,4 @@
-"""The state machine of one part of a peer: a table says which event is legal in which state, and where it leads.
+"""State machines, which the parts of a peer are: a table says which event is legal in which state, and where it leads.
 
 An event that the table does not have is late or early, and dropped: a peer that still needs an answer asks again. If it
 is of our own making (`EXACT`) it is a bug, and raises.
@@ -25,8 +25,8 @@ class Row:
 Table: TypeAlias = Mapping[StrEnum, Mapping[type, Row]]
 
 
-class Part:
-    """A state machine of one peer without input or output."""
+class StateMachine:
+    """One part of a peer: its state, and the events that it takes in it."""
 
     TABLE: ClassVar[Table]
     EXACT: ClassVar[frozenset[type]] = frozenset()

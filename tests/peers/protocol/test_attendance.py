@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from peers.log.certificate import Proof
+from peers.log.certificate import Support
 from peers.log.lineage import Lineage
 from peers.messages.messages import Certified, Propose
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
+from peers.protocol.attendance import NEARLY, Attendance
 from peers.protocol.belief import Belief
 from peers.protocol.effects import Apply
 from peers.protocol.events import PayloadAssembled
-from peers.protocol.minority import NEARLY, Attendance
 from peers.protocol.replica import Replica
 from tests.peers.builders import ahead, at_second, context, of, roster, sends
 from tests.peers.heartbeats import beat
@@ -25,7 +25,7 @@ GRACE = SETTINGS.timing.partition_grace
 
 
 def attendance(
-    seconds: float, live: str = "", starts: int = 0, goes_on_alone: bool = True, is_behind: bool = False
+    seconds: float, live: str = "", incarnation: int = 0, goes_on_alone: bool = True, is_behind: bool = False
 ) -> Attendance:
     """Return what b sees that has been ready at the second entry for so long, while these were there."""
     here = context("b", replace(SETTINGS, goes_on_alone=goes_on_alone))
@@ -34,7 +34,7 @@ def attendance(
     seen = Attendance(here, presence, log)
     for second in range(int(seconds) + 1):
         here.now = presence.now = float(second)
-        beats = [beat(name, log, PeerState.READY, second + 1, incarnation=starts) for name in live]
+        beats = [beat(name, log, PeerState.READY, second + 1, incarnation=incarnation) for name in live]
         presence.membership.observe(beats, here.now)
         seen.look(0.0, True, is_behind)
     return seen
@@ -49,7 +49,7 @@ def attendance(
         ({"seconds": GRACE, "live": "a"}, False, False),
         ({"seconds": GRACE, "is_behind": True}, False, False),
         ({"seconds": GRACE, "goes_on_alone": False}, False, False),
-        ({"seconds": GRACE, "live": "ac", "starts": 7, "goes_on_alone": False}, True, True),
+        ({"seconds": GRACE, "live": "ac", "incarnation": 7, "goes_on_alone": False}, True, True),
     ],
     ids=["nearly", "alone", "too early", "a quorum", "others are ahead", "its owner waits", "all have started again"],
 )
@@ -62,7 +62,7 @@ def test_r8_a_peer_goes_on_alone_when_no_quorum_was_here_for_the_partition_grace
 
 
 def test_r8_more_than_half_of_those_here_decide_and_all_of_them_are_the_group() -> None:
-    here = attendance(GRACE, "ac", starts=7)
+    here = attendance(GRACE, "ac", incarnation=7)
     assert here.group == (("a", 7), ("b", 0), ("c", 7))
     assert here.is_enough({"a": 7, "c": 7})
     assert not here.is_enough({"a": 7}), "most voters are here by name: there can be one such group only"
@@ -91,13 +91,13 @@ def test_r21_an_uncertified_entry_is_followed_where_it_is_signed_and_the_others_
     gone = tuple(peer for peer in log.voters if peer not in members)
     header = log.next_header(roster(log, members), PAYLOAD, members[0], gone=gone)
     shown = Certified(header=header, certificate=None)
-    found = belief.entry("a" if "a" in live else live, shown, Proof(False, signers), was_asked=True)
+    found = belief.entry("a" if "a" in live else live, shown, Support(False, signers), was_asked=True)
     assert (found is not None) is is_followed
 
 
 def test_r8_where_most_are_here_by_name_no_other_group_is_joined() -> None:
     """Voters that are not heard here do not make it most: two such groups could be at once."""
-    seen = attendance(GRACE, "ac", starts=7, goes_on_alone=False)
+    seen = attendance(GRACE, "ac", incarnation=7, goes_on_alone=False)
     del seen.here["a"], seen.here["c"]
     assert seen.joins_alone
     assert not seen.joins((("a", 7), ("b", 0), ("c", 7)))

@@ -1,4 +1,5 @@
-"""The peers at work at one position: whether they are a quorum, and when a minority goes on alone (R8).
+"""Attendance at one position: which peers are at work there, whether they are a quorum, and when a minority goes on
+alone (R8).
 
 A minority goes on when the others may be gone for good. Each of its voters sees by itself that no quorum was here for
 the partition grace. Others follow its entry only where too few of the last roster are here to make one of their own:
@@ -61,9 +62,11 @@ class Attendance:
             for peer, beat in live.items()
             if beat.state in states and peer not in away and not (peer in vain and beat.index > position.index)
         }
-        self.here = {peer: start for peer, start in coming.items() if live[peer].head == position.head}
+        self.here = {peer: incarnation for peer, incarnation in coming.items() if live[peer].head == position.head}
         coming = {
-            peer: start for peer, start in coming.items() if peer in self.here or live[peer].index != position.index
+            peer: incarnation
+            for peer, incarnation in coming.items()
+            if peer in self.here or live[peer].index != position.index
         }
         if is_at_work or ready_since is not None:
             self.here[context.me] = coming[context.me] = context.incarnation
@@ -89,24 +92,24 @@ class Attendance:
         timing = self._context.settings.timing
         return self._context.now - self._most_named_at < max(timing.partition_grace, death(timing))
 
-    def is_quorum(self, starts: Mapping[str, int]) -> bool:
+    def is_quorum(self, incarnations: Mapping[str, int]) -> bool:
         """Return whether these peers, each in the incarnation that it is, decide for the whole run: before the first
         entry, the manifest's minimum."""
         if self._log.last is None:
-            return len(starts) >= self._context.settings.minimum_peers
-        counted = [peer for peer, start in starts.items() if self._log.counts(peer, start)]
+            return len(incarnations) >= self._context.settings.minimum_peers
+        counted = [peer for peer, incarnation in incarnations.items() if self._log.counts(peer, incarnation)]
         return bool(counted) and self._presence.is_quorum(self._log, counted)
 
-    def is_enough(self, starts: Mapping[str, int]) -> bool:
+    def is_enough(self, incarnations: Mapping[str, int]) -> bool:
         """Return whether these peers can make the entry, alone if they must."""
-        return self.is_quorum(starts) or (self.is_alone and self.may_go_on(starts))
+        return self.is_quorum(incarnations) or (self.is_alone and self.may_go_on(incarnations))
 
-    def may_go_on(self, starts: Mapping[str, int]) -> bool:
+    def may_go_on(self, incarnations: Mapping[str, int]) -> bool:
         """Return whether these are most of those here. Where most voters are here by name, there must be most of them,
         so that there can't be two such groups. A founding by too few has all who are here."""
         if self.are_most_named and not self._are_all_gone:
-            return are_most(self._log, starts)
-        among = len(self.here.keys() & starts.keys())
+            return are_most(self._log, incarnations)
+        among = len(self.here.keys() & incarnations.keys())
         return among == len(self.here) if self._log.last is None else 2 * among > len(self.here)
 
     @property
@@ -116,19 +119,21 @@ class Attendance:
 
     def left_out(self, group: Group) -> tuple[str, ...]:
         """Return the peers that are here and have no say in a group."""
-        return tuple(sorted(peer for peer, start in self.here.items() if (peer, start) not in group))
+        return tuple(sorted(peer for peer, incarnation in self.here.items() if (peer, incarnation) not in group))
 
     def joins(self, group: Group) -> bool:
         """Return whether this peer votes in a minority of this group: it has all that are here, and is the only one
         that can be where most voters are here by name."""
-        heard = {peer: start for peer, start in group if peer in self.here}
+        heard = {peer: incarnation for peer, incarnation in group if peer in self.here}
         return self.joins_alone and not self.left_out(group) and self.may_go_on(heard)
 
     def ready(self) -> dict[str, int]:
         """Return those that are heard ready or exchanging here, this peer included. Where a cycle has several fragments
         a peer may be ready with one while it trains: its heartbeat tells how far it is."""
         live, me = self._presence.live(), self._context.me
-        return {peer: start for peer, start in self.here.items() if peer == me or self._is_ready(live[peer])}
+        return {
+            peer: incarnation for peer, incarnation in self.here.items() if peer == me or self._is_ready(live[peer])
+        }
 
     def _is_ready(self, beat: Heartbeat) -> bool:
         log, settings = self._log, self._context.settings
@@ -145,14 +150,14 @@ class Attendance:
         peers = self.founders() if self._log.last is None else self.here
         return {peer: live[peer].view for peer in peers if peer in live}
 
-    def moves_on(self, starts: Mapping[str, int]) -> bool:
+    def moves_on(self, incarnations: Mapping[str, int]) -> bool:
         """Return whether these are enough to turn to another leader. Before the first entry these are most that are
         heard, since peers without a link to one another may both be needed."""
         if self._log.last is None:
             heard = self.founders()
             are_many = len(heard) >= self._context.settings.minimum_peers or bool(self.here)
-            return are_many and 2 * len(starts.keys() & set(heard)) > len(heard)
-        return self.is_enough(starts)
+            return are_many and 2 * len(incarnations.keys() & set(heard)) > len(heard)
+        return self.is_enough(incarnations)
 
     def founders(self) -> list[str]:
         """Return those that may found the run: all that are heard, and this peer."""

@@ -17,8 +17,8 @@ from peers.protocol.diagrams import PARTS, diagram
 from peers.protocol.effects import Apply
 from peers.protocol.events import Applied, PayloadFetched
 from peers.protocol.internal import Behind, EntryMade, NobodyAhead
-from peers.protocol.part import Part, Row, Table
 from peers.protocol.replica import Replica
+from peers.protocol.state_machine import Row, StateMachine, Table
 from peers.protocol.states import State
 from tests.peers.builders import Rig, certified, context, follower_at_second, of, propose
 from tests.peers.logs import SETTINGS, STATE, TOKENS, member, next_header
@@ -31,12 +31,12 @@ def named(value: object) -> str:
     return value.__name__ if isinstance(value, type) else str(value)
 
 
-def part_of(rig: Rig, kind: type[Part]) -> Part:
+def part_of(rig: Rig, kind: type[StateMachine]) -> StateMachine:
     return next(part for part in (rig.peer.trainer, rig.peer.replica, rig.peer.round) if isinstance(part, kind))
 
 
 @pytest.mark.parametrize(("part", "state"), [(part, state) for part in PARTS for state in part.TABLE], ids=named)
-def test_what_is_not_in_the_table_is_our_mistake_or_late(part: type[Part], state: StrEnum) -> None:
+def test_what_is_not_in_the_table_is_our_mistake_or_late(part: type[StateMachine], state: StrEnum) -> None:
     """All pairs of state and event: each has a row, or raises, or changes nothing."""
     for event in EVENTS:
         row = part.TABLE[state].get(event)
@@ -57,12 +57,12 @@ def test_what_is_not_in_the_table_is_our_mistake_or_late(part: type[Part], state
 
 
 @pytest.mark.parametrize("part", PARTS, ids=named)
-def test_every_state_is_in_the_table(part: type[Part]) -> None:
+def test_every_state_is_in_the_table(part: type[StateMachine]) -> None:
     assert set(type(next(iter(part.TABLE)))) == set(part.TABLE)
 
 
 def test_no_part_goes_where_its_table_does_not_lead() -> None:
-    class Lamp(Part):
+    class Lamp(StateMachine):
         TABLE: ClassVar[Table] = {
             State.JOINING: {int: Row("_on", {State.READY: "switched on"}), str: Row("_on")},
             State.READY: {},
@@ -124,14 +124,14 @@ def takes_the_entry_while_it_trains() -> None:
 
 
 def test_every_way_in_the_tables_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = set[tuple[type[Part], StrEnum, StrEnum]]()
-    enter = Part._enter
+    taken = set[tuple[type[StateMachine], StrEnum, StrEnum]]()
+    enter = StateMachine._enter
 
-    def watched(self: Part, state: StrEnum) -> None:
+    def watched(self: StateMachine, state: StrEnum) -> None:
         taken.add((type(self), self.state, state))
         enter(self, state)
 
-    monkeypatch.setattr(Part, "_enter", watched)
+    monkeypatch.setattr(StateMachine, "_enter", watched)
     for (first, _), way in MOVES.items():
         way(IN_STATE[first]())
     makes_two_entries_at_once()

@@ -24,7 +24,7 @@ from peers.values.leases import prefix, sample_count
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, digest_of
 from tests.peers.builders import FIRST, at_second, choice, propose, ready, round_of, sends, vote
 from tests.peers.logs import LOG, RUN, SETTINGS, first_log, next_header
-from tests.peers.protocol.test_messages import HEADER, MESSAGES, each
+from tests.peers.messages.test_messages import HEADER, MESSAGES, each
 
 HERE = first_log()
 BEYOND = HERE.append(HEADER)
@@ -171,7 +171,7 @@ CROWD = crowd()
 def round_in(log: LogState, absent: int, unequal: int) -> Round:
     """A round of all but some, of whom some want other leases than last time; two thousand chunks are dealt anyhow."""
     draw = random.Random(2)
-    members = [log.expected(peer) for peer in log.known if draw.random() >= absent / MEMBER_LIMIT]
+    members = [log.expected(peer) for peer in log.leases if draw.random() >= absent / MEMBER_LIMIT]
     members = [
         one.model_copy(update={"wants": draw.randint(1, 20)}) if draw.random() < unequal / MEMBER_LIMIT else one
         for one in members
