@@ -66,6 +66,7 @@ class _Messenger:
         self._transport = transport
         self._host = host
         self._packer = Packer(host.peer)
+        self._refusals: dict[str, str] = {}  # the reason that each peer gave last
 
     async def serve(self) -> None:
         await self._transport.on_call(CALL, self._receive)
@@ -87,7 +88,9 @@ class _Messenger:
         try:
             await self._transport.call(to, CALL, packed, CALL_TIMEOUT)
         except PeerRefusedError as error:
-            logger.warning("%s", error)
+            if self._refusals.get(to) != error.reason:
+                logger.info("%s", error)
+            self._refusals[to] = error.reason
         except PeerUnreachableError as error:
             logger.debug("%s", error)
             self._host.handle(Undelivered(to))
@@ -158,7 +161,8 @@ def _remembered(file: VotesFile | None, run: str, peer: str) -> VotingRecord | N
         packed = file.read()
         record = None if packed is None else VotingRecord.load(packed, run, peer)
     except (VotesFileError, RecordError) as error:
-        logger.warning("this peer has no vote until an outer step has it again: %s", error)
+        text = "%s; this peer votes again once an outer step has it, and writes a new file: it need only go on"
+        logger.warning(text, error)
         return None
     if record is None:
         logger.info("%s does not exist: this peer votes once an outer step has it", file.path)

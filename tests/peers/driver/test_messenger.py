@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import cast
 
@@ -95,6 +96,23 @@ def test_what_is_no_message_of_this_run_is_its_senders_mistake(data: bytes, reas
     with pytest.raises(RemoteProtocolError, match=reason) as caught:
         hear(data)
     assert caught.value.peer == "c"
+
+
+def test_why_a_peer_refuses_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """It may refuse each message of every second: one that starts again, or a run's that we left."""
+
+    async def scenario() -> None:
+        host, wire = Host(), Wire()
+        messenger = _Messenger(cast(HivemindTransport, wire), cast(Driver, host))
+        for reason in ("not yet", "not yet", "another run", "another run"):
+            wire.failure = PeerRefusedError("c", reason)
+            messenger.send(Send("c", MESSAGE))
+            await asyncio.gather(*host.tasks)
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(scenario())
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told == [("INFO", "peer c refused: not yet"), ("INFO", "peer c refused: another run")]
 
 
 @pytest.mark.parametrize(
