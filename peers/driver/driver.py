@@ -159,14 +159,13 @@ def _remembered(file: VotesFile | None, run: str, peer: str) -> VotingRecord | N
         return None
     try:
         packed = file.read()
-        record = None if packed is None else VotingRecord.load(packed, run, peer)
+        if packed is not None:
+            return VotingRecord.load(packed, run, peer)
+        reason = f"{file.path} does not exist"
     except (VotesFileError, RecordError) as error:
-        text = "%s; this peer votes again once an outer step has it, and writes a new file: it need only go on"
-        logger.warning(text, error)
-        return None
-    if record is None:
-        logger.info("%s does not exist: this peer votes once an outer step has it", file.path)
-    return record
+        reason = str(error)
+    logger.info("%s; this peer votes once an outer step has it, and need only go on", reason)
+    return None
 
 
 def _note(effect: Note) -> None:
