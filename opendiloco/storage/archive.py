@@ -229,7 +229,7 @@ class ArchivedRun:
                     donors = [beat.peer, *others]
                     break
             except FAILURES as error:  # another one may have what this one does not
-                logger.warning("run %s: %s", self.run.run_id, error)
+                _note_failure(self.run.run_id, error)
         await self._complete_log(donors)
         await asyncio.to_thread(self._proofs.look)
         await self._proofs.fetch(self._peers)
@@ -447,7 +447,7 @@ class Archive:
                 logger.error("run %s: %s", run_id, error)
             self._crowded.add(run_id)
         except (*FAILURES, DilocoPeerError) as error:
-            logger.warning("run %s: %s", run_id, error)
+            _note_failure(run_id, error)
         try:  # also where a peer does not give what was asked for
             await archived.sign()
         except (*FAILURES, DilocoPeerError) as error:
@@ -526,3 +526,10 @@ class _DiskRoom:
         """Count a run no more, whose folder is gone."""
         self._taken.pop(run, None)
         self._held.pop(run, None)
+
+
+def _note_failure(run_id: str, error: Exception) -> None:
+    """Log what kept an archive from keeping something, until its next heartbeat. A peer that is gone, or busy with
+    other joiners, is nothing to act on."""
+    level = logging.INFO if isinstance(error, PeerUnreachableError) else logging.WARNING
+    logger.log(level, "run %s: %s", run_id, error)

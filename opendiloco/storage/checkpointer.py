@@ -15,6 +15,7 @@ from prometheus_client import Counter
 from opendiloco.child_processes import child_environment, last_line, module_command
 from opendiloco.storage.loading import metadata_of
 from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, CheckpointJob, KeepingPlan, MomentsJob
+from opendiloco.training.moments_file import NO_STEP
 from opendiloco.workers.supervisor import Supervisor
 from peers.errors import DilocoPeerError
 from peers.network.signals import signals_held_back
@@ -108,6 +109,8 @@ class Checkpointer:
             workers.kept_moments = job.path, self._plan.run
         if status == SAVED:
             logger.info("the moments of outer step %d are saved: %s", index, said)
+        elif said == NO_STEP:
+            logger.info("no moments of outer step %d: %s", index, said)
         else:
             logger.warning("the moments of outer step %d: %s", index, said or f"their process ended with {status}")
 

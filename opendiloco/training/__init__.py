@@ -7,7 +7,7 @@ Other rooms import:
 codec: BlockCodec, RunRounding
 evaluation: EVALUATED_AT_ONCE, generate_sample, held_out_loss
 inner: InnerStep, InnerSteps, ModelReplica
-moments_file: digest_place, header_of, read_header
+moments_file: NO_STEP, digest_place, header_of, read_header
 optimizers: FUSED_ON, check_inner_optimizer
 outer: LocalState, Measuring, OuterState, OuterStepTaken
 streaming: Cycles, FragmentWork

@@ -17,6 +17,8 @@ FORMAT = "diloco-peer inner optimizer, version 1"
 HEADER_LIMIT = 64 << 20  # bytes: names and shapes of tensors; thousands of them take one MiB
 UNSEALED = "0" * 64
 """The digest of the values until all are written."""
+NO_STEP = "its inner optimizer has not made a step"
+"""The reason why there is no file yet: a machine that has joined, and has not trained."""
 
 
 def header_of(tensors: Iterable[Parameter], metadata: Mapping[str, str]) -> bytes:

@@ -30,7 +30,7 @@ from opendiloco.model.layout import Layout
 from opendiloco.model.parameters import Shards
 from opendiloco.quantities import VALUE_BYTES
 from opendiloco.shared_memory import Vector
-from opendiloco.training.moments_file import FORMAT, UNSEALED, header_of, read_header
+from opendiloco.training.moments_file import FORMAT, NO_STEP, UNSEALED, header_of, read_header
 from peers.errors import ManifestError
 from peers.values.wire import printable
 from peers.values.workload import SnapshotError
@@ -207,7 +207,7 @@ def write_state(
     """
     tensors = dict(_tensors(optimizer, parameters))
     if not tensors:
-        raise SnapshotError("its inner optimizer has not made a step")
+        raise SnapshotError(NO_STEP)
     layout = Layout([(name, tuple(tensor.shape)) for name, tensor in tensors.items()])
     header = header_of(layout, metadata | {"format": FORMAT, "torch": _torch_version(), "digest": UNSEALED})
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

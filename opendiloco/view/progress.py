@@ -272,7 +272,7 @@ def _healthy_line(progress: Progress) -> str:
         said.append(f"{own.tokens_per_second:,.0f} tokens/s")
     if fragments is not None:
         said.append(_averages(fragments))
-    said += [f"{1 + len(progress.others)} peers", _reach(progress)]
+    said += [_counted(1 + len(progress.others), "peer"), _reach(progress)]
     if progress.contribution is not None:
         said.append(_contributed(progress.contribution))
     said.append(f"{_rate(progress.up, facts.caps.upload)} up, {_rate(progress.down, facts.caps.download)} down")
@@ -289,7 +289,7 @@ def _progress_lines(progress: Progress) -> list[str]:
         lines.append(f"loss {progress.losses[-1]:.3f} {_curve(progress.losses)}")
     lines += held_out_lines(progress.view, facts.bytes_per_token)
     speed = f"{own.tokens_per_second:,.0f} tokens/s · " if own.tokens_per_second else ""
-    lines.append(f"{speed}{1 + len(progress.others)} peers · {_reach(progress)}")
+    lines.append(f"{speed}{_counted(1 + len(progress.others), 'peer')} · {_reach(progress)}")
     if fragments is not None:
         under_way = f"{fragments.averaging} of {_counted(fragments.count, 'fragment')} averaging"
         lines += [f"{under_way}, {fragments.done} done", _averages(fragments)]

@@ -73,6 +73,7 @@ class _Messenger:
         self._host = host
         self._packer = Packer(host.peer)
         self._reading = Allowances(READING_BURST, READING_SHARE, SENDERS_LIMIT)
+        self._refusals: dict[str, str] = {}  # the reason that each peer gave last
 
     async def serve(self) -> None:
         await self._transport.on_call(CALL, self._receive)
@@ -94,7 +95,9 @@ class _Messenger:
         try:
             await self._transport.call(to, CALL, packed, CALL_TIMEOUT)
         except PeerRefusedError as error:
-            logger.warning("%s", error)
+            if self._refusals.get(to) != error.reason:
+                logger.info("%s", error)
+            self._refusals[to] = error.reason
         except PeerUnreachableError as error:
             logger.debug("%s", error)
             self._host.handle(Undelivered(to))
@@ -170,13 +173,13 @@ def _remembered(file: VotesFile | None, run: str, peer: str) -> VotingRecord | N
         return None
     try:
         packed = file.read()
-        record = None if packed is None else VotingRecord.load(packed, run, peer)
+        if packed is not None:
+            return VotingRecord.load(packed, run, peer)
+        reason = f"{file.path} does not exist"
     except (VotesFileError, RecordError) as error:
-        logger.warning("this peer has no vote until an outer step has it again: %s", error)
-        return None
-    if record is None:
-        logger.info("%s does not exist: this peer votes once an outer step has it", file.path)
-    return record
+        reason = str(error)
+    logger.info("%s; this peer votes once an outer step has it, and need only go on", reason)
+    return None
 
 
 def _note(effect: Note) -> None:

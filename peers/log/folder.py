@@ -468,8 +468,13 @@ class LogFolder(RunLog):
                 entries = map(_entry_line, self._chain.entries)
                 write_whole(file, (_first_line(self.empty_log), *entries))
             else:
-                with file.open("ab") as lines:
-                    lines.write(b"".join(map(_entry_line, appended)))
+                before = file.stat().st_size
+                try:
+                    with file.open("ab") as lines:
+                        lines.write(b"".join(map(_entry_line, appended)))
+                except OSError:  # part of a line is no entry, and would be taken for damage
+                    os.truncate(file, before)
+                    raise
         self._is_behind = False
 
 

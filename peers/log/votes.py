@@ -1,13 +1,16 @@
 """The file of a peer's voting record, beside its log: `votes`, written whole before each vote is sent (R10).
 
-A copy of the file is no memory of this machine's votes: the machine that it was copied from may have voted since. So
-the file names the machine, and itself by its inode. A disk image that is set back to an earlier state has both; nothing
-here tells it from the disk as it was.
+A copy of the file is no memory of this machine's votes: the machine that it was copied from may have voted since, or
+this one, if it is a backup. So the file names the machine, and itself by its inode and the inode's generation: a file
+that is restored often gets the inode of the one that was removed. A disk image that is set back to an earlier state has
+all of them; nothing here tells it from the disk as it was.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +23,10 @@ VOTES = "votes"
 MACHINE_ID = Path("/etc/machine-id")
 RECORD_LIMIT = 1 << 24  # bytes; a locked header of 1,000 members has some 200 KB
 ENVELOPE = 128  # bytes beside the record, at most
+GET_GENERATION = 0x80087601  # Linux's FS_IOC_GETVERSION, which ext4, XFS and Btrfs answer
+
+
+REMEDY = "make room there, or name a folder that this user may write to"
 
 
 class VotesFileError(Exception):
@@ -69,7 +76,7 @@ class VotesFile:
             partial.replace(self.path)
             sync_folder(self.path.parent)
         except OSError as error:
-            raise VotesFileError(f"{self.path} cannot be written: {error.strerror or error}") from error
+            raise VotesFileError(f"{self.path} cannot be written: {error.strerror or error}; {REMEDY}") from error
 
     def _place(self, descriptor: int) -> bytes:
         """Return what names this machine and a file. Raises: OSError."""
@@ -77,4 +84,7 @@ class VotesFile:
             machine = self._machine_id.read_bytes().strip()
         except OSError:  # some systems have none
             machine = b""
-        return digest_of(b"%d %s" % (os.fstat(descriptor).st_ino, machine))
+        generation = bytearray(8)
+        with suppress(OSError):  # some file systems have none, or use no number of an inode twice
+            fcntl.ioctl(descriptor, GET_GENERATION, generation)
+        return digest_of(b"%d %s %s" % (os.fstat(descriptor).st_ino, generation, machine))

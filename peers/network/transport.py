@@ -306,7 +306,7 @@ class HivemindTransport:
         """Serve a stream that another peer has opened. Raises what breaks it."""
         conversation = self._conversations.get(protocol)
         if conversation is None:
-            raise RemoteProtocolError(channel.peer, f"there is no conversation {protocol!r:.40}")
+            raise ConnectionRefusedError(f"there is no conversation {protocol!r:.40}, or not yet")
         async with asyncio.timeout(CONVERSATION_TIMEOUT):
             await conversation(channel)
 
@@ -355,9 +355,9 @@ class HivemindTransport:
 
     async def _answer(self, sender: str, name: str, payload: bytes) -> bytes:
         """Answer a call. An error becomes a refusal to the sender and a line in our log. Raises: RefusalError."""
+        if name not in self._answers:  # this peer starts again, and the others have not missed it
+            raise RefusalError(f"it takes no {name!r:.40}, or not yet")
         try:
-            if name not in self._answers:
-                raise RemoteProtocolError(sender, f"there is no message {name!r:.40}")
             if len(payload) > MESSAGE_LIMIT:
                 raise RemoteProtocolError(sender, f"its {name} message of {len(payload)} bytes is too large")
             return await self._answers[name](sender, payload)

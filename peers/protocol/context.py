@@ -151,9 +151,7 @@ class OwnVotes:
         self.fail(reason)
 
     def fail(self, reason: str) -> None:
-        """Tell the volunteer why this peer does not vote."""
-        if reason != self.trouble:
-            self._context.emit(Note("warning", f"this peer has no vote: {reason}"))
+        """Note why this peer does not vote: the volunteer is told when it lasts (`Hindrances`)."""
         self.trouble = reason
 
     def begin_anew(self) -> None:

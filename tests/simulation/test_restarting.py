@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peers.log.settings import RunSettings, Timing
-from peers.protocol.effects import KeepVotes, Note, TokensLost
+from peers.protocol.effects import KeepVotes, Note, TokensLost, Trouble
 from peers.protocol.pacemaker import death
 from peers.values.wire import digest_of
 from tests.simulator.simulation import Swarm
@@ -196,7 +196,7 @@ def test_a_member_with_a_full_disk_has_no_vote_and_counts() -> None:
     counted = swarm.history.counted[LONE]
     goes_on(swarm, 3)
     assert swarm.history.counted[LONE] > counted
-    assert any(note.text.startswith("this peer has no vote") for note in said(swarm, Note))
+    assert any(trouble.reason.startswith("this peer has no vote") for trouble in said(swarm, Trouble))
 
 
 # A record that was set back --------------------------------------------------------------------------------------

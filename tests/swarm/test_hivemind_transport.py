@@ -420,8 +420,11 @@ def test_in_a_large_run_a_peer_is_dialled_when_there_is_something_to_say_to_it(m
     asyncio.run(main())
 
 
-def test_where_there_is_a_link_everything_goes_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """libp2p's daemon is not asked for anything."""
+def test_where_there_is_a_link_everything_goes_over_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """libp2p's daemon is not asked for anything. What a peer does not serve, or not yet, is nothing to warn of: others
+    go on to talk to one that starts again."""
 
     async def echo(sender: str, payload: bytes) -> bytes:
         if payload == b"no":
@@ -456,9 +459,12 @@ def test_where_there_is_a_link_everything_goes_over_it(monkeypatch: pytest.Monke
                 assert (header, bytes(data)) == (here.peer_id.encode(), b"data")
                 with pytest.raises(PeerUnreachableError):
                     await send_chunks(here, there.peer_id, Outbox([b"data"]), "unknown")
+                with pytest.raises(PeerRefusedError, match="it takes no 'unknown', or not yet"):
+                    await here.call(there.peer_id, "unknown", b"", TIMEOUT)
                 await send_chunks(here, there.peer_id, Outbox([b"data"]))
 
     asyncio.run(main())
+    assert not caplog.records
 
 
 @pytest.mark.thorough

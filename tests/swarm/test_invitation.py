@@ -87,7 +87,7 @@ def test_guests_and_others(party: Party) -> None:
             ended = guest.finish()
             assert ended.code == 13
             assert "its ticket was revoked" in ended.err
-        other.line("outer step .* 1 peers", "the other guest does not go on")
+        other.line("outer step .* 1 peer, ", "the other guest does not go on")
         leave(other)
     with party.join("friend.pem") as again_there:
         again_there.line("outer step", "a guest that comes back is not admitted with the ticket of before")

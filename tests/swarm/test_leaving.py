@@ -55,7 +55,7 @@ def test_the_others_go_on(site: Site, run: Run) -> None:
         assert left.code == 0, left.err
         assert "leaving the run" in left.out
         assert "left the run" in left.out
-        second.line("outer step .* 1 peers", "the other one does not go on")
+        second.line("outer step .* 1 peer, ", "the other one does not go on")
         second.signal(signal.SIGTERM)
         assert second.finish().code == 0
 

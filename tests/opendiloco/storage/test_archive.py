@@ -29,7 +29,7 @@ from peers.log.header import Fault, Header, Member
 from peers.log.state import LogState
 from peers.messages.messages import Certified, Elsewhere, Inquire
 from peers.messages.packing import unpack_message
-from peers.network.channel import PeerUnreachableError, RefusalError
+from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.known_runs import KnownRuns
 from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
@@ -423,6 +423,37 @@ def test_who_says_most_and_has_nothing_that_is_kept_does_not_keep_it_from_others
     asyncio.run(kept.follow())
     assert asked == ["stranger", "honest", "log of honest"]
     assert kept.end == after
+
+
+@pytest.mark.parametrize(
+    ("error", "level"), [(PeerRefusedError("b", "ask again later"), "INFO"), (OSError("no disk"), "WARNING")]
+)
+def test_a_peer_that_is_busy_or_gone_is_nothing_to_warn_of(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    level: str,
+) -> None:
+    """It is asked again at the next heartbeat, and may say the same each time."""
+
+    async def fail(*arguments: object) -> bool:
+        raise error
+
+    kept, network = archive(run, tmp_path), cast(Any, Network(run.manifest))
+    fields: dict[str, Any] = {"state": PeerState.TRAINING, "index": 1, "lineage_tokens": 16, "sequence": 1}
+    beat = Heartbeat.model_construct(peer="b", head=bytes(32), addresses=(), **fields)
+    network.heartbeats, network.connect = answering([beat]), answering(True)
+    monkeypatch.setattr(archives, "ask_size", answering(8 * VALUES))
+    monkeypatch.setattr(kept, "_transport", network)
+    monkeypatch.setattr(kept, "_keep_up_with", fail)
+    monkeypatch.setattr(kept, "_complete_log", answering(None))
+    kept._snapshot = cast(Any, SimpleNamespace(index=1))
+    caplog.set_level(logging.INFO)
+    asyncio.run(kept.follow())
+    told = [record.levelname for record in caplog.records if str(error) in record.getMessage()]
+    assert told == [level]
 
 
 def answering(what: object) -> Callable[..., Awaitable[object]]:

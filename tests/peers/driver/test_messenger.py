@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from itertools import count
@@ -126,6 +127,23 @@ def test_a_peer_that_takes_too_much_time_is_not_read_for_a_while(monkeypatch: py
         assert await heard("aaz") == "az", "so much is regained"
 
     asyncio.run(scenario())
+
+
+def test_why_a_peer_refuses_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """It may refuse each message of every second: one that starts again, or a run's that we left."""
+
+    async def scenario() -> None:
+        host, wire = Host(), Wire()
+        messenger = _Messenger(cast(HivemindTransport, wire), cast(Driver, host))
+        for reason in ("not yet", "not yet", "another run", "another run"):
+            wire.failure = PeerRefusedError("c", reason)
+            messenger.send(Send("c", MESSAGE))
+            await asyncio.gather(*host.tasks)
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(scenario())
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told == [("INFO", "peer c refused: not yet"), ("INFO", "peer c refused: another run")]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -408,6 +409,21 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     opened(tmp_path)
     assert not any(path.exists() for path in left)
     assert all(path.exists() for path in others)
+
+
+def test_a_disk_that_fills_up_amid_an_entry_leaves_no_part_of_it(tmp_path: Path) -> None:
+    """`log verify` would call it damage, and so would the next start."""
+    log = opened(tmp_path)
+    fill(log, HEADERS[:2])
+    size = (tmp_path / ENTRIES).stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, hard))
+    try:
+        with pytest.raises(LogFolderError, match="File too large"):
+            log.append(HEADERS[2], state(2), None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / ENTRIES).stat().st_size == size
 
 
 def test_what_a_full_disk_did_not_take_is_written_with_the_next_entry(

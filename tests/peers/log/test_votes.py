@@ -50,6 +50,25 @@ def test_a_copy_is_not_read(tmp_path: Path) -> None:
         file.read()
 
 
+def test_a_backup_is_not_read_though_it_has_the_inode_of_the_file_before(tmp_path: Path) -> None:
+    """Its votes may be older than those that this machine has given. ext4 uses inodes again at once; where it does not
+    in all of these tries, or the file system has others, the file is known by its inode."""
+    folder, backup = tmp_path / "log", tmp_path / "backup"
+    for _ in range(20):
+        folder.mkdir()
+        file = VotesFile(folder, tmp_path / "none")
+        file.write(b"early")
+        shutil.copytree(folder, backup)
+        for vote in (b"later", b"last"):
+            file.write(vote)
+        shutil.rmtree(folder)
+        shutil.copytree(backup, folder)
+        with pytest.raises(VotesFileError, match="copied"):
+            file.read()
+        for each in (folder, backup):
+            shutil.rmtree(each)
+
+
 def test_a_file_of_another_machine_is_not_read(tmp_path: Path) -> None:
     on_machine(tmp_path).write(b"record")
     with pytest.raises(VotesFileError, match="another id"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from peers.log.certificate import Ballot
 from peers.messages.messages import Leaving, Vote
 from peers.protocol.context import Context
-from peers.protocol.effects import Effect, KeepVotes, Note
+from peers.protocol.effects import Effect, KeepVotes, Note, Trouble
 from peers.protocol.events import Event, LeaveRequested, PayloadAssembled, VotesKept, VotesNotKept
 from peers.protocol.voting import VoterState, VotingRecord
 from tests.peers.builders import FIRST, PAYLOADS, Rig, of, propose, sends
@@ -59,8 +59,7 @@ def test_r10_a_vote_is_sent_when_the_record_that_has_it_is_on_the_disk() -> None
 def test_r10_a_vote_that_is_not_kept_was_not_given_and_is_given_when_there_is_room() -> None:
     rig = asked()
     before = rig.peer.record
-    (note,) = of(rig.do(VotesNotKept(FULL)), Note)
-    assert (note.level, note.text) == ("warning", f"this peer has no vote: {FULL}")
+    rig.do(VotesNotKept(FULL))
     assert rig.peer.record != before
     state = rig.peer.record.at(rig.log.position)
     assert isinstance(state, VoterState)
@@ -70,11 +69,17 @@ def test_r10_a_vote_that_is_not_kept_was_not_given_and_is_given_when_there_is_ro
     assert sends(rig.do(VotesKept()), Vote)
 
 
-def test_r10_the_same_trouble_is_told_once() -> None:
-    rig = asked()
-    rig.do(VotesNotKept(FULL))
-    rig.tick()
-    assert not of(rig.do(VotesNotKept(FULL)), Note)
+def test_r10_a_disk_that_takes_no_votes_is_told_once_when_it_lasts() -> None:
+    """The log and the votes give reasons of their own, in turns."""
+    rig, told = asked(), list[Effect]()
+    for second in range(40):
+        failed = VotesNotKept(f"{FULL} for {'votes' if second % 2 else 'the log'}")
+        for effects in (rig.do(failed), rig.see(), rig.tick()):
+            told += [effect for effect in effects if isinstance(effect, Trouble | Note)]
+    (trouble,) = told
+    assert isinstance(trouble, Trouble)
+    assert trouble.level == "warning"
+    assert f"no vote, since none leaves a machine that could forget it: {FULL}" in trouble.reason
 
 
 def test_r10_there_is_no_vote_1_without_the_payload_on_the_disk() -> None:
