@@ -371,13 +371,15 @@ class _Way:
         if self.link.reach is not Reach.OPEN:
             if self.contact:
                 await self._links.arranging.meet(self.contact, 2 * count)
-        elif endpoint := self.answered:
-            if not any(await asyncio.gather(*(self._connect(endpoint, is_ours=True) for _ in range(count)))):
-                self.answered = None  # it is not there any more
-        elif self.link.ours:
-            await self.link.call(MORE, pack(_More(connections=count)), DIAL_TIMEOUT + HANDSHAKE_TIMEOUT)
-        else:
+            return
+        # A network that was down for a moment breaks no connection: where the peer answered, it may answer again.
+        if self.answered and any(
+            await asyncio.gather(*(self._connect(self.answered, is_ours=True) for _ in range(count)))
+        ):
+            return
+        if not self.link.ours:
             raise PeerUnreachableError(self.link.peer, "it gives us no connection")
+        await self.link.call(MORE, pack(_More(connections=count)), DIAL_TIMEOUT + HANDSHAKE_TIMEOUT)
 
     async def give(self, endpoint: str, count: int) -> None:
         """Dial connections that are the peer's. Raises: RefusalError when some are on their way."""

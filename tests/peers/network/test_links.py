@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from peers.network import data_port, introductions, link, links
-from peers.network.channel import Channel, PeerUnreachableError, RefusalError
+from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.connection import Connection, Credentials, greet
 from peers.network.contacts import Contact
 from peers.network.data_port import LinkInfo, Seen, probe
@@ -181,6 +181,30 @@ def test_who_cannot_dial_asks_for_more_connections() -> None:
                 await asyncio.gather(*(stack.enter_async_context(link.conversation("hello")) for _ in range(5)))
                 assert link.ours >= 5
             assert MORE in {name for _, name, _ in dialler.log}
+
+    run(scenario())
+
+
+def test_where_nothing_can_be_dialled_for_a_moment_more_connections_are_had_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: the dialler forgot the endpoint, and neither side got any more connections while the link was up."""
+
+    async def no_network(endpoint: str, timeout: float) -> socket.socket:
+        raise OSError("no route to host")
+
+    async def scenario() -> None:
+        async with nodes(2) as (dialler, other):
+            dialler.know(other.contact())
+            await dialler.until_up(other)
+            link = await other.until_up(dialler)
+            await other.until(lambda: bool(link.ours))
+            with monkeypatch.context() as patch:
+                patch.setattr(links, "dial", no_network)
+                with pytest.raises(PeerRefusedError, match="no endpoint of yours"):  # the other side can't dial either
+                    await dialler.links.way(other.peer).dial_more(1)
+            async with AsyncExitStack() as stack:
+                await asyncio.gather(*(stack.enter_async_context(link.conversation("hello")) for _ in range(5)))
 
     run(scenario())
 
