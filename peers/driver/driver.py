@@ -178,7 +178,7 @@ def _remembered(file: VotesFile | None, run: str, peer: str) -> VotingRecord | N
         reason = f"{file.path} does not exist"
     except (VotesFileError, RecordError) as error:
         reason = str(error)
-    logger.info("%s; this peer votes once an outer step has it, and need only go on", reason)
+    logger.info("%s; this peer votes once the log names it, and need only go on", reason)
     return None
 
 
