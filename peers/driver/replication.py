@@ -181,9 +181,11 @@ class Replication:
     async def _apply(self, apply: Apply) -> None:
         header = apply.header
         kept = self._buffers[header.fragment].kept.get(header.payload)
-        if kept is None and header.payload != NO_PAYLOAD:
-            raise LocalProtocolError(f"the payload of entry {header.index} is to be applied and not here")
         async with self.freezer.changing():
+            if kept is None and header.payload != NO_PAYLOAD:  # of an older vote it may lie on the disk alone
+                kept = await asyncio.to_thread(self._buffers[header.fragment].find, header.payload)
+                if kept is None:
+                    raise LocalProtocolError(f"the payload of entry {header.index} is to be applied and not here")
             me, log = self._host.peer.me, self._host.peer.log
             if kept is None:
                 await self._workload.unchanged(header.index, header.fragment)

@@ -388,7 +388,7 @@ class SimulatedPeer:
         header, log = apply.header, self.peer.log
         fragment, payload = self.fragments[header.fragment], None
         if header.payload != NO_PAYLOAD:
-            kept = fragment.buffers.kept.get(header.payload)
+            kept = self.payload(header)
             if kept is None:
                 raise InvariantError(f"{self.name} applies an entry whose payload it does not have")
             payload = bytes(kept.data)
