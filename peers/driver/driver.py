@@ -32,7 +32,7 @@ from peers.log.votes import VotesFile, VotesFileError
 from peers.messages.packing import Packer
 from peers.metrics import HEALTH
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError
-from peers.presence.allowances import SENDERS_LIMIT, Allowances
+from peers.presence.allowances import SENDERS_LIMIT, STRANGER, Allowances
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.protocol import effects
 from peers.protocol.effect_table import EffectTable, row
@@ -61,8 +61,7 @@ START_BITS = 61  # random, so that no two starts are alike; the wire counts to 6
 FAREWELL_TIMEOUT = 3.0  # seconds
 READING_BURST, READING_SHARE = 5.0, 0.1
 """Seconds of the processor, at once and in each second, for which one peer's messages are read; those of all peers that
-have neither a lease nor a vote together, since names are made up for nothing."""
-STRANGER = "stranger"
+have neither a lease nor a vote together."""
 
 
 class _Messenger:
@@ -115,15 +114,13 @@ class _Messenger:
         account = sender if log.last is None or sender in log.accountable else STRANGER
         if not self._reading.has_some(account, now()):
             raise RefusalError("its messages take too much time to read")
-        began = thread_time()
-        try:
-            message = self._packer.unpack(data)
-            if message is not None:
-                self._host.handle(Received(sender, message))
-        except WireError as error:
-            raise RemoteProtocolError(sender, str(error)) from error
-        finally:
-            self._reading.spend(account, thread_time() - began)
+        with self._reading.spending(account, thread_time):
+            try:
+                message = self._packer.unpack(data)
+                if message is not None:
+                    self._host.handle(Received(sender, message))
+            except WireError as error:
+                raise RemoteProtocolError(sender, str(error)) from error
         return b""
 
 

@@ -24,8 +24,6 @@ MACHINE_ID = Path("/etc/machine-id")
 RECORD_LIMIT = 1 << 24  # bytes; a locked header of 1,000 members has some 200 KB
 ENVELOPE = 128  # bytes beside the record, at most
 GET_GENERATION = 0x80087601  # Linux's FS_IOC_GETVERSION, which ext4, XFS and Btrfs answer
-
-
 REMEDY = "make room there, or name a folder that this user may write to"
 
 

@@ -2,7 +2,7 @@
 
 Other rooms import:
 admission: RunAdmission, refused
-allowances: Allowance, Allowances, SENDERS_LIMIT
+allowances: Allowance, Allowances, SENDERS_LIMIT, STRANGER
 beats: Beats
 branches: state_told
 calls: BEAT, BEAT_BYTES, Beat, HEARTBEAT, PAGE, Request, SHORT, WHO, tag_of

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 SENDERS_LIMIT = 1024  # that are told apart
+STRANGER = "stranger"
+"""The one sender that all strangers are, where they are to share an allowance: names are made up for nothing."""
 
 
 class Allowance:
@@ -49,3 +54,12 @@ class Allowances:
         self._all.spend(amount)
         if sender in self._senders:
             self._senders[sender].spend(amount)
+
+    @contextmanager
+    def spending(self, sender: str, clock: Callable[[], float]) -> Iterator[None]:
+        """Spend the seconds that the body takes by this clock."""
+        began = clock()
+        try:
+            yield
+        finally:
+            self.spend(sender, clock() - began)

@@ -22,7 +22,7 @@ from peers.log.header import Header, Position
 from peers.log.lineage import Branch, Walk
 from peers.log.state import LogError, LogState
 from peers.network.channel import PeerUnreachableError, Places, RefusalError
-from peers.presence.allowances import Allowances
+from peers.presence.allowances import STRANGER, Allowances
 from peers.presence.heartbeat import Heartbeat
 from peers.transfer.download import CHANCE, PullTransport, kept_for, shuffled
 from peers.values.identity import verify
@@ -37,7 +37,6 @@ PULLS = 1  # of one peer at once: packing a stretch of a large run takes the eve
 PACKING_BURST, PACKING_SHARE = 30.0, 0.25
 """Seconds of the processor, at once and in each second, for which one member is told of the log, and all strangers
 together: a second is some thousand entries. Who asks need not read them."""
-STRANGER = "stranger"
 BYTES_LIMIT = 1 << 23  # bytes: the outcomes of a stretch, and the header that it may begin with
 TIMEOUT = 30.0  # seconds for an answer: the donor may be in a round
 TIMEOUT_PER_ENTRY = 0.25  # seconds besides, for each entry: 30 KB at 1 Mbit/s
@@ -80,13 +79,13 @@ async def serve_headers(
         past = kept_for(transport, pasts, request.run, sender)
         is_known = is_member(request.run, sender)
         async with (places if is_known else places_for_strangers).one_for(sender):
-            account, began = sender if is_known else STRANGER, thread_time()
+            account = sender if is_known else STRANGER
             if not packing.has_some(account, now()):
                 raise RefusalError("others are to be asked for the log, too")
             last = min(request.last, request.first + STRETCH_LIMIT)
-            packed = pack(past(request.first, last, request.is_whole))
-            packing.spend(account, thread_time() - began)
-            yield b"", packed
+            with packing.spending(account, thread_time):
+                told = pack(past(request.first, last, request.is_whole))
+            yield b"", told
 
     await transport.on_pull(HEADERS, serve, gives_way=True)
 
