@@ -33,7 +33,7 @@ from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.supervisor import Supervisor
 from opendiloco.workers.trackers import tracking
 from peers.driver.driver import Driver
-from peers.errors import DilocoPeerError
+from peers.errors import DilocoPeerError, LocalNetworkError
 from peers.log.folder import LogFolder, RunLog
 from peers.log.state import LogState
 from peers.log.votes import VotesFile
@@ -263,14 +263,17 @@ class Volunteer:
         failures = [asyncio.create_task(end) for end in ends]
         try:
             done, _ = await asyncio.wait([driving, *failures], return_when=asyncio.FIRST_COMPLETED)
-            broken = [failure.result() for failure in failures if failure in done]
+            broken: list[DilocoPeerError] = [end.result() for end in failures if end in done]
             if broken:
                 self._driver.leave(at_once=True)  # the others need not find out by waiting
-            await driving
-            for error in broken:
+            try:
+                await driving
+            except LocalNetworkError as error:
+                broken.append(error)
+            for failure in broken:
                 if not self._leaving:
-                    raise error
-                logger.debug("while leaving: %s", error)  # systemd, for one, ends a service's processes all at once
+                    raise failure
+                logger.debug("while leaving: %s", failure)  # systemd, for one, ends a service's processes all at once
         finally:
             await cancel_and_wait(driving, *beside, *failures)
 

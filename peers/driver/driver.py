@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -59,6 +60,7 @@ CALL_TIMEOUT = 10.0  # seconds in which a peer must have taken a message of the 
 TICK = 0.25  # seconds
 START_BITS = 61  # random, so that no two starts are alike; the wire counts to 62 bits
 FAREWELL_TIMEOUT = 3.0  # seconds
+REFUSALS_LIMIT = 128  # that are remembered, so that each is logged once
 READING_BURST, READING_SHARE = 5.0, 0.1
 """Seconds of the processor, at once and in each second, for which one peer's messages are read; those of all peers that
 have neither a lease nor a vote together."""
@@ -72,7 +74,7 @@ class _Messenger:
         self._host = host
         self._packer = Packer(host.peer)
         self._reading = Allowances(READING_BURST, READING_SHARE, SENDERS_LIMIT)
-        self._refusals: dict[str, str] = {}  # the reason that each peer gave last
+        self._refusals = deque[tuple[str, str]](maxlen=REFUSALS_LIMIT)  # the last ones: peer and reason
 
     async def serve(self) -> None:
         await self._transport.on_call(CALL, self._receive)
@@ -94,9 +96,10 @@ class _Messenger:
         try:
             await self._transport.call(to, CALL, packed, CALL_TIMEOUT)
         except PeerRefusedError as error:
-            if self._refusals.get(to) != error.reason:
+            refusal = to, error.reason
+            if refusal not in self._refusals:
+                self._refusals.append(refusal)
                 logger.info("%s", error)
-            self._refusals[to] = error.reason
         except PeerUnreachableError as error:
             logger.debug("%s", error)
             self._host.handle(Undelivered(to))
@@ -288,12 +291,9 @@ class Driver:
         """Take part until asked to leave. Raises: DilocoPeerError, the first that any task met."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                for part in (self._messenger, self.rounds, self._scout, self.replication):
-                    await part.serve()
-                clocks = [self.start(self._tick()), self.start(self._keep_pulse())]
-                await self._stopped.wait()
-                for clock in clocks:  # nothing after the last words
-                    clock.cancel()
+                living = self.start(self._live())
+                await self._stopped.wait()  # not after `_live` has begun: libp2p's daemon may be dead, and never answer
+                living.cancel()  # nothing after the last words
                 await self._say_goodbye()
                 await self.replication.recorder.finish()
                 for task in self._running:
@@ -305,6 +305,14 @@ class Driver:
         finally:
             self._votes.close()
             HEALTH.over("heartbeat")
+
+    async def _live(self) -> None:
+        """Answer others, and tell the protocol the time and who is here."""
+        for part in (self._messenger, self.rounds, self._scout, self.replication):
+            await part.serve()
+        async with asyncio.TaskGroup() as clocks:
+            clocks.create_task(self._tick())
+            clocks.create_task(self._keep_pulse())
 
     async def _tick(self) -> None:
         while True:

@@ -114,6 +114,15 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
         status = await self._child.wait()
         return LocalNetworkError(f"libp2p's daemon ended unexpectedly (status {status}).", "Start the peer again.")
 
+    async def register(self, registering: Awaitable[object]) -> None:
+        """Wait until the daemon has taken a handler. Raises: LocalNetworkError when it is dead, or does not answer."""
+        try:
+            async with asyncio.timeout(START_TIMEOUT):
+                await registering
+        except NETWORK_ERRORS as error:
+            reason = "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+            raise LocalNetworkError(f"libp2p's daemon takes no handler: {reason}.", "Start the peer again.") from error
+
     async def refresh_addresses(self) -> None:
         """Ask the daemon where others can reach us now, loopback last. Raises: LocalNetworkError, NETWORK_ERRORS."""
         try:

@@ -342,7 +342,7 @@ class HivemindTransport:
         return content
 
     async def on_call(self, name: str, handler: CallHandler) -> None:
-        """Answer `call`s of this name."""
+        """Answer `call`s of this name. Raises: LocalNetworkError."""
         self._answers[name] = handler
 
         async def answer(payload: bytes, sender_id: Any) -> bytes:
@@ -351,7 +351,7 @@ class HivemindTransport:
             except RefusalError as refusal:
                 return REFUSAL + str(refusal).encode(errors="replace")
 
-        await self.daemon._client.add_unary_handler(f"{PROTOCOL_PREFIX}/call/{name}", answer)
+        await self.daemon.register(self.daemon._client.add_unary_handler(f"{PROTOCOL_PREFIX}/call/{name}", answer))
 
     async def _answer(self, sender: str, name: str, payload: bytes) -> bytes:
         """Answer a call. An error becomes a refusal to the sender and a line in our log. Raises: RefusalError."""
@@ -421,7 +421,7 @@ class HivemindTransport:
             channel.close()
 
     async def on_stream(self, protocol: str, conversation: Conversation) -> None:
-        """Serve the streams of this protocol that peers open."""
+        """Serve the streams of this protocol that peers open. Raises: LocalNetworkError."""
         self._conversations[protocol] = conversation
 
         async def serve(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -444,4 +444,4 @@ class HivemindTransport:
                 channel.close()
                 self._serving.discard(task)
 
-        await self.daemon.add_binary_stream_handler(f"{PROTOCOL_PREFIX}/{protocol}", serve)
+        await self.daemon.register(self.daemon.add_binary_stream_handler(f"{PROTOCOL_PREFIX}/{protocol}", serve))

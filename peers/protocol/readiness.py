@@ -34,6 +34,7 @@ class Readiness:
         self._trainer = trainer
         self._log = log
         self._granted: dict[str, Lease] = {}
+        self._given: set[Lease] = set()  # also to peers that we do not hear now: they may be training it
         self._steps: dict[str, int] = {}  # inner steps that each may make of its grant
         self._ready: dict[str, Ready] = {}
         self._said_at: dict[str, float] = {}
@@ -55,6 +56,7 @@ class Readiness:
         if lease is None:
             return  # as many joiners as one entry can take
         self._granted[sender] = lease
+        self._given.add(lease)
         whole = self._context.settings.inner_steps
         done = whole if self._trainer.state is TrainerState.TRAINED else self._trainer.inner_step()
         self._steps[sender] = max(1, whole - done)
@@ -62,11 +64,13 @@ class Readiness:
         self._context.emit(Send(sender, grant))
 
     def _next_grant(self) -> Lease | None:
-        """Return the next grant that no peer has. Those before our own come last: its giver may have given them."""
+        """Return the next grant that no peer has; one that was never given, if there is any. Those before our own come
+        last: its giver may have given them."""
         own = self._trainer.lease
-        grants, given = self._log.grants, {*self._granted.values(), own}
+        grants, taken = self._log.grants, {*self._granted.values(), own}
         first = grants.index(own) + 1 if own in grants else 0
-        return next((grant for grant in (*grants[first:], *grants[:first]) if grant not in given), None)
+        free = [grant for grant in (*grants[first:], *grants[:first]) if grant not in taken]
+        return min(free, key=self._given.__contains__, default=None)
 
     def entry_made(self, header: Header) -> None:
         """Note the joiners that were waited for and did not use their grants: in this term they are waited for no more

@@ -81,10 +81,11 @@ def test_before_it_has_begun(site: Site, run: Run) -> None:
 
 
 @pytest.mark.thorough
-def test_all_its_processes_are_asked_at_once(site: Site, run: Run) -> None:
+@pytest.mark.parametrize("moment", ["waiting for a place", "outer step"])
+def test_all_its_processes_are_asked_at_once(site: Site, run: Run, moment: str) -> None:
     """As systemd stops a service. libp2p's daemon does as it is told; that is no error when we are leaving anyway."""
     with join(site, run, "one.pem") as volunteer:
-        volunteer.line("outer step", "it does not train")
+        volunteer.line(moment, "it does not come to train")
         for process in (volunteer.pid, *volunteer.children().values()):
             os.kill(process, signal.SIGTERM)
         left = volunteer.finish()

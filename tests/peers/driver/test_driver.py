@@ -496,3 +496,22 @@ def test_a_message_too_large_to_be_sent_is_named_and_nothing_ends(
     with caplog.at_level(logging.ERROR):
         asyncio.run(scenario())
     assert "cannot tell a: a message of 2000000 bytes exceeds" in caplog.text
+
+
+def test_it_leaves_though_the_network_never_takes_a_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As libp2p's daemon does when it is ended together with us."""
+
+    class DeadTransport(SlowTransport):
+        async def on_call(self, name: str, handler: object) -> None:
+            await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        rig = Founder()
+        monkeypatch.setattr(driver_module, "Peer", lambda *settings: rig.peer)
+        driver = DriverOf(DeadTransport(rig))
+        running = asyncio.create_task(driver.run())
+        await quiet()
+        driver.leave()
+        await asyncio.wait_for(running, 30)
+
+    asyncio.run(scenario())
