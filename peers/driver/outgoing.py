@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from peers.network.transport import HivemindTransport
 
 CHUNKS = "chunks"
+GIVING_TIME = 120.0  # seconds after a round for which averages are given to members that lack them
 CLOSING_TIME = 5.0  # seconds that a stream may take to end properly, so that its connection can be used again
 LATE_FLIGHT = 2.0  # times as long as chunks took before: that is late
 MEMORY = 0.25  # of how long they took, that the last one decides
@@ -83,6 +84,14 @@ class _Flights:
         took = self._clock() - flight.first
         self.usual = self.usual + MEMORY * (took - self.usual) if self.usual else took
         return True
+
+    @property
+    def are_answered(self) -> bool:
+        return not self._flights
+
+    def forget_blocks(self) -> None:
+        """Wait for the answers of averages alone."""
+        self._flights = {key: flight for key, flight in self._flights.items() if flight.send.reduced}
 
     def late(self, stream: object, patience: float) -> SendChunk | None:
         """Return what has been under way on another stream for longer than that, and than is usual; for twice as long
@@ -161,7 +170,8 @@ class Uplink:
 
 
 class Outgoing:
-    """Sends the chunks of one fragment's present round."""
+    """Sends the chunks of one fragment's present round; and of the last one, until the next begins, the averages that
+    others still lack: most members decide what a round came to, and the slowest need its payload all the same."""
 
     def __init__(self, transport: HivemindTransport, buffers: PayloadBuffers, host: Driver, uplink: Uplink) -> None:
         self._transport = transport
@@ -169,6 +179,7 @@ class Outgoing:
         self._host = host
         self._uplink = uplink
         self._round: RoundName | None = None
+        self._is_over = False
         self._queues: dict[str, asyncio.Queue[SendChunk | None]] = {}
         self._senders: dict[str, list[asyncio.Task[None]]] = {}
         self._flights: dict[str, _Flights] = {}
@@ -178,20 +189,37 @@ class Outgoing:
 
     def begin(self, round_name: RoundName, others: int) -> None:
         """Send chunks of this round, which has so many other members."""
-        for peer in list(self._senders):
-            self._end_streams_to(peer)
+        self._end()
         self._usual = {peer: flights.usual for peer, flights in self._flights.items()}
-        self._round, self._flights = round_name, {}
+        self._round, self._is_over, self._flights = round_name, False, {}
         self.hangs_at.clear()
         self._uplink.begin_round(self, others)
 
     def tidy(self, present: RoundName | None) -> None:
-        """End the streams of another round than the `present` one."""
-        if present != self._round:
-            for peer in list(self._senders):
-                self._end_streams_to(peer)
-            self._round = None
-            self._uplink.end_round(self)
+        """Send nothing more of another round than the `present` one, but for averages if we have all of them."""
+        over = self._round
+        if over is None or over == present or self._is_over:
+            return
+        self._is_over = True
+        if not self._buffers.is_kept(over):
+            self._end()
+            return
+        for queue in self._queues.values():
+            waiting = [queue.get_nowait() for _ in range(queue.qsize())]
+            for send in waiting:
+                if send is not None and send.reduced:
+                    queue.put_nowait(send)
+        for flights in self._flights.values():
+            flights.forget_blocks()
+        self._uplink.moved()
+        asyncio.get_running_loop().call_later(GIVING_TIME, lambda: self._end() if self._round == over else None)
+
+    def _end(self) -> None:
+        """Send nothing more of our round."""
+        for peer in list(self._senders):
+            self._end_streams_to(peer)
+        self._round = None
+        self._uplink.end_round(self)
 
     def _end_streams_to(self, peer: str) -> None:
         """Send nothing more to a member. A stream has some time to end properly."""
@@ -204,7 +232,7 @@ class Outgoing:
             asyncio.get_running_loop().call_later(CLOSING_TIME, task.cancel)
 
     def send(self, send: SendChunk) -> None:
-        if send.round_name != self._round:
+        if send.round_name != self._round or self._is_over:
             return
         self._queues.setdefault(send.to, asyncio.Queue()).put_nowait(send)
         self._open_streams_to(send.round_name, send.to)
@@ -256,7 +284,7 @@ class Outgoing:
         self, to: str, queue: asyncio.Queue[SendChunk | None], flights: _Flights, stream: object
     ) -> SendChunk | None:
         """Return what is to be sent next; None ends the stream. When nothing waits, that is what hangs on another."""
-        while True:
+        while not (self._is_over and queue.empty() and flights.are_answered):
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK):
                     send = await queue.get()
@@ -267,6 +295,7 @@ class Outgoing:
             patience = self._uplink.patience(self._streams, self._buffers.chunk_bytes(0)[1])
             if late := flights.late(stream, patience):
                 return late
+        return None
 
     def has_more(self, to: str) -> bool:
         """Whether anything waits to be sent to a member."""

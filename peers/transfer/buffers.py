@@ -58,6 +58,7 @@ class PayloadBuffers:
         self.own: Blocks = b""  # what we trained last, for this round or a later one
         self.tree: SumTree | None = None  # over its chunks
         self._round: _RoundBuffers | None = None
+        self._last: _RoundBuffers | None = None  # over, and its payload is kept
         self._spare: memoryview | None = None
         self._used: list[bytearray] = []
 
@@ -91,16 +92,29 @@ class PayloadBuffers:
             self._spare = spare
 
     def open(self, name: RoundName) -> None:
-        self._round = _RoundBuffers(name, self.room_for_payload())
+        self._round, self._last = _RoundBuffers(name, self.room_for_payload()), None
 
     def room_for_payload(self) -> memoryview:
         """Return memory for a whole payload: what was prepared, if it is still there."""
         spare, self._spare = self._spare, None
         return empty(self.size.bytes) if spare is None else spare
 
+    def room_for_fetch(self) -> memoryview:
+        """Return memory for a whole payload, in which what a round has brought of it is at its place already."""
+        room = self.room_for_payload()
+        if self._round is not None:
+            room[:] = self._round.average
+        return room
+
     def close(self) -> None:
-        """No round is under way. What it took goes back to the system, but for some chunks."""
-        self._round = None
+        """No round is under way. What it took goes back to the system, but for some chunks. Its averages are given to
+        others until the next one begins, if they are all here; or else are in the next room for a payload."""
+        current, self._round = self._round, None
+        if current is not None and current.is_kept:
+            current.contributions.clear()
+            self._last = current
+        elif current is not None and self._spare is None:
+            self._spare = current.average
         del self._used[SPARE_BYTES // max(1, self.chunk_bytes(0)[1]) :]
 
     def round(self, name: RoundName) -> _RoundBuffers | None:
@@ -161,9 +175,17 @@ class PayloadBuffers:
         current.digests[chunk] = digest or digest_of(data)
         return current.digests[chunk]
 
+    def is_kept(self, name: RoundName) -> bool:
+        """Return whether a round is over, and all of its averages are here."""
+        return self._last is not None and self._last.name == name
+
     def read(self, name: RoundName, chunk: int, is_averaged: bool) -> memoryview:
-        """Return a chunk of the average, or of our own blocks. Raises: KeyError when the round is over."""
-        current, (start, stop) = self._open_round(name), self.chunk_bytes(chunk)
+        """Return a chunk of the average, or of our own blocks. Raises: KeyError when that is here no more."""
+        if is_averaged and self._last is not None and self._last.name == name:
+            current = self._last
+        else:
+            current = self._open_round(name)
+        start, stop = self.chunk_bytes(chunk)
         return current.average[start:stop] if is_averaged else self.own_chunk(chunk)
 
     def assemble(self, name: RoundName) -> bytes:

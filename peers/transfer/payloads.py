@@ -109,9 +109,11 @@ class Payloads:
             request=lambda first, last: self._request(fragment, payload, first, last),
             range=max(1, min(RANGE, chunks // RANGES_AT_LEAST)),
         )
-        data = buffers.room_for_payload()
+        data = buffers.room_for_fetch()
+        download = Download(self._transport, wanted, data)
+        await download.adopt()
         try:
-            await Download(self._transport, wanted, data).run(donors)
+            await download.run(donors)
         except DownloadError as error:
             raise PayloadError(str(error)) from error
         return Payload(data, digests)

@@ -66,6 +66,8 @@ class Member:
         self.finished: list[RoundName] = []  # of those, the ones that were ended properly
         self.may_answer = asyncio.Event()
         self.may_answer.set()
+        self.may_open = asyncio.Event()
+        self.may_open.set()
         self.answer: Callable[[ChunkHeader], bool] = lambda header: True
         self.refusal: str | None = None
         self._changed = changed
@@ -125,6 +127,7 @@ class Wire:
         assert protocol == CHUNKS
         if peer_id not in self.members:
             raise PeerUnreachableError(peer_id, "no answer in time")
+        await self.members[peer_id].may_open.wait()
         near, far = await stream_of(peer_id, "b")
         self._ends.append(asyncio.create_task(self._hold(far, self.members[peer_id].talk)))
         try:
@@ -467,6 +470,51 @@ def test_streams_end_with_their_round() -> None:
             host.traffic.send(SendChunk(round, "a", 0, False))
             await quiet()
             assert len(host.wire.members["a"].received) == 2, "nothing more goes out"
+
+    simulate(scenario())
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_averages_that_a_slow_member_lacks_are_given_after_the_round(is_whole: bool) -> None:
+    """Regression: the last of four members fetched the whole payload again, for a few chunks that it lacked."""
+
+    async def scenario() -> None:
+        async with Host.running() as host:
+            round, slow, quick = host.round, host.wire.members["a"], host.wire.members["c"]
+            slow.may_open.clear()
+            host.quantized()
+            for chunk in (2, 3):
+                host.averaged(chunk)
+            await host.when(lambda: len(quick.received) == 4)
+            if is_whole:
+                for chunk in (0, 1, 4, 5):
+                    host.buffers.store(round, chunk, b"%d" % chunk * BLOCK)
+                host.buffers.assemble(round)
+            host.end()
+            slow.may_open.set()
+            if is_whole:
+                await host.when(slow.has_ended(round))
+            await asyncio.wait(host._tasks)
+            assert sorted(slow.chunks) == ([(2, True), (3, True)] if is_whole else [])
+            assert all(data == b"%d" % header.chunk * BLOCK for _, header, data in slow.received)
+
+    simulate(scenario())
+
+
+def test_averages_are_given_until_the_next_round_begins() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host:
+            slow = host.wire.members["a"]
+            slow.may_open.clear()
+            for chunk in range(6):
+                host.buffers.store(host.round, chunk, b"%d" % chunk * BLOCK)
+            host.averaged(2)
+            host.buffers.assemble(host.round)
+            host.end()
+            host.begin(SECOND)
+            slow.may_open.set()
+            await quiet()
+            assert slow.received == []
 
     simulate(scenario())
 

@@ -31,6 +31,7 @@ from peers.values.wire import DIGEST_BYTES, Reach, digest_of, pack, unpack
 from tests.peers.fakes import NoChance, at_once
 from tests.peers.logs import LOG, RUN, member, next_header
 from tests.peers.network.test_throttle import now, simulate
+from tests.peers.rounds import round_name
 from tests.simulator.simulated_workload import BLOCK_BYTES, SimulatedWorkload
 
 CHUNKS = 300
@@ -185,6 +186,24 @@ def test_what_is_on_the_disk_is_not_fetched_and_is_at_hand_then() -> None:
         await Payloads(Transport(network, "me"), RUN, [mine]).fetch(HEADER, ["a"])
         assert network.asked == []
         assert mine.kept.get(THE_PAYLOAD.digest) is THE_PAYLOAD
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_what_a_round_has_brought_is_not_fetched(is_over: bool) -> None:
+    async def scenario() -> None:
+        network, mine, name = Network(), buffers(), round_name()
+        await network.donor("a")
+        mine.open(name)
+        for chunk in range(1, CHUNKS):
+            start, stop = mine.chunk_bytes(chunk)
+            mine.store(name, chunk, THE_PAYLOAD.data[start:stop] if chunk > 1 else bytes(SIZE))
+        if is_over:
+            mine.close()
+        await Payloads(Transport(network, "me"), RUN, [mine]).fetch(HEADER, ["a"])
+        assert_whole(mine)
+        assert network.asked_for_chunks("a") == 2, "the one that was not here, and one with another value"
 
     asyncio.run(scenario())
 
