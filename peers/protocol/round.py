@@ -40,7 +40,7 @@ from peers.protocol.exchange import Exchange, ExchangeEvent
 from peers.protocol.internal import Host, WorkDone
 from peers.protocol.leader import Leader
 from peers.protocol.own_work import Objection, OwnWork
-from peers.protocol.pacemaker import Pacemaker
+from peers.protocol.pacemaker import Pacemaker, death
 from peers.protocol.replica import Replica
 from peers.protocol.state_machine import Row, StateMachine, Table
 from peers.protocol.trainer import Trainer
@@ -114,6 +114,7 @@ class Notes:
     lacking: Lacking | None = None
     """A payload of a prepared header that could not be fetched."""
     decided: Certified | None = None
+    decided_at: float = 0.0
     told_by: str = ""
 
 
@@ -646,13 +647,15 @@ class EntryRound(StateMachine):
         elif self._has_payload(header):
             self._make(certified)
         elif self.is_taking_part and notes.propose is not None and notes.propose.header == header and self.exchange:
-            notes.decided, notes.told_by, notes.moved_at = certified, sender, self._context.now
+            notes.decided, notes.told_by = certified, sender
+            notes.decided_at = notes.moved_at = self._context.now
             self._enter(DECIDED)
         else:
             self._host.others_made(certified, sender, self)
 
     def _await_payload(self, _: Tick | None = None) -> None:
-        """Take the decided payload from the exchange, or fetch the whole of it when nothing comes any more."""
+        """Take the decided payload from the exchange, or fetch what lacks of it when nothing comes any more, or not
+        all: a reducer could send one chunk every other second."""
         notes, context = self._notes, self._context
         if notes.decided is None:
             return
@@ -662,8 +665,10 @@ class EntryRound(StateMachine):
             return
         if self.exchange is not None:
             context.emit(*self.exchange.tick(context.now, self._heard()))
-        if context.now - notes.moved_at > STALLED * context.settings.timing.resend:
-            notes.moved_at = context.now
+        timing = context.settings.timing
+        is_still = context.now - notes.moved_at > STALLED * timing.resend
+        if is_still or context.now - notes.decided_at > death(timing):
+            notes.decided_at = notes.moved_at = context.now
             self._host.others_made(notes.decided, notes.told_by, self)
 
     def _make(self, certified: Certified) -> None:

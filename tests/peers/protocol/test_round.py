@@ -10,14 +10,16 @@ import pytest
 from peers.audit.evidence import Evidence
 from peers.log.certificate import Ballot, Group, Phase
 from peers.log.header import MEMBER_LIMIT, NO_PAYLOAD, Member
+from peers.messages.averages import Origin
 from peers.messages.commitment import Norms, digest_of_all
 from peers.messages.messages import Certified, Part, Proof, Propose, Ready, Vote
 from peers.messages.rounds import Round, Share
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.effects import Apply, Dropped, FetchPayload, OpenRound
-from peers.protocol.events import Applied, Captured, Digested, PayloadFetched, PayloadNotFetched
+from peers.protocol.events import Applied, Captured, Digested, PayloadFetched, PayloadNotFetched, ReducedArrived
 from peers.protocol.own_work import Objection, OwnWork
+from peers.protocol.pacemaker import death
 from peers.protocol.round import STALLED, RoundState
 from peers.protocol.states import State
 from peers.protocol.trainer import Trainer
@@ -507,14 +509,22 @@ def test_a_certificate_that_proves_nothing_is_dropped() -> None:
     assert not votes(rig, Phase.COMMIT)
 
 
-def test_what_is_decided_comes_with_the_exchange_or_is_fetched_as_a_whole() -> None:
+@pytest.mark.parametrize("trickles", [False, True])
+def test_r6_what_is_decided_comes_with_the_exchange_or_is_fetched(trickles: bool) -> None:
+    """A reducer that sends a chunk each second keeps nobody for long."""
     rig = ready_at_second().exchanging()
     header, log = rig.next_header(), rig.log
     rig.hear("b", proposal(rig))
     assert not of(rig.hear("b", certified(log, header, by="ab")), FetchPayload)
     assert rig.peer.round.state is RoundState.DECIDED
-    rig.see(state=PeerState.READY)
-    for _ in range(int(STALLED * TIMING.resend) + 1):
+    exchange = rig.peer.round.exchange
+    assert exchange is not None
+    for second in range(int(death(TIMING) if trickles else STALLED * TIMING.resend) + 1):
+        assert rig.peer.round.state is RoundState.DECIDED, f"it has waited for {second} seconds"
+        if trickles:
+            rig.do(ReducedArrived(exchange.name, "a", 0, (), digest_of(b"0"), Origin(reducer="a", signature=bytes(64))))
+        if second % TIMING.heartbeat == 0:
+            rig.see(state=PeerState.READY)
         rig.tick()
     assert rig.peer.state is State.REPLAYING
 
