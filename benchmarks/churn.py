@@ -1,9 +1,9 @@
 """Whether peers agree while they are killed, stopped and started again: `python -m benchmarks.churn`.
 
 Real processes with a vector of 5,000 values in a model's place. At random moments one is killed (SIGKILL), to be
-started again after a while with the same identity and nothing else, or stopped for some seconds (SIGSTOP, SIGCONT). A
-majority is always at work: running, and in a round since it came back. The seed decides what happens when; which
-moment of a round that is, nobody does.
+started again after a while with its identity, its votes and nothing else, or stopped for some seconds (SIGSTOP,
+SIGCONT). A majority is always at work: running, and in a round since it came back. The seed decides what happens when;
+which moment of a round that is, nobody does.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SHARE_OF_STOPS = 0.3
 START_SECONDS = 120.0
 SETTLE_SECONDS = 15.0
 AT_WORK = 0.8  # share of the time
+LONGEST_STALL = 25.0  # seconds
 LOCAL = ("/ip4/127.0.0.1/tcp/0",)
 
 
@@ -203,7 +204,9 @@ async def measure(seconds: float, peers: int, seed: int, folder: Path) -> tuple[
         for number in range(peers):
             arguments: list[object] = ["benchmarks.vector_peer", "--values", VALUES, "--peers", peers]
             arguments += ["--pause", TRAINING_SECONDS, "--contact", bootstrap.addresses[0]]
-            arguments += ["--identity", folder / f"{number}.pem"]
+            votes = folder / f"{number}-votes"
+            votes.mkdir(exist_ok=True)
+            arguments += ["--identity", folder / f"{number}.pem", "--votes", votes]
             volunteer = Volunteer(f"peer {number}", arguments, folder / f"{number}.log", record)
             churn.volunteers.append(volunteer)
             stack.push_async_callback(volunteer.end)
@@ -248,6 +251,7 @@ def main(minutes: float, peers: int, seed: int, logs: Path | None, json_file: Pa
     bars = [
         Bar("1 / (1 + divergences)", 1 / (1 + len(record.divergences)), 1.0),
         Bar("share of the time outside stalls", record.share_at_work, AT_WORK),
+        Bar(f"{LONGEST_STALL:g} seconds / the longest from one to the next", LONGEST_STALL / max(record.gaps), 1.0),
     ]
     report(f"churn: {peers} peers, {minutes:g} minutes, seed {seed}", rows, bars, json_file)
 

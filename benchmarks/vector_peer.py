@@ -3,7 +3,8 @@
 Everything is as in a volunteer's machine (driver, transport, codec, outer step), but for the worker: it adds noise to
 theta. With --pause it takes that long to do so; without, it is told when by lines on its standard input: "prepare", and
 then "go". Every entry that is applied is a line, see `benchmarks.processes`. With --folder its log and snapshots lie on
-the disk, as a volunteer's do. With --follows it takes no part: it follows the log, as `diloco-peer follow` does.
+the disk, as a volunteer's do; with --votes its votes, so that it starts again as the same voter. With --follows it
+takes no part: it follows the log, as `diloco-peer follow` does.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from peers.driver.driver import Driver
 from peers.log.folder import LogFolder
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
+from peers.log.votes import VotesFile
 from peers.network.throttle import Caps
 from peers.network.transport import HivemindTransport
 from peers.transfer.following import Following
@@ -69,6 +71,7 @@ class Part:
     fetches: bool
     follows: bool
     folder: Path | None
+    votes: Path | None
     upload_limit: float | None
     download_limit: float | None
 
@@ -231,6 +234,7 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
         *(identity, transport, workload, part.settings, await workload.state_digest()),
         log=log,
         storage=storage,
+        votes=VotesFile(part.votes) if part.votes else None,
         on_entry=tell,
         on_snapshot=snapshot_is_here,
     )
@@ -285,6 +289,7 @@ async def run_peer(part: Part) -> None:
 @click.option("--fetches", is_flag=True, help="Only take over the state.")
 @click.option("--follows", is_flag=True, help="Only follow the log.")
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="For the log, and for snapshots.")
+@click.option("--votes", type=click.Path(exists=True, file_okay=False, path_type=Path), help="A folder for its votes.")
 @join_option("upload_limit")
 @join_option("download_limit")
 def main(**options: Any) -> None:
