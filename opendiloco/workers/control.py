@@ -23,7 +23,8 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from opendiloco.child_processes import child_environment, module_command
-from opendiloco.errors import DataError, DeviceMemoryError, MachineError, WorkerError
+from opendiloco.errors import DataError, DeviceError, DeviceMemoryError, MachineError, WorkerError
+from opendiloco.gpus import DEVICE_FAILURE, LOOK_AT_DEVICE
 from opendiloco.model.export import Dtype, RunFacts
 from opendiloco.stages import Watch
 from opendiloco.workers.options import TEMPERATURE, WorkerOptions
@@ -82,7 +83,7 @@ class Report(Reply):
 
 
 class CountDevices(Command):
-    """Say how many GPUs torch sees. Answered by `DevicesCounted`."""
+    """Say how many GPUs torch can use. Answered by `DevicesCounted`."""
 
 
 class Configure(Command):
@@ -201,9 +202,11 @@ class RecallMoments(MoveMoments):
 
 
 class DevicesCounted(Reply):
-    """How many GPUs torch sees."""
+    """How many GPUs torch can use. `hidden` says what keeps it from those that are there, and `remedy` what helps."""
 
     gpus: int
+    hidden: str = ""
+    remedy: str = ""
 
 
 class Configured(Reply):
@@ -309,7 +312,8 @@ class Failed(Reply):
 
 # Failures ------------------------------------------------------------------------------------------------------------
 EXPECTED_ERRORS: dict[str, type[DilocoPeerError]] = {
-    error.__name__: error for error in (DataError, DeviceMemoryError, MachineError, ManifestError, WorkerError)
+    error.__name__: error
+    for error in (DataError, DeviceError, DeviceMemoryError, MachineError, ManifestError, WorkerError)
 }
 
 
@@ -353,6 +357,11 @@ class _LastWords:
         """Return the last lines as the end of an error's message; nothing if there are none."""
         lines = [line.strip() for line in self._lines][-IN_A_SENTENCE:]
         return f" Its last words: {' | '.join(lines)}" if lines else ""
+
+    def device_failure(self) -> str:
+        """Return the last line that says that a device has failed; nothing if none does. NCCL ends the process so."""
+        said = (line.strip() for line in reversed(self._lines) if DEVICE_FAILURE.search(line))
+        return next(said, "")
 
     def log(self, name: str) -> None:
         """Log all that was kept."""
@@ -512,6 +521,8 @@ class WorkerProcess:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
         if not self._is_ended:
             self._output.log(self.name)
+        if failure := self._output.device_failure():
+            return WorkerDeathError(f"{self.name} {how}, since its device failed: {failure}", LOOK_AT_DEVICE)
         remedy = "If the machine ran out of memory, use a smaller batch or another machine; then join again."
         return WorkerDeathError(f"{self.name} {how}.{self._output.sentence()}", remedy)
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.cores import usable_cores
-from opendiloco.errors import DeviceMemoryError, WorkerError
+from opendiloco.errors import DeviceError, DeviceMemoryError, MachineError, WorkerError
 from opendiloco.shared_memory import create_memory_file
 from opendiloco.stages import WITH_A_COMPILER, StageLog, Watch, at_stage
 from opendiloco.workers.control import (
@@ -52,7 +52,7 @@ EXPLANATION_SECONDS = 2.0
 """How long we wait, once a worker has failed, for what the others have to say: one of them may be the cause."""
 COMPILING_SECONDS = 1800.0
 """For all blocks together. Where a compiler works, it takes seconds, or minutes on a slow machine."""
-LOST = (WorkerDeathError, UnexpectedWorkerError)
+LOST = (WorkerDeathError, UnexpectedWorkerError, DeviceError)
 """How workers fail that may do better when they are started again."""
 
 Result = TypeVar("Result")
@@ -316,7 +316,8 @@ class _WorkerPool:
     ) -> list[Configure]:
         """Start a worker for each device; the first, there in any case, counts the GPUs. Return what to tell each next.
 
-        Raises: MachineError when there are too few; WorkerError when one dies, or the pool is closed meanwhile.
+        Raises: MachineError when there are too few, or torch cannot use those that are there; WorkerError when one
+        dies, or the pool is closed meanwhile.
         """
         with socket.create_server((LOOPBACK, 0)) as listener:
             descriptor, port = listener.fileno(), listener.getsockname()[1]  # where they meet
@@ -327,7 +328,10 @@ class _WorkerPool:
             raise WorkerError("no workers are wanted any more.")
         gpus = 0
         if needs_gpu_count(options):
-            gpus = (await first.exchange(CountDevices(), DevicesCounted, lambda progress: None)).gpus
+            counted = await first.exchange(CountDevices(), DevicesCounted, lambda progress: None)
+            if counted.hidden and options.trains:  # the CPU would take a hundred times as long
+                raise MachineError(f"{counted.hidden}.", counted.remedy)
+            gpus = counted.gpus
         self._devices = choose_devices(options, gpus)
         threads = choose_threads(options, self._devices, usable_cores())
         for _ in self._devices[1:]:

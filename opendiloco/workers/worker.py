@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.errors import DeviceMemoryError, MachineError, WorkerError
+from opendiloco.errors import DeviceError, DeviceMemoryError, MachineError, WorkerError, first_line
+from opendiloco.gpus import DEVICE_FAILURE, LOOK_AT_DEVICE, read_cards, usable_gpus
 from opendiloco.shared_memory import SharedVectors, Vector, cap_memory
 from opendiloco.stages import at_stage, watched_by
 from opendiloco.training.streaming import Cycles
@@ -39,6 +40,7 @@ LOOK_SECONDS = 0.1  # between two looks of a worker, in a pause, at what the pee
 def _serve(channel: ControlChannel) -> None:
     """Carry out commands for as long as the process lives."""
     worker: Worker | None = None
+    device = "the device"
     while True:
         began = time.monotonic()
         command = channel.commands.get()
@@ -46,19 +48,30 @@ def _serve(channel: ControlChannel) -> None:
             worker.inner_loops.idled += time.monotonic() - began
         try:
             if isinstance(command, control.Configure):
+                device = command.device
                 worker = Worker(command, channel)
                 reply: control.ControlMessage = worker.description
             elif isinstance(command, control.CountDevices):
-                import torch
-
-                reply = control.DevicesCounted(gpus=torch.cuda.device_count())
+                reply = _count_devices()
             elif worker is None:
                 raise WorkerError("the worker is not configured yet.", "This is a bug; report it.")
             else:
                 reply = worker.carry_out(command)
         except Exception as error:
-            reply = _describe_failure(error)
+            reply = _describe_failure(error, device)
         channel.send(reply)
+
+
+def _count_devices() -> control.DevicesCounted:
+    """Return how many GPUs torch can use; and if that is none, what hides those whose driver is there."""
+    import torch
+
+    gpus, said = usable_gpus()
+    cards, cuda = read_cards(), torch.version.cuda
+    if gpus or not cuda or not cards.are_reachable:
+        return control.DevicesCounted(gpus=gpus)
+    hidden, remedy = cards.hidden_from(torch.__version__, f"CUDA {cuda}", said)
+    return control.DevicesCounted(gpus=0, hidden=hidden, remedy=remedy)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -72,7 +85,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def _describe_failure(error: Exception) -> control.Failed:
+def _describe_failure(error: Exception, device: str = "the device") -> control.Failed:
     """Return what the peer process needs to raise the same error on its side."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, ImportError):
@@ -85,6 +98,8 @@ def _describe_failure(error: Exception) -> control.Failed:
     if _is_out_of_memory(error):
         remedy = "Use --micro-batch with a smaller number, --activation-checkpointing, or another device."
         error = DeviceMemoryError("the device ran out of memory.", remedy)
+    if isinstance(error, RuntimeError) and DEVICE_FAILURE.search(str(error)):
+        error = DeviceError(f"{device} failed: {first_line(error)}", LOOK_AT_DEVICE)
     message, remedy = (error.message, error.remedy) if isinstance(error, DilocoPeerError) else (str(error), "")
     return control.Failed(error=type(error).__name__, message=message, remedy=remedy, traceback=trace)
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.errors import DataError, DeviceMemoryError, WorkerError
+from opendiloco.errors import DataError, DeviceError, DeviceMemoryError, WorkerError
 from opendiloco.model.export import RunFacts
 from opendiloco.shared_memory import reserve
 from opendiloco.stages import COMPILING, Watch
@@ -210,6 +210,25 @@ def test_lost_workers_are_started_again_and_train_from_where_they_began(
     with caplog.at_level(logging.WARNING):
         asyncio.run(story())
     assert "killed by SIGKILL. The workers start again" in caplog.text
+
+
+def test_a_failed_device_is_tried_again_and_then_named(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(command: RunInnerLoop, on_report: Callable[[Report], None]) -> None:
+        raise DeviceError("cuda:0 failed: CUDA error: unspecified launch failure.", "Look at `nvidia-smi -q`.")
+
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=1)
+        monkeypatch.setattr(Played, "rest", staticmethod(fail))
+        with pytest.raises(WorkersRestartedError):
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        with pytest.raises(DeviceError, match="cuda:0 failed: CUDA error"):
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        assert "nvidia-smi -q" in (await group.wait_for_death()).remedy
+        await group.close()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
 
 
 async def is_restarted_once_and_then_given_up(group: WorkerGroup) -> None:
