@@ -108,9 +108,9 @@ Value: TypeAlias = float | torch.Tensor
 """A number, or a tensor that holds one, on the worker's device."""
 LOOPBACK = "127.0.0.1"
 HYBRID = ("replicas", "shards")
-PATIENCE = timedelta(hours=2)
-"""For which workers wait for each other: the first alone downloads weights, or draws and writes those of a large model.
-NCCL would give up after ten minutes. Workers that die are noticed otherwise."""
+SETTING_UP = timedelta(hours=2)
+"""For which workers wait for each other before they train: the first alone downloads weights, or draws and writes those
+of a large model. NCCL would give up after ten minutes. Workers that die are noticed otherwise."""
 
 
 class Team:
@@ -152,11 +152,19 @@ class Team:
         backend = "nccl" if device.type == "cuda" else "gloo"
         device_id = device if device.type == "cuda" else None
         store = TCPStore(
-            LOOPBACK, port, size, is_master=listener is not None, timeout=PATIENCE, master_listen_fd=listener
+            LOOPBACK, port, size, is_master=listener is not None, timeout=SETTING_UP, master_listen_fd=listener
         )
-        dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=rank, world_size=size, device_id=device_id)
+        dist.init_process_group(
+            backend, timeout=SETTING_UP, store=store, rank=rank, world_size=size, device_id=device_id
+        )
         shape, names = ((size,), ("shards",)) if replicas == 1 else ((replicas, size // replicas), HYBRID)
         return cls(device, rank, size, init_device_mesh(device.type, shape, mesh_dim_names=names))
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Have this worker fail when another keeps it waiting for longer in a collective, from the next one on."""
+        if self.mesh is not None:
+            for group in {dist.group.WORLD, *self.mesh.get_all_groups()}:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     @property
     def is_in_first_replica(self) -> bool:

@@ -36,8 +36,15 @@ from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
+SETTING_UP = 7200.0
+"""Seconds without a word of a training whose first inner step is not done: there data are read, and blocks compiled."""
+LEAST_PATIENCE = 600.0
+"""Seconds without a word after that, at least: a machine that is busy otherwise may be slow now and then."""
+STEPS_OF_PATIENCE = 10  # of the slowest inner step so far
+ALIVE_SECONDS = 30.0  # between two reports of a worker that waits for what others do
 LINE_LIMIT = 16 * 2**20  # bytes of a reply: asyncio's 64 KiB are too few for long tracebacks or texts
 CLOSE_SECONDS = 2.0  # in which a worker ends by itself, before it is killed
+KILLED_SECONDS = 60.0  # in which the kernel takes a killed worker's memory back; a GPU's driver may hold it for good
 LOOK_SECONDS = 0.2  # between two looks at whether the process has ended
 LINES_KEPT = 60  # as many as a traceback through torch has
 LINE_LENGTH = 500  # characters of a line that are kept: a worker may print anything
@@ -228,15 +235,21 @@ class Configured(Reply):
     fragments: tuple[tuple[int, int], ...]
 
 
+class Alive(Report):
+    """Comes now and then while a worker waits for what others do, and after an inner step that changed nothing."""
+
+
 class InnerStepDone(Report):
     """After an inner step. `loss` in nats per token; `gradient_norm` before clipping; `learning_rate` of its first
-    group of parameters; `tokens_per_second` over this training so far."""
+    group of parameters; `tokens_per_second` over this training so far. The slowest inner step of this training so
+    far took `slowest_seconds`."""
 
     inner_step: int
     loss: float
     gradient_norm: float
     learning_rate: float
     tokens_per_second: float
+    slowest_seconds: float = 0.0
 
 
 class FragmentStored(Report):
@@ -308,6 +321,12 @@ class Failed(Reply):
     message: str
     remedy: str
     traceback: str
+
+
+def patience(slowest_seconds: float | None) -> float:
+    """Return for how many seconds a worker may be silent in a training, and its collectives may take, when its slowest
+    inner step so far took so many; None: it has done none yet."""
+    return SETTING_UP if slowest_seconds is None else max(LEAST_PATIENCE, STEPS_OF_PATIENCE * slowest_seconds)
 
 
 # Failures ------------------------------------------------------------------------------------------------------------
@@ -441,23 +460,31 @@ class WorkerProcess:
             raise SnapshotError(reply.problem)
 
     def kill(self) -> None:
-        """End the worker at once, without waiting for its end."""
+        """End the worker at once, without waiting for its end; who waits for its replies hears that it is dead."""
         self._is_ended = True
         self._kill()
+        self._end(WorkerDeathError(f"{self.name} was ended."))
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether its process is there."""
+        return self._process.returncode is None
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def close(self) -> None:
-        """End the worker: by closing its channel, else with SIGKILL. Leaves no process behind."""
+        """End the worker: by closing its channel, else with SIGKILL. Leaves no process behind, unless it `is_running`
+        even then: the kernel ends none that waits for a GPU's driver."""
         self._is_ended = True
         self._writer.close()
         try:
             await asyncio.wait_for(self._ended(), CLOSE_SECONDS)
         except TimeoutError:
             self.kill()
-            await self._ended()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended(), KILLED_SECONDS)
         await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
         await cancel_and_wait(*self._tasks)
         self._end(self._describe_death())

@@ -143,12 +143,13 @@ class ControlChannel:
         return average if average is not None and average.number == number else None
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Return once this holds; it is asked anew whenever something was heard."""
+        """Return once this holds; it is asked anew whenever something was heard. Meanwhile say that we are alive."""
         while True:
             self._news.clear()
             if is_so():
                 return
-            self._news.wait()
+            while not self._news.wait(control.ALIVE_SECONDS):
+                self.send(control.Alive())
 
     def take(self, command: control.Command) -> None:
         """Hear a command; those that are not heard while training wait in `commands`."""
@@ -466,7 +467,11 @@ class InnerLoops:
 
     def _told(self, inner_steps: InnerSteps) -> Iterator[InnerStep]:
         """Take inner steps; tell of each that changed the weights, and do what fits between two of them."""
+        began, slowest = time.monotonic(), 0.0
         for step in inner_steps.every():
+            if (seconds := time.monotonic() - began) > slowest:
+                slowest = seconds
+                self._team.wait_at_most(control.patience(slowest))  # less than for all that is set up before the first
             if step.is_finite:
                 if self._team.rank == 0:
                     trained = step.samples * self._config.training.sequence_length
@@ -477,11 +482,15 @@ class InnerLoops:
                         gradient_norm=step.gradient_norm,
                         learning_rate=self._replica.learning_rate,
                         tokens_per_second=trained / seconds,
+                        slowest_seconds=slowest,
                     )
                     self._channel.send(progress)
                 self._carry_out_asides()
                 self._wait_while_held()
+            else:
+                self._channel.send(control.Alive())
             yield step
+            began = time.monotonic()
 
 
 def main() -> None:
