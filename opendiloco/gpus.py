@@ -30,8 +30,10 @@ INSTALL_TORCH = "Install a build of torch for this GPU (pytorch.org says how), i
 ON_CPU = "Or train on the CPU: --device cpu."
 DEVICE_FAILURE = re.compile(r"\b(cuda error|xid|ecc|cu(blas|dnn)_status_(execution_failed|internal_error))\b", re.I)
 """How CUDA's libraries begin to say that a GPU, its driver or a kernel on it has failed."""
+NO_KERNELS = re.compile(r"kernel image|\bptx\b", re.I)
+"""How CUDA says that a program was built for other GPUs."""
 LOOK_AT_DEVICE = (
-    "Look at `nvidia-smi -q` (ECC errors, remapped rows, temperature) and at the kernel's log (`dmesg`: lines of Xid). "
+    "Look at `nvidia-smi -q` (ECC errors, heat, other processes) and at the kernel's log (`dmesg`: lines with Xid). "
     "If it comes again: restart the machine, check power and cooling, or train without this GPU."
 )
 
@@ -74,11 +76,13 @@ def _least_driver(platform: str | None) -> int | None:
     return LEAST_DRIVER.get(version.partition(".")[0]) if name == "CUDA" else None
 
 
-def without_kernels(name: str, capability: tuple[int, int], version: str, said: str) -> tuple[str, str]:
+def unusable(name: str, capability: tuple[int, int], version: str, said: str) -> tuple[str, str]:
     """Return what to say of a GPU that this torch sees and cannot compute on, of which it has `said` why; and the
     remedy."""
     found = f"torch {version} cannot compute on {name} (compute capability {'.'.join(map(str, capability))}): {said}"
-    return found, f"{OLD_CARDS if capability < TURING else INSTALL_TORCH} {ON_CPU}"
+    if capability < TURING:
+        return found, f"{OLD_CARDS} {ON_CPU}"
+    return found, f"{INSTALL_TORCH if NO_KERNELS.search(said) else LOOK_AT_DEVICE} {ON_CPU}"
 
 
 def usable_gpus() -> tuple[int, str]:

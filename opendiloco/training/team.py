@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from opendiloco.config.run_config import TrainingSection
 from opendiloco.errors import MachineError, first_line
-from opendiloco.gpus import read_cards, usable_gpus, without_kernels
+from opendiloco.gpus import read_cards, unusable, usable_gpus
 from opendiloco.model.parameters import local_part, shard_rows, transformer_blocks
 
 # Device ---------------------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def _cannot_be_used(wanted: str, said: str) -> MachineError:
     count, why = usable_gpus()
     if device.type == "cuda" and (device.index or 0) < count:
         about = torch.cuda.get_device_properties(device)
-        found, remedy = without_kernels(about.name, (about.major, about.minor), version, said.rstrip("."))
+        found, remedy = unusable(about.name, (about.major, about.minor), version, said.rstrip("."))
         return MachineError(f"{found}.", remedy)
     cards, cuda = read_cards(), torch.version.cuda
     if cards.are_reachable and not count and cuda:

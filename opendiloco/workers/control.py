@@ -222,7 +222,7 @@ class Configured(Reply):
     `device_name` is the GPU's as torch has it, or "cpu"; `flops_per_token` see model/utilisation.py; `micro_batch`
     windows go through the model at once. `held_out_digest` is that of the windows that evaluation reads, and
     `bytes_per_token` how much text a token of theirs stands for. `fragments` says where each lies in theta: its first
-    value, and where it ends.
+    value, and where it ends. `is_compiled`: its blocks are, for training; `uncompiled` says why not, if they should be.
     """
 
     parameters: int
@@ -233,6 +233,8 @@ class Configured(Reply):
     held_out_digest: str
     bytes_per_token: float
     fragments: tuple[tuple[int, int], ...]
+    is_compiled: bool = False
+    uncompiled: str = ""
 
 
 class Alive(Report):

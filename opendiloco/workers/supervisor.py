@@ -44,6 +44,7 @@ from opendiloco.workers.control import (
     patience,
 )
 from opendiloco.workers.options import WorkerOptions, choose_devices, choose_threads, needs_gpu_count
+from opendiloco.workers.telemetry import COMPILED
 from peers.errors import DilocoPeerError
 from peers.metrics import HEALTH
 from peers.values.workload import SnapshotError
@@ -82,7 +83,8 @@ class Supervisor:
         self._config = config
         self._options = options
         self._micro_batch = 0
-        self._may_go_on = False  # whether the present workers have carried out a training
+        self.uncompiled = ""
+        """Why the present workers train uncompiled blocks, where compiled ones would be faster."""
         self._lost: DilocoPeerError | None = None  # why the present workers are of no use any more
         self._restarts = _Restarts(options.restarts)
         self._moving = asyncio.Lock()  # held while moments are moved
@@ -124,7 +126,6 @@ class Supervisor:
         if self._is_closing:
             raise WorkerError("no workers are wanted any more.")
         pool = self.pool = _WorkerPool(self.memory_descriptor)
-        self._may_go_on = False
         self._watchdog.begin_anew()
 
         def died(death: asyncio.Future[DilocoPeerError]) -> None:
@@ -158,12 +159,22 @@ class Supervisor:
                 COMPILING_SECONDS / 60,
             )
             self._options = replace(self._options, compile=False)
+            self.uncompiled = f"the compiler has not come to an end in {COMPILING_SECONDS / 60:.0f} minutes."
             return await self._start_again()
         self._micro_batch = answers[0].micro_batch
         if self._options.micro_batch is None and self._options.trains:
             _tell_micro_batch(self._config.training, len(self.workers), self._micro_batch)
+        self._tell_of_compiling(answers)
         HEALTH.well("workers")
         return answers[0]
+
+    def _tell_of_compiling(self, answers: Sequence[Configured]) -> None:
+        """Say whether workers train compiled blocks, and why not where they should, in the log and in metrics."""
+        COMPILED.set(min(answer.is_compiled for answer in answers))
+        if self._options.compile is not False:  # else the owner has chosen, or the compiler did not come to an end
+            self.uncompiled = next((answer.uncompiled for answer in answers if answer.uncompiled), "")
+        if self.uncompiled:
+            logger.warning("this machine trains uncompiled, which takes longer: %s", self.uncompiled)
 
     async def _start_again(self) -> Configured:
         """Start workers in the place of others, which have put the initial theta where it belongs."""
@@ -213,7 +224,7 @@ class Supervisor:
         if self._lost is not None:
             await self._replace_after(self._lost)
         try:
-            if isinstance(command, RunInnerLoop) and command.goes_on and not self._may_go_on:
+            if isinstance(command, RunInnerLoop) and command.goes_on and not self.pool.has_trained:
                 raise WorkersRestartedError  # those that could go on were lost before
             is_training = isinstance(command, RunInnerLoop)
             with self._watchdog.watching(on_report) if is_training else nullcontext(on_report) as hear:
@@ -225,7 +236,7 @@ class Supervisor:
             if len(self.workers) > 1 and workers is None:
                 self._die(error)  # the others wait for the one that failed
             raise
-        self._may_go_on = self._may_go_on or isinstance(answered, InnerLoopDone)
+        self.pool.has_trained |= isinstance(answered, InnerLoopDone)
         if isinstance(answered, InnerLoopDone) or not self._options.trains:
             self._restarts.begin_anew()
         return answered
@@ -328,6 +339,8 @@ class _WorkerPool:
         self._devices: list[str] = []
         self.is_over = False
         """Whether the end of its workers is no loss."""
+        self.has_trained = False
+        """Whether its workers have carried out a training, from which they can go on."""
 
     async def start(
         self, config: RunConfig, options: WorkerOptions, fresh: bool, of_first: Watch, of_other: Watch

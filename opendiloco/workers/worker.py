@@ -28,12 +28,14 @@ from opendiloco.stages import at_stage, watched_by
 from opendiloco.training.streaming import Cycles
 from opendiloco.workers import control
 from peers.errors import DilocoPeerError
+from peers.values.system import make_private_folder
 
 if TYPE_CHECKING:
     from opendiloco.data.tokenizer import Tokenizer
     from opendiloco.training.inner import InnerStep, InnerSteps, ModelReplica
     from opendiloco.training.team import Team
 
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # where inductor, PyTorch's compiler, keeps what it makes
 LOOK_SECONDS = 0.1  # between two looks of a worker, in a pause, at what the peer process wants
 
 
@@ -183,6 +185,7 @@ class Worker:
 
     def __init__(self, command: control.Configure, channel: ControlChannel) -> None:
         os.nice(command.options.nice)
+        self._cache = _own_cache(command.options.compile_cache)
         cap_memory(command.options.max_memory, os.getppid())
         # Imported here, after the channel is being listened to: these take seconds. transformers takes most of them, so
         # it comes when it is known that there is a device to train on, and data.
@@ -214,6 +217,7 @@ class Worker:
 
         at_stage("importing transformers")
         with _nothing_collected():
+            from opendiloco.model.parameters import transformer_blocks
             from opendiloco.model.utilisation import flops_per_token
             from opendiloco.training.inner import ModelReplica
             from opendiloco.training.team import Team
@@ -231,8 +235,9 @@ class Worker:
         at_stage("trying how many windows fit")
         self._replica.micro_batch = self._choose_micro_batch()
         self._vectors = SharedVectors(command.memory, self._replica.layout.size)
+        uncompiled = ""
         if command.options.trains:
-            self._try_what_is_compiled()
+            uncompiled = self._try_what_is_compiled()
         self.inner_loops = InnerLoops(
             self._config, self._replica, self._team, self._vectors, channel, self._carry_out_asides
         )
@@ -247,18 +252,27 @@ class Worker:
             held_out_digest=held_out.digest(windows),
             bytes_per_token=held_out.bytes_per_token(windows, self._tokenizer),
             fragments=tuple((part.start, part.stop) for part in layout.fragments),
+            is_compiled=any("forward" in vars(block) for block in transformer_blocks(model)),
+            uncompiled=uncompiled,
         )
 
-    def _try_what_is_compiled(self) -> None:
-        """Choose how attention is computed, and whether blocks are compiled, by what works here."""
+    def _try_what_is_compiled(self) -> str:
+        """Choose how attention is computed, and whether blocks are compiled, by what works here. Return why blocks are
+        not, though they should be; else nothing."""
+        from opendiloco.training.team import compiling_lacks
         from opendiloco.training.trials import document_attention, keep_compiled_if_it_works
 
         self._replica.load(self._vectors.theta)  # so far shards have whatever was in memory, and its loss may be none
         end = self._data.samples.document_end
         if end is not None and self._options.compile is not False:
-            self._replica.attention = document_attention(self._replica, self._team, end)
-        if self._replica.attention is None:
-            keep_compiled_if_it_works(self._replica, self._team)
+            self._replica.attention = document_attention(self._replica, self._team, end, self._cache)
+        if self._replica.attention is not None:
+            return ""
+        if self._options.compile is None and self._team.device.type == "cuda":
+            lacking = compiling_lacks(self._team.device)
+            if lacking is not None:
+                return lacking
+        return keep_compiled_if_it_works(self._replica, self._team, self._cache)
 
     def _choose_micro_batch(self) -> int:
         """Return what this machine's owner says; else as many windows as fit, up to what the run recommends."""
@@ -344,6 +358,19 @@ class Worker:
         model = build_model(self._config, self._tokenizer, draws=draws, threads=self._options.threads)
         Shards(self._replica.layout).load(self._vectors.theta, trainable(model))
         yield model
+
+
+def _own_cache(folder: str | None) -> Path | None:
+    """Have PyTorch's compiler keep what it makes in this folder, and Triton its kernels; unless this machine's owner
+    has named another, or it cannot be used. Return the folder if it is in use."""
+    if folder is None or os.environ.get(CACHE_VARIABLE):
+        return None
+    try:
+        make_private_folder(Path(folder))  # libraries are loaded from it
+    except OSError:
+        return None
+    os.environ[CACHE_VARIABLE] = folder
+    return Path(folder)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.gpus import Cards, read_cards, without_kernels
+from opendiloco.gpus import Cards, read_cards, unusable
 
 
 def write(folder: Path, **files: str) -> None:
@@ -76,7 +76,14 @@ def test_a_hidden_gpu_has_a_remedy() -> None:
 
 @pytest.mark.parametrize(("capability", "is_old"), [((6, 1), True), ((7, 0), True), ((7, 5), False), ((12, 0), False)])
 def test_cards_older_than_turing_hear_of_the_build_for_them(capability: tuple[int, int], is_old: bool) -> None:
-    found, remedy = without_kernels("A card", capability, "2.13.0", "no kernel image is available")
+    found, remedy = unusable("A card", capability, "2.13.0", "no kernel image is available")
     assert f"A card (compute capability {capability[0]}.{capability[1]}): no kernel image" in found
     assert ("whl/cu126" in remedy) is is_old
+    assert ("Install a build of torch" in remedy) is not is_old
     assert remedy.endswith("--device cpu.")
+
+
+def test_a_broken_card_needs_no_other_torch() -> None:
+    _, remedy = unusable("NVIDIA H100", (9, 0), "2.13.0", "CUDA error: uncorrectable ECC error encountered")
+    assert "nvidia-smi -q" in remedy
+    assert "Install" not in remedy

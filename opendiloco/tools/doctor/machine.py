@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from opendiloco.cores import usable_cores
 from opendiloco.errors import MachineError
-from opendiloco.gpus import INSTALL_TORCH, Cards, read_cards, without_kernels
+from opendiloco.gpus import INSTALL_TORCH, Cards, read_cards, unusable
 from opendiloco.owner.facts import GpuState, is_on_battery, read_gpus, read_sensors
 from opendiloco.quantities import in_words
 from opendiloco.shared_memory import available_memory
@@ -118,7 +118,7 @@ def _check_gpu(torch: Torch | None, cards: Cards, device: str = "auto") -> Findi
     if torch.gpus:
         broken = [gpu for gpu in torch.gpus if gpu.error]
         if broken and device != "cpu":
-            said = [without_kernels(gpu.name, gpu.capability, torch.version, gpu.error) for gpu in broken]
+            said = [unusable(gpu.name, gpu.capability, torch.version, gpu.error) for gpu in broken]
             return failed("gpu", "; ".join(found for found, _ in said), said[0][1], gpus=len(torch.gpus))
         return _about_gpus(torch.gpus)
     wants_gpu = device.startswith("cuda")

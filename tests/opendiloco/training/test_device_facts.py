@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from opendiloco.stages import watched_by
 from opendiloco.training.team import Team, choose_device, compiling_lacks
 from opendiloco.workers.assembly import _is_compiled, in_fitting_precision
 from opendiloco.workers.options import WorkerOptions
-from opendiloco.workers.worker import _count_devices
+from opendiloco.workers.worker import CACHE_VARIABLE, _count_devices, _own_cache
 
 
 def test_a_device_that_is_not_there() -> None:
@@ -139,3 +141,17 @@ def test_a_gpu_without_bf16_computes_in_fp32_and_says_so(
         assert in_fitting_precision(config, Team(torch.device(device))).training.precision == computed
     assert bool(said) == (asked != computed)
     assert config.training.precision == asked
+
+
+def test_what_is_compiled_is_kept_in_a_private_folder_unless_the_owner_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, "")  # as it is set by us, it is put back
+    assert _own_cache(None) is None
+    assert _own_cache(str(tmp_path / "state" / "compiled")) == tmp_path / "state" / "compiled"
+    assert os.environ[CACHE_VARIABLE] == str(tmp_path / "state" / "compiled")
+    assert (tmp_path / "state" / "compiled").stat().st_mode & 0o777 == 0o700
+    assert _own_cache(str(tmp_path / "another")) is None, "the owner's"
+    assert not (tmp_path / "another").exists()
+    monkeypatch.setenv(CACHE_VARIABLE, "")
+    assert _own_cache("/proc/nowhere") is None, "PyTorch chooses one"

@@ -35,6 +35,7 @@ from opendiloco.workers.control import (
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.supervisor import LOOKS, WorkersRestartedError, _Watchdog
+from opendiloco.workers.telemetry import COMPILED
 from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, Progress
 from tests.opendiloco.workers.trainings import training_done
@@ -341,6 +342,28 @@ def test_patience_is_long_for_the_first_inner_step_and_then_ten_of_the_slowest(
     assert control.patience(slowest) == seconds
 
 
+def test_that_workers_train_uncompiled_is_said_and_measured(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    exchange, told = Played.exchange, dict[str, Any]()
+
+    async def configured(self: Played, command: ControlMessage, answer: type[Any], on_report: Any) -> Any:
+        said = await exchange(self, command, answer, on_report)
+        return said.model_copy(update=told) if isinstance(said, Configured) else said
+
+    async def story() -> None:
+        for is_compiled, uncompiled in ((True, ""), (False, "there is no C compiler here; install gcc")):
+            told.update(is_compiled=is_compiled, uncompiled=uncompiled)
+            group = await started(small_config, windows=100)
+            assert group.supervisor.uncompiled == uncompiled
+            assert COMPILED._value.get() == is_compiled
+            assert ("install gcc" in caplog.text) is bool(uncompiled)
+            await group.close()
+
+    monkeypatch.setattr(Played, "exchange", configured)
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
 async def is_restarted_once_and_then_given_up(group: WorkerGroup) -> None:
     with pytest.raises(WorkersRestartedError):
         await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
@@ -515,6 +538,7 @@ def test_a_compiler_that_hangs_on_one_worker_keeps_the_others_waiting_for_a_whil
         assert not group.supervisor.death.done()
         assert [one.configured.options.compile for one in Played.all[-2:]] == [False, False]
         assert [one.configured.fresh for one in Played.all[-2:]] == [False, False], "theta is there"
+        assert group.supervisor.uncompiled == "the compiler has not come to an end in 0 minutes."
         await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
         await group.close()
 
