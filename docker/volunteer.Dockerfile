@@ -43,9 +43,11 @@ RUN if [ "$CUDA" != no ]; then \
     fi \
     && useradd --no-log-init --uid 10001 --create-home --home-dir /data volunteer
 COPY --from=build /opt/diloco-peer /opt/diloco-peer
-ENV PATH=/opt/diloco-peer/bin:$PATH DILOCO_METRICS_PORT=9100
+ENV HOME=/data PATH=/opt/diloco-peer/bin:$PATH DILOCO_METRICS_PORT=9100
 
-# The home folder has the machine's identity (in .config/diloco-peer), and what the hub's models and data sets need.
+# The home folder has the machine's identity (in .config/diloco-peer), what was compiled for its GPU (in
+# .local/state/diloco-peer/compiled), and what the hub's models and data sets need. It is also that of a user without an
+# entry in /etc/passwd: docker run --user "$(id -u)" --volume "$PWD/diloco:/data" …
 VOLUME /data
 WORKDIR /data
 USER 10001:10001

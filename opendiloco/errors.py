@@ -18,7 +18,7 @@ def fit_for_terminal(text: str) -> str:
 
 
 class MachineError(DilocoPeerError):
-    """This machine does not fit the run: memory, disk, torch, or a device that is not there."""
+    """This machine does not fit the run: memory, disk, torch, or a device that is not there or of no use to torch."""
 
     exit_code = 6
 
@@ -41,6 +41,10 @@ class WorkerError(DilocoPeerError):
     """Training failed: the worker process died, or a loss or weight is no finite number."""
 
     exit_code = 8
+
+
+class DeviceError(WorkerError):
+    """A GPU, its driver or a kernel on it failed in the middle of a command."""
 
 
 class CheckpointError(DilocoPeerError):

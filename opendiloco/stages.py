@@ -14,9 +14,11 @@ Watch = Callable[[str, float | None], None]
 """Called with a stage, such as "tokenizing stdlib", and the share of it that is done, 0 to 1; None if nobody knows."""
 Item = TypeVar("Item")
 
-COMPILING, TRYING_ATTENTION = "compiling", "trying attention within documents alone"
-WITH_A_COMPILER = frozenset({COMPILING, TRYING_ATTENTION})
+COMPILING, COMPILING_AGAIN = "compiling", "compiling again, with an empty cache"
+TRYING_ATTENTION = "trying attention within documents alone"
+WITH_A_COMPILER = frozenset({COMPILING, COMPILING_AGAIN, TRYING_ATTENTION})
 """Stages in which PyTorch compiles. Compilers that it calls may hang."""
+NOT_COMPILING = "not compiling, which would be faster"
 LOOK_SECONDS = 1.0  # between two words of how far the same stage has come
 QUIET_SECONDS = 10.0  # between two lines of the log about the same stage
 

@@ -210,6 +210,7 @@ FOUNDATIONS = {
     "cores",
     "errors",
     "evaluation_turns",
+    "gpus",
     "host_memory",
     "quantities",
     "run",

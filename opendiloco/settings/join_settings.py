@@ -485,7 +485,10 @@ class JoinSettings(_RunSettings, _NetworkSettings, _WorkerSettings, _OwnerSettin
         """What of these the workers go by."""
         known = {each.name for each in fields(WorkerOptions)} & {each.name for each in fields(_WorkerSettings)}
         chosen = {name: getattr(self, name) for name in known}
-        return WorkerOptions(**chosen, nice=self.nice, max_memory=self.memory_limit)
+        from opendiloco.storage.run_folder import COMPILED, default_state_folder
+
+        cache = str(((self.state or default_state_folder()) / COMPILED).absolute())
+        return WorkerOptions(**chosen, compile_cache=cache, nice=self.nice, max_memory=self.memory_limit)
 
 
 SECTIONS: tuple[type[Settings], ...] = (*JoinSettings.SECTIONS, LogSettings)

@@ -31,6 +31,10 @@ def default_state_folder() -> Path:
     return (Path(base) if base else Path.home() / ".local" / "state") / "diloco-peer"
 
 
+COMPILED = "compiled"
+"""In the folder with those of all runs: what PyTorch has compiled for this machine, so that it is not done anew."""
+
+
 class RunFolder:
     """The places of what is kept of a run. Made by `open`. Two peers on one machine share nothing."""
 

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from opendiloco.config.run_config import TrainingSection
 from opendiloco.errors import MachineError, first_line
+from opendiloco.gpus import read_cards, unusable, usable_gpus
 from opendiloco.model.parameters import local_part, shard_rows, transformer_blocks
 
 # Device ---------------------------------------------------------------------------------------------------------------
@@ -39,23 +40,36 @@ DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 def choose_device(wanted: str) -> torch.device:
     """Return the device for "auto" (a GPU if torch sees one, else the CPU), "cpu", "cuda" or "cuda:1".
 
-    Raises: MachineError when it is none of these, or torch cannot use it.
+    Raises: MachineError when it is none of these, or torch cannot compute on it.
     """
     if not DEVICE.fullmatch(wanted):
         raise MachineError(f"--device {wanted} is nothing to train on.", "Use auto, cpu, cuda, or cuda:1 and so on.")
     if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(wanted)
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).add_(1).item()  # a kernel: memory can be had on GPUs that torch has none for
         if device.index is not None:
             torch.cuda.set_device(device)  # so that nothing is put on another GPU for want of a name
     except (RuntimeError, AssertionError) as error:
-        raise MachineError(
-            f"--device {wanted} cannot be used by torch {torch.__version__}: {first_line(error)}",
-            "Use --device cpu, or install a torch that supports this GPU.",
-        ) from error
+        raise _cannot_be_used(wanted, first_line(error)) from error
     return device
+
+
+def _cannot_be_used(wanted: str, said: str) -> MachineError:
+    """Return the error for a device of which torch has `said` why it cannot use it."""
+    device, version = torch.device(wanted), torch.__version__
+    count, why = usable_gpus()
+    if device.type == "cuda" and (device.index or 0) < count:
+        about = torch.cuda.get_device_properties(device)
+        found, remedy = unusable(about.name, (about.major, about.minor), version, said.rstrip("."))
+        return MachineError(f"{found}.", remedy)
+    cards, cuda = read_cards(), torch.version.cuda
+    if cards.are_reachable and not count and cuda:
+        found, remedy = cards.hidden_from(version, f"CUDA {cuda}", why)
+        return MachineError(f"{found}.", remedy)
+    remedy = "Use --device cpu, or install a torch that supports this GPU."
+    return MachineError(f"--device {wanted} cannot be used by torch {version}: {said}", remedy)
 
 
 def device_name(device: torch.device) -> str:
@@ -94,9 +108,9 @@ Value: TypeAlias = float | torch.Tensor
 """A number, or a tensor that holds one, on the worker's device."""
 LOOPBACK = "127.0.0.1"
 HYBRID = ("replicas", "shards")
-PATIENCE = timedelta(hours=2)
-"""For which workers wait for each other: the first alone downloads weights, or draws and writes those of a large model.
-NCCL would give up after ten minutes. Workers that die are noticed otherwise."""
+SETTING_UP = timedelta(hours=2)
+"""For which workers wait for each other before they train: the first alone downloads weights, or draws and writes those
+of a large model. NCCL would give up after ten minutes. Workers that die are noticed otherwise."""
 
 
 class Team:
@@ -138,11 +152,19 @@ class Team:
         backend = "nccl" if device.type == "cuda" else "gloo"
         device_id = device if device.type == "cuda" else None
         store = TCPStore(
-            LOOPBACK, port, size, is_master=listener is not None, timeout=PATIENCE, master_listen_fd=listener
+            LOOPBACK, port, size, is_master=listener is not None, timeout=SETTING_UP, master_listen_fd=listener
         )
-        dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=rank, world_size=size, device_id=device_id)
+        dist.init_process_group(
+            backend, timeout=SETTING_UP, store=store, rank=rank, world_size=size, device_id=device_id
+        )
         shape, names = ((size,), ("shards",)) if replicas == 1 else ((replicas, size // replicas), HYBRID)
         return cls(device, rank, size, init_device_mesh(device.type, shape, mesh_dim_names=names))
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Have this worker fail when another keeps it waiting for longer in a collective, from the next one on."""
+        if self.mesh is not None:
+            for group in {dist.group.WORLD, *self.mesh.get_all_groups()}:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     @property
     def is_in_first_replica(self) -> bool:

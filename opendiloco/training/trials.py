@@ -7,10 +7,12 @@ leave the pass: it goes on without it, at the same block, and all compare notes 
 from __future__ import annotations
 
 import math
+import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +26,7 @@ from opendiloco.model.loss import in_pieces_of, positions_at_once, with_forward
 from opendiloco.model.parameters import transformer_blocks
 from opendiloco.quantities import VALUE_BYTES
 from opendiloco.shared_memory import available_memory
-from opendiloco.stages import COMPILING, TRYING_ATTENTION, at_stage
+from opendiloco.stages import COMPILING, COMPILING_AGAIN, NOT_COMPILING, TRYING_ATTENTION, at_stage
 from opendiloco.training.team import Team, compiling_lacks, forget_peak_memory, peak_memory
 
 if TYPE_CHECKING:
@@ -144,25 +146,67 @@ def compile_blocks(model: Any) -> None:
         block.forward = torch.compile(block.forward)
 
 
-def keep_compiled_if_it_works(replica: ModelReplica, team: Team) -> None:
-    """Compile now, for training, in a pass that changes nothing. Where that fails on any worker, all train without, and
-    say why. Workers call this together.
+def keep_compiled_if_it_works(replica: ModelReplica, team: Team, cache: Path | None = None) -> str:
+    """Compile now, for training, in a pass that changes nothing. Where that fails on any worker, all train without.
+    Return why; nothing if it works. Workers call this together.
 
-    A device that runs out of memory is no fault of the compiler: training will, too, and goes on with fewer windows.
+    `cache` is a folder of ours in which the compiler keeps what it makes. A device that runs out of memory is no fault
+    of the compiler: training will, too, and goes on with fewer windows.
     """
     compiled = [block for block in transformer_blocks(replica.model) if "forward" in vars(block)]
     if not compiled:
-        return
+        return ""
+
+    def attempt() -> Exception | None:
+        trial = _Trial(replica)
+        for windows in _trial_windows(replica, team.device):
+            trial.loss(windows)
+        return trial.error
+
     at_stage(COMPILING)
-    trial = _Trial(replica)
-    for windows in _trial_windows(replica, team.device):
-        trial.loss(windows)
-    if team.smallest(trial.error is None or isinstance(trial.error, torch.OutOfMemoryError)):
-        return
+    problem = _tried_twice(team, cache, attempt)
+    if not problem:
+        return ""
     for block in compiled:
         del block.forward
-    problem = "another worker cannot." if trial.error is None else first_line(trial.error)
-    at_stage(f"not compiling, which would be faster: {problem}")
+    at_stage(f"{NOT_COMPILING}: {problem}")
+    return problem
+
+
+def _tried_twice(team: Team, cache: Path | None, attempt: Callable[[], Exception | None]) -> str:
+    """Return in a line why an attempt to compile fails on any worker; nothing if it succeeds. Workers call this
+    together.
+
+    A compiler that was killed may have left a library that nobody can load, now or later. So what fails is tried once
+    more without what the cache had before.
+    """
+    is_new = team.smallest(cache is None or not any(cache.iterdir()))
+    error = attempt()
+    if _works(team, error):
+        return ""
+    if cache is not None and not is_new:
+        at_stage(COMPILING_AGAIN)
+        if team.rank == 0:
+            _empty(cache)
+        team.wait_for_all()
+        torch.compiler.reset()
+        error = attempt()
+        if _works(team, error):
+            return ""
+    return "another worker cannot." if error is None else first_line(error)
+
+
+def _works(team: Team, error: Exception | None) -> bool:
+    return bool(team.smallest(error is None or isinstance(error, torch.OutOfMemoryError)))
+
+
+def _empty(folder: Path) -> None:
+    """Remove all that is in a folder, as far as that is possible."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
@@ -173,24 +217,35 @@ TOLERANCE = 0.01
 """The share by which the trial's loss may differ: both ways are right, but round differently in bf16."""
 
 
-def document_attention(replica: ModelReplica, team: Team, end: int) -> str | None:
+def document_attention(replica: ModelReplica, team: Team, end: int, cache: Path | None = None) -> str | None:
     """Return the attention to train with, where documents end with `end`; None for the one that the model has.
 
     Flex attention is tried once, where it can be compiled. It is taken if it works on all workers and gives the loss
-    that the model gives without it. Workers call this together.
+    that the model gives without it. Workers call this together. For `cache` see `keep_compiled_if_it_works`.
     """
     if team.device.type not in FLEX_ON or compiling_lacks(team.device) is not None:
         return None
     at_stage(TRYING_ATTENTION)
-    problem = _problem_with_flex(replica, team.device, end)
-    if team.smallest(problem is None):
+    problems: list[Exception | None] = []
+
+    def attempt() -> Exception | None:
+        problems.append(_problem_with_flex(replica, team.device, end))
+        return None if isinstance(problems[-1], _OtherLossError) else problems[-1]
+
+    _tried_twice(team, cache, attempt)
+    if team.smallest(problems[-1] is None):
         return FLEX
-    at_stage(f"attention is computed between documents, too, and masked: {problem or 'another worker needs it.'}")
+    problem = "another worker needs it." if problems[-1] is None else first_line(problems[-1])
+    at_stage(f"attention is computed between documents, too, and masked: {problem}")
     return None
 
 
-def _problem_with_flex(replica: ModelReplica, device: torch.device, end: int) -> str | None:
-    """Return in a line why windows of two documents cannot be trained with flex attention; None if they can."""
+class _OtherLossError(Exception):
+    """Flex attention can be compiled, and gives another loss."""
+
+
+def _problem_with_flex(replica: ModelReplica, device: torch.device, end: int) -> Exception | None:
+    """Return why windows of two documents cannot be trained with flex attention; None if they can."""
     trial, wrong = _Trial(replica, FLEX), None
     for windows in _trial_windows(replica, device):  # workers make as many passes each, whatever they find
         windows[:, windows.shape[1] // 2] = end
@@ -198,8 +253,8 @@ def _problem_with_flex(replica: ModelReplica, device: torch.device, end: int) ->
             expected = float(replica.loss(windows))
         found = trial.loss(windows)
         if not math.isclose(found, expected, rel_tol=TOLERANCE):
-            wrong = f"flex attention gives a loss of {found:.4f} instead of {expected:.4f}."
-    return wrong if trial.error is None else first_line(trial.error)
+            wrong = _OtherLossError(f"flex attention gives a loss of {found:.4f} instead of {expected:.4f}.")
+    return trial.error or wrong
 
 
 # Micro-batch ----------------------------------------------------------------------------------------------------------

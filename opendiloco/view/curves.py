@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -62,7 +62,7 @@ def configuration_of(run: Run, peer_id: str, device: str, options: WorkerOptions
     """Return what curves are of, as JSON can say it: the run's manifest, and this machine."""
     machine: dict[str, Any] = {"device": device, "python": sys.version.split()[0]}
     if options is not None:
-        machine["options"] = asdict(options)
+        machine["options"] = asdict(replace(options, compile_cache=None))  # a folder of this machine
     return {
         "run_id": run.run_id,
         "peer_id": peer_id,

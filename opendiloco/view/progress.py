@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from opendiloco.quantities import MEGABIT, duration, in_words
 from opendiloco.run import Run
-from opendiloco.stages import WITH_A_COMPILER
+from opendiloco.stages import NOT_COMPILING, WITH_A_COMPILER
 from opendiloco.view.chronicle import Chronicle, Standing
 from opendiloco.view.run_view import (
     RunView,
@@ -65,6 +65,7 @@ ABOUT_DATA = ("tokenizing ", "downloading ", "checking ", "waiting for tokens")
 """How the names of those stages begin that prepare data."""
 LOSSES = 2000  # inner steps whose loss the curve has
 RATE_SECONDS = 5.0  # over which a rate is taken
+REASON_LENGTH = 78  # characters of what a compiler says, so that its line fits a terminal of 80
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 40  # characters, so that its line fits a terminal of 80
 
@@ -101,7 +102,8 @@ class Fragments:
 class OwnFacts:
     """What a volunteer's own process knows of its run. Of the heartbeats the first is its own. `trains_on`: workers
     still take the last inner steps of what is being averaged. `reach` has the ways to other peers, `download` the last
-    download of the state, and `bytes_per_token` how much of the held-out text a token stands for."""
+    download of the state, and `bytes_per_token` how much of the held-out text a token stands for. `uncompiled` says why
+    training is not compiled, where it should be."""
 
     heartbeats: Sequence[Heartbeat]
     log: RunLog
@@ -114,6 +116,7 @@ class OwnFacts:
     download: Download | None = None
     fragments: Fragments | None = None
     bytes_per_token: float | None = None
+    uncompiled: str = ""
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,7 @@ class Progress:
             "contribution": None if self.contribution is None else asdict(self.contribution),
             "sent_bytes": self.facts.sent,
             "received_bytes": self.facts.received,
+            "uncompiled": self.facts.uncompiled or None,
             "pause_reasons": list(self.pause_reasons),
         }
 
@@ -272,6 +276,8 @@ def _healthy_line(progress: Progress) -> str:
         said.append(f"{own.tokens_per_second:,.0f} tokens/s")
     if fragments is not None:
         said.append(_averages(fragments))
+    if facts.uncompiled:
+        said.append("not compiled")
     said += [_counted(1 + len(progress.others), "peer"), _reach(progress)]
     if progress.contribution is not None:
         said.append(_contributed(progress.contribution))
@@ -288,6 +294,8 @@ def _progress_lines(progress: Progress) -> list[str]:
     if progress.losses:
         lines.append(f"loss {progress.losses[-1]:.3f} {_curve(progress.losses)}")
     lines += held_out_lines(progress.view, facts.bytes_per_token)
+    if facts.uncompiled:
+        lines += [f"{NOT_COMPILING}:", f"  {facts.uncompiled[:REASON_LENGTH]}"]
     speed = f"{own.tokens_per_second:,.0f} tokens/s · " if own.tokens_per_second else ""
     lines.append(f"{speed}{_counted(1 + len(progress.others), 'peer')} · {_reach(progress)}")
     if fragments is not None:

@@ -303,6 +303,7 @@ class Volunteer:
             download=self._driver.replication.download,
             fragments=self._fragments(),
             bytes_per_token=self._workload.trainer.telemetry.bytes_per_token,
+            uncompiled="" if self._workers is None else self._workers.supervisor.uncompiled,
         )
 
     def _fragments(self) -> Fragments | None:

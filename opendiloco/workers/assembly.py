@@ -13,7 +13,7 @@ from opendiloco.host_memory import HostMemory, WorkerMemory
 from opendiloco.model.build import build_model, build_skeleton
 from opendiloco.model.parameters import Shards, is_all_trained, layout_of, trainable
 from opendiloco.shared_memory import SharedVectors, check_available, reserve
-from opendiloco.stages import at_stage
+from opendiloco.stages import NOT_COMPILING, at_stage
 from opendiloco.training.team import Team, compiling_lacks, fill_untrained, has_bf16, has_other_tensors, shard_model
 from opendiloco.training.trials import compile_blocks
 from opendiloco.workers.needs import worker_memory
@@ -90,7 +90,7 @@ def _is_compiled(options: WorkerOptions, device: torch.device) -> bool:
         return bool(options.compile)
     lacking = compiling_lacks(device)
     if lacking is not None:
-        at_stage(f"not compiling, which would be faster: {lacking}")
+        at_stage(f"{NOT_COMPILING}: {lacking}")
     return lacking is None
 
 

@@ -23,7 +23,8 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from opendiloco.child_processes import child_environment, module_command
-from opendiloco.errors import DataError, DeviceMemoryError, MachineError, WorkerError
+from opendiloco.errors import DataError, DeviceError, DeviceMemoryError, MachineError, WorkerError
+from opendiloco.gpus import DEVICE_FAILURE, LOOK_AT_DEVICE
 from opendiloco.model.export import Dtype, RunFacts
 from opendiloco.stages import Watch
 from opendiloco.workers.options import TEMPERATURE, WorkerOptions
@@ -35,8 +36,15 @@ from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
+SETTING_UP = 7200.0
+"""Seconds without a word of a training whose first inner step is not done: there data are read, and blocks compiled."""
+LEAST_PATIENCE = 600.0
+"""Seconds without a word after that, at least: a machine that is busy otherwise may be slow now and then."""
+STEPS_OF_PATIENCE = 10  # of the slowest inner step so far
+ALIVE_SECONDS = 30.0  # between two reports of a worker that waits for what others do
 LINE_LIMIT = 16 * 2**20  # bytes of a reply: asyncio's 64 KiB are too few for long tracebacks or texts
 CLOSE_SECONDS = 2.0  # in which a worker ends by itself, before it is killed
+KILLED_SECONDS = 60.0  # in which the kernel takes a killed worker's memory back; a GPU's driver may hold it for good
 LOOK_SECONDS = 0.2  # between two looks at whether the process has ended
 LINES_KEPT = 60  # as many as a traceback through torch has
 LINE_LENGTH = 500  # characters of a line that are kept: a worker may print anything
@@ -82,7 +90,7 @@ class Report(Reply):
 
 
 class CountDevices(Command):
-    """Say how many GPUs torch sees. Answered by `DevicesCounted`."""
+    """Say how many GPUs torch can use. Answered by `DevicesCounted`."""
 
 
 class Configure(Command):
@@ -201,9 +209,11 @@ class RecallMoments(MoveMoments):
 
 
 class DevicesCounted(Reply):
-    """How many GPUs torch sees."""
+    """How many GPUs torch can use. `hidden` says what keeps it from those that are there, and `remedy` what helps."""
 
     gpus: int
+    hidden: str = ""
+    remedy: str = ""
 
 
 class Configured(Reply):
@@ -212,7 +222,7 @@ class Configured(Reply):
     `device_name` is the GPU's as torch has it, or "cpu"; `flops_per_token` see model/utilisation.py; `micro_batch`
     windows go through the model at once. `held_out_digest` is that of the windows that evaluation reads, and
     `bytes_per_token` how much text a token of theirs stands for. `fragments` says where each lies in theta: its first
-    value, and where it ends.
+    value, and where it ends. `is_compiled`: its blocks are, for training; `uncompiled` says why not, if they should be.
     """
 
     parameters: int
@@ -223,17 +233,25 @@ class Configured(Reply):
     held_out_digest: str
     bytes_per_token: float
     fragments: tuple[tuple[int, int], ...]
+    is_compiled: bool = False
+    uncompiled: str = ""
+
+
+class Alive(Report):
+    """Comes now and then while a worker waits for what others do, and after an inner step that changed nothing."""
 
 
 class InnerStepDone(Report):
     """After an inner step. `loss` in nats per token; `gradient_norm` before clipping; `learning_rate` of its first
-    group of parameters; `tokens_per_second` over this training so far."""
+    group of parameters; `tokens_per_second` over this training so far. The slowest inner step of this training so
+    far took `slowest_seconds`."""
 
     inner_step: int
     loss: float
     gradient_norm: float
     learning_rate: float
     tokens_per_second: float
+    slowest_seconds: float = 0.0
 
 
 class FragmentStored(Report):
@@ -307,9 +325,16 @@ class Failed(Reply):
     traceback: str
 
 
+def patience(slowest_seconds: float | None) -> float:
+    """Return for how many seconds a worker may be silent in a training, and its collectives may take, when its slowest
+    inner step so far took so many; None: it has done none yet."""
+    return SETTING_UP if slowest_seconds is None else max(LEAST_PATIENCE, STEPS_OF_PATIENCE * slowest_seconds)
+
+
 # Failures ------------------------------------------------------------------------------------------------------------
 EXPECTED_ERRORS: dict[str, type[DilocoPeerError]] = {
-    error.__name__: error for error in (DataError, DeviceMemoryError, MachineError, ManifestError, WorkerError)
+    error.__name__: error
+    for error in (DataError, DeviceError, DeviceMemoryError, MachineError, ManifestError, WorkerError)
 }
 
 
@@ -353,6 +378,11 @@ class _LastWords:
         """Return the last lines as the end of an error's message; nothing if there are none."""
         lines = [line.strip() for line in self._lines][-IN_A_SENTENCE:]
         return f" Its last words: {' | '.join(lines)}" if lines else ""
+
+    def device_failure(self) -> str:
+        """Return the last line that says that a device has failed; nothing if none does. NCCL ends the process so."""
+        said = (line.strip() for line in reversed(self._lines) if DEVICE_FAILURE.search(line))
+        return next(said, "")
 
     def log(self, name: str) -> None:
         """Log all that was kept."""
@@ -432,23 +462,31 @@ class WorkerProcess:
             raise SnapshotError(reply.problem)
 
     def kill(self) -> None:
-        """End the worker at once, without waiting for its end."""
+        """End the worker at once, without waiting for its end; who waits for its replies hears that it is dead."""
         self._is_ended = True
         self._kill()
+        self._end(WorkerDeathError(f"{self.name} was ended."))
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether its process is there."""
+        return self._process.returncode is None
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def close(self) -> None:
-        """End the worker: by closing its channel, else with SIGKILL. Leaves no process behind."""
+        """End the worker: by closing its channel, else with SIGKILL. Leaves no process behind, unless it `is_running`
+        even then: the kernel ends none that waits for a GPU's driver."""
         self._is_ended = True
         self._writer.close()
         try:
             await asyncio.wait_for(self._ended(), CLOSE_SECONDS)
         except TimeoutError:
             self.kill()
-            await self._ended()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended(), KILLED_SECONDS)
         await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
         await cancel_and_wait(*self._tasks)
         self._end(self._describe_death())
@@ -512,6 +550,8 @@ class WorkerProcess:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
         if not self._is_ended:
             self._output.log(self.name)
+        if failure := self._output.device_failure():
+            return WorkerDeathError(f"{self.name} {how}, since its device failed: {failure}", LOOK_AT_DEVICE)
         remedy = "If the machine ran out of memory, use a smaller batch or another machine; then join again."
         return WorkerDeathError(f"{self.name} {how}.{self._output.sentence()}", remedy)
 

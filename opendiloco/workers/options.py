@@ -36,6 +36,7 @@ class WorkerOptions:
     as the run says).
     Workers are `nice`, 0 to 19: other processes that are less so come first. All processes of the volunteer together
     keep to `max_memory` bytes of main memory, as far as they can choose.
+    What is compiled is kept in the folder `compile_cache` (None: where PyTorch keeps it).
     Workers that are lost are started again up to `restarts` times in a row. Without `trains` there is one worker, which
     only evaluates, generates and exports; without `reads` it opens none of the run's text, and only generates.
     """
@@ -47,6 +48,7 @@ class WorkerOptions:
     micro_batch: int | None = None
     activation_checkpointing: bool | None = None
     compile: bool | None = None
+    compile_cache: str | None = None
     tf32: bool = False
     whole_layers: bool = False
     whole_gradients: bool = False

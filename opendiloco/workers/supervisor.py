@@ -10,8 +10,8 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.cores import usable_cores
-from opendiloco.errors import DeviceMemoryError, WorkerError
+from opendiloco.errors import DeviceError, DeviceMemoryError, MachineError, WorkerError
+from opendiloco.gpus import LOOK_AT_DEVICE
 from opendiloco.shared_memory import create_memory_file
 from opendiloco.stages import WITH_A_COMPILER, StageLog, Watch, at_stage
 from opendiloco.workers.control import (
@@ -31,6 +32,7 @@ from opendiloco.workers.control import (
     DevicesCounted,
     Hold,
     InnerLoopDone,
+    InnerStepDone,
     KeepMoments,
     MoveMoments,
     RecallMoments,
@@ -39,8 +41,10 @@ from opendiloco.workers.control import (
     UnexpectedWorkerError,
     WorkerDeathError,
     WorkerProcess,
+    patience,
 )
 from opendiloco.workers.options import WorkerOptions, choose_devices, choose_threads, needs_gpu_count
+from opendiloco.workers.telemetry import COMPILED
 from peers.errors import DilocoPeerError
 from peers.metrics import HEALTH
 from peers.values.workload import SnapshotError
@@ -52,7 +56,9 @@ EXPLANATION_SECONDS = 2.0
 """How long we wait, once a worker has failed, for what the others have to say: one of them may be the cause."""
 COMPILING_SECONDS = 1800.0
 """For all blocks together. Where a compiler works, it takes seconds, or minutes on a slow machine."""
-LOST = (WorkerDeathError, UnexpectedWorkerError)
+LOOKS = 10
+"""At how a training goes on, within the time for which its workers may be silent."""
+LOST = (WorkerDeathError, UnexpectedWorkerError, DeviceError)
 """How workers fail that may do better when they are started again."""
 
 Result = TypeVar("Result")
@@ -77,10 +83,12 @@ class Supervisor:
         self._config = config
         self._options = options
         self._micro_batch = 0
-        self._may_go_on = False  # whether the present workers have carried out a training
+        self.uncompiled = ""
+        """Why the present workers train uncompiled blocks, where compiled ones would be faster."""
         self._lost: DilocoPeerError | None = None  # why the present workers are of no use any more
         self._restarts = _Restarts(options.restarts)
         self._moving = asyncio.Lock()  # held while moments are moved
+        self._watchdog = _Watchdog(self._hung, lambda: self._is_held or self._moving.locked())
         self._is_closing = self._is_held = False
 
     @property
@@ -96,6 +104,7 @@ class Supervisor:
     def hold(self, held: bool) -> None:
         """Have the workers make no inner step while they are held: these, and those that are started in their place."""
         self._is_held = held
+        self._watchdog.heard()
         self.tell(Hold(held=held))
 
     async def close(self) -> None:
@@ -117,7 +126,7 @@ class Supervisor:
         if self._is_closing:
             raise WorkerError("no workers are wanted any more.")
         pool = self.pool = _WorkerPool(self.memory_descriptor)
-        self._may_go_on = False
+        self._watchdog.begin_anew()
 
         def died(death: asyncio.Future[DilocoPeerError]) -> None:
             if not pool.is_over:
@@ -130,6 +139,7 @@ class Supervisor:
 
         def heard_of_first(stage: str, share: float | None) -> None:
             log(stage, share)
+            self._watchdog.heard()
             at_stage(stage, share)  # the others do the same
             heard_of_other(stage, share)
 
@@ -149,16 +159,28 @@ class Supervisor:
                 COMPILING_SECONDS / 60,
             )
             self._options = replace(self._options, compile=False)
+            self.uncompiled = f"the compiler has not come to an end in {COMPILING_SECONDS / 60:.0f} minutes."
             return await self._start_again()
         self._micro_batch = answers[0].micro_batch
         if self._options.micro_batch is None and self._options.trains:
             _tell_micro_batch(self._config.training, len(self.workers), self._micro_batch)
+        self._tell_of_compiling(answers)
         HEALTH.well("workers")
         return answers[0]
+
+    def _tell_of_compiling(self, answers: Sequence[Configured]) -> None:
+        """Say whether workers train compiled blocks, and why not where they should, in the log and in metrics."""
+        COMPILED.set(min(answer.is_compiled for answer in answers))
+        if self._options.compile is not False:  # else the owner has chosen, or the compiler did not come to an end
+            self.uncompiled = next((answer.uncompiled for answer in answers if answer.uncompiled), "")
+        if self.uncompiled:
+            logger.warning("this machine trains uncompiled, which takes longer: %s", self.uncompiled)
 
     async def _start_again(self) -> Configured:
         """Start workers in the place of others, which have put the initial theta where it belongs."""
         await self.pool.close()
+        if stuck := [worker.name for worker in self.workers if worker.is_running]:
+            raise MachineError(f"killed, and not ended: {', '.join(stuck)}; a GPU's driver holds it.", LOOK_AT_DEVICE)
         self._lost = None
         return await self.start(fresh=False)
 
@@ -171,6 +193,11 @@ class Supervisor:
         self.pool.kill()
         if not self._restarts.left:
             self._die(error)
+
+    def _hung(self, seconds: float) -> None:
+        """Give up workers that have finished no inner step for so long."""
+        minutes = f"{seconds / 60:.0f} minutes"
+        self._lose(WorkerDeathError(f"the workers have finished no inner step in {minutes}.", LOOK_AT_DEVICE))
 
     def _die(self, error: DilocoPeerError) -> None:
         self.pool.kill()
@@ -197,9 +224,11 @@ class Supervisor:
         if self._lost is not None:
             await self._replace_after(self._lost)
         try:
-            if isinstance(command, RunInnerLoop) and command.goes_on and not self._may_go_on:
+            if isinstance(command, RunInnerLoop) and command.goes_on and not self.pool.has_trained:
                 raise WorkersRestartedError  # those that could go on were lost before
-            [answered, *_] = await self._exchange([command] * (workers or len(self.workers)), answer, on_report)
+            is_training = isinstance(command, RunInnerLoop)
+            with self._watchdog.watching(on_report) if is_training else nullcontext(on_report) as hear:
+                [answered, *_] = await self._exchange([command] * (workers or len(self.workers)), answer, hear)
         except (DeviceMemoryError, *LOST) as error:
             await self._replace_after(error)
             raise WorkersRestartedError from error
@@ -207,7 +236,7 @@ class Supervisor:
             if len(self.workers) > 1 and workers is None:
                 self._die(error)  # the others wait for the one that failed
             raise
-        self._may_go_on = self._may_go_on or isinstance(answered, InnerLoopDone)
+        self.pool.has_trained |= isinstance(answered, InnerLoopDone)
         if isinstance(answered, InnerLoopDone) or not self._options.trains:
             self._restarts.begin_anew()
         return answered
@@ -310,13 +339,16 @@ class _WorkerPool:
         self._devices: list[str] = []
         self.is_over = False
         """Whether the end of its workers is no loss."""
+        self.has_trained = False
+        """Whether its workers have carried out a training, from which they can go on."""
 
     async def start(
         self, config: RunConfig, options: WorkerOptions, fresh: bool, of_first: Watch, of_other: Watch
     ) -> list[Configure]:
         """Start a worker for each device; the first, there in any case, counts the GPUs. Return what to tell each next.
 
-        Raises: MachineError when there are too few; WorkerError when one dies, or the pool is closed meanwhile.
+        Raises: MachineError when there are too few, or torch cannot use those that are there; WorkerError when one
+        dies, or the pool is closed meanwhile.
         """
         with socket.create_server((LOOPBACK, 0)) as listener:
             descriptor, port = listener.fileno(), listener.getsockname()[1]  # where they meet
@@ -327,7 +359,10 @@ class _WorkerPool:
             raise WorkerError("no workers are wanted any more.")
         gpus = 0
         if needs_gpu_count(options):
-            gpus = (await first.exchange(CountDevices(), DevicesCounted, lambda progress: None)).gpus
+            counted = await first.exchange(CountDevices(), DevicesCounted, lambda progress: None)
+            if counted.hidden and options.trains:  # the CPU would take a hundred times as long
+                raise MachineError(f"{counted.hidden}.", counted.remedy)
+            gpus = counted.gpus
         self._devices = choose_devices(options, gpus)
         threads = choose_threads(options, self._devices, usable_cores())
         for _ in self._devices[1:]:
@@ -379,6 +414,61 @@ def _tell_micro_batch(training: TrainingSection, workers: int, micro_batch: int)
             "each worker puts %d of its %d windows through the model at once, %s; --micro-batch says otherwise",
             *(micro_batch, piece, wish),
         )
+
+
+class _Watchdog:
+    """Watches trainings for workers that are silent for longer than `patience` allows: they hang.
+
+    It counts how many looks in a row have heard of nothing: time in which this process was stopped, or the machine
+    asleep, has no looks. `on_hang` is given the seconds of silence; those in which silence `is_excused` do not count.
+    """
+
+    def __init__(self, on_hang: Callable[[float], None], is_excused: Callable[[], bool]) -> None:
+        self._on_hang = on_hang
+        self._is_excused = is_excused
+        self._slowest: float | None = None  # inner step of the present workers, in seconds
+        self._silent = 0
+        self._look: asyncio.TimerHandle | None = None
+
+    def begin_anew(self) -> None:
+        """Watch other workers, of which no inner step is known."""
+        self._slowest = None
+
+    @contextmanager
+    def watching(self, on_report: Callable[[Report], None]) -> Iterator[Callable[[Report], None]]:
+        """Watch a training; yield what is to hear its reports, and passes them on."""
+
+        def hear(report: Report) -> None:
+            self.heard()
+            if isinstance(report, InnerStepDone) and report.slowest_seconds != self._slowest:
+                self._slowest = report.slowest_seconds
+                self._wait()
+            on_report(report)
+
+        self.heard()
+        self._wait()
+        try:
+            yield hear
+        finally:
+            if self._look is not None:
+                self._look.cancel()
+
+    def heard(self) -> None:
+        """Begin to count from none: there was a word of the workers."""
+        self._silent = 0
+
+    def _wait(self) -> None:
+        """Look after a part of the patience, instead of when it was to be."""
+        if self._look is not None:
+            self._look.cancel()
+        self._look = asyncio.get_running_loop().call_later(patience(self._slowest) / LOOKS, self._looked)
+
+    def _looked(self) -> None:
+        self._silent = 0 if self._is_excused() else self._silent + 1
+        if self._silent > LOOKS:
+            self._on_hang(patience(self._slowest))
+        else:
+            self._wait()
 
 
 class _Restarts:

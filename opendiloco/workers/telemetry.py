@@ -66,6 +66,9 @@ BITS_PER_BYTE = Gauge(
     "diloco_peer_held_out_bits_per_byte", "Loss of theta on held-out text in bits per byte, as this peer last found it"
 )
 RUN = Info("diloco_peer_run", "What this peer trains, and with what: the run's manifest, its own options, versions")
+COMPILED = Gauge(
+    "diloco_peer_training_is_compiled", "1: this machine's workers train compiled blocks; 0: uncompiled, as CPUs do"
+)
 LABEL_LENGTH = 200
 """Characters of a value of the configuration; some are as long as the run's author likes."""
 for _gauge in (*GAUGES.values(), *OUTER_GAUGES.values(), BITS_PER_BYTE):

@@ -21,24 +21,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.errors import DeviceMemoryError, MachineError, WorkerError
+from opendiloco.errors import DeviceError, DeviceMemoryError, MachineError, WorkerError, first_line
+from opendiloco.gpus import DEVICE_FAILURE, LOOK_AT_DEVICE, read_cards, usable_gpus
 from opendiloco.shared_memory import SharedVectors, Vector, cap_memory
 from opendiloco.stages import at_stage, watched_by
 from opendiloco.training.streaming import Cycles
 from opendiloco.workers import control
 from peers.errors import DilocoPeerError
+from peers.values.system import make_private_folder
 
 if TYPE_CHECKING:
     from opendiloco.data.tokenizer import Tokenizer
     from opendiloco.training.inner import InnerStep, InnerSteps, ModelReplica
     from opendiloco.training.team import Team
 
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # where inductor, PyTorch's compiler, keeps what it makes
 LOOK_SECONDS = 0.1  # between two looks of a worker, in a pause, at what the peer process wants
 
 
 def _serve(channel: ControlChannel) -> None:
     """Carry out commands for as long as the process lives."""
     worker: Worker | None = None
+    device = "the device"
     while True:
         began = time.monotonic()
         command = channel.commands.get()
@@ -46,19 +50,30 @@ def _serve(channel: ControlChannel) -> None:
             worker.inner_loops.idled += time.monotonic() - began
         try:
             if isinstance(command, control.Configure):
+                device = command.device
                 worker = Worker(command, channel)
                 reply: control.ControlMessage = worker.description
             elif isinstance(command, control.CountDevices):
-                import torch
-
-                reply = control.DevicesCounted(gpus=torch.cuda.device_count())
+                reply = _count_devices()
             elif worker is None:
                 raise WorkerError("the worker is not configured yet.", "This is a bug; report it.")
             else:
                 reply = worker.carry_out(command)
         except Exception as error:
-            reply = _describe_failure(error)
+            reply = _describe_failure(error, device)
         channel.send(reply)
+
+
+def _count_devices() -> control.DevicesCounted:
+    """Return how many GPUs torch can use; and if that is none, what hides those whose driver is there."""
+    import torch
+
+    gpus, said = usable_gpus()
+    cards, cuda = read_cards(), torch.version.cuda
+    if gpus or not cuda or not cards.are_reachable:
+        return control.DevicesCounted(gpus=gpus)
+    hidden, remedy = cards.hidden_from(torch.__version__, f"CUDA {cuda}", said)
+    return control.DevicesCounted(gpus=0, hidden=hidden, remedy=remedy)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -72,7 +87,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def _describe_failure(error: Exception) -> control.Failed:
+def _describe_failure(error: Exception, device: str = "the device") -> control.Failed:
     """Return what the peer process needs to raise the same error on its side."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, ImportError):
@@ -85,6 +100,8 @@ def _describe_failure(error: Exception) -> control.Failed:
     if _is_out_of_memory(error):
         remedy = "Use --micro-batch with a smaller number, --activation-checkpointing, or another device."
         error = DeviceMemoryError("the device ran out of memory.", remedy)
+    if isinstance(error, RuntimeError) and DEVICE_FAILURE.search(str(error)):
+        error = DeviceError(f"{device} failed: {first_line(error)}", LOOK_AT_DEVICE)
     message, remedy = (error.message, error.remedy) if isinstance(error, DilocoPeerError) else (str(error), "")
     return control.Failed(error=type(error).__name__, message=message, remedy=remedy, traceback=trace)
 
@@ -128,12 +145,13 @@ class ControlChannel:
         return average if average is not None and average.number == number else None
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Return once this holds; it is asked anew whenever something was heard."""
+        """Return once this holds; it is asked anew whenever something was heard. Meanwhile say that we are alive."""
         while True:
             self._news.clear()
             if is_so():
                 return
-            self._news.wait()
+            while not self._news.wait(control.ALIVE_SECONDS):
+                self.send(control.Alive())
 
     def take(self, command: control.Command) -> None:
         """Hear a command; those that are not heard while training wait in `commands`."""
@@ -167,6 +185,7 @@ class Worker:
 
     def __init__(self, command: control.Configure, channel: ControlChannel) -> None:
         os.nice(command.options.nice)
+        self._cache = _own_cache(command.options.compile_cache)
         cap_memory(command.options.max_memory, os.getppid())
         # Imported here, after the channel is being listened to: these take seconds. transformers takes most of them, so
         # it comes when it is known that there is a device to train on, and data.
@@ -198,6 +217,7 @@ class Worker:
 
         at_stage("importing transformers")
         with _nothing_collected():
+            from opendiloco.model.parameters import transformer_blocks
             from opendiloco.model.utilisation import flops_per_token
             from opendiloco.training.inner import ModelReplica
             from opendiloco.training.team import Team
@@ -215,8 +235,9 @@ class Worker:
         at_stage("trying how many windows fit")
         self._replica.micro_batch = self._choose_micro_batch()
         self._vectors = SharedVectors(command.memory, self._replica.layout.size)
+        uncompiled = ""
         if command.options.trains:
-            self._try_what_is_compiled()
+            uncompiled = self._try_what_is_compiled()
         self.inner_loops = InnerLoops(
             self._config, self._replica, self._team, self._vectors, channel, self._carry_out_asides
         )
@@ -231,18 +252,27 @@ class Worker:
             held_out_digest=held_out.digest(windows),
             bytes_per_token=held_out.bytes_per_token(windows, self._tokenizer),
             fragments=tuple((part.start, part.stop) for part in layout.fragments),
+            is_compiled=any("forward" in vars(block) for block in transformer_blocks(model)),
+            uncompiled=uncompiled,
         )
 
-    def _try_what_is_compiled(self) -> None:
-        """Choose how attention is computed, and whether blocks are compiled, by what works here."""
+    def _try_what_is_compiled(self) -> str:
+        """Choose how attention is computed, and whether blocks are compiled, by what works here. Return why blocks are
+        not, though they should be; else nothing."""
+        from opendiloco.training.team import compiling_lacks
         from opendiloco.training.trials import document_attention, keep_compiled_if_it_works
 
         self._replica.load(self._vectors.theta)  # so far shards have whatever was in memory, and its loss may be none
         end = self._data.samples.document_end
         if end is not None and self._options.compile is not False:
-            self._replica.attention = document_attention(self._replica, self._team, end)
-        if self._replica.attention is None:
-            keep_compiled_if_it_works(self._replica, self._team)
+            self._replica.attention = document_attention(self._replica, self._team, end, self._cache)
+        if self._replica.attention is not None:
+            return ""
+        if self._options.compile is None and self._team.device.type == "cuda":
+            lacking = compiling_lacks(self._team.device)
+            if lacking is not None:
+                return lacking
+        return keep_compiled_if_it_works(self._replica, self._team, self._cache)
 
     def _choose_micro_batch(self) -> int:
         """Return what this machine's owner says; else as many windows as fit, up to what the run recommends."""
@@ -328,6 +358,19 @@ class Worker:
         model = build_model(self._config, self._tokenizer, draws=draws, threads=self._options.threads)
         Shards(self._replica.layout).load(self._vectors.theta, trainable(model))
         yield model
+
+
+def _own_cache(folder: str | None) -> Path | None:
+    """Have PyTorch's compiler keep what it makes in this folder, and Triton its kernels; unless this machine's owner
+    has named another, or it cannot be used. Return the folder if it is in use."""
+    if folder is None or os.environ.get(CACHE_VARIABLE):
+        return None
+    try:
+        make_private_folder(Path(folder))  # libraries are loaded from it
+    except OSError:
+        return None
+    os.environ[CACHE_VARIABLE] = folder
+    return Path(folder)
 
 
 @contextmanager
@@ -451,7 +494,11 @@ class InnerLoops:
 
     def _told(self, inner_steps: InnerSteps) -> Iterator[InnerStep]:
         """Take inner steps; tell of each that changed the weights, and do what fits between two of them."""
+        began, slowest = time.monotonic(), 0.0
         for step in inner_steps.every():
+            if (seconds := time.monotonic() - began) > slowest:
+                slowest = seconds
+                self._team.wait_at_most(control.patience(slowest))  # less than for all that is set up before the first
             if step.is_finite:
                 if self._team.rank == 0:
                     trained = step.samples * self._config.training.sequence_length
@@ -462,11 +509,15 @@ class InnerLoops:
                         gradient_norm=step.gradient_norm,
                         learning_rate=self._replica.learning_rate,
                         tokens_per_second=trained / seconds,
+                        slowest_seconds=slowest,
                     )
                     self._channel.send(progress)
                 self._carry_out_asides()
                 self._wait_while_held()
+            else:
+                self._channel.send(control.Alive())
             yield step
+            began = time.monotonic()
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from opendiloco.config.run_config import RunConfig
@@ -13,6 +13,7 @@ from opendiloco.owner.controls import volunteers
 from opendiloco.quantities import SECONDS_A_DAY, in_words
 from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
+from opendiloco.stages import NOT_COMPILING
 from opendiloco.storage.run_folder import RunFolder, default_state_folder
 from opendiloco.tools.doctor.findings import CHECKS, Finding, Verdict, failed, failed_with, passed, skipped, warned
 from opendiloco.tools.doctor.machine import check_disk, check_kernels, check_memory, machine_findings
@@ -68,10 +69,12 @@ LATENCY = 0.05
 
 @dataclass(frozen=True)
 class _Speed:
-    """Tokens a second. `steps` inner steps were measured; 0: it is estimated."""
+    """Tokens a second. `steps` inner steps were measured; 0: it is estimated. `uncompiled` says why training was not
+    compiled, where it should be."""
 
     tokens_per_second: float
     steps: int
+    uncompiled: str = ""
 
 
 def _check_run(run: Run, positions: Sequence[int]) -> Finding:
@@ -92,6 +95,10 @@ def _check_speed(speed: _Speed | None, why_not: str = "") -> Finding:
     if not speed.steps:
         how = "estimated from the GPU's peak" + (f"; {why_not}" if why_not else "")
     found, rate = f"{speed.tokens_per_second:,.0f} tokens/s, {how}", speed.tokens_per_second
+    if speed.uncompiled:
+        found = f"{found}; {NOT_COMPILING}: {speed.uncompiled}"
+        remedy = "Install gcc and Python's headers; empty the folder of TORCHINDUCTOR_CACHE_DIR, if that is set."
+        return warned("speed", found, remedy, tokens_per_second=rate, is_measured=True)
     return passed("speed", found, tokens_per_second=rate, is_measured=bool(speed.steps))
 
 
@@ -182,7 +189,8 @@ async def _measured_speed(config: RunConfig, options: WorkerOptions) -> _Speed |
         await group.close()
     if isinstance(ended, Exception):
         raise ended
-    return _speed_of(times, told, training.batch_size * training.sequence_length)
+    speed = _speed_of(times, told, training.batch_size * training.sequence_length)
+    return None if speed is None else replace(speed, uncompiled=group.supervisor.uncompiled)
 
 
 def _speed_of(times: Sequence[float], told: Sequence[Progress], tokens_per_step: int) -> _Speed | None:

@@ -8,19 +8,19 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from platform import python_version
 from typing import TYPE_CHECKING
 
 from opendiloco.cores import usable_cores
 from opendiloco.errors import MachineError
+from opendiloco.gpus import INSTALL_TORCH, Cards, read_cards, unusable
 from opendiloco.owner.facts import GpuState, is_on_battery, read_gpus, read_sensors
 from opendiloco.quantities import in_words
 from opendiloco.shared_memory import available_memory
 from opendiloco.storage.run_folder import default_state_folder
 from opendiloco.tools.doctor.findings import Finding, Value, Verdict, failed, passed, skipped, warned
-from opendiloco.tools.doctor.torch_probe import Gpu, Torch, installed_torch
+from opendiloco.tools.doctor.torch_probe import Gpu, Torch, installed_torch, probed_torch
 from opendiloco.workers.options import WorkerOptions, needs_gpu_count
 
 if TYPE_CHECKING:
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PCI, NVIDIA_DRIVER, SHM = Path("/sys/bus/pci/devices"), Path("/proc/driver/nvidia"), Path("/dev/shm")
-NVIDIA, DISPLAYS = "0x10de", ("0x0300", "0x0302")
-"""A vendor's number on the PCI bus, and how the classes of its graphics and compute cards begin."""
+SHM = Path("/dev/shm")
 LEAST_PYTHON = (3, 11)  # `requires-python` of pyproject.toml
 LITTLE_MEMORY = 2 * 10**9
 """Bytes: Python's libraries, the peer process and a small model."""
@@ -43,26 +41,23 @@ SLOW_KERNELS = 0.5
 """GB/s of the slowest operation. A billion parameters would take half a minute of each outer step."""
 LIMITED = 0.6
 """Share of a GPU's usual power below which it is said that it is limited."""
-INSTALL_TORCH = "Install a build of torch for this GPU (pytorch.org says how), into the environment of diloco-peer."
-
-
-@dataclass(frozen=True)
-class _Cards:
-    """GPUs on this machine's buses, usable or not. `driver` is the version of NVIDIA's, if there is one."""
-
-    names: tuple[str, ...] = ()
-    driver: str | None = None
 
 
 # What `join` looks at first ------------------------------------------------------------------------------------------
 def check_quickly(state: Path | None, options: WorkerOptions) -> None:
-    """Log what could be better on this machine. Nothing is imported, started or asked for it, and how much memory and
-    disk the run takes is not known yet. Raises: MachineError for what would keep it from training."""
+    """Log what could be better on this machine. Nothing is imported, started or asked for it, unless a GPU's driver
+    seems too old; how much memory and disk the run takes is not known yet.
+
+    Raises: MachineError for what would keep it from training.
+    """
     torch, cards = installed_torch(), _cards_for(options)
+    if torch is not None and cards.are_reachable and cards.are_too_old_for(torch.platform):
+        torch = probed_torch(torch)  # NVIDIA's package for compatibility may make up for it
     gpus = _gpus_in_use(torch, options)
     findings = [
         _check_python(),
         _check_torch(torch, cards),
+        _check_gpu(torch, cards, options.device),
         _check_compiler(gpus > 0),
         _check_shm(gpus),
         _check_power(()),
@@ -101,7 +96,7 @@ def _check_python() -> Finding:
     return passed("python", found, version=version, cores=cores)
 
 
-def _check_torch(torch: Torch | None, cards: _Cards) -> Finding:
+def _check_torch(torch: Torch | None, cards: Cards) -> Finding:
     """Whether torch is there, and was built for the GPUs that are."""
     if torch is None:
         return failed("torch", "torch is not installed", "pip install diloco-peer into this environment again.")
@@ -115,7 +110,7 @@ def _check_torch(torch: Torch | None, cards: _Cards) -> Finding:
     return passed("torch", found, **values)
 
 
-def _check_gpu(torch: Torch | None, cards: _Cards, device: str = "auto") -> Finding:
+def _check_gpu(torch: Torch | None, cards: Cards, device: str = "auto") -> Finding:
     """Whether torch can compute on this machine's GPUs. `device` is what the owner wants to train on."""
     there = ", ".join(cards.names)
     if torch is None:
@@ -123,8 +118,8 @@ def _check_gpu(torch: Torch | None, cards: _Cards, device: str = "auto") -> Find
     if torch.gpus:
         broken = [gpu for gpu in torch.gpus if gpu.error]
         if broken and device != "cpu":
-            found = "; ".join(f"torch cannot compute on {gpu.name}: {gpu.error}" for gpu in broken)
-            return failed("gpu", found, f"{INSTALL_TORCH} Or train on the CPU: --device cpu.", gpus=len(torch.gpus))
+            said = [unusable(gpu.name, gpu.capability, torch.version, gpu.error) for gpu in broken]
+            return failed("gpu", "; ".join(found for found, _ in said), said[0][1], gpus=len(torch.gpus))
         return _about_gpus(torch.gpus)
     wants_gpu = device.startswith("cuda")
     if torch.gpus is None:  # nobody has asked torch
@@ -133,14 +128,13 @@ def _check_gpu(torch: Torch | None, cards: _Cards, device: str = "auto") -> Find
         return failed("gpu", f"there is no GPU for --device {device}", "Train on the CPU: --device cpu.", gpus=0)
     if not there:
         return passed("gpu", "no GPU here: it trains on the CPU", gpus=0)
-    if cards.driver is None:
+    if not cards.is_driven:
         found = f"{there} is here, but no driver of it can be seen"
         remedy = "Install NVIDIA's driver; start a container with --gpus all."
-    else:
-        why = f": {torch.error}" if torch.error else ""
-        found = f"{there} is here with driver {cards.driver}, but torch sees none{why}"
-        remedy = f"Update the driver, or: {INSTALL_TORCH}" if torch.platform else INSTALL_TORCH
-    return (failed if wants_gpu else warned)("gpu", found, remedy, gpus=0)
+        return (failed if wants_gpu else warned)("gpu", found, remedy, gpus=0)
+    found, remedy = cards.hidden_from(torch.version, torch.platform, torch.error)
+    is_chosen = torch.platform is None and not wants_gpu  # a build for CPUs alone, which trains on them
+    return (warned if is_chosen else failed)("gpu", found, remedy, gpus=0)
 
 
 def _about_gpus(gpus: tuple[Gpu, ...]) -> Finding:
@@ -273,41 +267,15 @@ def _gpus_in_use(torch: Torch | None, options: WorkerOptions) -> int:
     """Return how many GPUs would train. Where torch was not asked, those on the buses count, if it is built for any."""
     if torch is None or options.device == "cpu":
         return 0
-    seen = len(_read_cards().names) if torch.platform else 0
+    seen = len(read_cards().names) if torch.platform else 0
     there = seen if torch.gpus is None else len(torch.gpus)
     wanted = options.gpus or there if needs_gpu_count(options) else 1
     return min(wanted, there)
 
 
-def _cards_for(options: WorkerOptions) -> _Cards:
+def _cards_for(options: WorkerOptions) -> Cards:
     """Return the GPUs on the buses; none for an owner who wants the CPU, and need not hear of them."""
-    return _Cards() if options.device == "cpu" else _read_cards()
-
-
-def _read_cards(pci: Path = PCI, driver: Path = NVIDIA_DRIVER) -> _Cards:
-    """Return NVIDIA's cards: by name where its driver tells it, else those on the PCI bus."""
-    names = [_model(path) for path in sorted(driver.glob("gpus/*/information"))]
-    names = names or ["an NVIDIA GPU" for path in pci.glob("*") if _is_card(path)]
-    version = None
-    with suppress(OSError, IndexError):
-        first = (driver / "version").read_text(encoding="utf-8").splitlines()[0]
-        version = next((word for word in first.split() if word[0].isdigit() and "." in word), None)
-    return _Cards(tuple(names), version)
-
-
-def _model(information: Path) -> str:
-    with suppress(OSError, UnicodeDecodeError):
-        for line in information.read_text(encoding="utf-8").splitlines():
-            if line.startswith("Model:"):
-                return line.partition(":")[2].strip()
-    return "an NVIDIA GPU"
-
-
-def _is_card(device: Path) -> bool:
-    with suppress(OSError):
-        vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
-        return vendor == NVIDIA and kind.startswith(DISPLAYS)
-    return False
+    return Cards() if options.device == "cpu" else read_cards()
 
 
 def _free_shm(path: Path = SHM) -> int | None:

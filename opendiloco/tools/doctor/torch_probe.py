@@ -9,7 +9,6 @@ import json
 import re
 import signal
 import subprocess
-import warnings
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from opendiloco.child_processes import child_environment, last_line, module_command
+from opendiloco.gpus import first_sentence, usable_gpus
 
 PROBE_SECONDS = 60.0
 """Importing torch takes 2 on an idle machine, and a GPU's first use a few more."""
@@ -90,17 +90,8 @@ def _probe() -> dict[str, object]:
     """Import torch, and compute something on each GPU."""
     import torch
 
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        is_available = torch.cuda.is_available()
-    if not is_available:
-        return {"gpus": [], "error": _first_sentence(said[-1].message if said else "")}
-    return {"gpus": [asdict(_gpu(torch, number)) for number in range(torch.cuda.device_count())], "error": ""}
-
-
-def _first_sentence(message: object) -> str:
-    """Return the beginning of what a library says at length."""
-    return str(message).strip().partition(". ")[0].partition("\n")[0][:200]
+    count, said = usable_gpus()
+    return {"gpus": [asdict(_gpu(torch, number)) for number in range(count)], "error": said}
 
 
 def _gpu(torch: Any, number: int) -> Gpu:
@@ -110,7 +101,7 @@ def _gpu(torch: Any, number: int) -> Gpu:
         torch.ones(2, device=device).sum().item()
         free, _ = torch.cuda.mem_get_info(device)
     except RuntimeError as failure:
-        error = _first_sentence(failure)
+        error = first_sentence(failure)
     with torch.cuda.device(device):
         has_bf16 = not error and torch.cuda.is_bf16_supported(including_emulation=False)
     return Gpu(about.name, (about.major, about.minor), about.total_memory, free, has_bf16, error)

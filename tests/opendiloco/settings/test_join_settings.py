@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,10 @@ def test_every_setting_says_what_it_means(setting: Any) -> None:
 
 def test_workers_get_their_settings() -> None:
     settings = JoinSettings(run="x", device="cpu", cpu_workers=3, tf32=True)
-    assert settings.workers == WorkerOptions(device="cpu", cpu_workers=3, tf32=True, threads=None, restarts=3)
+    expected = WorkerOptions(device="cpu", cpu_workers=3, tf32=True, threads=None, restarts=3)
+    assert replace(settings.workers, compile_cache=None) == expected
+    elsewhere = replace(settings, state=Path("/state"))
+    assert elsewhere.workers.compile_cache == "/state/compiled"
 
 
 def test_a_process_that_goes_by_its_command_line_alone_sees_no_settings() -> None:

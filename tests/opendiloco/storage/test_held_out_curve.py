@@ -90,7 +90,8 @@ def test_the_first_word_on_each_outer_step_is_drawn_if_one_was_due(small_config:
 
 def test_the_configuration_says_what_the_curves_are_of(small_config: RunConfig) -> None:
     run = Run.sign(small_config, Identity.generate())
-    said = configuration_of(run, "peer-1", "cpu", WorkerOptions(threads=3))
+    said = configuration_of(run, "peer-1", "cpu", WorkerOptions(threads=3, compile_cache="/home/lovelace"))
+    assert "lovelace" not in str(said), "no folder of this machine"
     assert said["run"] == small_config.to_manifest_content()
     assert (said["run_id"], said["peer_id"]) == (run.run_id, "peer-1")
     assert (said["machine"]["device"], said["machine"]["options"]["threads"]) == ("cpu", 3)

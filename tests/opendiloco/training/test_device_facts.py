@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +12,12 @@ import torch
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import MachineError
+from opendiloco.gpus import Cards
 from opendiloco.stages import watched_by
 from opendiloco.training.team import Team, choose_device, compiling_lacks
 from opendiloco.workers.assembly import _is_compiled, in_fitting_precision
 from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.worker import CACHE_VARIABLE, _count_devices, _own_cache
 
 
 def test_a_device_that_is_not_there() -> None:
@@ -33,6 +38,56 @@ def test_a_device_that_is_none_of_ours(wanted: str) -> None:
 def test_the_processor_can_always_be_had() -> None:
     assert choose_device("cpu").type == "cpu"
     assert choose_device("auto").type in {"cpu", "cuda"}
+
+
+class WithoutKernels:
+    """A card that torch sees, and has no kernels for."""
+
+    name, major, minor = "Tesla P100-PCIE-16GB", 6, 0
+
+
+def refuse(*size: object, **options: object) -> torch.Tensor:
+    raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors might")
+
+
+@pytest.mark.parametrize("wanted", ["cuda", "cuda:0", "auto"])
+def test_a_gpu_that_is_too_old_for_this_torch(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "zeros", refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: WithoutKernels)
+    with pytest.raises(MachineError) as caught:
+        choose_device(wanted)
+    card = "Tesla P100-PCIE-16GB (compute capability 6.0)"
+    assert caught.value.message.startswith(f"torch {torch.__version__} cannot compute on {card}: CUDA error: no kernel")
+    assert "whl/cu126" in caught.value.remedy
+    assert "--device cpu" in caught.value.remedy
+
+
+def test_a_gpu_whose_driver_is_too_old_for_this_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.device_count` counts it, and its first use fails."""
+
+    def is_available() -> bool:
+        warnings.warn("driver too old. Update", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("opendiloco.training.team.read_cards", lambda: Cards(("T4",), "550.1", is_driven=True))
+    with pytest.raises(MachineError, match=r"T4 is here with driver 550.1.*cannot use it: driver too old\.") as caught:
+        choose_device("cuda:0")
+    assert "to 580 or newer" in caught.value.remedy
+
+
+def test_the_worker_says_what_hides_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _count_devices().hidden == "", "this machine"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("opendiloco.workers.worker.read_cards", lambda: Cards(("T4",), "550.1", is_driven=True))
+    counted = _count_devices()
+    assert (counted.gpus, "T4 is here with driver 550.1" in counted.hidden) == (0, True)
+    assert "--device cpu" in counted.remedy
 
 
 @pytest.mark.parametrize(
@@ -86,3 +141,17 @@ def test_a_gpu_without_bf16_computes_in_fp32_and_says_so(
         assert in_fitting_precision(config, Team(torch.device(device))).training.precision == computed
     assert bool(said) == (asked != computed)
     assert config.training.precision == asked
+
+
+def test_what_is_compiled_is_kept_in_a_private_folder_unless_the_owner_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, "")  # as it is set by us, it is put back
+    assert _own_cache(None) is None
+    assert _own_cache(str(tmp_path / "state" / "compiled")) == tmp_path / "state" / "compiled"
+    assert os.environ[CACHE_VARIABLE] == str(tmp_path / "state" / "compiled")
+    assert (tmp_path / "state" / "compiled").stat().st_mode & 0o777 == 0o700
+    assert _own_cache(str(tmp_path / "another")) is None, "the owner's"
+    assert not (tmp_path / "another").exists()
+    monkeypatch.setenv(CACHE_VARIABLE, "")
+    assert _own_cache("/proc/nowhere") is None, "PyTorch chooses one"

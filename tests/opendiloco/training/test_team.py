@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from opendiloco.training import team
-from opendiloco.training.team import PATIENCE, Team
+from opendiloco.training.team import SETTING_UP, Team
 
 CPU = torch.device("cpu")
 
@@ -45,4 +45,4 @@ def test_workers_wait_for_each_other_as_long_as_the_slowest_start_takes(monkeypa
     monkeypatch.setattr(team, "TCPStore", lambda *arguments, **options: HashStore())
     with pytest.raises(BegunError):
         Team.meet(torch.device("cpu"), 0, 2)
-    assert given["timeout"] == PATIENCE >= timedelta(hours=1)
+    assert given["timeout"] == SETTING_UP >= timedelta(hours=1)

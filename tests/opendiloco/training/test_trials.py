@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from opendiloco.child_processes import child_environment
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
@@ -33,10 +38,11 @@ def test_a_worker_tries_with_the_weights_that_it_trains(
     """Shards, and weights that nobody draws again, are whatever was in memory until theta is loaded."""
     tried = list[Vector]()
 
-    def note(replica: ModelReplica, team: Team) -> None:
+    def note(replica: ModelReplica, team: Team, cache: Path | None) -> str:
         weights = np.empty(replica.layout.size, np.float32)
         replica.store(weights)
         tried.append(weights)
+        return ""
 
     monkeypatch.setattr(trials, "keep_compiled_if_it_works", note)
     theta, memory = initial_theta(small_config) + 1, create_memory_file()
@@ -125,3 +131,83 @@ def test_nothing_is_compiled_after_the_trial(small_content: dict[str, Any], monk
     replica.train(theta, 0, (SampleRange(16, 25),), 2)  # its last batch has one window
     held_out_loss(model, data.held_out, 8, 7)
     assert len(graphs) == tried
+
+
+CACHED = """
+import json, sys, torch
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.data.training_data import load_data
+from opendiloco.stages import watched_by
+from opendiloco.training.inner import ModelReplica
+from opendiloco.training.team import Team
+from opendiloco.training.trials import keep_compiled_if_it_works
+from opendiloco.workers.assembly import assemble_model
+from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.worker import _own_cache
+
+config, cache, said = RunConfig.from_manifest_content(json.loads(sys.argv[1])), _own_cache(sys.argv[2]), []
+team, samples = Team(torch.device("cpu")), load_data(config, ByteTokenizer()).samples
+model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(compile=True), None)
+replica = ModelReplica(config, model, samples, team, micro_batch=2)
+with watched_by(lambda stage, share: said.append(stage)):
+    problem = keep_compiled_if_it_works(replica, team, cache if sys.argv[3] == "ours" else None)
+print(json.dumps([problem, said]))
+"""
+
+
+@pytest.mark.thorough
+def test_a_compiler_that_was_killed_is_tried_again_with_an_empty_cache(
+    small_content: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves libraries of no bytes, which every later start would find."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+
+    def compiled(whose: str) -> tuple[str, list[str]]:
+        command = [sys.executable, "-c", CACHED, json.dumps(small_content), str(tmp_path / "compiled"), whose]
+        ended = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=600)
+        assert ended.returncode == 0, ended.stderr
+        problem, said = json.loads(ended.stdout.splitlines()[-1])
+        return problem, said
+
+    assert compiled("ours") == ("", ["compiling"])
+    libraries = list((tmp_path / "compiled").rglob("*.main.so"))
+    assert libraries
+    for library in libraries:
+        library.write_bytes(b"")
+    problem, said = compiled("the owner's")
+    assert "file too short" in problem
+    assert said[1].startswith("not compiling, which would be faster: ")
+    assert compiled("ours") == ("", ["compiling", "compiling again, with an empty cache"])
+    assert all(path.stat().st_size for path in (tmp_path / "compiled").rglob("*.so"))
+
+
+@pytest.mark.parametrize(
+    ("files", "errors", "attempts", "says"),
+    [
+        ({"a.so": ""}, [None], 1, ""),
+        ({"a.so": ""}, [ImportError("too short"), None], 2, ""),
+        ({"a.so": ""}, [ImportError("too short"), OSError("no Python.h")], 2, "no Python.h."),
+        ({"a.so": ""}, [torch.OutOfMemoryError("full")], 1, ""),
+        ({}, [OSError("no Python.h")], 1, "no Python.h."),
+        (None, [OSError("no Python.h")], 1, "no Python.h."),
+    ],
+)
+def test_what_cannot_be_compiled_is_tried_twice_if_the_cache_may_be_the_reason(
+    files: dict[str, str] | None, errors: list[Exception | None], attempts: int, says: str, tmp_path: Path
+) -> None:
+    tried, found = [0], list[int]()
+    for name, text in (files or {}).items():
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / name).write_text(text)
+        (tmp_path / name).write_text(text)
+
+    def attempt() -> Exception | None:
+        tried[0] += 1
+        found.append(len(list(tmp_path.iterdir())))
+        return errors[tried[0] - 1]
+
+    cache = None if files is None else tmp_path
+    assert trials._tried_twice(Team(torch.device("cpu")), cache, attempt) == says
+    assert tried[0] == attempts
+    assert found[1:] == [0] * (attempts - 1), "emptied in between"

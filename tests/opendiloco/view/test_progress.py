@@ -121,6 +121,17 @@ def test_the_screen_fits_80_columns(progress: Progress) -> None:
     assert max(map(len, lines)) <= 80
 
 
+def test_that_it_trains_uncompiled_stays_on_the_screen(progress: Progress) -> None:
+    uncompiled = replace(progress, facts=replace(progress.facts, uncompiled="fatal error: Python.h " * 9))
+    lines = _progress_lines(uncompiled)
+    at = lines.index("not compiling, which would be faster:")
+    assert lines[at + 1].startswith("  fatal error: Python.h")
+    assert max(map(len, lines)) <= 80
+    assert ", not compiled, 4 peers, " in _healthy_line(uncompiled)
+    assert uncompiled.plain()["uncompiled"] == "fatal error: Python.h " * 9
+    assert progress.plain()["uncompiled"] is None
+
+
 STREAMING = Fragments(count=9, averaging=2, done=3, overlap=5)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from opendiloco.errors import DeviceError
 from opendiloco.workers.control import (
     Command,
     Evaluated,
@@ -9,6 +10,7 @@ from opendiloco.workers.control import (
     FragmentStored,
     Reply,
     RunInnerLoop,
+    _rebuild,
 )
 from opendiloco.workers.worker import _describe_failure
 from peers.values.leases import SampleRange
@@ -59,12 +61,32 @@ def test_what_is_no_number_gets_through(loss: float) -> None:
         (RuntimeError("cuBLAS: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "DeviceMemoryError"),
         (RuntimeError("NCCL error: Failed to CUDA calloc 4 bytes: out of memory"), "DeviceMemoryError"),
         (RuntimeError("sizes do not match"), "RuntimeError"),
+        (RuntimeError("the decc of cards"), "RuntimeError"),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "DeviceError"),
+        (
+            RuntimeError("NCCL error in: ProcessGroupNCCL.cpp, unhandled cuda error"),
+            "DeviceError",
+        ),
+        (RuntimeError("GPU has fallen off the bus, Xid 79"), "DeviceError"),
         (ValueError("out of memory"), "ValueError"),
     ],
 )
 def test_want_of_memory_is_known_by_whatever_says_so(error: Exception, name: str) -> None:
     """Regression: workers that could have gone on with half as many windows were started again and again."""
     assert _describe_failure(error).error == name
+
+
+def test_a_failed_device_is_named_with_what_to_look_at() -> None:
+    error = RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be")
+    failure = _describe_failure(error, "cuda:3")
+    rebuilt = _rebuild(failure)
+    assert isinstance(rebuilt, DeviceError)
+    assert (rebuilt.message, rebuilt.exit_code) == (
+        "cuda:3 failed: CUDA error: an illegal memory access was encountered.",
+        8,
+    )
+    assert "nvidia-smi -q" in rebuilt.remedy
+    assert "dmesg" in rebuilt.remedy
 
 
 def test_a_container_with_little_shared_memory_is_told_what_to_do() -> None:

@@ -88,6 +88,16 @@ def test_a_traceback_is_in_the_log_and_its_end_in_the_error(
     }
 
 
+def test_a_process_that_nccl_ends_names_the_device_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below its line NCCL prints where it was, frame by frame."""
+    script = "print('[rank1]: watchdog terminated with exception: CUDA error: unspecified launch failure')\n"
+    script += "for frame in range(9): print('frame', frame)\nimport os; print(end='', flush=True); os.abort()"
+    error = asyncio.run(dead(script, monkeypatch))
+    assert "was killed by SIGABRT, since its device failed: [rank1]" in error.message
+    assert error.message.endswith("CUDA error: unspecified launch failure")
+    assert "nvidia-smi -q" in error.remedy
+
+
 def test_a_crash_says_where_it_was(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     error = asyncio.run(dead(CRASHES, monkeypatch))
     assert "was killed by SIGSEGV" in error.message

@@ -84,6 +84,30 @@ def content_with(small_content: dict[str, Any], length: int, **model: Any) -> di
     return small_content | {"model": {"config": config, "init_seed": 3}, "training": training}
 
 
+HANGING = """
+team.wait_for_all()
+team.wait_at_most(0.5)
+said = ""
+if rank == 0:
+    try:
+        team.wait_for_all()  # the other does not come
+    except RuntimeError as error:
+        said = str(error)
+    store.set("failed", "yes")
+else:
+    store.wait(["failed"], timedelta(seconds=100))
+end(said)
+"""
+
+
+def test_a_worker_that_hangs_makes_the_others_fail_once_they_train(
+    small_content: dict[str, Any], tmp_path: Path, ranks: Ranks
+) -> None:
+    """Until then they wait for two hours: the first worker may have much to set up."""
+    waited, _ = pair(ranks, tmp_path, content_with(small_content, 2), HANGING)
+    assert "Timed out waiting 500ms" in waited
+
+
 SHARING = """
 def taken(options):
     memory = worker_memory(build_skeleton(config, ByteTokenizer()), config.training, "cpu", team.shards, options, True)

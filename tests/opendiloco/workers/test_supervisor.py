@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 import pytest
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.errors import DataError, DeviceMemoryError, WorkerError
+from opendiloco.errors import DataError, DeviceError, DeviceMemoryError, MachineError, WorkerError
 from opendiloco.model.export import RunFacts
 from opendiloco.shared_memory import reserve
 from opendiloco.stages import COMPILING, Watch
-from opendiloco.workers import supervisor
+from opendiloco.workers import control, supervisor
 from opendiloco.workers.control import (
+    Alive,
     Configure,
     Configured,
     ControlMessage,
@@ -33,7 +34,8 @@ from opendiloco.workers.control import (
 )
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
-from opendiloco.workers.supervisor import WorkersRestartedError
+from opendiloco.workers.supervisor import LOOKS, WorkersRestartedError, _Watchdog
+from opendiloco.workers.telemetry import COMPILED
 from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, Progress
 from tests.opendiloco.workers.trainings import training_done
@@ -115,6 +117,8 @@ class Played(WorkerProcess):
     @staticmethod
     async def rest(command: RunInnerLoop, on_report: Callable[[Report], None]) -> None:
         """Take the inner steps that are left when all fragments are stored: none."""
+
+    is_running = False
 
     def kill(self) -> None:
         self.ended.set()
@@ -210,6 +214,154 @@ def test_lost_workers_are_started_again_and_train_from_where_they_began(
     with caplog.at_level(logging.WARNING):
         asyncio.run(story())
     assert "killed by SIGKILL. The workers start again" in caplog.text
+
+
+def test_a_failed_device_is_tried_again_and_then_named(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(command: RunInnerLoop, on_report: Callable[[Report], None]) -> None:
+        raise DeviceError("cuda:0 failed: CUDA error: unspecified launch failure.", "Look at `nvidia-smi -q`.")
+
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=1)
+        monkeypatch.setattr(Played, "rest", staticmethod(fail))
+        with pytest.raises(WorkersRestartedError):
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        with pytest.raises(DeviceError, match="cuda:0 failed: CUDA error"):
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        assert "nvidia-smi -q" in (await group.wait_for_death()).remedy
+        await group.close()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+async def hang(self: Played, command: ControlMessage, answer: type[Any], on_report: Callable[[Report], None]) -> Any:
+    """Take one inner step, and say nothing more."""
+    on_report(step_done())
+    await self.ended.wait()
+    raise WorkerDeathError("was ended.")
+
+
+def step_done(slowest: float = 0.001) -> InnerStepDone:
+    return InnerStepDone(
+        inner_step=1, loss=2.0, gradient_norm=1.0, learning_rate=0.1, tokens_per_second=9.0, slowest_seconds=slowest
+    )
+
+
+def test_workers_that_hang_are_started_again_like_those_that_died(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=2)
+        exchange = Played.exchange
+        monkeypatch.setattr(
+            Played,
+            "exchange",
+            lambda self, command, *rest: (
+                hang(self, command, *rest) if isinstance(command, RunInnerLoop) else exchange(self, command, *rest)
+            ),
+        )
+        with pytest.raises(WorkersRestartedError):
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        assert [one.ended.is_set() for one in Played.all] == [True, True, False, False]
+        monkeypatch.setattr(Played, "exchange", exchange)
+        assert (await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
+        assert not group.supervisor.death.done()
+        await group.close()
+
+    monkeypatch.setattr(control, "LEAST_PATIENCE", 0.05)
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(asyncio.wait_for(story(), 30))
+    assert "the workers have finished no inner step in 0 minutes. The workers start again" in caplog.text
+
+
+def test_a_process_that_the_kernel_cannot_end_is_an_error_that_asks_for_the_machine(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others in its place would wait for the same GPU."""
+
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=2)
+        Played.all[0].name = Played.all[1].name = "a worker"
+        Played.deaths.update({1: 0})
+        monkeypatch.setattr(Played, "is_running", True)
+        with pytest.raises(MachineError, match="a GPU's driver holds it") as caught:
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        assert "dmesg" in caught.value.remedy
+        assert len(Played.all) == 2
+        await group.close()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_silence_with_a_reason_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "SETTING_UP", 0.01)
+    looks = [0]
+
+    async def story() -> None:
+        hung = asyncio.Event()
+
+        def is_excused() -> bool:
+            looks[0] += 1
+            return looks[0] <= 3 * LOOKS
+
+        watchdog = _Watchdog(lambda seconds: hung.set(), is_excused)
+        with watchdog.watching(lambda report: None):
+            await hung.wait()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+    assert looks[0] == 3 * LOOKS + LOOKS + 1
+
+
+def test_a_word_of_the_workers_begins_the_count_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "SETTING_UP", 0.01)
+    looks, heard = [0], list[Report]()
+
+    async def story() -> None:
+        hung = asyncio.Event()
+
+        def is_excused() -> bool:
+            looks[0] += 1
+            if looks[0] == LOOKS:
+                hear(Alive())
+            return False
+
+        watchdog = _Watchdog(lambda seconds: hung.set(), is_excused)
+        with watchdog.watching(heard.append) as hear:
+            await hung.wait()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+    assert looks[0] == 2 * LOOKS
+    assert heard == [Alive()]
+
+
+@pytest.mark.parametrize(("slowest", "seconds"), [(None, 7200.0), (0.1, 600.0), (59.0, 600.0), (90.0, 900.0)])
+def test_patience_is_long_for_the_first_inner_step_and_then_ten_of_the_slowest(
+    slowest: float | None, seconds: float
+) -> None:
+    assert control.patience(slowest) == seconds
+
+
+def test_that_workers_train_uncompiled_is_said_and_measured(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    exchange, told = Played.exchange, dict[str, Any]()
+
+    async def configured(self: Played, command: ControlMessage, answer: type[Any], on_report: Any) -> Any:
+        said = await exchange(self, command, answer, on_report)
+        return said.model_copy(update=told) if isinstance(said, Configured) else said
+
+    async def story() -> None:
+        for is_compiled, uncompiled in ((True, ""), (False, "there is no C compiler here; install gcc")):
+            told.update(is_compiled=is_compiled, uncompiled=uncompiled)
+            group = await started(small_config, windows=100)
+            assert group.supervisor.uncompiled == uncompiled
+            assert COMPILED._value.get() == is_compiled
+            assert ("install gcc" in caplog.text) is bool(uncompiled)
+            await group.close()
+
+    monkeypatch.setattr(Played, "exchange", configured)
+    asyncio.run(asyncio.wait_for(story(), 30))
 
 
 async def is_restarted_once_and_then_given_up(group: WorkerGroup) -> None:
@@ -386,6 +538,7 @@ def test_a_compiler_that_hangs_on_one_worker_keeps_the_others_waiting_for_a_whil
         assert not group.supervisor.death.done()
         assert [one.configured.options.compile for one in Played.all[-2:]] == [False, False]
         assert [one.configured.fresh for one in Played.all[-2:]] == [False, False], "theta is there"
+        assert group.supervisor.uncompiled == "the compiler has not come to an end in 0 minutes."
         await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
         await group.close()
 

@@ -19,8 +19,10 @@ from safetensors.numpy import load_file
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DataError, MachineError, WorkerError
+from opendiloco.workers import control
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.supervisor import WorkersRestartedError
 from opendiloco.workers.worker import _nothing_collected
 from peers.network.signals import LEAVE_SIGNALS
 from peers.values.leases import SampleRange
@@ -194,6 +196,30 @@ def test_a_worker_does_not_outlive_the_process_that_started_it(small_content: di
             wait_until_gone(pidfd)
         finally:
             os.close(pidfd)
+
+
+def test_a_worker_that_hangs_is_ended_and_started_again(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stopped process is as silent as one whose GPU hangs, and only SIGKILL ends it."""
+    monkeypatch.setattr(control, "LEAST_PATIENCE", 3.0)
+
+    async def story() -> None:
+        before = child_processes()
+        worker = await WorkerGroup.start(small_config, WorkerOptions(device="cpu", restarts=1))
+        [process] = child_processes().keys() - before.keys()
+        try:
+            with pytest.raises(WorkersRestartedError):
+                await worker.run_inner_loop(
+                    InnerLoop(0, ENDLESS, 10**6, 0), lambda progress: os.kill(process, signal.SIGSTOP)
+                )
+            assert process not in child_processes()
+            assert (await worker.run_inner_loop(InnerLoop(0, (SampleRange(0, 4),), 2, 0), lambda _: None)).tokens == 64
+        finally:
+            await worker.close()
+
+    asyncio.run(asyncio.wait_for(story(), 600))
+    assert "have finished no inner step" in caplog.text
 
 
 @pytest.mark.thorough

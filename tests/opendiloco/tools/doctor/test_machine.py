@@ -18,11 +18,11 @@ from click.testing import CliRunner
 from opendiloco import kernels
 from opendiloco.cli import main
 from opendiloco.errors import MachineError
+from opendiloco.gpus import Cards, first_sentence
 from opendiloco.owner.facts import GpuState, Sensor
 from opendiloco.tools.doctor import machine
 from opendiloco.tools.doctor.findings import CHECKS, Finding, Verdict, passed, skipped, warned, worst
 from opendiloco.tools.doctor.machine import (
-    _Cards,
     _check_compiler,
     _check_gpu,
     _check_heat,
@@ -33,14 +33,13 @@ from opendiloco.tools.doctor.machine import (
     _free_disk,
     _free_shm,
     _gpus_in_use,
-    _read_cards,
     check_disk,
     check_kernels,
     check_memory,
     check_quickly,
     machine_findings,
 )
-from opendiloco.tools.doctor.torch_probe import Gpu, Torch, _answered, _first_sentence, installed_torch, probed_torch
+from opendiloco.tools.doctor.torch_probe import Gpu, Torch, _answered, installed_torch, probed_torch
 from opendiloco.workers.needs import Needs
 from opendiloco.workers.options import WorkerOptions
 
@@ -51,8 +50,8 @@ NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWADA2vJXLmyk1SHLyFogztmUkYfacm9C2finbi
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * GB, 79 * GB, has_bf16=True)
 T4 = Gpu("Tesla T4", (7, 5), 16 * GB, 15 * GB, has_bf16=False)
 BROKEN = replace(H100, error="CUDA error: no kernel image is available for execution on the device")
-CARD = _Cards(("NVIDIA H100 80GB HBM3",), "570.124.06")
-NO_DRIVER = _Cards(("an NVIDIA GPU",), None)
+CARD = Cards(("NVIDIA H100 80GB HBM3",), "570.124.06", is_driven=True)
+NO_DRIVER = Cards(("an NVIDIA GPU",), None)
 CPU_BUILD = Torch("2.9.0+cpu", None, ())
 CUDA_BUILD = Torch("2.9.0", "CUDA 12.8", (H100,))
 SEES_NONE = Torch("2.9.0", "CUDA 12.8", (), "The NVIDIA driver on your system is too old (found version 11040)")
@@ -84,7 +83,7 @@ def has(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         for name, value in things.items():
             monkeypatch.setattr(machine, name, lambda *_, value=value: value)
 
-    has(python_version="3.12.1", usable_cores=16, installed_torch=CUDA_BUILD, _read_cards=CARD, read_gpus=())
+    has(python_version="3.12.1", usable_cores=16, installed_torch=CUDA_BUILD, read_cards=CARD, read_gpus=())
     has(available_memory=128 * GB, _free_shm=64 * GB, _free_disk=100 * GB, read_sensors=(), is_on_battery=False)
     monkeypatch.setattr(shutil, "which", lambda program: program)
     return has
@@ -136,17 +135,17 @@ def has(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ),
         ({}, lambda: _check_power((GpuState("T4", 50.0, is_slowed_by_power=True),)), WARN, "power supply"),
         ({}, lambda: _check_torch(None, CARD), FAIL, "not installed"),
-        ({}, lambda: _check_torch(CPU_BUILD, _Cards()), PASS, "built for CPUs alone"),
+        ({}, lambda: _check_torch(CPU_BUILD, Cards()), PASS, "built for CPUs alone"),
         ({}, lambda: _check_torch(CPU_BUILD, CARD), WARN, "but this machine has a GPU: NVIDIA H100 80GB HBM3"),
         ({}, lambda: _check_torch(CUDA_BUILD, CARD), PASS, "CUDA 12.8"),
-        ({}, lambda: _check_torch(Torch("2.9.0", None, None, "SIGILL ended it"), _Cards()), FAIL, "SIGILL"),
+        ({}, lambda: _check_torch(Torch("2.9.0", None, None, "SIGILL ended it"), Cards()), FAIL, "SIGILL"),
         ({}, lambda: _check_gpu(None, CARD), SKIPPED, "torch"),
         ({}, lambda: _check_gpu(replace(CUDA_BUILD, gpus=None), CARD), SKIPPED, "H100"),
-        ({}, lambda: _check_gpu(CPU_BUILD, _Cards()), PASS, "trains on the CPU"),
-        ({}, lambda: _check_gpu(CPU_BUILD, _Cards(), "cuda:1"), FAIL, "no GPU for --device cuda:1"),
+        ({}, lambda: _check_gpu(CPU_BUILD, Cards()), PASS, "trains on the CPU"),
+        ({}, lambda: _check_gpu(CPU_BUILD, Cards(), "cuda:1"), FAIL, "no GPU for --device cuda:1"),
         ({}, lambda: _check_gpu(SEES_NONE, NO_DRIVER), WARN, "--gpus all"),
-        ({}, lambda: _check_gpu(SEES_NONE, CARD), WARN, "driver 570.124.06, but torch sees none: The NVIDIA driver"),
-        ({}, lambda: _check_gpu(SEES_NONE, CARD, "cuda"), FAIL, "Update the driver"),
+        ({}, lambda: _check_gpu(SEES_NONE, CARD), FAIL, "driver 570.124.06, but torch 2.9.0, built for CUDA 12.8"),
+        ({}, lambda: _check_gpu(SEES_NONE, CARD, "cuda"), FAIL, "Update NVIDIA's driver to 525 or newer"),
         ({}, lambda: _check_gpu(CPU_BUILD, CARD), WARN, "Install a build of torch"),
         ({}, lambda: _check_gpu(CUDA_BUILD, CARD), PASS, "NVIDIA H100 80GB HBM3 (80 GB, 9.0), with bf16"),
         ({}, lambda: _check_gpu(replace(CUDA_BUILD, gpus=(H100, T4)), CARD), WARN, "without bf16"),
@@ -258,7 +257,7 @@ def test_join_hears_at_once_of_a_torch_that_does_not_fit(
     [
         ({"installed_torch": None}, "torch is not installed"),
         (
-            {"_read_cards": _Cards(CARD.names * 2), "installed_torch": Torch("2.9.0", "CUDA 12.8"), "_free_shm": 0},
+            {"read_cards": Cards(CARD.names * 2), "installed_torch": Torch("2.9.0", "CUDA 12.8"), "_free_shm": 0},
             "--shm",
         ),
     ],
@@ -331,22 +330,10 @@ def test_a_torch_that_cannot_answer(code: int, out: str, err: str, says: str) ->
 
 
 def test_libraries_are_quoted_in_brief() -> None:
-    assert _first_sentence("CUDA initialization: too old (found 11040). Please update\nmore") == (
+    assert first_sentence("CUDA initialization: too old (found 11040). Please update\nmore") == (
         "CUDA initialization: too old (found 11040)"
     )
-    assert _first_sentence("") == ""
-
-
-def test_cards_by_their_driver_or_else_on_the_bus(tmp_path: Path) -> None:
-    pci, driver = tmp_path / "pci", tmp_path / "nvidia"
-    assert _read_cards(pci, driver) == _Cards()
-    write(pci / "0000:01:00.0", vendor="0x10de", **{"class": "0x030200"})
-    write(pci / "0000:01:00.1", vendor="0x10de", **{"class": "0x040300"})  # its sound
-    write(pci / "0000:02:00.0", vendor="0x8086", **{"class": "0x030000"})
-    assert _read_cards(pci, driver) == _Cards(("an NVIDIA GPU",))
-    write(driver / "gpus" / "0000:01:00.0", information="Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 42")
-    write(driver, version="NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26 01:00:00 UTC 2025")
-    assert _read_cards(pci, driver) == _Cards(("NVIDIA H100 80GB HBM3",), "570.124.06")
+    assert first_sentence("") == ""
 
 
 def test_a_folder_that_is_not_there_yet_can_be_made(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def test_a_run(positions: list[int], verdict: Verdict, says: str, config: RunCon
     [
         (_check_speed(_Speed(1234.5, 7)), PASS, "1,234 tokens/s, measured over 7 inner steps"),
         (_check_speed(_Speed(1e6, 0)), PASS, "estimated"),
+        (_check_speed(_Speed(9.0, 7, "no Python.h.")), WARN, "not compiling, which would be faster: no Python.h."),
         (_check_speed(None, "see memory"), SKIPPED, "see memory"),
     ],
 )
