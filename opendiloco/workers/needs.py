@@ -12,7 +12,7 @@ from typing import Any
 
 from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.host_memory import MOMENTS_BYTES, STATE_BYTES, HostMemory, WorkerMemory
-from opendiloco.model.parameters import layout_of, transformer_blocks
+from opendiloco.model.parameters import layout_of, multiplied_weights, transformer_blocks
 from opendiloco.model.utilisation import Precision, flops_per_token, peak_tokens_per_second
 from opendiloco.quantities import SECONDS_A_DAY, days_in_words, in_words
 from opendiloco.training.optimizers import FUSED_ON
@@ -117,7 +117,7 @@ def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1) -> Needs:
         tokens_per_outer_step=training.inner_steps * training.batch_size * training.sequence_length,
         outer_steps=config.total_outer_steps,
         precision=training.precision,
-        token_flops=flops_per_token(skeleton.config, layout.parameter_count, training.sequence_length),
+        token_flops=flops_per_token(skeleton.config, multiplied_weights(skeleton), training.sequence_length),
     )
 
 
