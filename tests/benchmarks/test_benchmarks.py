@@ -215,6 +215,20 @@ def test_a_devices_memory_is_measured_beside_the_formula() -> None:
     assert device_memory.bar_of(peak, memory.training).is_met, (peak, memory.training)
 
 
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [
+        pytest.param(*case, marks=() if case[0] in ("llama-15m", "llama-10b") else pytest.mark.thorough)
+        for case in device_memory.ON_CARDS
+    ],
+)
+def test_the_page_says_what_fits_a_small_card(name: str, gpus: int) -> None:
+    """As the formula has it, and tensors without values."""
+    document = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    for row in device_memory.rows_of_cards([(name, gpus)]):
+        assert f"| {' | '.join(map(str, row.values()))} |" in document
+
+
 def test_contenders_take_turns() -> None:
     calls: list[str] = []
     seconds = time_interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=2)
