@@ -1,85 +1,182 @@
-"""A plain training loop, as one would write it: `python -m benchmarks.bare_loop`, started by benchmarks.training.
+"""A training loop for one device as a good engineer writes it by hand: `python -m benchmarks.bare_loop`, started by
+benchmarks.training.
 
-It has the run's model, optimizer, schedule, batches and gradient clipping, on one device (on a GPU with torch.compile),
-and nothing else: no check of what is finite, no word after each step. Each line on its standard input names samples.
-Their windows are read before its clock starts, so that data costs it nothing. With `--by-hand` the model is not
-transformers' but benchmarks/plain_llama.py's, from the same weights.
+It has the run's model, optimizer, schedule, batches, precision and gradient clipping, and nothing else: no check of
+what is finite, no report after each step. Gradients add up over micro-batches. The loss is computed some positions at a
+time, so that the logits of all are never there at once. With `--compile`, blocks and loss are compiled. AdamW is fused.
+Windows wait in pinned memory, and are copied to a GPU one micro-batch ahead.
+
+Each line on its standard input names samples, whose windows are read before its clock starts: data costs it nothing.
+With `--by-hand` the model is benchmarks/plain_llama.py's instead of transformers', from the same weights.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
 
+from benchmarks.plain_llama import PlainLlama
 from benchmarks.processes import memory_of, say
+from opendiloco.config.optimizers import InnerOptimizerSection
 from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import build_tokenizer
+from opendiloco.data.training_data import load_data
+from opendiloco.model.build import build_model
+from opendiloco.model.loss import packing_known
+from opendiloco.model.parameters import multiplied_weights, transformer_blocks
+from opendiloco.model.utilisation import flops_per_token, peak_tokens_per_second
+from opendiloco.training.optimizers import build_inner_optimizer
+from opendiloco.training.outer import learning_rate_factor
+from opendiloco.training.team import choose_device
+
+LOGITS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
+"""Logits of a piece of the loss: few enough to fit beside the model, enough to keep the device busy."""
+KEPT_OPTIONS = ("params", "lr", "betas", "eps", "weight_decay")
 
 
-def train_as_told(config: RunConfig, threads: int, wanted: str, by_hand: bool) -> None:
-    """Until standard input ends."""
-    # Imported here, since torch looks at its environment only once.
-    import torch
-    from torch.nn.functional import cross_entropy
+class BareLoop:
+    """The loop over inner steps. `model` is transformers' or a `PlainLlama`, on its device."""
 
-    from benchmarks.plain_llama import PlainLlama
-    from opendiloco.data.tokenizer import build_tokenizer
-    from opendiloco.data.training_data import load_data
-    from opendiloco.model.build import build_model
-    from opendiloco.model.utilisation import flops_per_token, peak_tokens_per_second
-    from opendiloco.training.optimizers import build_inner_optimizer
-    from opendiloco.training.outer import learning_rate_factor
-    from opendiloco.training.team import choose_device
+    def __init__(self, config: RunConfig, model: Any, micro_batch: int, compiles: bool) -> None:
+        self._training = config.training
+        self._model = model.train()
+        self._head = model.lm_head if isinstance(model, PlainLlama) else model.get_output_embeddings()
+        self._device: torch.device = self._head.weight.device
+        self._micro_batch = micro_batch
+        self._piece_loss = torch.compile(self._summed_loss) if compiles else self._summed_loss
+        self._optimizer = fused(build_inner_optimizer(model, config.inner_optimizer), config.inner_optimizer)
+        schedule = config.schedule
+        step_size = self._training.batch_size * self._training.sequence_length if schedule.unit == "tokens" else 1
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda steps: learning_rate_factor(schedule, (steps + 1) * step_size)
+        )
+        if compiles:
+            for block in model.model.layers if isinstance(model, PlainLlama) else transformer_blocks(model):
+                block.compile()
 
+    def train(self, windows: torch.Tensor) -> float:
+        """Take the inner steps for these windows, and return the mean loss. Only the end waits for a GPU."""
+        losses = [self._inner_step(batch) for batch in windows.split(self._training.batch_size)]
+        return torch.stack(losses).mean().item()
+
+    def add_gradient(self, batch: torch.Tensor) -> torch.Tensor:
+        """Add the gradient of a batch's mean loss, and return that loss."""
+        total = torch.zeros((), device=self._device)
+        for windows in copied_ahead(batch.split(self._micro_batch), self._device):
+            with self._precision(), packing_known(False):
+                states = self._states(windows[:, :-1])
+            loss, slopes = self._loss_and_slopes(states.detach().flatten(0, 1), windows[:, 1:].flatten(), batch.shape)
+            states.backward(slopes.view_as(states))
+            total += loss
+        return total
+
+    def _inner_step(self, batch: torch.Tensor) -> torch.Tensor:
+        self._optimizer.zero_grad()
+        loss = self.add_gradient(batch)
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._training.gradient_clip)
+        self._optimizer.step()
+        self._scheduler.step()
+        return loss
+
+    def _states(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states that the head makes logits of."""
+        if isinstance(self._model, PlainLlama):
+            return self._model.model(ids)  # type: ignore[no-any-return]
+        return self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+
+    def _loss_and_slopes(
+        self, states: torch.Tensor, targets: torch.Tensor, shape: torch.Size
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a micro-batch's part of the batch's mean loss, and its gradient by the states; add that by the head.
+
+        `shape` is the batch's: windows, and one token more in each than are predicted.
+        """
+        predicted, slopes = shape[0] * (shape[1] - 1), torch.empty_like(states)
+        total = torch.zeros((), device=self._device)
+        at_once = LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"]) // self._head.out_features
+        pieces = -(-len(states) // max(1, at_once))  # as even as possible: compiled code is for one size
+        for part, wanted, slope in zip(*(each.chunk(pieces) for each in (states, targets, slopes)), strict=True):
+            part.requires_grad_()
+            with self._precision():
+                loss = self._piece_loss(part, wanted) / predicted
+            loss.backward()
+            slope.copy_(part.grad)
+            total += loss.detach()
+        return total, slopes
+
+    def _summed_loss(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(self._head(states).float(), targets, reduction="sum")
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        is_bf16 = self._training.precision == "bf16"
+        return torch.autocast(self._device.type, torch.bfloat16) if is_bf16 else nullcontext()
+
+
+def fused(optimizer: torch.optim.Optimizer, section: InnerOptimizerSection) -> torch.optim.Optimizer:
+    """Return AdamW with its step in one kernel, whatever the device; any other optimizer as it is."""
+    if section.kind != "adamw":
+        return optimizer
+    groups = [{name: group[name] for name in KEPT_OPTIONS} for group in optimizer.param_groups]
+    return torch.optim.AdamW(groups, fused=True)
+
+
+def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield windows on the device. From pinned memory, the next ones are copied before these are waited for."""
+    coming = None
+    for part in parts:
+        following = part.to(device, non_blocking=True)
+        if coming is not None:
+            yield coming
+        coming = following
+    if coming is not None:
+        yield coming
+
+
+@torch.no_grad()
+def check_logits(model: Any) -> None:
+    """Raise ClickException unless a model's logits are what its head makes of its hidden states, and nothing more."""
+    ids = torch.arange(4, device=model.device).remainder(model.config.vocab_size)[None]
+    model.eval()
+    made = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    if not torch.allclose(made, model(input_ids=ids, use_cache=False).logits, rtol=1e-3, atol=1e-4):
+        raise click.ClickException(
+            f"model_type = {model.config.model_type!r}: the bare loop does not know what it does with its logits. "
+            "Take a run of another model, such as a llama."
+        )
+
+
+def train_as_told(
+    config: RunConfig, threads: int, wanted: str, by_hand: bool, micro_batch: int, compiles: bool
+) -> None:
+    """Train until standard input ends."""
     torch.set_num_threads(threads)
-    device, training, schedule = choose_device(wanted), config.training, config.schedule
+    device, training = choose_device(wanted), config.training
     tokenizer = build_tokenizer(config.tokenizer)
     samples = load_data(config, tokenizer).samples
     say("loaded", memory=memory_of())
-    tokens_per_step = training.batch_size * training.sequence_length if schedule.unit == "tokens" else 1
-
-    def factor(steps_done: int) -> float:
-        return learning_rate_factor(schedule, (steps_done + 1) * tokens_per_step)
-
     model = build_model(config, tokenizer)
-    parameters = sum(each.numel() for each in model.parameters())
-    arithmetic = flops_per_token(model.config, parameters, training.sequence_length)
+    arithmetic = flops_per_token(model.config, multiplied_weights(model), training.sequence_length)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = peak_tokens_per_second(name, 1, training.precision, arithmetic)
-    model = (PlainLlama.like(model) if by_hand else model).to(device)
-    if device.type == "cuda":
-        model.compile()
-    model.train()
-    optimizer = build_inner_optimizer(model, config.inner_optimizer)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-    def train(batches: Sequence[torch.Tensor]) -> float:
-        total = torch.zeros((), device=device)
-        for batch in batches:
-            windows = batch.to(device)
-            optimizer.zero_grad()
-            with torch.autocast(device.type, torch.bfloat16, enabled=training.precision == "bf16"):
-                inputs = windows[:, :-1]
-                logits = model(inputs) if by_hand else model(input_ids=inputs, use_cache=False).logits
-                loss = cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clip)
-            optimizer.step()
-            scheduler.step()
-            total += loss.detach()
-        return total.item() / len(batches)  # on a GPU only this waits for it
-
+    check_logits(model)
+    loop = BareLoop(config, (PlainLlama.like(model) if by_hand else model).to(device), micro_batch, compiles)
     for line in sys.stdin:
         numbers = np.concatenate([np.arange(*piece) for piece in json.loads(line)])
-        batches = torch.from_numpy(samples.read(numbers)).split(training.batch_size)
+        windows = torch.from_numpy(samples.read(numbers))
+        if device.type == "cuda":
+            windows = windows.pin_memory()
         began = time.monotonic()
-        loss = train(batches)
+        loss = loop.train(windows)
         seconds = time.monotonic() - began
         tokens = len(numbers) * training.sequence_length
         say("trained", seconds=seconds, tokens=tokens, loss=loss, peak=peak, device=name)
@@ -90,9 +187,11 @@ def train_as_told(config: RunConfig, threads: int, wanted: str, by_hand: bool) -
 @click.option("--threads", type=int, required=True)
 @click.option("--device", required=True)
 @click.option("--by-hand", is_flag=True)
-def main(manifest: Path, threads: int, device: str, by_hand: bool) -> None:
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    train_as_told(RunConfig.from_manifest_content(json.loads(manifest.read_text())), threads, device, by_hand)
+@click.option("--micro-batch", type=int, default=1)
+@click.option("--compile/--no-compile", "compiles", default=False)
+def main(manifest: Path, threads: int, device: str, by_hand: bool, micro_batch: int, compiles: bool) -> None:
+    config = RunConfig.from_manifest_content(json.loads(manifest.read_text()))
+    train_as_told(config, threads, device, by_hand, micro_batch, compiles)
 
 
 if __name__ == "__main__":

@@ -2,32 +2,46 @@
 
 A worker's replica takes a few inner steps in this process, on windows so short that activations hardly matter, one at a
 time, since the formula leaves activations out. On a GPU, PyTorch's allocator says how much tensors took at most, as in
-`peak_memory_bytes` of a worker's report; on the CPU each tensor is noticed.
+`peak_memory_bytes` of a worker's report; on the CPU each tensor is noticed. CUDA's context is no tensor.
+
+`--cards` measures nothing: for GPUs of 8 to 24 GB it prints how many windows of a preset go through the model at once,
+by the formula, the sizes that tensors of a window would have, and the share of memory that `join` gives to windows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
 
 from benchmarks.reporting import Bar, json_option, report, run_option
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.tokenizer import build_tokenizer
+from opendiloco.data.tokenizer import ByteTokenizer, build_tokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.host_memory import WorkerMemory
 from opendiloco.model.build import build_skeleton, initial_theta
+from opendiloco.model.loss import packing_known
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
-from opendiloco.training.trials import peak_while
-from opendiloco.workers.assembly import assemble_model, in_fitting_precision
-from opendiloco.workers.needs import worker_memory
+from opendiloco.training.trials import SHARE, fixed_and_each, peak_while
+from opendiloco.workers.assembly import assemble_model, checkpoint_activations, in_fitting_precision
+from opendiloco.workers.needs import needs_of, worker_memory
 from opendiloco.workers.options import WorkerOptions
 from peers.values.leases import SampleRange
 
 TOKENS, STEPS, WINDOWS = 2, 2, 2
+EXAMPLES = Path(__file__).parent.parent / "examples"
+CARDS = 8, 12, 16, 24
+"""GB, of 10⁹ bytes."""
+ON_CARDS = ("llama-15m", 1), ("llama-150m", 1), ("llama-1b", 1), ("llama-1b", 2), ("llama-1b", 4), ("llama-10b", 8)
+"""Presets, and how many GPUs share them."""
 WITHIN = 0.9
 """The smaller of both numbers, as a share of the larger."""
 
@@ -35,7 +49,7 @@ WITHIN = 0.9
 def shortened(config: RunConfig) -> RunConfig:
     """Return the run with windows of hardly any tokens, of the bytes of whatever text is here."""
     training = {"sequence_length": TOKENS, "batch_size": WINDOWS, "document_mask": False}
-    data = RunConfig.from_toml(Path("examples/tiny.toml"))
+    data = RunConfig.from_toml(EXAMPLES / "tiny.toml")
     return config.model_copy(
         update={
             "training": config.training.model_copy(update=training),
@@ -61,6 +75,53 @@ def measure(config: RunConfig, device: torch.device) -> tuple[int, WorkerMemory]
     return peak_while(train, device), memory
 
 
+def preset(name: str) -> RunConfig:
+    return RunConfig.from_toml(EXAMPLES / f"{name}.toml")
+
+
+@cache
+def window_bytes(name: str, checkpoints: bool) -> int:
+    """Return what the activations of one window more of a preset take, by tensors without values, uncompiled."""
+    config = preset(name)
+    settings, training = build_skeleton(config, ByteTokenizer()).config, config.training
+    is_bf16 = training.precision == "bf16"
+    with FakeTensorMode():
+        model = AutoModelForCausalLM.from_config(settings).train()
+        if checkpoints:
+            checkpoint_activations(model)
+
+        def go(windows: int) -> None:
+            ids = torch.zeros(windows, training.sequence_length, dtype=torch.long)
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16), packing_known(False):
+                states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            states.sum().backward()
+
+        go(1)  # from then on there are gradients
+        one, two = (peak_while(partial(go, windows), torch.device("cpu")) for windows in (1, 2))
+    return fixed_and_each(one, two)[1]
+
+
+def windows_that_fit(name: str, gpus: int, card: int, checkpoints: bool) -> int:
+    """Return how many windows of a preset go through its model at once on GPUs of so many bytes; 0: it does not fit.
+
+    It is what `join` would find with these figures.
+    """
+    config = preset(name)
+    room = card - needs_of(config, build_skeleton(config, ByteTokenizer()), gpus).device_memory
+    if room <= 0 or (each := window_bytes(name, checkpoints)) > room:
+        return 0
+    most = config.training.micro_batch or config.training.batch_size
+    return min(most, max(1, int(SHARE["cuda"] * room) // each))
+
+
+def rows_of_cards(cases: Sequence[tuple[str, int]] = ON_CARDS) -> Iterator[dict[str, Any]]:
+    """Yield the lines of the table in docs/models.md: for each preset, and so many GPUs that share it."""
+    for (name, gpus), checkpoints in product(cases, (False, True)):
+        fitting = {f"{size} GB": windows_that_fit(name, gpus, size * 10**9, checkpoints) or "no" for size in CARDS}
+        option = "`--activation-checkpointing`" if checkpoints else "`--no-activation-checkpointing`"
+        yield {"preset": name, "GPUs": gpus, "option": option, **fitting}
+
+
 def bar_of(peak: int, formula: int) -> Bar:
     return Bar("the smaller of measurement and formula / the larger", min(peak, formula) / max(peak, formula), WITHIN)
 
@@ -68,8 +129,11 @@ def bar_of(peak: int, formula: int) -> Bar:
 @click.command(help=__doc__)
 @run_option("examples/llama-150m.toml", "Whose model, a run.toml.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, or one GPU: cuda, the first, or cuda:1.")
+@click.option("--cards", is_flag=True, help="Instead, what fits GPUs of 8 to 24 GB, by the formula.")
 @json_option
-def main(run_file: Path, device: str, json_file: Path | None) -> None:
+def main(run_file: Path, device: str, cards: bool, json_file: Path | None) -> None:
+    if cards:
+        return report("windows at once, on GPUs of these sizes", list(rows_of_cards()), [], json_file)
     config = shortened(RunConfig.from_toml(run_file))
     peak, memory = measure(config, torch.device("cuda:0" if device == "cuda" else device))
     row: dict[str, Any] = {

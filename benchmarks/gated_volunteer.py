@@ -111,9 +111,15 @@ async def take_part(run: Run, options: WorkerOptions, folder: Path) -> None:
 @click.option("--threads", type=int, help="Of each worker.  [default: what `join` chooses]")
 @click.option("--cpu-workers", type=int, default=1)
 @click.option("--device", required=True)
-def main(manifest: Path, threads: int | None, cpu_workers: int, device: str) -> None:
+@click.option("--micro-batch", type=int, help="[default: what `join` chooses]")
+@click.option("--compile/--no-compile", "compiles", default=None, help="[default: what `join` chooses]")
+def main(
+    manifest: Path, threads: int | None, cpu_workers: int, device: str, micro_batch: int | None, compiles: bool | None
+) -> None:
     config = RunConfig.from_manifest_content(json.loads(manifest.read_text()))
-    options = WorkerOptions(device=device, cpu_workers=cpu_workers, threads=threads)
+    options = WorkerOptions(
+        device=device, cpu_workers=cpu_workers, threads=threads, micro_batch=micro_batch, compile=compiles
+    )
     asyncio.run(take_part(Run.sign(config, Identity.generate()), options, manifest.parent / "state"))
 
 

@@ -92,6 +92,8 @@ class Trunk(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed_tokens(ids)  # (windows, length, hidden)
+        if torch.is_autocast_enabled(x.device.type):  # else all that is added to it would be fp32, too
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         for block in self.layers:
             x = block(x, cos, sin)

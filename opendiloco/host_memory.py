@@ -1,4 +1,5 @@
-"""The main memory that a peer of a run takes: the one formula. docs/training.md has it as a table.
+"""The memory that a peer of a run takes, main memory and its devices': the one formula. docs/training.md has it as a
+table.
 
 It counts what grows with the model, in the peer process and in what it shares with its workers. Not counted is what
 lies in files on a disk, of which the system keeps in memory only what it has room for.
@@ -23,6 +24,13 @@ GAPS_BYTES = 25
 2 and 3 workers and 62 million parameters (docs/training.md)."""
 IN_USE = 1 << 26
 """Bytes of chunks and streams of a round, and of what the allocator keeps: measured, whatever the model."""
+LOGIT_BYTES = 12
+"""Of a logit while its gradient is computed: its softmax, and the gradients by this and by itself. A test measures
+it."""
+CONTEXT_BYTES = 1 << 29
+"""Of each GPU, for CUDA's context, its kernels, and libraries' workspaces: a guess, nobody has measured it here."""
+NCCL_BYTES = 1 << 30
+"""Of each of several GPUs, for NCCL's buffers: a guess, too, for eight of them."""
 FETCHED_AT_ONCE = 1 << 27
 """Bytes that are on their way from donors: four ranges of 8 MiB from each of four."""
 
@@ -126,7 +134,8 @@ class WorkerMemory:
     The model has `weights` values, of which `trained` are trained. Activations come on top.
 
     `largest` values are in the largest parameter, `gathered` in what FSDP2 has whole at a time on all workers, if they
-    share the model, and `whole_gradients` in the gradients that they keep whole, if they do.
+    share the model, and `whole_gradients` in the gradients that they keep whole, if they do. At least `logits` are
+    computed at once on all workers together.
     """
 
     weights: int
@@ -134,10 +143,17 @@ class WorkerMemory:
     largest: int = 0
     gathered: int = 0
     whole_gradients: int = 0
+    head: int = 0
+    """Values of the head's matrix, whose gradient adds up over pieces beside that of earlier micro-batches. Where
+    workers share the model, it is among what they gather."""
+    tied: int = 0
+    """Values of an embedding that is the head's matrix, too: its gradients by either are there at once, and their sum.
+    By then logits and copies are gone."""
+    logits: int = 0
     is_fused: bool = False
     """Whether AdamW's step takes no memory for itself."""
-    has_copy: bool = False
-    """Whether autocast keeps the weights once more, in bf16, while gradients of earlier micro-batches wait."""
+    copied: int = 0
+    """Weights that autocast keeps once more, in bf16, while gradients of earlier micro-batches wait."""
     gathering_on_cpu: int = 0
     """How many workers gather groups in main memory, and leave gaps there."""
 
@@ -155,6 +171,8 @@ class WorkerMemory:
     def training(self) -> int:
         """At the most: what is kept, with what the forward and backward pass need once more, or what a step does."""
         whole = self.gathered + max(self.gathered, self.whole_gradients)
-        passes = 2 * self.weights * self.has_copy + VALUE_BYTES * whole
+        head = self.head * (VALUE_BYTES + 2 * (self.copied > 0))  # in bf16, also each piece's part of it
+        passes = 2 * self.copied + VALUE_BYTES * whole + head + LOGIT_BYTES * self.logits
+        passes = max(passes, 3 * VALUE_BYTES * self.tied)
         gaps = GAPS_BYTES * self.weights * max(0, self.gathering_on_cpu - 1)
         return self.kept + gaps + max(passes, 0 if self.is_fused else 2 * VALUE_BYTES * self.largest)

@@ -27,6 +27,19 @@ def is_all_trained(model: torch.nn.Module) -> bool:
     return all(parameter.requires_grad for parameter in model.parameters())
 
 
+def multiplied_weights(model: Any) -> int:
+    """Return how many trained weights are multiplied with each token: those of matrices, without embeddings that are
+    looked up only. A tied embedding is the head's matrix, too, and counts once."""
+    head = model.get_output_embeddings()
+    looked_up = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding) and (head is None or module.weight is not head.weight)
+    }
+    trained = trainable(model).values()
+    return sum(each.numel() for each in trained if each.ndim > 1 and id(each) not in looked_up)
+
+
 def layout_of(model: torch.nn.Module, streaming: StreamingSection = PLAIN) -> Layout:
     """The model's trainable parameters as a `Layout`, in the fragments of a run.
 

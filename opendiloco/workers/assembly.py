@@ -60,7 +60,7 @@ def assemble_model(
     model: Any = whole if team.mesh is None or each_builds else skeleton
     asked = options.activation_checkpointing
     if config.training.activation_checkpointing if asked is None else asked:
-        _checkpoint_activations(model)
+        checkpoint_activations(model)
     if team.mesh is None:
         model.to(team.device)
         model.tie_weights()  # to some kinds of device, tied weights are moved one by one
@@ -74,7 +74,7 @@ def assemble_model(
     return model
 
 
-def _checkpoint_activations(model: Any) -> None:
+def checkpoint_activations(model: Any) -> None:
     """Have each block compute its activations again in the backward pass. Raises: MachineError when it cannot."""
     # Its name until transformers 5.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from opendiloco.config.run_config import RunConfig, TrainingSection
-from opendiloco.host_memory import MOMENTS_BYTES, STATE_BYTES, HostMemory, WorkerMemory
-from opendiloco.model.parameters import layout_of, transformer_blocks
+from opendiloco.host_memory import CONTEXT_BYTES, MOMENTS_BYTES, NCCL_BYTES, STATE_BYTES, HostMemory, WorkerMemory
+from opendiloco.model.loss import positions_at_once
+from opendiloco.model.parameters import layout_of, multiplied_weights, transformer_blocks
 from opendiloco.model.utilisation import Precision, flops_per_token, peak_tokens_per_second
 from opendiloco.quantities import SECONDS_A_DAY, days_in_words, in_words
 from opendiloco.training.optimizers import FUSED_ON
@@ -67,8 +70,8 @@ class Needs:
 
     @property
     def device_memory(self) -> int:
-        """Of each GPU."""
-        return self.device.training // self.gpus
+        """Of each GPU: its part of the model, and what CUDA and NCCL take for themselves."""
+        return self.device.training // self.gpus + CONTEXT_BYTES + NCCL_BYTES * (self.gpus > 1)
 
     @property
     def disk(self) -> int:
@@ -117,7 +120,7 @@ def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1) -> Needs:
         tokens_per_outer_step=training.inner_steps * training.batch_size * training.sequence_length,
         outer_steps=config.total_outer_steps,
         precision=training.precision,
-        token_flops=flops_per_token(skeleton.config, layout.parameter_count, training.sequence_length),
+        token_flops=flops_per_token(skeleton.config, multiplied_weights(skeleton), training.sequence_length),
     )
 
 
@@ -164,13 +167,19 @@ def worker_memory(
     blocks = [sum(each.numel() for each in block.parameters()) for block in transformer_blocks(skeleton)]
     shared = workers > 1 if is_shared is None else is_shared
     gathered = sum(sizes) if options.whole_layers else sum(sizes) - sum(blocks) + sum(sorted(blocks)[-2:])
+    head, embedding = skeleton.get_output_embeddings(), skeleton.get_input_embeddings()
+    vocabulary, matrix = (head.out_features, head.weight.numel()) if isinstance(head, torch.nn.Linear) else (0, 0)
+    positions = min(positions_at_once(max(1, vocabulary), torch.device(device)), training.sequence_length)
     return WorkerMemory(
         weights=sum(sizes),
         trained=layout_of(skeleton).size,
         largest=max(sizes),
         gathered=gathered * workers if shared else 0,
         whole_gradients=sum(sizes) * workers if shared and options.reduces_once else 0,
+        head=0 if shared else matrix,
+        tied=matrix if matrix and not shared and head.weight is embedding.weight else 0,
+        logits=positions * vocabulary * workers,
         is_fused=device in FUSED_ON,
-        has_copy=training.precision == "bf16" and not shared,
+        copied=0 if shared or training.precision != "bf16" else multiplied_weights(skeleton),
         gathering_on_cpu=workers if shared and device == "cpu" else 0,
     )

@@ -30,7 +30,7 @@ VALUES = {
     "learning_rate": "Learning rate of the last inner step",
     "tokens": "Tokens trained",
     "tokens_per_second": "Training speed",
-    "flops_utilisation": "Model FLOPs utilisation, 0 to 1; NaN: the peak of this device is not known",
+    "flops_utilisation": "MFU by matrix products with causal attention, 0 to 1; NaN: this device's peak is unknown",
     "data_wait_share": "Share of the time, 0 to 1, in which training waited for data",
     "average_wait_share": "Share of the time, 0 to 1, in which training waited for late averages of fragments",
     "late_averages": "Averages of fragments that training waited for",

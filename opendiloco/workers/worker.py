@@ -217,7 +217,7 @@ class Worker:
 
         at_stage("importing transformers")
         with _nothing_collected():
-            from opendiloco.model.parameters import transformer_blocks
+            from opendiloco.model.parameters import multiplied_weights, transformer_blocks
             from opendiloco.model.utilisation import flops_per_token
             from opendiloco.training.inner import ModelReplica
             from opendiloco.training.team import Team
@@ -247,7 +247,7 @@ class Worker:
             parameters=layout.size,
             device=str(device),
             device_name=device_name(device),
-            flops_per_token=flops_per_token(model.config, layout.parameter_count, length),
+            flops_per_token=flops_per_token(model.config, multiplied_weights(model), length),
             micro_batch=self._replica.micro_batch,
             held_out_digest=held_out.digest(windows),
             bytes_per_token=held_out.bytes_per_token(windows, self._tokenizer),

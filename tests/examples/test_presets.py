@@ -264,8 +264,8 @@ def test_the_command_says_it_without_a_network() -> None:
     done = CliRunner().invoke(main, ["run", "needs", str(ROOT / "examples" / "llama-10b.toml")])
     assert done.exit_code == 0, done.output
     assert "10,211,381,248 parameters; 904 outer steps, 94,791,270,400 tokens of each peer" in done.output
-    assert "H100: 184 GB of each GPU, and activations: it is too small" in done.output
-    assert "8 H100: 32.3 GB of each GPU, and activations; 27 days at 40% of its peak" in done.output
+    assert "H100: 187 GB of each GPU, and activations: it is too small" in done.output
+    assert "8 H100: 34.7 GB of each GPU, and activations; 23 days at 40% of its peak" in done.output
 
 
 def test_of_a_small_run_it_says_what_a_person_can_read() -> None:
@@ -275,7 +275,7 @@ def test_of_a_small_run_it_says_what_a_person_can_read() -> None:
     assert "disk: 4.69 MB for checkpoints" in done.output
     assert "each outer step: 235 kB to send" in done.output
     little = "less than a minute at 40% of its peak, and more for rounds, whatever its link"
-    assert f"RTX 4090: 1.88 MB of each GPU, and activations; {little}\n" in done.output
+    assert f"RTX 4090: 539 MB of each GPU, and activations; {little}\n" in done.output
     assert "e-0" not in done.output
 
 

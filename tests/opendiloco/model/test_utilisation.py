@@ -2,18 +2,63 @@
 
 from __future__ import annotations
 
-import pytest
-from transformers import AutoConfig
+from typing import Any
 
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from opendiloco.model.parameters import multiplied_weights
 from opendiloco.model.utilisation import flops_per_token, peak_tokens_per_second
 
-LLAMA = {"num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2}
-GPT2 = {"n_layer": 3, "n_embd": 8, "n_head": 2}
+LLAMA: dict[str, Any] = {
+    "vocab_size": 10,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+}
+BLOCK = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8 + 3 * 8 * 12
+"""Weights of queries, keys, values (one head for two of queries) and output, and of the three matrices of the MLP."""
+PAIRS = 1 + 2 + 3 + 4 + 5
+"""Of a token with itself or one before, in a window of five."""
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("llama", LLAMA), ("gpt2", GPT2)])
-def test_a_token_takes_six_flops_a_weight_and_attention(family: str, sizes: dict[str, int]) -> None:
-    assert flops_per_token(AutoConfig.for_model(family, **sizes), 1000, 16) == 6 * 1000 + 12 * 3 * 8 * 16
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_are_those_of_matrix_products_counted_by_hand(tied: bool) -> None:
+    """The head counts, tied or not; norms do not, nor does looking an embedding up."""
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA, tie_word_embeddings=tied))
+    weights = 3 * BLOCK + 10 * 8
+    assert multiplied_weights(model) == weights
+    forwards = 2 * weights * 5 + 3 * (2 + 2) * 8 * PAIRS  # queries by keys, shares by values
+    assert flops_per_token(model.config, weights, 5) == 3 * forwards / 5
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_torch_counts_the_same_flops_but_for_what_causal_attention_leaves_out(tied: bool) -> None:
+    config = LlamaConfig(**LLAMA | {"tie_word_embeddings": tied, "attn_implementation": "eager"})
+    model, length = AutoModelForCausalLM.from_config(config), 5
+    with FlopCounterMode(display=False) as counted:
+        model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False).logits.sum().backward()
+    left_out = 3 * 3 * (2 + 2) * 8 * (length**2 - PAIRS)
+    expected = flops_per_token(config, multiplied_weights(model), length)
+    assert expected == (counted.get_total_flops() - left_out) / length
+
+
+def test_gpt2_looks_its_positions_up_and_multiplies_its_tied_head() -> None:
+    sizes = {"vocab_size": 10, "n_embd": 8, "n_layer": 3, "n_head": 2, "n_positions": 16}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes))
+    weights = 3 * 12 * 8 * 8 + 10 * 8
+    assert multiplied_weights(model) == weights
+    assert flops_per_token(model.config, weights, 4) == 6 * weights + 6 * 3 * 8 * 5
+
+
+def test_attention_is_as_wide_as_its_heads_together() -> None:
+    config = LlamaConfig(**LLAMA, head_dim=16)
+    assert flops_per_token(config, 1000, 4) == 6 * 1000 + 6 * 3 * (2 * 16) * 5
 
 
 def test_the_peak_in_tf32_is_not_known() -> None:

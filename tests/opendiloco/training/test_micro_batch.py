@@ -155,17 +155,23 @@ def test_gradients_and_the_copy_in_bf16_count_once_and_not_with_each_window(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("positions", [1, 2])
 def test_what_training_takes_is_what_the_formula_says(
-    small_content: dict[str, Any], precision: str, fused: bool, positions: int, monkeypatch: pytest.MonkeyPatch
+    small_content: dict[str, Any],
+    precision: str,
+    fused: bool,
+    tied: bool,
+    positions: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Within a tenth, with AdamW's step as a GPU makes it, and as a CPU does, with whole logits and piece by piece;
-    windows are too short to matter."""
+    """Within a twentieth, with AdamW's step as a GPU makes it, and as a CPU does, with whole logits and piece by piece,
+    tied and untied; windows are too short to matter."""
     monkeypatch.setitem(losses.LOGITS_AT_ONCE, "cpu", positions * 3000)
     monkeypatch.setattr(optimizers, "FUSED_ON", {"cpu"} if fused else set())
     monkeypatch.setattr(needs, "FUSED_ON", optimizers.FUSED_ON)
     sizes = {"vocab_size": 3000, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3}
-    model = small_content["model"]["config"] | sizes | {"tie_word_embeddings": False}
+    model = small_content["model"]["config"] | sizes | {"tie_word_embeddings": tied}
     training = small_content["training"] | {"sequence_length": 2, "precision": precision}
     config = RunConfig.from_manifest_content(
         small_content | {"model": {"config": model, "init_seed": 3}, "training": training}
@@ -173,7 +179,7 @@ def test_what_training_takes_is_what_the_formula_says(
     replica = replica_of(config)
     replica.micro_batch = 1
     memory = worker_memory(replica.model, config.training, "cpu", 1)
-    assert (memory.is_fused, memory.has_copy) == (fused, precision == "bf16")
+    assert (memory.is_fused, memory.copied > 0) == (fused, precision == "bf16")
     theta = np.empty(replica.layout.size, np.float32)
     replica.store(theta)
 
@@ -181,6 +187,31 @@ def test_what_training_takes_is_what_the_formula_says(
         replica.train(theta, 0, (SampleRange(0, 4),), 2)
 
     peak = peak_while(train, TEAM.device) + memory.evaluating
+    assert peak == pytest.approx(memory.training, rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_the_logits_of_a_piece_take_is_what_the_formula_says(
+    small_content: dict[str, Any], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are most of what training takes, in windows of two pieces."""
+    monkeypatch.setitem(losses.LOGITS_AT_ONCE, "cpu", 128 * 4000)
+    sizes = {"vocab_size": 4000, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = small_content["model"]["config"] | sizes | {"max_position_embeddings": 256}
+    training = small_content["training"] | {"sequence_length": 256, "precision": precision, "batch_size": 2}
+    changed = {"model": {"config": model, "init_seed": 3}, "training": training}
+    replica = replica_of(config := RunConfig.from_manifest_content(small_content | changed))
+    replica.micro_batch = 1
+    memory = worker_memory(replica.model, config.training, "cpu", 1)
+    assert memory.logits == 128 * 4000
+    theta = np.empty(replica.layout.size, np.float32)
+    replica.store(theta)
+
+    def train() -> None:
+        replica.train(theta, 0, (SampleRange(0, 4),), 2)
+
+    peak = peak_while(train, TEAM.device) + memory.evaluating
+    assert peak > 2 * memory.kept
     assert peak == pytest.approx(memory.training, rel=0.1)
 
 

@@ -52,7 +52,7 @@ def test_it_prints_tables_and_writes_what_is_asked_for(links: Path, tmp_path: Pa
     assert done.exit_code == 0, done.output
     for words in ("parameters in 1 fragment, 4 peers", "computes", "fast", "peer 2", "a day", "each link needs"):
         assert words in done.output
-    assert "too small: fast: needs 0.0315 GB of each GPU, and has 0.001 GB" in done.output
+    assert "too small: fast: needs 0.569 GB of each GPU, and has 0.001 GB" in done.output
     found = json.loads(figures.read_text())
     assert 0 < found["utilisation"] <= 1
     assert found["cost_per_day"] == 24 * 3.5
