@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from peers.network.transport import HivemindTransport
 
 CHUNKS = "chunks"
-GIVING_TIME = 120.0  # seconds after a round for which averages are given to members that lack them
 CLOSING_TIME = 5.0  # seconds that a stream may take to end properly, so that its connection can be used again
 LATE_FLIGHT = 2.0  # times as long as chunks took before: that is late
 MEMORY = 0.25  # of how long they took, that the last one decides
@@ -212,7 +211,6 @@ class Outgoing:
         for flights in self._flights.values():
             flights.forget_blocks()
         self._uplink.moved()
-        asyncio.get_running_loop().call_later(GIVING_TIME, lambda: self._end() if self._round == over else None)
 
     def _end(self) -> None:
         """Send nothing more of our round."""
