@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from peers.network.transport import HivemindTransport
 
 CHUNKS = "chunks"
-GIVING_TIME = 120.0  # seconds after a round for which averages are given to members that lack them
 CLOSING_TIME = 5.0  # seconds that a stream may take to end properly, so that its connection can be used again
 LATE_FLIGHT = 2.0  # times as long as chunks took before: that is late
 MEMORY = 0.25  # of how long they took, that the last one decides
@@ -179,7 +178,6 @@ class Outgoing:
         self._host = host
         self._uplink = uplink
         self._round: RoundName | None = None
-        self._is_over = False
         self._queues: dict[str, asyncio.Queue[SendChunk | None]] = {}
         self._senders: dict[str, list[asyncio.Task[None]]] = {}
         self._flights: dict[str, _Flights] = {}
@@ -191,17 +189,15 @@ class Outgoing:
         """Send chunks of this round, which has so many other members."""
         self._end()
         self._usual = {peer: flights.usual for peer, flights in self._flights.items()}
-        self._round, self._is_over, self._flights = round_name, False, {}
+        self._round, self._flights = round_name, {}
         self.hangs_at.clear()
         self._uplink.begin_round(self, others)
 
     def tidy(self, present: RoundName | None) -> None:
         """Send nothing more of another round than the `present` one, but for averages if we have all of them."""
-        over = self._round
-        if over is None or over == present or self._is_over:
+        if self._round is None or self._round == present:
             return
-        self._is_over = True
-        if not self._buffers.is_kept(over):
+        if not self._is_over:
             self._end()
             return
         for queue in self._queues.values():
@@ -212,7 +208,6 @@ class Outgoing:
         for flights in self._flights.values():
             flights.forget_blocks()
         self._uplink.moved()
-        asyncio.get_running_loop().call_later(GIVING_TIME, lambda: self._end() if self._round == over else None)
 
     def _end(self) -> None:
         """Send nothing more of our round."""
@@ -296,6 +291,11 @@ class Outgoing:
             if late := flights.late(stream, patience):
                 return late
         return None
+
+    @property
+    def _is_over(self) -> bool:
+        """Return whether our round is over, and its averages are given to members that lack them."""
+        return self._round is not None and self._buffers.last(self._round) is not None
 
     def has_more(self, to: str) -> bool:
         """Whether anything waits to be sent to a member."""

@@ -120,8 +120,8 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
             async with asyncio.timeout(START_TIMEOUT):
                 await registering
         except NETWORK_ERRORS as error:
-            reason = "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
-            raise LocalNetworkError(f"libp2p's daemon takes no handler: {reason}.", "Start the peer again.") from error
+            said = _said_by(error)
+            raise LocalNetworkError(f"libp2p's daemon takes no handler: {said}.", "Start the peer again.") from error
 
     async def refresh_addresses(self) -> None:
         """Ask the daemon where others can reach us now, loopback last. Raises: LocalNetworkError, NETWORK_ERRORS."""
@@ -216,10 +216,13 @@ def peer_errors(peer_id: str) -> Iterator[None]:
     except RemoteProtocolError as error:
         logger.warning("dropped a stream: %s", error)
         raise PeerUnreachableError(peer_id, error.message) from error
-    except TimeoutError as error:
-        raise PeerUnreachableError(peer_id, "no answer in time") from error
     except NETWORK_ERRORS as error:
-        raise PeerUnreachableError(peer_id, str(error) or type(error).__name__) from error
+        raise PeerUnreachableError(peer_id, _said_by(error)) from error
+
+
+def _said_by(error: Exception) -> str:
+    """Return what one of NETWORK_ERRORS says."""
+    return "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
 
 
 async def start_daemon(

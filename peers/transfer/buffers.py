@@ -120,6 +120,10 @@ class PayloadBuffers:
     def round(self, name: RoundName) -> _RoundBuffers | None:
         return self._round if self._round and self._round.name == name else None
 
+    def last(self, name: RoundName) -> _RoundBuffers | None:
+        """Return a round that is over, if all of its averages are here."""
+        return self._last if self._last and self._last.name == name else None
+
     def room(self, length: int) -> bytearray:
         """Return memory for a chunk: what was used before, since the system takes long to give new memory."""
         if self._used and len(self._used[-1]) == length:
@@ -175,16 +179,9 @@ class PayloadBuffers:
         current.digests[chunk] = digest or digest_of(data)
         return current.digests[chunk]
 
-    def is_kept(self, name: RoundName) -> bool:
-        """Return whether a round is over, and all of its averages are here."""
-        return self._last is not None and self._last.name == name
-
     def read(self, name: RoundName, chunk: int, is_averaged: bool) -> memoryview:
         """Return a chunk of the average, or of our own blocks. Raises: KeyError when that is here no more."""
-        if is_averaged and self._last is not None and self._last.name == name:
-            current = self._last
-        else:
-            current = self._open_round(name)
+        current = (self.last(name) if is_averaged else None) or self._open_round(name)
         start, stop = self.chunk_bytes(chunk)
         return current.average[start:stop] if is_averaged else self.own_chunk(chunk)
 
