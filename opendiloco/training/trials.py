@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Trials ---------------------------------------------------------------------------------------------------------------
 class _Trial:
-    """A pass forward in which each block also trains, by itself, on what it is given there.
+    """A pass forward in which each block also trains, by itself, on what it is given there; so does a compiled loss.
 
     With an `attention`, the model attends by that implementation. `error` is the first one of this worker.
     """
@@ -57,6 +57,8 @@ class _Trial:
                 stack.enter_context(with_forward(block, self._tried(block)))
             if self._attention is not None:
                 stack.enter_context(with_forward(model, self._attending(model)))
+            if self._replica.compiled_loss is not None:
+                stack.enter_context(self._replica.compiled_loss.tried())
             return float(self._replica.loss(windows))
 
     def _tried(self, block: Any) -> Callable[..., Any]:
@@ -144,13 +146,18 @@ def compile_blocks(model: Any) -> None:
         block.forward = torch.compile(block.forward)
 
 
+def compiled_blocks(model: Any) -> list[Any]:
+    """Return the blocks whose forward pass is compiled: all of them, or none."""
+    return [block for block in transformer_blocks(model) if "forward" in vars(block)]
+
+
 def keep_compiled_if_it_works(replica: ModelReplica, team: Team) -> None:
     """Compile now, for training, in a pass that changes nothing. Where that fails on any worker, all train without, and
-    say why. Workers call this together.
+    say why; a loss that alone cannot be compiled is given up by itself. Workers call this together.
 
     A device that runs out of memory is no fault of the compiler: training will, too, and goes on with fewer windows.
     """
-    compiled = [block for block in transformer_blocks(replica.model) if "forward" in vars(block)]
+    compiled = compiled_blocks(replica.model)
     if not compiled:
         return
     at_stage(COMPILING)
@@ -161,6 +168,7 @@ def keep_compiled_if_it_works(replica: ModelReplica, team: Team) -> None:
         return
     for block in compiled:
         del block.forward
+    replica.compiled_loss = None
     problem = "another worker cannot." if trial.error is None else first_line(trial.error)
     at_stage(f"not compiling, which would be faster: {problem}")
 

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from opendiloco.training.inner import InnerStep, InnerSteps, ModelReplica
     from opendiloco.training.team import Team
 
+COLLECTED_EVERY = 50
+"""Inner steps, after which each worker collects Python's garbage: all after the same one. What a step leaves is small,
+and a collection takes milliseconds."""
 LOOK_SECONDS = 0.1  # between two looks of a worker, in a pause, at what the peer process wants
 
 
@@ -232,6 +235,7 @@ class Worker:
             bytes_per_token=held_out.bytes_per_token(windows, self._tokenizer),
             fragments=tuple((part.start, part.stop) for part in layout.fragments),
         )
+        _freeze()
 
     def _try_what_is_compiled(self) -> None:
         """Choose how attention is computed, and whether blocks are compiled, by what works here."""
@@ -338,8 +342,23 @@ def _nothing_collected() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()
-        gc.freeze()
+        _freeze()
+        gc.enable()
+
+
+def _freeze() -> None:
+    """Collect Python's garbage now, and never look again at what is in use."""
+    gc.collect()
+    gc.freeze()
+
+
+@contextmanager
+def _collected_by_hand() -> Iterator[None]:
+    """Have Python collect no garbage by itself: that takes long, and all workers wait for the one that does so."""
+    gc.disable()
+    try:
+        yield
+    finally:
         gc.enable()
 
 
@@ -382,7 +401,8 @@ class InnerLoops:
         is_last = command.index + 1 == self._config.total_outer_steps
         self._cycles.begin(inner_steps.planned, self._told(inner_steps), command.overlap, command.goes_on, is_last)
         self._wait_while_held()
-        self._pass_through(inner_steps)
+        with _collected_by_hand():
+            self._pass_through(inner_steps)
         trained = inner_steps.trained
         return control.InnerLoopDone(
             tokens=trained.tokens,
@@ -452,6 +472,8 @@ class InnerLoops:
     def _told(self, inner_steps: InnerSteps) -> Iterator[InnerStep]:
         """Take inner steps; tell of each that changed the weights, and do what fits between two of them."""
         for step in inner_steps.every():
+            if step.number % COLLECTED_EVERY == 0:
+                gc.collect()
             if step.is_finite:
                 if self._team.rank == 0:
                     trained = step.samples * self._config.training.sequence_length
