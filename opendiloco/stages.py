@@ -19,6 +19,7 @@ TRYING_ATTENTION = "trying attention within documents alone"
 WITH_A_COMPILER = frozenset({COMPILING, COMPILING_AGAIN, TRYING_ATTENTION})
 """Stages in which PyTorch compiles. Compilers that it calls may hang."""
 NOT_COMPILING = "not compiling, which would be faster"
+NOT_COMPILING_THE_LOSS = "not compiling the loss, which would be faster"
 LOOK_SECONDS = 1.0  # between two words of how far the same stage has come
 QUIET_SECONDS = 10.0  # between two lines of the log about the same stage
 

@@ -19,7 +19,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from opendiloco.stages import at_stage
+from opendiloco.errors import first_line
+from opendiloco.stages import NOT_COMPILING_THE_LOSS, at_stage
 from peers.errors import ManifestError
 
 # Packed documents -----------------------------------------------------------------------------------------------------
@@ -39,13 +40,22 @@ _known: ContextVar[bool | None] = ContextVar("_known", default=None)
 
 
 def window_loss(
-    model: Any, windows: torch.Tensor, end: int | None = None, z_loss: float = 0.0, router_loss: float = 0.0
+    model: Any,
+    windows: torch.Tensor,
+    end: int | None = None,
+    z_loss: float = 0.0,
+    router_loss: float = 0.0,
+    slope: float | None = None,
+    compiled: CompiledLoss | None = None,
 ) -> torch.Tensor:
     """Return the mean cross-entropy, in nats per token, of predicting tokens 1 … L of each window from those before.
 
     `windows` has shape (batch, L + 1). With `end`, documents are kept apart, and the mean is over the tokens predicted
     within one. With `z_loss`, so many times the mean of log(sum(exp(logits)))² is added; with `router_loss`, so many
     times what the model's routers lose by using its experts unevenly (see `router_loss_weight`).
+
+    With `slope`, the loss is to be multiplied by this number before its backward pass, and by nothing else: a gradient
+    that is computed with the loss has it already. With `compiled`, what is computed of logits goes through that.
     """
     inputs, targets = windows[:, :-1], windows[:, 1:]
     options: dict[str, Any] = {} if end is None else {"position_ids": _document_positions(inputs, end)}
@@ -53,13 +63,16 @@ def window_loss(
         options["output_router_logits"] = True
     wanted = targets if end is None else targets.masked_fill(inputs == end, IGNORED)
     options |= {"input_ids": inputs, "use_cache": False}
-    output, total = _model_and_loss(model, options, wanted, partial(_summed_loss, z_loss=z_loss))
-    loss = total / (wanted != IGNORED).sum().clamp(min=1)  # there may be nothing but empty documents
+    output, loss = _model_and_loss(model, options, wanted, _LogitsLoss(z_loss, compiled), slope)
     return loss + router_loss * output.aux_loss if router_loss else loss
 
 
-def _summed_loss(logits: torch.Tensor, targets: torch.Tensor, z_loss: float) -> torch.Tensor:
-    """Return the sum over the targets that are not ignored, computed in fp32."""
+def _summed_loss(
+    logits: torch.Tensor, targets: torch.Tensor, z_loss: float, changes: tuple[Change, ...] = ()
+) -> torch.Tensor:
+    """Return the sum over the targets that are not ignored, computed in fp32, of the loss of logits after `changes`."""
+    for operation, numbers in changes:
+        logits = operation(logits, *numbers)
     values = logits.float()
     total = torch.nn.functional.cross_entropy(values, targets, reduction="sum")
     if z_loss:
@@ -161,6 +174,9 @@ def check_document_mask(model: Any) -> None:
 # A vocabulary is much wider than a model, and the logits of all positions are what would fill a device's memory. So the
 # model computes hidden states only. Of each piece of these the logits, the loss and, in training, the gradient are
 # computed at once, and nothing but the loss and the gradient is kept. It takes no more arithmetic than whole logits do.
+#
+# torch.nn.functional.linear_cross_entropy goes by pieces, too, but it has no z-loss and no place for what a model does
+# with its logits, and torch.compile leaves it as it is.
 
 LOGITS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Logits of a piece. For each piece the gradient of the head's weight goes through memory once. Beside what else a GPU
@@ -168,35 +184,114 @@ has to do that takes long, so its pieces are larger."""
 ONE_BY_ONE = (torch.Tensor.mul, torch.Tensor.div, torch.Tensor.float, torch.Tensor.tanh, torch.tanh)
 """What models do with logits: they scale them (cohere, granite), and keep them between bounds (gemma2)."""
 
-Change = Callable[[torch.Tensor], torch.Tensor]
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""The summed loss of logits, of shape (positions, vocabulary), with their targets."""
+Change = tuple[Callable[..., torch.Tensor], tuple[float, ...]]
+"""One of these operations, and the numbers that it is given beside the logits."""
 
 _most: ContextVar[int] = ContextVar("_most", default=sys.maxsize)
 _without_pieces: WeakSet[Any] = WeakSet()
 """Models whose head cannot be left out."""
 
 
+class CompiledLoss:
+    """The loss of logits as torch.compile makes it: few passes over them, instead of one for each operation. When that
+    fails for the first time, it is given up, and the loss is computed as it is written."""
+
+    def __init__(self) -> None:
+        self.compute: Callable[..., torch.Tensor] = torch.compile(_summed_loss)
+        self.error: Exception | None = None
+        """Why it was given up."""
+        self.is_tried = False
+
+    @contextmanager
+    def tried(self) -> Iterator[None]:
+        """Have gradients by logits computed meanwhile, also where none are wanted, so that all is compiled."""
+        self.is_tried = True
+        try:
+            yield
+        finally:
+            self.is_tried = False
+
+    def give_up(self, error: Exception) -> None:
+        """Compute without it from now on. Raises: torch.OutOfMemoryError, which is no fault of the compiler."""
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+        self.error = error
+        if not self.is_tried:
+            self.say_why_not()
+
+    def say_why_not(self) -> None:
+        """Say why it was given up, if it was."""
+        if self.error is not None:
+            at_stage(f"{NOT_COMPILING_THE_LOSS}: {first_line(self.error)}")
+
+
+class _LogitsLoss(NamedTuple):
+    """The summed loss of what a model makes of logits, of shape (positions, vocabulary)."""
+
+    z_loss: float
+    compiled: CompiledLoss | None
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def in_use(self) -> CompiledLoss | None:
+        """Return the compiled loss; None if there is none, or it was given up."""
+        return None if self.compiled is None or self.compiled.error is not None else self.compiled
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return _summed_loss(logits, targets, self.z_loss, self.changes)
+
+    def with_slope(
+        self, logits: Callable[[], torch.Tensor], targets: torch.Tensor, scale: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of the logits that are computed by a call, and `scale` times its gradient by these."""
+        if (compiled := self.in_use) is not None:
+            try:
+                return self._with_slope(compiled.compute, logits, targets, scale)
+            except Exception as error:  # PyTorch's compiler, Triton and a C compiler each have their own
+                compiled.give_up(error)
+        return self._with_slope(_summed_loss, logits, targets, scale)
+
+    def _with_slope(
+        self,
+        compute: Callable[..., torch.Tensor],
+        logits_of: Callable[[], torch.Tensor],
+        targets: torch.Tensor,
+        scale: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.enable_grad():
+            logits = logits_of()
+            edge = get_gradient_edge(logits)  # where the gradient by them is found when they are gone
+            value = compute(logits, targets, self.z_loss, self.changes)
+        del logits
+        return value.detach(), torch.autograd.grad(value, edge, scale)[0]
+
+
 def _model_and_loss(
-    model: Any, inputs: Mapping[str, Any], targets: torch.Tensor, loss: Loss
+    model: Any, inputs: Mapping[str, Any], targets: torch.Tensor, loss: _LogitsLoss, slope: float | None
 ) -> tuple[Any, torch.Tensor]:
-    """Return what a model makes of its inputs, and the loss of its logits, which are not to be read from the former.
+    """Return what a model makes of its inputs, and the mean loss of its logits, which are not to be read from the
+    former. For `slope` see `window_loss`.
 
     There is one of the `targets` for each position. A sharded model keeps its head whole until the backward pass.
     """
     flat, head = targets.flatten(), _linear_head(model)
-    if head is not None and flat.numel() > positions_at_once(head.out_features, flat.device):
+    count = (flat != IGNORED).sum().clamp(min=1)  # there may be nothing but empty documents
+    compiled = loss.in_use
+    if head is not None and (compiled is not None or flat.numel() > positions_at_once(head.out_features, flat.device)):
         with _head_left_out(head) as calls:
             output = model(**inputs)
         if len(calls) == 1 and calls[0].stand_for(output.logits):
-            hidden, changed, learns = output.logits.flatten(0, 1), calls[0].changed(loss), torch.is_grad_enabled()
-            return output, _LossByPieces.apply(hidden, head.weight, head.bias, flat, changed, learns)  # type: ignore[no-untyped-call]
+            hidden = output.logits.flatten(0, 1)
+            learns = torch.is_grad_enabled() or (compiled is not None and compiled.is_tried)
+            changed = loss._replace(changes=tuple(calls[0].changes))
+            pieces = hidden, head.weight, head.bias, flat, count, changed, learns, slope
+            return output, _LossByPieces.apply(*pieces)  # type: ignore[no-untyped-call]
         _give_up_pieces(model)  # and what it has computed is of no use
     output = model(**inputs)
     logits = output.logits.flatten(0, 1)
     if len(logits) > positions_at_once(logits.shape[-1], flat.device):
         _give_up_pieces(model)
-    return output, _loss_of_whole(logits, flat, loss)
+    return output, _loss_of_whole(logits, flat, loss) / count
 
 
 def _give_up_pieces(model: Any) -> None:
@@ -261,16 +356,6 @@ class _Notes(TorchFunctionMode):
         """Return whether the model returned these hidden states as its logits, and did nothing else with them."""
         return logits is self.hidden and logits._version == self.version
 
-    def changed(self, loss: Loss) -> Loss:
-        """Return the loss of what the head returns, where `loss` is that of what the model makes of it."""
-
-        def computed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            for change in self.changes:
-                logits = change(logits)
-            return loss(logits, targets)
-
-        return computed
-
     def __torch_function__(
         self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -278,7 +363,7 @@ class _Notes(TorchFunctionMode):
         is_known = operation in ONE_BY_ONE and not kwargs and all(isinstance(one, int | float) for one in numbers)
         if not is_known or args[0] is not self.hidden:
             return operation(*args, **(kwargs or {}))
-        self.changes.append(lambda logits: operation(logits, *numbers))
+        self.changes.append((operation, tuple(numbers)))
         return self.hidden
 
 
@@ -303,7 +388,8 @@ def with_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 class _LossByPieces(torch.autograd.Function):
-    """The loss of hidden states. Its gradients come of the forward pass; the backward pass only multiplies them."""
+    """The loss of hidden states, as the mean over `count` targets. Its gradients come of the forward pass; the backward
+    pass only multiplies them, unless they have its slope already."""
 
     @staticmethod
     def forward(
@@ -312,13 +398,16 @@ class _LossByPieces(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        loss: Loss,
+        count: torch.Tensor,
+        loss: _LogitsLoss,
         learns: bool,
+        slope: float | None,
     ) -> torch.Tensor:
         by_hidden, by_weight, by_bias = (learns and wanted for wanted in ctx.needs_input_grad[:3])
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         matrix, shift = weight.to(dtype), None if bias is None else bias.to(dtype)
+        scale = (1.0 if slope is None else slope) / count
         gradient = _Gradient(
             torch.empty_like(hidden) if by_hidden else None,
             torch.zeros_like(weight, dtype=torch.float32) if by_weight else None,
@@ -329,26 +418,26 @@ class _LossByPieces(torch.autograd.Function):
             states = hidden[piece].detach().to(dtype)
             if not (by_hidden or by_weight or by_bias):
                 return loss(torch.nn.functional.linear(states, matrix, shift), targets[piece])
-            with torch.enable_grad():
-                logits = torch.nn.functional.linear(states.requires_grad_(), matrix, shift)
-                edge = get_gradient_edge(logits)  # where the gradient by them is found when they are gone
-                value = loss(logits, targets[piece])
-            del logits
-            slope = torch.autograd.grad(value, edge)[0]
-            gradient.add(piece, slope, states, matrix)
-            return value.detach()
+            logits = partial(torch.nn.functional.linear, states.requires_grad_(), matrix, shift)
+            value, by_logits = loss.with_slope(logits, targets[piece], scale)
+            gradient.add(piece, by_logits, states, matrix)
+            return value
 
         rows = positions_at_once(len(weight), hidden.device)
         values = [value_of(slice(start, start + rows)) for start in range(0, len(hidden), rows)]
-        ctx.gradient, ctx.dtype = gradient, weight.dtype
-        return torch.stack(values).sum()
+        ctx.gradient, ctx.dtype, ctx.slope = gradient, weight.dtype, slope
+        return torch.stack(values).sum() / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: torch.Tensor) -> Any:
         gradient, ctx.gradient = ctx.gradient, None
-        by_hidden, *by_head = (None if one is None else one.mul_(slope) for one in gradient)
-        return by_hidden, *(None if one is None else one.to(ctx.dtype) for one in by_head), None, None, None
+        if ctx.slope is None:
+            gradient = [None if one is None else one.mul_(slope) for one in gradient]
+        else:
+            torch._assert_async(slope == torch.full_like(slope, ctx.slope), "this loss has another slope than was said")
+        by_hidden, *by_head = gradient
+        return by_hidden, *(None if one is None else one.to(ctx.dtype) for one in by_head), *[None] * 5
 
 
 class _Gradient(NamedTuple):
@@ -363,20 +452,40 @@ class _Gradient(NamedTuple):
         """Add that of a piece, from the gradient by its logits."""
         if self.by_hidden is not None:
             self.by_hidden[piece] = slope @ matrix
-        if self.by_weight is not None and slope.dtype == self.by_weight.dtype:
-            self.by_weight.addmm_(slope.T, states)
-        elif self.by_weight is not None:
-            self.by_weight.add_(slope.T @ states)
+        if self.by_weight is not None:
+            _add_product(self.by_weight, slope.T, states)
         if self.by_bias is not None:
             self.by_bias.add_(slope.sum(0, dtype=torch.float32))
 
 
-def _loss_of_whole(logits: torch.Tensor, targets: torch.Tensor, loss: Loss) -> torch.Tensor:
-    """Return the loss of logits that are there. Of many, the softmax is computed some at a time, and again in the
-    backward pass, since it takes them twice more in fp32."""
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add a product of matrices to a sum in fp32. The product is not rounded to the matrices' dtype where torch can."""
+    if left.dtype != total.dtype and _multiplies_into_fp32(left.device, left.dtype):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    elif left.dtype == total.dtype or left.device.type == "cpu":
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+    else:  # an older torch, with which a GPU multiplies in fp32 many times slower
+        total.add_(left @ right)
+
+
+@cache
+def _multiplies_into_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch adds products of this dtype to fp32 on a device: since torch 2.10, on CUDA alone."""
+    total, one = torch.zeros(8, 8, device=device), torch.zeros(8, 8, dtype=dtype, device=device)
+    try:
+        torch.addmm(total, one, one, out_dtype=total.dtype, out=total)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+def _loss_of_whole(logits: torch.Tensor, targets: torch.Tensor, loss: _LogitsLoss) -> torch.Tensor:
+    """Return the summed loss of logits that are there. Of many, the softmax is computed some at a time, and again in
+    the backward pass, since it takes them twice more in fp32."""
     rows = positions_at_once(logits.shape[-1], logits.device)
     if len(targets) <= rows:
         return loss(logits, targets)
+    compute: Callable[..., torch.Tensor] = loss
     if torch.is_grad_enabled():
-        loss = partial(checkpoint, loss, use_reentrant=False, preserve_rng_state=False)
-    return torch.stack([loss(*piece) for piece in zip(logits.split(rows), targets.split(rows), strict=True)]).sum()
+        compute = partial(checkpoint, loss, use_reentrant=False, preserve_rng_state=False)
+    return torch.stack([compute(*piece) for piece in zip(logits.split(rows), targets.split(rows), strict=True)]).sum()

@@ -23,16 +23,16 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
 
-from opendiloco.config.run_config import RunConfig, TrainingSection
+from opendiloco.config.run_config import CodecSection, RunConfig, TrainingSection
 from opendiloco.data.sample_order import Batches, SampleOrder, numbers_of
 from opendiloco.errors import WorkerError
-from opendiloco.model.loss import packing_known, predicted_tokens, router_loss_weight, window_loss
+from opendiloco.model.loss import CompiledLoss, packing_known, predicted_tokens, router_loss_weight, window_loss
 from opendiloco.model.parameters import STAGED_VALUES, Shards, layout_of, local_part, trainable
 from opendiloco.shared_memory import Vector
 from opendiloco.training.optimizers import build_inner_optimizer, read_state, write_state
 from opendiloco.training.outer import learning_rate_factor
 from opendiloco.training.team import Team
-from opendiloco.training.trials import attending_by
+from opendiloco.training.trials import attending_by, compiled_blocks
 from peers.values.leases import SampleRange, prefix
 from peers.values.workload import Trained
 
@@ -180,8 +180,8 @@ class ModelReplica:
         self.layout = layout_of(model, config.streaming)
         self.micro_batch = micro_batch
         self.attention: str | None = None  # to train with, if not the model's own; see document_attention
+        self.compiled_loss = CompiledLoss() if compiled_blocks(model) else None
         self.window_length = config.training.sequence_length + 1
-        self.codec = config.codec
         self._config = config
         self._samples = samples
         self._team = team or Team(torch.device("cpu"))
@@ -192,6 +192,11 @@ class ModelReplica:
         self._router_loss = router_loss_weight(model)
         self._warmed_up: int | None = None  # inner steps of `rewarmup_steps`
         self._kept_at: int | None = None  # outer steps taken when the moments that it goes on with were kept
+
+    @property
+    def codec(self) -> CodecSection:
+        """Return how the run encodes what is averaged."""
+        return self._config.codec
 
     @property
     def learning_rate(self) -> float:
@@ -317,11 +322,12 @@ class ModelReplica:
             self._optimizer.step()
         return loss, norm, stop > 0
 
-    def loss(self, windows: torch.Tensor) -> torch.Tensor:
-        """Return the mean training loss of windows of token ids, of shape (batch, window_length)."""
+    def loss(self, windows: torch.Tensor, slope: float | None = None) -> torch.Tensor:
+        """Return the mean training loss of windows of token ids, of shape (batch, window_length). For `slope` see
+        `window_loss`."""
         z_loss, end = self._config.training.z_loss, self._samples.document_end
         with self.precision(), packing_known(end is not None):
-            return window_loss(self.model, windows, end, z_loss, self._router_loss)
+            return window_loss(self.model, windows, end, z_loss, self._router_loss, slope, self.compiled_loss)
 
     def _add_gradient(self, batch: NDArray[np.int64]) -> torch.Tensor:
         """Backward passes on this worker's piece of a batch; returns its part of the batch's mean loss.
@@ -330,18 +336,21 @@ class ModelReplica:
         device, so that it always has something to do, unless the model itself does.
         """
         end = self._samples.document_end
-        predicted = predicted_tokens(batch, end)
+        predicted, tried_sizes = predicted_tokens(batch, end), self.tried_sizes
         losses = []
-        for part, is_last in self._micro_batches(batch):
-            if self.reduces_once:
-                self.model.set_requires_gradient_sync(is_last)
-            share = predicted_tokens(part, end) / predicted if len(part) else 0.0
-            read = part if len(part) else batch[:1]
-            windows = _on_device(torch.from_numpy(read), self._team.device)
-            with self._as_tried(len(read)):
-                loss = self.loss(windows)
-                (loss * (share * self._team.size)).backward()
-            losses.append(loss.detach() * share)
+        # What autocast has cast for one part is there for the next: it forgets weights when its outermost context ends.
+        with torch.autocast(self._team.device.type, enabled=False):
+            for part, is_last in self._micro_batches(batch):
+                if self.reduces_once:
+                    self.model.set_requires_gradient_sync(is_last)
+                share = predicted_tokens(part, end) / predicted if len(part) else 0.0
+                read = part if len(part) else batch[:1]
+                windows = _on_device(torch.from_numpy(read), self._team.device)
+                with self._as_tried(len(read) in tried_sizes):
+                    slope = share * self._team.size
+                    loss = self.loss(windows, slope)
+                    (loss * slope).backward()
+                losses.append(loss.detach() * share)
         return torch.stack(losses).double().sum()
 
     def _micro_batches(self, batch: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], bool]]:
@@ -358,14 +367,17 @@ class ModelReplica:
         """Return how many windows go through the model first and last of a whole batch: compiled blocks and attention
         are tried with them. Each worker has as many of these numbers."""
         batch_size = self._config.training.batch_size
-        sizes = [max(1, len(part)) for part, _ in self._micro_batches(np.empty((batch_size, 0), np.int64))]
-        return (sizes[0], sizes[-1]) if len(sizes) > 1 else (sizes[0],)
+        own, largest = self._team.piece(batch_size), self._team.largest_piece(batch_size)
+        size = self.micro_batch or largest
+        last_start = (largest - 1) // size * size
+        first, last = (max(1, min(size, own.stop - own.start - start)) for start in (0, last_start))
+        return (first, last) if last_start else (first,)
 
     @contextmanager
-    def _as_tried(self, windows: int) -> Iterator[None]:
-        """Have so many windows computed as was found to work; if that was not tried with as many, then without, so that
-        nothing is compiled in the midst of training. The last batch of a lease may have any number of them."""
-        if windows in self.tried_sizes:
+    def _as_tried(self, is_tried: bool) -> Iterator[None]:
+        """Have windows computed as was found to work; if that was not tried with as many, then without, so that nothing
+        is compiled in the midst of training. The last batch of a lease may have any number of them."""
+        if is_tried:
             with attending_by(self.model, self.attention):
                 yield
         else:

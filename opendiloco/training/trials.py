@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Trials ---------------------------------------------------------------------------------------------------------------
 class _Trial:
-    """A pass forward in which each block also trains, by itself, on what it is given there.
+    """A pass forward in which each block also trains, by itself, on what it is given there; so does a compiled loss.
 
     With an `attention`, the model attends by that implementation. `error` is the first one of this worker.
     """
@@ -59,6 +59,8 @@ class _Trial:
                 stack.enter_context(with_forward(block, self._tried(block)))
             if self._attention is not None:
                 stack.enter_context(with_forward(model, self._attending(model)))
+            if self._replica.compiled_loss is not None:
+                stack.enter_context(self._replica.compiled_loss.tried())
             return float(self._replica.loss(windows))
 
     def _tried(self, block: Any) -> Callable[..., Any]:
@@ -146,29 +148,42 @@ def compile_blocks(model: Any) -> None:
         block.forward = torch.compile(block.forward)
 
 
+def compiled_blocks(model: Any) -> list[Any]:
+    """Return the blocks whose forward pass is compiled: all of them, or none."""
+    return [block for block in transformer_blocks(model) if "forward" in vars(block)]
+
+
 def keep_compiled_if_it_works(replica: ModelReplica, team: Team, cache: Path | None = None) -> str:
-    """Compile now, for training, in a pass that changes nothing. Where that fails on any worker, all train without.
-    Return why; nothing if it works. Workers call this together.
+    """Compile now, for training, in a pass that changes nothing. Where that fails on any worker, all train without;
+    a loss that alone cannot be compiled is given up by itself. Return why blocks are not compiled; nothing if they are.
+    Workers call this together.
 
     `cache` is a folder of ours in which the compiler keeps what it makes. A device that runs out of memory is no fault
     of the compiler: training will, too, and goes on with fewer windows.
     """
-    compiled = [block for block in transformer_blocks(replica.model) if "forward" in vars(block)]
+    compiled, loss = compiled_blocks(replica.model), replica.compiled_loss
     if not compiled:
         return ""
+    errors: list[Exception | None] = []  # of the blocks, in each attempt
 
     def attempt() -> Exception | None:
         trial = _Trial(replica)
+        if loss is not None:
+            loss.error = None
         for windows in _trial_windows(replica, team.device):
             trial.loss(windows)
-        return trial.error
+        errors.append(trial.error)
+        return trial.error or (None if loss is None else loss.error)
 
     at_stage(COMPILING)
     problem = _tried_twice(team, cache, attempt)
-    if not problem:
+    if not problem or _works(team, errors[-1]):
+        if loss is not None:
+            loss.say_why_not()
         return ""
     for block in compiled:
         del block.forward
+    replica.compiled_loss = None
     at_stage(f"{NOT_COMPILING}: {problem}")
     return problem
 

@@ -64,6 +64,8 @@ def assemble_model(
     if team.mesh is None:
         model.to(team.device)
         model.tie_weights()  # to some kinds of device, tied weights are moved one by one
+        if team.device.type == "cuda":
+            _cast_embeddings(model)
     else:
         shard_model(model, team, config.training, options.whole_layers)
         if not each_builds:
@@ -82,6 +84,19 @@ def checkpoint_activations(model: Any) -> None:
         enable({"use_reentrant": False})
     except ValueError as error:
         raise MachineError(first_line(error), "Use --no-activation-checkpointing.") from error
+
+
+def _cast_embeddings(model: torch.nn.Module) -> None:
+    """Have embeddings return what autocast computes in, where it is on. Blocks add to that: what they read and keep for
+    the backward pass is then in bf16, as where FSDP2 sees to the precision, and half as large."""
+
+    def cast(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        kind = output.device.type
+        return output.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else output
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.register_forward_hook(cast)
 
 
 def _is_compiled(options: WorkerOptions, device: torch.device) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
 import signal
 import socket
@@ -51,6 +52,8 @@ LINE_LENGTH = 500  # characters of a line that are kept: a worker may print anyt
 IN_A_SENTENCE = 3  # lines that an error repeats, the last ones; the log has all that were kept
 TERMINAL_COMMANDS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""What torch's allocator for GPUs is set up with: its name, and two older ones."""
 
 
 class ControlMessage(BaseModel):
@@ -565,5 +568,11 @@ async def _spawn(control: int, inherited: Sequence[int], threads: int) -> asynci
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=child_environment(OMP_NUM_THREADS=str(threads), **LOOPBACK_ONLY),
+            env=child_environment(OMP_NUM_THREADS=str(threads), **LOOPBACK_ONLY, **_allocator()),
         )
+
+
+def _allocator() -> dict[str, str]:
+    """Return what has torch's allocator for GPUs grow its segments, so that tensors of many sizes leave no gaps.
+    Nothing if the volunteer has set the allocator up. Workers on a CPU pass it over."""
+    return {} if any(name in os.environ for name in ALLOCATOR) else {ALLOCATOR[0]: "expandable_segments:True"}

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from opendiloco.training.team import Team
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # where inductor, PyTorch's compiler, keeps what it makes
+COLLECTED_EVERY = 50
+"""Inner steps, after which each worker collects Python's garbage: all after the same one. What a step leaves is small,
+and a collection takes milliseconds."""
 LOOK_SECONDS = 0.1  # between two looks of a worker, in a pause, at what the peer process wants
 
 
@@ -255,6 +258,7 @@ class Worker:
             is_compiled=any("forward" in vars(block) for block in transformer_blocks(model)),
             uncompiled=uncompiled,
         )
+        _freeze()
 
     def _try_what_is_compiled(self) -> str:
         """Choose how attention is computed, and whether blocks are compiled, by what works here. Return why blocks are
@@ -381,8 +385,23 @@ def _nothing_collected() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()
-        gc.freeze()
+        _freeze()
+        gc.enable()
+
+
+def _freeze() -> None:
+    """Collect Python's garbage now, and never look again at what is in use."""
+    gc.collect()
+    gc.freeze()
+
+
+@contextmanager
+def _collected_by_hand() -> Iterator[None]:
+    """Have Python collect no garbage by itself: that takes long, and all workers wait for the one that does so."""
+    gc.disable()
+    try:
+        yield
+    finally:
         gc.enable()
 
 
@@ -425,7 +444,8 @@ class InnerLoops:
         is_last = command.index + 1 == self._config.total_outer_steps
         self._cycles.begin(inner_steps.planned, self._told(inner_steps), command.overlap, command.goes_on, is_last)
         self._wait_while_held()
-        self._pass_through(inner_steps)
+        with _collected_by_hand():
+            self._pass_through(inner_steps)
         trained = inner_steps.trained
         return control.InnerLoopDone(
             tokens=trained.tokens,
@@ -499,6 +519,8 @@ class InnerLoops:
             if (seconds := time.monotonic() - began) > slowest:
                 slowest = seconds
                 self._team.wait_at_most(control.patience(slowest))  # less than for all that is set up before the first
+            if step.number % COLLECTED_EVERY == 0:
+                gc.collect()
             if step.is_finite:
                 if self._team.rank == 0:
                     trained = step.samples * self._config.training.sequence_length

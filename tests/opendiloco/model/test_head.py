@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._dynamo import lookup_backend
+from torch._dynamo.backends.common import aot_autograd
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
@@ -17,13 +20,14 @@ from opendiloco.host_memory import HostMemory
 from opendiloco.kernels import INT8
 from opendiloco.model import loss as losses
 from opendiloco.model.build import build_model, initial_theta
-from opendiloco.model.loss import window_loss
+from opendiloco.model.loss import CompiledLoss, window_loss
+from opendiloco.model.parameters import transformer_blocks
 from opendiloco.stages import watched_by
 from opendiloco.training import trials
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
 from opendiloco.training.trials import fitting_micro_batch, peak_while, trying
-from opendiloco.workers.assembly import assemble_model
+from opendiloco.workers.assembly import _cast_embeddings, assemble_model
 from opendiloco.workers.options import WorkerOptions
 from peers.values.leases import SampleRange
 from tests.opendiloco.training.all_shards import only_one
@@ -68,18 +72,27 @@ def windows_of(number: int = 16) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(0).integers(60, END + 1, (number, 17)))
 
 
+def learn(
+    model: Any,
+    mask: bool = False,
+    z_loss: float = 0.0,
+    router: float = 0.0,
+    slope: float | None = None,
+    compiled: CompiledLoss | None = None,
+) -> tuple[float, list[Any]]:
+    """Return a loss, and half its gradients."""
+    model.zero_grad()
+    loss = window_loss(model, windows_of(), END if mask else None, z_loss, router, slope, compiled)
+    (loss / 2).backward()
+    return loss.item(), [parameter.grad for parameter in model.parameters()]
+
+
 def learnt(model: Any, mask: bool = False, z_loss: float = 0.0, router: float = 0.0) -> tuple[float, list[Any], int]:
     """Return a loss, half its gradients, and what that takes."""
-    losses = list[float]()
-
-    def go() -> None:
-        loss = window_loss(model, windows_of(), END if mask else None, z_loss, router)
-        losses.append(loss.item())
-        (loss / 2).backward()
-
+    found = list[tuple[float, list[Any]]]()
     model.zero_grad()
-    peak = peak_while(go, CPU)
-    return losses[0], [parameter.grad for parameter in model.parameters()], peak
+    peak = peak_while(lambda: found.append(learn(model, mask, z_loss, router)), CPU)
+    return *found[0], peak
 
 
 def assert_same(one: list[Any], other: list[Any]) -> None:
@@ -136,6 +149,142 @@ def test_bf16_differs_from_fp32_no_more_by_pieces_than_whole(
     (whole, off), (by_pieces, others_off) = found
     assert by_pieces == pytest.approx(whole, rel=1e-5)
     assert others_off < 1.05 * off
+
+
+def by_hand(model: Any, mask: bool, z_loss: float) -> tuple[float, list[Any]]:
+    """Return the loss of whole logits, and half its gradients, as their formulas have it."""
+    windows = windows_of()
+    inputs, targets = windows[:, :-1], windows[:, 1:]
+    positions = {"position_ids": losses._document_positions(inputs, END)} if mask else {}
+    log_z = (logits := model(input_ids=inputs, use_cache=False, **positions).logits).logsumexp(-1)
+    each = log_z - logits.gather(-1, targets[..., None])[..., 0] + z_loss * log_z.square()
+    loss = each[inputs != END].mean() if mask else each.mean()
+    model.zero_grad()
+    (loss / 2).backward()
+    return loss.item(), [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize(
+    ("family", "backend"), [("llama", "inductor"), ("gemma2", "aot_eager"), ("cohere", "aot_eager"), ("phi", "eager")]
+)
+@pytest.mark.parametrize(("mask", "z_loss"), [(False, 0.0), (True, 1e-2)])
+def test_a_compiled_loss_is_that_of_whole_logits(
+    small_content: dict[str, Any],
+    family: str,
+    backend: str,
+    mask: bool,
+    z_loss: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 256 positions the last piece has 16, the others 20: that takes two graphs, and no others come later."""
+    graphs, model = list[Any](), model_of(small_content, family)
+    loss, gradients = by_hand(model, mask, z_loss)
+    eager, others = learn(model, mask, z_loss)
+    torch.compiler.reset()
+    made = lookup_backend(backend)
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return made(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
+    compiled = CompiledLoss()
+    for _ in range(2):
+        found, learned = learn(model, mask, z_loss, slope=0.5, compiled=compiled)
+        assert compiled.error is None
+        assert len(graphs) == 2
+        assert [found, eager] == pytest.approx([loss, loss], rel=1e-6)
+        assert_same(gradients, learned)
+        assert_same(others, learned)
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_a_loss_that_cannot_be_compiled_is_computed_without_and_says_so_once(
+    small_content: dict[str, Any], fails_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, said = model_of(small_content), list[str]()
+    _, gradients = learn(model)
+
+    def fail(graph: Any, inputs: Any) -> Any:
+        raise OSError("no compiler here\nand more")
+
+    def forward(graph: Any, inputs: Any) -> Any:
+        return graph.forward
+
+    backend = fail if fails_in == "forward" else aot_autograd(fw_compiler=forward, bw_compiler=fail)
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    compiled = CompiledLoss()
+    with watched_by(lambda stage, share: said.append(stage)):
+        for _ in range(2):
+            assert_same(gradients, learn(model, compiled=compiled)[1])
+    assert len(said) == 1
+    assert "not compiling the loss, which would be faster" in said[0]
+    assert "no compiler here" in said[0]
+
+
+def test_a_compiled_loss_that_runs_out_of_memory_is_not_given_up(
+    small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(*arguments: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "compile", lambda function: run_out)
+    compiled = CompiledLoss()
+    with pytest.raises(torch.OutOfMemoryError):
+        learn(model_of(small_content), compiled=compiled)
+    assert compiled.error is None
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_loss_that_knows_its_slope_has_the_same_gradient_and_refuses_another(small_content: dict[str, Any]) -> None:
+    model = model_of(small_content)
+    loss, gradients = learn(model)
+    known, others = learn(model, slope=0.5)
+    assert known == loss
+    assert_same(gradients, others)
+    with pytest.raises(RuntimeError, match="another slope"):
+        learn(model, slope=0.25)
+
+
+@pytest.mark.parametrize("has_mixed", [False, True])
+def test_products_of_bf16_are_summed_without_rounding_them(has_mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch multiplies into fp32, one call does both; a GPU's is played here."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(shape, generator=generator).bfloat16() for shape in ((64, 300), (300, 32)))
+    total, asked = torch.ones(64, 32), list[Any]()
+
+    def addmm(beginning: Any, one: Any, other: Any, *, out_dtype: torch.dtype, out: torch.Tensor) -> None:
+        assert beginning is out
+        asked.append((one.dtype, other.dtype, out_dtype))
+        out += one.to(out_dtype) @ other.to(out_dtype)
+
+    losses._multiplies_into_fp32.cache_clear()
+    if has_mixed:
+        monkeypatch.setattr(torch, "addmm", addmm)
+    losses._add_product(total, left.T.contiguous().T, right)
+    losses._multiplies_into_fp32.cache_clear()
+    assert asked == [(torch.bfloat16, torch.bfloat16, torch.float32)] * (2 * has_mixed)
+    torch.testing.assert_close(total.double(), 1 + left.double() @ right.double(), rtol=1e-5, atol=1e-4)
+    assert (1 + left @ right - total).abs().max() > 0.01  # what rounding would have done
+
+
+def test_what_blocks_add_to_is_in_bf16_where_autocast_is_on(small_content: dict[str, Any]) -> None:
+    seen = list[torch.dtype]()
+    for family in ("llama", "gpt2"):  # the latter has embeddings of positions, too
+        model = model_of(small_content, family)
+        exact = window_loss(model, windows_of())
+        _cast_embeddings(model)
+        for block in transformer_blocks(model):
+            block.register_forward_hook(lambda block, inputs, output: seen.append(inputs[0].dtype))
+        assert torch.equal(window_loss(model, windows_of()), exact)
+        assert set(seen) == {torch.float32}
+        seen.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert window_loss(model, windows_of()).item() == pytest.approx(exact.item(), rel=0.02)
+        assert set(seen) == {torch.bfloat16}
+        seen.clear()
 
 
 @pytest.mark.usefixtures("_process_group_ends")

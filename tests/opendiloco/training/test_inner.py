@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +21,10 @@ from opendiloco.model.loss import window_loss
 from opendiloco.shared_memory import Vector
 from opendiloco.training.inner import InnerStep, ModelReplica, _on_device
 from opendiloco.training.team import Team
+from opendiloco.workers.assembly import _checkpoint_activations
 from peers.values.leases import SampleRange
+
+CPU = torch.device("cpu")
 
 
 def make_replica(config: RunConfig) -> tuple[ModelReplica, Vector]:
@@ -230,6 +235,58 @@ def test_an_inner_step_waits_for_the_device_once(small_config: RunConfig) -> Non
     replica = ModelReplica(small_config, whole.model, samples, team, micro_batch=1)
     replica.train(theta, 0, (SampleRange(0, 4),), 2)
     assert asked == [[True, True, False]] * 2
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3])
+def test_the_sizes_that_are_tried_are_those_of_a_batchs_first_and_last_windows(
+    small_content: dict[str, Any], shares: int
+) -> None:
+    whole, _ = make_replica(RunConfig.from_manifest_content(small_content))
+    for batch_size, micro_batch, rank in product((1, 2, 7, 8), (None, 1, 2, 3, 8, 9), range(shares)):
+        training = small_content["training"] | {"batch_size": batch_size}
+        config = RunConfig.from_manifest_content(small_content | {"training": training})
+        replica = ModelReplica(config, whole.model, whole._samples, Team(CPU, rank, shares), micro_batch)
+        parts = [max(1, len(part)) for part, _ in replica._micro_batches(np.empty((batch_size, 0), np.int64))]
+        assert replica.tried_sizes == (tuple(parts) if len(parts) == 1 else (parts[0], parts[-1]))
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_weights_are_cast_once_for_all_micro_batches_with_the_same_result(
+    small_content: dict[str, Any], checkpoints: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where autocast begins anew with each of them, it casts each weight again."""
+    training = small_content["training"] | {"batch_size": 4, "precision": "bf16"}
+    config = RunConfig.from_manifest_content(small_content | {"training": training})
+    gradients, casts = list[list[torch.Tensor]](), list[int]()
+    for together in (True, False):
+        whole, _ = make_replica(config)
+        if checkpoints:
+            _checkpoint_activations(whole.model.train())
+        replica = ModelReplica(config, whole.model, whole._samples, micro_batch=1)
+        if not together:
+            alone = torch.autocast
+            monkeypatch.setattr(torch, "autocast", lambda *args, **options: nullcontext())
+            monkeypatch.setattr(replica, "precision", lambda alone=alone: alone("cpu", torch.bfloat16))
+        with Casting(whole.model.lm_head.weight.shape) as casting:  # type: ignore[no-untyped-call]
+            replica._add_gradient(whole._samples.read(np.arange(4)))
+        monkeypatch.undo()
+        gradients.append([parameter.grad for parameter in whole.model.parameters()])
+        casts.append(casting.count)
+    assert casts[0] < casts[1] / 3
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+class Casting(TorchDispatchMode):
+    """Counts how often something of this shape is cast to bf16."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_cast = operation is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") is torch.bfloat16
+        self.count += is_cast and args[0].shape == self.shape
+        return operation(*args, **(kwargs or {}))
 
 
 class Unwaiting(TorchDispatchMode):

@@ -19,8 +19,10 @@ from opendiloco.child_processes import child_environment
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
+from opendiloco.model import loss as losses
 from opendiloco.model.build import initial_theta
 from opendiloco.shared_memory import SharedVectors, Vector, create_memory_file, reserve
+from opendiloco.stages import watched_by
 from opendiloco.training import trials
 from opendiloco.training.evaluation import held_out_loss
 from opendiloco.training.inner import ModelReplica
@@ -131,6 +133,35 @@ def test_nothing_is_compiled_after_the_trial(small_content: dict[str, Any], monk
     replica.train(theta, 0, (SampleRange(16, 25),), 2)  # its last batch has one window
     held_out_loss(model, data.held_out, 8, 7)
     assert len(graphs) == tried
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_loss_that_cannot_be_compiled_is_tried_again_with_an_empty_cache_and_given_up_without_the_blocks(
+    failures: int, small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = [0]
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        def computed(*arguments: Any) -> Any:
+            tried[0] += 1
+            if tried[0] <= failures:
+                raise ImportError("file too short")
+            return function(*arguments)
+
+        return computed if function is losses._summed_loss else function
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    (tmp_path / "library.so").touch()
+    team, samples = Team(torch.device("cpu")), load_data(small_config, ByteTokenizer()).samples
+    model = assemble_model(small_config, ByteTokenizer(), team, WorkerOptions(compile=True), None)
+    replica, said = ModelReplica(small_config, model, samples, team, micro_batch=2), list[str]()
+    with watched_by(lambda stage, share: said.append(stage)):
+        assert trials.keep_compiled_if_it_works(replica, team, tmp_path) == ""
+    assert trials.compiled_blocks(model)
+    assert replica.compiled_loss is not None
+    assert (replica.compiled_loss.error is not None) == (failures == 2)
+    given_up = ["not compiling the loss, which would be faster: file too short."] * (failures == 2)
+    assert said == ["compiling", "compiling again, with an empty cache", *given_up]
 
 
 CACHED = """

@@ -24,7 +24,7 @@ from opendiloco.workers.worker import InnerLoops
 
 
 @contextmanager
-def as_it_is(windows: int) -> Iterator[None]:
+def as_it_is(is_tried: bool) -> Iterator[None]:
     """Have windows computed in any number."""
     yield
 

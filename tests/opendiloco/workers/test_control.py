@@ -4,12 +4,14 @@ import pytest
 
 from opendiloco.errors import DeviceError
 from opendiloco.workers.control import (
+    ALLOCATOR,
     Command,
     Evaluated,
     Failed,
     FragmentStored,
     Reply,
     RunInnerLoop,
+    _allocator,
     _rebuild,
 )
 from opendiloco.workers.worker import _describe_failure
@@ -98,3 +100,13 @@ def test_a_container_with_little_shared_memory_is_told_what_to_do() -> None:
     assert failure.error == "MachineError"
     assert "--shm-size 1g" in failure.remedy
     assert _describe_failure(RuntimeError("/dev/shm is a nice folder")).error == "RuntimeError"
+
+
+def test_gpus_memory_grows_in_segments_unless_the_volunteer_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    assert _allocator() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in ALLOCATOR:
+        with monkeypatch.context() as set_by_hand:
+            set_by_hand.setenv(name, "")
+            assert _allocator() == {}

@@ -1,15 +1,23 @@
-"""A worker's end of the control channel: what it hears while it trains."""
+"""A worker's end of the control channel: what it hears while it trains, and what it does between inner steps."""
 
 from __future__ import annotations
 
+import gc
 import queue
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from opendiloco.workers.control import ControlMessage, CountDevices, EndInnerLoop, Hold
-from opendiloco.workers.worker import ControlChannel
+from opendiloco.config.run_config import RunConfig
+from opendiloco.training.inner import InnerStep, ReplicaTrained
+from opendiloco.training.team import Team
+from opendiloco.workers.control import ControlMessage, CountDevices, EndInnerLoop, Hold, RunInnerLoop
+from opendiloco.workers.worker import COLLECTED_EVERY, ControlChannel, InnerLoops
+from peers.values.leases import SampleRange
 
 
 class Pair:
@@ -53,3 +61,45 @@ def test_a_training_that_is_to_end_is_not_held(pair: Pair) -> None:
     pair.tell(Hold(held=True), EndInnerLoop(number=1))
     assert not pair.channel.is_held(1)
     assert pair.channel.is_held(2)
+
+
+class Steps:
+    """Inner steps of no replica, of which some change nothing. Fails after the last one if so wanted."""
+
+    planned, planned_tokens, planned_samples = 2 * COLLECTED_EVERY + 7, 64, (SampleRange(0, 4),)
+    trained = ReplicaTrained(planned_samples, planned_tokens, 2.0, planned, 1.0, 0, 0.0)
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.taken = fails, 0
+
+    def every(self) -> Iterator[InnerStep]:
+        for number in range(1, self.planned + 1):
+            assert not gc.isenabled()
+            self.taken = number
+            yield InnerStep(number, float("nan") if number == COLLECTED_EVERY else 2.0, 1.0, number)
+        if self.fails:
+            raise ArithmeticError
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_is_collected_after_the_same_inner_steps_on_all_workers(
+    small_config: RunConfig, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is also so where such a step changed nothing. In training Python does not collect by itself."""
+    steps, collected = Steps(fails), list[int]()
+    layout = SimpleNamespace(fragments=(slice(0, 1),))
+    replica: Any = SimpleNamespace(
+        layout=layout, learning_rate=0.1, inner_steps=lambda *arguments: steps, store=lambda *arguments: None
+    )
+    vectors: Any = SimpleNamespace(theta=None, local=None)
+    channel: Any = SimpleNamespace(stopped_number=0, is_held=lambda number: False, send=lambda message: None)
+    loops = InnerLoops(small_config, replica, Team(torch.device("cpu")), vectors, channel, lambda: None)
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(steps.taken))
+    command = RunInnerLoop(number=1, index=0, samples=steps.planned_samples, steps=steps.planned, tokens=0)
+    if fails:
+        with pytest.raises(ArithmeticError):
+            loops.run(command)
+    else:
+        loops.run(command)
+    assert collected == [COLLECTED_EVERY, 2 * COLLECTED_EVERY]
+    assert gc.isenabled()
