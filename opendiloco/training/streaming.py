@@ -31,10 +31,12 @@ class Cycles:
     A replica stores each fragment on its way, and goes on with what it has until the average is to be merged.
 
     Of a replica that takes n inner steps in a cycle, fragment p = 0 … P - 1 is due after ceil((p + 1) n / P) of them,
-    the last one after all. It is stored the run's overlap before, so that no average is awaited when a cycle ends; but
-    when it is due in the cycle that the replica begins with theta, since it has learned nothing before, and in the
-    run's last one, after which nothing is awaited. What was averaged is merged into it when the overlap is over, before
-    the next inner step, which may be one of the next cycle; and at once where it would be stored once more.
+    the last one after all. In the run's last cycle all are due after all steps: a final synchronisation, without which
+    theta would lack what was learned of a fragment after it was stored. A fragment is stored the run's overlap before
+    it is due, so that no average is awaited when a cycle ends; but when it is due in the cycle that the replica begins
+    with theta, since it has learned nothing before, and in the last one, after which nothing is awaited. What was
+    averaged is merged into it when the overlap is over, before the next inner step, which may be one of the next cycle;
+    and at once where it would be stored once more.
     """
 
     def __init__(
@@ -59,13 +61,13 @@ class Cycles:
         if not goes_on:
             self._due.clear()
         self._lead_now = self._lead if goes_on and not is_last else 0
-        self._planned, self._steps = planned, steps
+        self._planned, self._steps, self._is_last = planned, steps, is_last
         self._overlap, self._began = overlap, self._taken
 
     def train_up_to(self, fragment: int, theta: Vector) -> bool:
         """Take the inner steps before a fragment is stored, and merge what is due before each. Returns whether the
         replica has come so far: it may have been told to stop."""
-        due = -(-(fragment + 1) * self._planned // self._fragments)
+        due = self._planned if self._is_last else -(-(fragment + 1) * self._planned // self._fragments)
         has_come = self._take_up_to(max(due - self._lead_now, 0), theta)
         if has_come and fragment in self._due:
             self._merge(fragment, theta)

@@ -75,7 +75,7 @@ def cycles(case: Case) -> Iterator[dict[str, Any]]:
     fragments = FRAGMENTS[case.fragments]
     due = [-(-(p + 1) * H // case.fragments) for p in range(case.fragments)]
     inside = [max(offset - case.overlap, 0) for offset in due]
-    taken = [due, *[inside] * (CYCLES - 2), due]
+    taken = [due, *[inside] * (CYCLES - 2), [H] * case.fragments]  # the last cycle has a final synchronisation
     overlaps = {replica: dict(case.own).get(replica, case.overlap) for replica in TARGETS}
     theta, momentum = [f32(x) for x in START], [f32(0)] * len(START)
     local = {replica: list(theta) for replica in TARGETS}
