@@ -146,14 +146,17 @@ class WorkerMemory:
     head: int = 0
     """Values of the head's matrix, whose gradient adds up over pieces beside that of earlier micro-batches. Where
     workers share the model, it is among what they gather."""
+    embedding: int = 0
+    """Values of an embedding, whose gradient is computed last, beside that of earlier micro-batches; none if shared."""
     tied: int = 0
     """Values of an embedding that is the head's matrix, too: its gradients by either are there at once, and their sum.
-    By then logits and copies are gone."""
+    By then logits are gone."""
     logits: int = 0
     is_fused: bool = False
     """Whether AdamW's step takes no memory for itself."""
     copied: int = 0
-    """Weights that autocast keeps once more, in bf16, while gradients of earlier micro-batches wait."""
+    """Weights that autocast keeps in bf16 for an inner step. Their gradients in bf16 are all there in the end, too:
+    autograd goes back to what was cast for an earlier micro-batch when all else is done."""
     gathering_on_cpu: int = 0
     """How many workers gather groups in main memory, and leave gaps there."""
 
@@ -171,8 +174,8 @@ class WorkerMemory:
     def training(self) -> int:
         """At the most: what is kept, with what the forward and backward pass need once more, or what a step does."""
         whole = self.gathered + max(self.gathered, self.whole_gradients)
-        head = self.head * (VALUE_BYTES + 2 * (self.copied > 0))  # in bf16, also each piece's part of it
+        head = self.head * (VALUE_BYTES + 2 * (self.copied > 0))  # in bf16, also the matrix itself or its gradient
         passes = 2 * self.copied + VALUE_BYTES * whole + head + LOGIT_BYTES * self.logits
-        passes = max(passes, 3 * VALUE_BYTES * self.tied)
+        passes = max(passes, 4 * self.copied + VALUE_BYTES * (self.embedding + 3 * self.tied))
         gaps = GAPS_BYTES * self.weights * max(0, self.gathering_on_cpu - 1)
         return self.kept + gaps + max(passes, 0 if self.is_fused else 2 * VALUE_BYTES * self.largest)

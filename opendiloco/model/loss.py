@@ -485,7 +485,7 @@ def _loss_of_whole(logits: torch.Tensor, targets: torch.Tensor, loss: _LogitsLos
     rows = positions_at_once(logits.shape[-1], logits.device)
     if len(targets) <= rows:
         return loss(logits, targets)
-    compute: Callable[..., torch.Tensor] = loss
+    compute: Callable[..., torch.Tensor] = loss.__call__
     if torch.is_grad_enabled():
         compute = partial(checkpoint, loss, use_reentrant=False, preserve_rng_state=False)
     return torch.stack([compute(*piece) for piece in zip(logits.split(rows), targets.split(rows), strict=True)]).sum()

@@ -170,6 +170,10 @@ def worker_memory(
     head, embedding = skeleton.get_output_embeddings(), skeleton.get_input_embeddings()
     vocabulary, matrix = (head.out_features, head.weight.numel()) if isinstance(head, torch.nn.Linear) else (0, 0)
     positions = min(positions_at_once(max(1, vocabulary), torch.device(device)), training.sequence_length)
+    is_tied = bool(matrix) and head.weight is embedding.weight
+    copied = multiplied_weights(skeleton)
+    if positions < training.sequence_length:  # by pieces, for which the head's matrix is copied alone
+        copied -= matrix
     return WorkerMemory(
         weights=sum(sizes),
         trained=layout_of(skeleton).size,
@@ -177,9 +181,10 @@ def worker_memory(
         gathered=gathered * workers if shared else 0,
         whole_gradients=sum(sizes) * workers if shared and options.reduces_once else 0,
         head=0 if shared else matrix,
-        tied=matrix if matrix and not shared and head.weight is embedding.weight else 0,
+        embedding=0 if shared or is_tied else embedding.weight.numel(),
+        tied=matrix if is_tied and not shared else 0,
         logits=positions * vocabulary * workers,
         is_fused=device in FUSED_ON,
-        copied=0 if shared or training.precision != "bf16" else multiplied_weights(skeleton),
+        copied=0 if shared or training.precision != "bf16" else copied,
         gathering_on_cpu=workers if shared and device == "cpu" else 0,
     )

@@ -132,11 +132,11 @@ def test_the_choice_is_held_against_the_best_that_leaves_a_core() -> None:
 
 
 def test_what_training_takes() -> None:
-    on_the_cpu = training.Machine("cpu", threads=2, cpu_workers=3)
-    assert on_the_cpu.bare_arguments == ["--device", "cpu", "--threads", 6]
+    on_the_cpu = training.Machine("cpu", threads=2, cpu_workers=3, micro_batch=4, compiles=True)
+    assert on_the_cpu.loop_arguments == ["--device", "cpu", "--threads", 6, "--micro-batch", 4, "--compile"]
     host = HostMemory(10, INT8).growing
     assert [on_the_cpu.formula(name, 10) for name in (training.BARE, training.VOLUNTEER)] == [160, 160 + host]
-    on_a_gpu = training.Machine("cuda:0", threads=1, cpu_workers=1)
+    on_a_gpu = training.Machine("cuda:0", threads=1, cpu_workers=1, micro_batch=4, compiles=False)
     assert [on_a_gpu.formula(name, 10) for name in (training.BARE, training.VOLUNTEER)] == [0, host]
 
 

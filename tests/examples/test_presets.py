@@ -264,7 +264,7 @@ def test_the_command_says_it_without_a_network() -> None:
     done = CliRunner().invoke(main, ["run", "needs", str(ROOT / "examples" / "llama-10b.toml")])
     assert done.exit_code == 0, done.output
     assert "10,211,381,248 parameters; 904 outer steps, 94,791,270,400 tokens of each peer" in done.output
-    assert "H100: 187 GB of each GPU, and activations: it is too small" in done.output
+    assert "H100: 203 GB of each GPU, and activations: it is too small" in done.output
     assert "8 H100: 34.7 GB of each GPU, and activations; 23 days at 40% of its peak" in done.output
 
 

@@ -21,7 +21,7 @@ from opendiloco.model.loss import window_loss
 from opendiloco.shared_memory import Vector
 from opendiloco.training.inner import InnerStep, ModelReplica, _on_device
 from opendiloco.training.team import Team
-from opendiloco.workers.assembly import _checkpoint_activations
+from opendiloco.workers.assembly import checkpoint_activations
 from peers.values.leases import SampleRange
 
 CPU = torch.device("cpu")
@@ -261,13 +261,13 @@ def test_weights_are_cast_once_for_all_micro_batches_with_the_same_result(
     for together in (True, False):
         whole, _ = make_replica(config)
         if checkpoints:
-            _checkpoint_activations(whole.model.train())
+            checkpoint_activations(whole.model.train())
         replica = ModelReplica(config, whole.model, whole._samples, micro_batch=1)
         if not together:
             alone = torch.autocast
             monkeypatch.setattr(torch, "autocast", lambda *args, **options: nullcontext())
             monkeypatch.setattr(replica, "precision", lambda alone=alone: alone("cpu", torch.bfloat16))
-        with Casting(whole.model.lm_head.weight.shape) as casting:  # type: ignore[no-untyped-call]
+        with Casting(whole.model.lm_head.weight.shape) as casting:
             replica._add_gradient(whole._samples.read(np.arange(4)))
         monkeypatch.undo()
         gradients.append([parameter.grad for parameter in whole.model.parameters()])
