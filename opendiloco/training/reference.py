@@ -341,7 +341,7 @@ class Codec(NamedTuple):
             raise WorkerError(
                 "a pseudo-gradient holds NaN or infinity.", "Training has diverged: lower learning rates."
             )
-        decoded: Any = self.decode(self.encode(values.copy()))
+        decoded: Any = self.decode(self.encode(values.copy()))  # copies: the functions may use their arrays again
         if not isinstance(decoded, np.ndarray) or (decoded.dtype, decoded.shape) != (values.dtype, values.shape):
             kind = f"{type(decoded).__name__} {getattr(decoded, 'dtype', '')} {getattr(decoded, 'shape', '')}".rstrip()
             raise ArgumentError(
@@ -353,7 +353,7 @@ class Codec(NamedTuple):
                 f"codec: decode has returned {decoded[place]} for {values[place]:g}, value {place} of {values.size}.",
                 "Return finite values, also for an array of zeros, and for one with a few that are far larger.",
             )
-        return decoded
+        return decoded.copy()
 
 
 def run_codec(format: kernels.Format, rounding: kernels.Rounding) -> Codec:

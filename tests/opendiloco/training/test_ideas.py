@@ -147,6 +147,21 @@ def test_the_average_may_stay_as_it_is(small_content: dict[str, Any]) -> None:
         assert len(sizes) == calls
 
 
+def test_a_codec_may_use_its_arrays_again(small_content: dict[str, Any]) -> None:
+    room: list[Vector] = []
+
+    def encode(values: Vector) -> Vector:
+        values *= 2
+        return values
+
+    def decode(values: Vector) -> Vector:
+        room[:] = room or [np.empty_like(values)]
+        return np.divide(values, 2, out=room[0])
+
+    config = config_of(small_content, codec={"error_feedback": 1.0})
+    assert train(Reference(config, codec=Codec(encode, decode))) == train(Reference(config, codec=EXACT))
+
+
 @pytest.mark.parametrize(
     ("decode", "problem"),
     [
