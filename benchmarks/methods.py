@@ -142,7 +142,7 @@ def unchanged(values: Vector) -> Vector:
     return values
 
 
-EXACT = {"codec": Codec(encode=unchanged, decode=unchanged)}
+EXACT = Codec(encode=unchanged, decode=unchanged)
 """Pseudo-gradients are averaged in fp32."""
 
 

@@ -102,7 +102,7 @@ def test_all_begin_with_the_same_weights_wherever_fragments_lie(warm: Vector) ->
 
 def test_diloco_without_a_codec_is_what_fp16_comes_close_to(warm: Vector) -> None:
     config = QUICK.config(0, QUICK.steps, streaming={"layers_per_fragment": 3, "overlap": 2}, codec={"kind": "fp16"})
-    exact, coded = Reference(config, **EXACT), Reference(config)
+    exact, coded = Reference(config, codec=EXACT), Reference(config)
     roster = [Work(name, (SampleRange(first, first + 24),), 6) for name, first in (("a", 0), ("b", 24))]
     before = exact.state.theta.copy()
     for _ in range(2):
