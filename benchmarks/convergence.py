@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import click
 import torch
 
-from benchmarks.methods import Course, Method, Setting, train, warm_start
+from benchmarks.methods import EXACT, Course, Method, Setting, train, warm_start
 from benchmarks.plots import Panel, Point, svg
 from benchmarks.reporting import Bar, json_option, report
 from opendiloco.shared_memory import Vector
@@ -51,7 +51,7 @@ METHODS = (
     Method("data-parallel", "batches"),
     Method("data-parallel, Muon", "batches", {"inner_optimizer": MUON}),
     Method("one worker, its share of tokens", "alone"),
-    Method("DiLoCo fp32", is_exact=True),
+    Method("DiLoCo fp32", idea={"codec": EXACT}),
     Method("DiLoCo int8"),
     Method("DiLoCo e3m0", changes=E3M0),
     Method("DiLoCo int8, Muon", changes={"inner_optimizer": MUON}),
@@ -63,8 +63,8 @@ METHODS = (
     Method("DiLoCo sparse", changes=SPARSE),
     Method("FedPart int8", changes=FEDPART, freezes=True),
     Method("4 replicas int8", times=2),
-    Method("4 replicas fp32", is_exact=True, times=2),
-    Method("4 replicas fp32, one often absent", absent=True, is_exact=True, times=2),
+    Method("4 replicas fp32", idea={"codec": EXACT}, times=2),
+    Method("4 replicas fp32, one often absent", absent=True, idea={"codec": EXACT}, times=2),
     Method("4 replicas int8, two with half the steps", times=2, slow=2),
     Method("4 replicas int8, two late", changes=ASYNCHRONOUS, times=2, late=2),
     Method("4 replicas int8, two late, momentum every 2", changes=DELAYED, times=2, late=2),

@@ -43,4 +43,5 @@ class FreezingReference(Reference):
         return self.end(members)
 
     def build_replica(self) -> FrozenReplica:
-        return FrozenReplica(self.config, build_model(self.config, self._tokenizer), self._data.samples)
+        model = build_model(self.config, self._tokenizer)
+        return FrozenReplica(self.config, model, self._data.samples, layout=self.layout)

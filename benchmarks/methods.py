@@ -14,7 +14,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.kernels import FORMATS
 from opendiloco.model.layout import Layout
 from opendiloco.shared_memory import Vector
-from opendiloco.training.reference import Member, Reference, Work
+from opendiloco.training.reference import Codec, Member, Reference, Work
 from peers.values.leases import SamplePool
 
 Point = tuple[float, float]
@@ -90,8 +90,9 @@ class Method:
     kind: Literal["replicas", "batches", "steps", "alone"] = "replicas"
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Tables of run.toml that are other than the setting's."""
-    is_exact: bool = False
-    """Whether pseudo-gradients are averaged in fp32, without a codec."""
+    idea: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `Reference`: an outer optimizer, a codec or a pattern in place of the run's. Worker processes import
+    them, so they are functions of a module, or `partial` of such."""
     freezes: bool = False
     """Whether in each outer step one fragment alone learns, and is exchanged."""
     overlaps: Sequence[int] = ()
@@ -119,9 +120,7 @@ class Method:
     @property
     def reference(self) -> type[Reference]:
         """Return what trains by this method."""
-        if self.absent:
-            return AbsentReference
-        return ExactReference if self.is_exact else FreezingReference if self.freezes else Reference
+        return AbsentReference if self.absent else FreezingReference if self.freezes else Reference
 
 
 @dataclass(frozen=True)
@@ -138,34 +137,30 @@ class Course:
         return self.curve[-1][1]
 
 
-class ExactReference(Reference):
-    """DiLoCo without a codec: pseudo-gradients are averaged, and outer steps taken, in fp32."""
+def unchanged(values: Vector) -> Vector:
+    """Return values as they are."""
+    return values
 
-    def synchronise(self, fragment: int, members: Sequence[Member]) -> None:
-        part, outer = self.state.fragments[fragment], self.config.outer_optimizer
-        theta, momentum, local = self.state.theta[part], self.state.momentum[part], np.empty_like(self.state.theta)
-        average, weights = np.zeros_like(theta), np.zeros_like(theta)
-        for member in members:
-            member.cycles.store(local, fragment)
-            weight = np.float32(member.tokens) * self.presence(member, fragment, theta.size)
-            average += weight * (member.base[part] - local[part])
+
+EXACT = Codec(encode=unchanged, decode=unchanged)
+"""Pseudo-gradients are averaged in fp32."""
+
+
+class AbsentReference(Reference):
+    """DiLoCo where a quarter of the last replica's chunks never arrive, each time others."""
+
+    def mean(self, fragment: int, members: Sequence[Member], sent: Sequence[Vector]) -> Vector:
+        total, weights = np.zeros_like(sent[0]), np.zeros_like(sent[0])
+        for member, values in zip(members, sent, strict=True):
+            weight = np.float32(member.tokens) * self._presence(member, fragment, values.size)
+            total += weight * values
             weights += weight
-        average /= weights
-        momentum *= np.float32(outer.momentum)
-        momentum += average
-        theta -= np.float32(self.state.learning_rate(self.index)) * (average + np.float32(outer.momentum) * momentum)
+        return np.asarray(total / weights)
 
-    def presence(self, member: Member, fragment: int, size: int) -> Vector:
+    def _presence(self, member: Member, fragment: int, size: int) -> Vector:
         """Return 1 for each value of a fragment that a member brings, and 0 for the others."""
-        return np.ones(size, np.float32)
-
-
-class AbsentReference(ExactReference):
-    """The same, where a quarter of the last replica's chunks never arrive, each time others."""
-
-    def presence(self, member: Member, fragment: int, size: int) -> Vector:
         if member.work.replica != max(self.members):
-            return super().presence(member, fragment, size)
+            return np.ones(size, np.float32)
         drawn = np.random.default_rng((self.index, fragment)).permutation(SMALL_CHUNKS) >= SMALL_CHUNKS // 4
         return np.repeat(drawn, -(-size // SMALL_CHUNKS))[:size].astype(np.float32)
 
@@ -185,7 +180,7 @@ def train(method: Method, setting: Setting, seed: int, warm: Vector) -> Course:
     setting = method.adapt(setting)
     steps = setting.steps * (setting.replicas if method.kind == "steps" else 1)
     config = setting.config(seed, steps, setting.replicas if method.kind == "batches" else 1, **method.changes)
-    reference = method.reference(config)
+    reference = method.reference(config, **method.idea)
     layout, theta = reference.layout, reference.state.theta
     for there, here in zip(Layout([(each.name, each.shape) for each in layout]), layout, strict=True):
         theta[here.slice] = warm[there.slice]
@@ -201,7 +196,8 @@ def train(method: Method, setting: Setting, seed: int, warm: Vector) -> Course:
         sent = 4 * layout.parameter_count if method.kind == "batches" else 0
         return Course(tuple(curve), sent, steps * sent)
     values = [fragment.stop - fragment.start for fragment in layout.fragments]
-    sizes = [4 * each if method.is_exact else FORMATS[config.codec.kind].payload_size(each) for each in values]
+    # A codec in Python counts as if it sent fp32.
+    sizes = [4 * each if "codec" in method.idea else FORMATS[config.codec.kind].payload_size(each) for each in values]
     cycles_of_each = setting.outer_steps / (len(sizes) if method.freezes else 1)
     return Course(tuple(curve), max(sizes), round(cycles_of_each * sum(sizes)))
 

@@ -77,6 +77,12 @@ class DemoError(DilocoPeerError):
     exit_code = 1
 
 
+class ArgumentError(DilocoPeerError):
+    """What a Python program has given to the reference is of no use: an outer optimizer, a codec or a pattern."""
+
+    exit_code = 2
+
+
 class SettingsError(DilocoPeerError):
     """An environment variable or the configuration file says what no setting can be."""
 

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from opendiloco.config.run_config import CodecSection, RunConfig, TrainingSection
 from opendiloco.data.sample_order import Batches, SampleOrder, numbers_of
 from opendiloco.errors import WorkerError
+from opendiloco.model.layout import Layout
 from opendiloco.model.loss import CompiledLoss, packing_known, predicted_tokens, router_loss_weight, window_loss
 from opendiloco.model.parameters import STAGED_VALUES, Shards, layout_of, local_part, trainable
 from opendiloco.shared_memory import Vector
@@ -174,10 +175,12 @@ class ModelReplica:
         team: Team | None = None,
         micro_batch: int | None = None,
         reduces_once: bool = False,
+        layout: Layout | None = None,
     ) -> None:
-        """With `reduces_once`, workers sum their gradients after a batch's last windows only."""
+        """With `reduces_once`, workers sum their gradients after a batch's last windows only. `layout` is by default
+        the run's."""
         self.model = model
-        self.layout = layout_of(model, config.streaming)
+        self.layout = layout_of(model, config.streaming) if layout is None else layout
         self.micro_batch = micro_batch
         self.attention: str | None = None  # to train with, if not the model's own; see document_attention
         self.compiled_loss = CompiledLoss() if compiled_blocks(model) else None

@@ -1,7 +1,8 @@
 """DiLoCo in one process, with the swarm's codec: Algorithm 2 of arXiv 2501.18512 (Streaming DiLoCo) as a loop over
 replicas. With one fragment and no overlap it is Algorithm 1 (DiLoCo, arXiv 2311.08105), by the same code.
 
-It is what a swarm must agree with, bit for bit, when given the same leases.
+It is what a swarm must agree with, bit for bit, when given the same leases. It is also where an idea is tried: an outer
+optimizer, a codec and a pattern of fragments may be given in Python (docs/ideas.md).
 
 A cycle, or outer step, is H inner steps of each replica, in which each fragment is synchronised once. Where the paper
 leaves something open:
@@ -18,29 +19,42 @@ leaves something open:
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig, StreamingSection
 from opendiloco.data.tokenizer import Tokenizer, build_tokenizer
 from opendiloco.data.training_data import TrainingData, load_data
+from opendiloco.errors import ArgumentError, WorkerError
 from opendiloco.model.build import build_model
 from opendiloco.model.layout import Layout
+from opendiloco.model.parameters import layout_of
 from opendiloco.shared_memory import Vector
-from opendiloco.training.codec import Residual, RunRounding
+from opendiloco.training.codec import RunRounding
 from opendiloco.training.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.outer import OuterState
 from opendiloco.training.streaming import Cycles
 from peers.protocol.weights import aged
+from peers.values.chunks import digest_of_state
 from peers.values.leases import SampleRange
 from peers.values.manifest import Amendment
 
+OuterOptimizer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+"""An optimizer's class, or a function that makes one. It is called once for each fragment, with theta's tensors in the
+model's shapes. `step` finds their pseudo-gradients, averaged, where gradients are."""
+Pattern: TypeAlias = Callable[[Layout], Sequence[Sequence[str]]]
+"""A function from the model's layout to fragments: the names of each one's parameters. Fragments are synchronised in
+this order within a cycle."""
 
+
+# The algorithm --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Work:
     """One replica's part in one outer step. `overlap` is its own τ (the paper's section 3.3.2), if not the run's.
@@ -65,11 +79,12 @@ class Member:
 
     work: Work
 
-    def __init__(self, replica: ModelReplica, streaming: StreamingSection, error_feedback: float) -> None:
+    def __init__(self, replica: ModelReplica, streaming: StreamingSection) -> None:
         self.replica = replica
         self.cycles = Cycles(replica.store, replica.merge, len(replica.layout.fragments), streaming)
-        self.residuals = [Residual(error_feedback, part.stop - part.start) for part in replica.layout.fragments]
-        self.base: Vector = np.zeros(replica.layout.size, np.float32)
+        self.residual: Vector = np.zeros(replica.layout.size, np.float32)
+        """What payloads have left out, for error feedback."""
+        self.base = self.residual.copy()
         """The theta that what it learns of each fragment counts from."""
         self.returned = self.base.copy()
         """What has come back of each fragment, to be merged."""
@@ -87,8 +102,7 @@ class Member:
         was_there = self._ended_at is not None and began_at == self._ended_at + 1
         goes_on = was_there and self._streams
         if not was_there:
-            for residual in self.residuals:
-                residual.forget()
+            self.residual[:] = 0
         if not goes_on:
             self.base[:] = theta
         begin_with = None if goes_on else theta
@@ -119,15 +133,22 @@ class StreamingDiLoCo:
     """The algorithm, whatever its replicas train. A replica is made when its name first appears."""
 
     def __init__(
-        self, config: RunConfig, layout: Layout, theta: Vector, new_replica: Callable[[], ModelReplica]
+        self,
+        config: RunConfig,
+        layout: Layout,
+        theta: Vector,
+        new_replica: Callable[[], ModelReplica],
+        outer_optimizer: OuterOptimizer | None = None,
+        codec: Codec | None = None,
     ) -> None:
-        """`theta` is used in place, and begins with zeros in the padding."""
+        """`theta` is used in place, and begins with zeros in the padding. The outer optimizer and the codec are the
+        run's unless others are given. A given optimizer stands in place of `config.outer_optimizer` and of amendments,
+        a given codec in place of `config.codec` but for its error feedback."""
         self.config = config
         self.layout = layout
         self.state = OuterState(theta, config.outer_optimizer, layout.fragments)
         self.members: dict[str, Member] = {}
         self._rounding = RunRounding(config.codec)
-        self._is_asynchronous = config.rounds.enough is not None
         self._beginnings = deque[tuple[Vector, int]](maxlen=1 + config.rounds.staleness)
         """Theta and the run's tokens as the last outer steps began."""
         self.index = 0
@@ -135,7 +156,13 @@ class StreamingDiLoCo:
         self.amendment: Amendment | None = None
         """The one that is in force from the next outer step on; set it where the log takes one in."""
         self._new_replica = new_replica
-        self._local = np.zeros_like(theta)
+        self._codec = codec
+        self._optimizers: list[tuple[list[torch.nn.Parameter], torch.optim.Optimizer]] = []
+        """Of each fragment, theta's tensors and their optimizer, where one is given."""
+        if outer_optimizer is not None:
+            for fragment in range(len(layout.fragments)):
+                tensors = [torch.nn.Parameter(tensor) for tensor in self._tensors(theta, fragment)]
+                self._optimizers.append((tensors, outer_optimizer(tensors)))
 
     def outer_step(self, roster: Sequence[Work]) -> bytes:
         """One outer step, its members in roster order (the order matters to the last bit). Returns the state digest.
@@ -160,43 +187,95 @@ class StreamingDiLoCo:
         streaming, outer_steps, members = self.config.streaming, self.config.total_outer_steps, []
         for work in roster:
             if work.replica not in self.members:
-                member = Member(self._new_replica(), streaming, self.config.codec.error_feedback)
-                self.members[work.replica] = member
+                self.members[work.replica] = Member(self._new_replica(), streaming)
             members.append(self.members[work.replica])
             overlap = streaming.overlap if work.overlap is None else work.overlap
             members[-1].take_part(work, *self._beginnings[-1 - work.age], self.index, overlap, outer_steps)
         return members
 
     def end(self, members: Sequence[Member]) -> bytes:
-        """End an outer step, and the work of those that bring its last fragment. Returns the state digest."""
+        """End an outer step, and the work of those that bring its last fragment. Returns the state digest; with a given
+        outer optimizer, the digest of theta alone."""
         for member in members:
             member.end(self.index)
         self.index += 1
         self.tokens += sum(member.tokens for member in members)
-        return self.state.digest()
+        return digest_of_state([self.state.theta.view(np.uint8).data]) if self._optimizers else self.state.digest()
 
     def synchronise(self, fragment: int, members: Sequence[Member]) -> None:
-        """Average a fragment's pseudo-gradients, each quantized, by their weights, and take its outer step."""
+        """Average a fragment's pseudo-gradients, as the codec leaves each, and take the fragment's outer step."""
+        part, codec = self.state.fragments[fragment], self._codec_with(self._rounding.of_average(self.index, fragment))
+        sent = [self._contribution(fragment, member) for member in members]
+        average = self.mean(fragment, members, sent)
+        if codec.encodes_average:
+            average = codec.round_trip(average)
+            for member, values in zip(members, sent, strict=True) if codec.is_sparse else ():
+                member.residual[part] += np.where(average == 0, values, np.float32(0))
+        self._take_outer_step(fragment, average)
+
+    def _contribution(self, fragment: int, member: Member) -> Vector:
+        """Return a member's pseudo-gradient as the codec leaves it, after a share of what was left out is added."""
+        part, share = self.state.fragments[fragment], self.config.codec.error_feedback
+        local = np.empty_like(self.state.theta)
+        member.cycles.store(local, fragment)
+        difference = member.base[part] - local[part]
+        if share:
+            difference += np.float32(share) * member.residual[part]
+        rounding = self._rounding.of_contribution(member.began_at, fragment, member.work.samples)
+        sent = self._codec_with(rounding).round_trip(difference)
+        member.residual[part] = difference - sent
+        return sent
+
+    def mean(self, fragment: int, members: Sequence[Member], sent: Sequence[Vector]) -> Vector:
+        """Return the mean of what members have sent of a fragment, by their weights."""
+        weights, total = [self._weight(member) for member in members], np.zeros_like(sent[0])
+        for weight, values in zip(weights, sent, strict=True):
+            total += np.float32(weight) * values
+        total /= np.float32(sum(weights))
+        return total
+
+    def _take_outer_step(self, fragment: int, average: Vector) -> None:
+        """Take a fragment's outer step with its average, as `OuterState.apply` does, or by the given optimizer."""
         part = self.state.fragments[fragment]
-        theta, local = self.state.theta[part], self._local[part]
-        format = kernels.FORMATS[self.config.codec.kind]
-        payloads = [kernels.Payload(format, theta.size) for _ in members]
-        average, accumulator = kernels.Payload(format, theta.size), np.zeros_like(theta)
-        for member, payload in zip(members, payloads, strict=True):
-            member.cycles.store(self._local, fragment)
-            rounding = self._rounding.of_contribution(member.began_at, fragment, member.work.samples)
-            kernels.quantize_difference(
-                member.base[part], local, payload, rounding, member.residuals[fragment].to_add()
+        theta, momentum = self.state.theta[part], self.state.momentum[part]
+        if self._optimizers:
+            self._take_given_step(fragment, average)
+            return
+        coefficient, every = self.state.coefficient(self.amendment), self.config.outer_optimizer.momentum_every
+        rate = np.float32(self.state.learning_rate(self.index, self.amendment) / every)
+        if (self.index + 1) % every == 0:
+            momentum[:] = np.float32(coefficient) * momentum + average
+            theta -= rate * (average + np.float32(coefficient) * momentum)
+        else:
+            theta -= rate * average
+            if coefficient:
+                momentum += np.float32(1 / coefficient) * average
+
+    def _take_given_step(self, fragment: int, average: Vector) -> None:
+        """Take a fragment's outer step by the given optimizer. Raises: ArgumentError when theta is not finite then."""
+        part, (tensors, optimizer) = self.state.fragments[fragment], self._optimizers[fragment]
+        gradient = np.zeros_like(self.state.theta)
+        gradient[part] = average
+        for tensor, own in zip(tensors, self._tensors(gradient, fragment), strict=True):
+            tensor.grad = own
+        optimizer.step()
+        if not np.isfinite(self.state.theta[part]).all():
+            raise ArgumentError(
+                f"outer_optimizer: theta holds NaN or infinity after outer step {self.index} of fragment {fragment}.",
+                "Lower its learning rate.",
             )
-            kernels.accumulate(payload, self._weight(member), accumulator)
-        rounding = self._rounding.of_average(self.index, fragment)
-        kernels.finish_average(accumulator, sum(map(self._weight, members)), average, rounding)
-        for member, payload in zip(members, payloads, strict=True):
-            member.residuals[fragment].take_back(payload, average)
-        self.state.apply(average, self.index, fragment, self.amendment)
+
+    def _tensors(self, flat: Vector, fragment: int) -> list[torch.Tensor]:
+        """Return views of a fragment's parameters in a flat vector, in the model's shapes."""
+        parameters = self.layout.fragment(fragment)
+        return [torch.from_numpy(flat[each.slice]).view(each.shape) for each in parameters]
+
+    def _codec_with(self, rounding: kernels.Rounding) -> Codec:
+        return self._codec or run_codec(kernels.FORMATS[self.config.codec.kind], rounding)
 
     def _weight(self, member: Member) -> float:
-        return aged(member.tokens, member.work.age) if self._is_asynchronous else member.tokens
+        is_asynchronous = self.config.rounds.enough is not None
+        return aged(member.tokens, member.work.age) if is_asynchronous else member.tokens
 
     def run(self, outer_steps: Sequence[Sequence[Work]]) -> Iterator[bytes]:
         """Yield the state digest after each outer step."""
@@ -206,14 +285,28 @@ class StreamingDiLoCo:
 class Reference(StreamingDiLoCo):
     """A run with all its replicas on this CPU, each with an inner optimizer of its own."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        outer_optimizer: OuterOptimizer | None = None,
+        codec: Codec | None = None,
+        pattern: Pattern | None = None,
+    ) -> None:
+        """See `StreamingDiLoCo`. The fragments are the run's unless a pattern is given.
+
+        Raises: ArgumentError for an argument of no use; ManifestError; DataError.
+        """
         self._tokenizer: Tokenizer = build_tokenizer(config.tokenizer)
         self._data: TrainingData = load_data(config, self._tokenizer)
-        self.config = config
-        self._judge = self.build_replica()
-        theta: Vector = np.zeros(self._judge.layout.size, np.float32)
+        model = build_model(config, self._tokenizer)
+        layout = layout_of(model, config.streaming)
+        if pattern is not None:
+            layout = cut(layout, pattern)
+        self._judge = ModelReplica(config, model, self._data.samples, layout=layout)
+        theta: Vector = np.zeros(layout.size, np.float32)
         self._judge.store(theta)
-        super().__init__(config, self._judge.layout, theta, self.build_replica)
+        super().__init__(config, layout, theta, self.build_replica, outer_optimizer, codec)
 
     def held_out_loss(self) -> float:
         """Return the loss of theta in nats per token, on the windows that a swarm evaluates on."""
@@ -224,4 +317,77 @@ class Reference(StreamingDiLoCo):
 
     def build_replica(self) -> ModelReplica:
         """Return a replica with the run's initial weights and an inner optimizer of its own."""
-        return ModelReplica(self.config, build_model(self.config, self._tokenizer), self._data.samples)
+        model = build_model(self.config, self._tokenizer)
+        return ModelReplica(self.config, model, self._data.samples, layout=self.layout)
+
+
+# What may be given ----------------------------------------------------------------------------------------------------
+class Codec(NamedTuple):
+    """A pair of functions: `encode` makes anything of a float32 array, of which `decode` makes one of the same shape.
+
+    With `encodes_average`, the average is encoded, too, as in a run. Where the codec `is_sparse`, an average has zeros
+    for what it leaves out: with error feedback, members take back what they sent of that (see `Residual`).
+    """
+
+    encode: Callable[[Vector], Any]
+    decode: Callable[[Any], Vector]
+    encodes_average: bool = True
+    is_sparse: bool = False
+
+    def round_trip(self, values: Vector) -> Vector:
+        """Return values as they arrive. Raises: WorkerError when they are not finite; ArgumentError when the codec
+        returns another shape or type, or values that are not finite."""
+        if not np.isfinite(values).all():
+            raise WorkerError(
+                "a pseudo-gradient holds NaN or infinity.", "Training has diverged: lower learning rates."
+            )
+        decoded: Any = self.decode(self.encode(values.copy()))  # copies: the functions may use their arrays again
+        if not isinstance(decoded, np.ndarray) or (decoded.dtype, decoded.shape) != (values.dtype, values.shape):
+            kind = f"{type(decoded).__name__} {getattr(decoded, 'dtype', '')} {getattr(decoded, 'shape', '')}".rstrip()
+            raise ArgumentError(
+                f"codec: decode has returned {kind}.", f"Return an ndarray float32 {values.shape}, as encode was given."
+            )
+        if not np.isfinite(decoded).all():
+            place = int(np.argmin(np.isfinite(decoded)))
+            raise ArgumentError(
+                f"codec: decode has returned {decoded[place]} for {values[place]:g}, value {place} of {values.size}.",
+                "Return finite values, also for an array of zeros, and for one with a few that are far larger.",
+            )
+        return decoded.copy()
+
+
+def run_codec(format: kernels.Format, rounding: kernels.Rounding) -> Codec:
+    """Return the codec of a run, with the rounding of one payload."""
+
+    def encode(values: Vector) -> kernels.Payload:
+        payload = kernels.Payload(format, values.size)
+        kernels.quantize(values, payload, rounding)
+        return payload
+
+    def decode(payload: kernels.Payload) -> Vector:
+        values = np.empty(payload.values, np.float32)
+        kernels.dequantize(payload, values)
+        return values
+
+    return Codec(encode, decode, is_sparse=format is kernels.SPARSE)
+
+
+def cut(layout: Layout, pattern: Pattern) -> Layout:
+    """Return the same parameters in the fragments of a pattern.
+
+    Raises: ArgumentError unless each parameter is in one fragment, and no fragment is empty.
+    """
+    fragments = [list(names) for names in pattern(layout)]
+    known, given = [parameter.name for parameter in layout], Counter(name for names in fragments for name in names)
+    empty = [f"fragment {number}" for number, names in enumerate(fragments) if not names]
+    for mistake, wrong, remedy in (
+        ("there is no parameter", [name for name in given if name not in known], "Use names that the layout has."),
+        ("left out", [name for name in known if name not in given], "Put each parameter into a fragment."),
+        ("named more than once", [name for name in given if given[name] > 1], "Put each into one fragment only."),
+        ("empty", empty, "Leave it out."),
+    ):
+        if wrong:
+            others = f", and {len(wrong) - 1} others" if wrong[1:] else ""
+            raise ArgumentError(f"pattern: {mistake}: {wrong[0]}{others}.", remedy)
+    number_of = {name: number for number, names in enumerate(fragments) for name in names}
+    return Layout([(each.name, each.shape) for each in layout], [number_of[name] for name in known])

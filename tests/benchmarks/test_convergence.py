@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.convergence import METHODS, PANELS, QUICK, plot, row
 from benchmarks.freezing import FreezingReference
-from benchmarks.methods import Course, ExactReference, Method, train, warm_start
+from benchmarks.methods import EXACT, Course, Method, train, warm_start
 from opendiloco.data.sample_order import SampleOrder
 from opendiloco.shared_memory import Vector
 from opendiloco.training.reference import Reference, Work
@@ -102,7 +102,7 @@ def test_all_begin_with_the_same_weights_wherever_fragments_lie(warm: Vector) ->
 
 def test_diloco_without_a_codec_is_what_fp16_comes_close_to(warm: Vector) -> None:
     config = QUICK.config(0, QUICK.steps, streaming={"layers_per_fragment": 3, "overlap": 2}, codec={"kind": "fp16"})
-    exact, coded = ExactReference(config), Reference(config)
+    exact, coded = Reference(config, codec=EXACT), Reference(config)
     roster = [Work(name, (SampleRange(first, first + 24),), 6) for name, first in (("a", 0), ("b", 24))]
     before = exact.state.theta.copy()
     for _ in range(2):
