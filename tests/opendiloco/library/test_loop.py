@@ -21,14 +21,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from opendiloco import library as diloco_module
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.errors import LoopError, MachineError
-from opendiloco.library import DiLoCo, _check_own_model, _initial_vectors, _Joined, _LoopWorker
+from opendiloco.library import DiLoCo
+from opendiloco.library import swarm as swarm_module
+from opendiloco.library.model import check_own_model, initial_vectors
+from opendiloco.library.swarm import Joined, LoopWorker
 from opendiloco.model.build import build_model, initial_theta
 from opendiloco.model.layout import Layout
 from opendiloco.model.parameters import layout_of
@@ -42,7 +44,7 @@ from peers.values.manifest import Invite
 from peers.values.workload import InnerLoop
 from tests.opendiloco.config.test_data import sharded
 from tests.opendiloco.conftest import InterruptedWhenItDies
-from tests.opendiloco.test_loop_worker import new_run, new_worker
+from tests.opendiloco.library.test_swarm import new_run, new_worker
 
 
 @pytest.fixture
@@ -55,7 +57,7 @@ def renamed(layout: Layout) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def test_a_model_of_the_same_shapes_begins_with_the_runs_weights(small_config: RunConfig, layout: Layout) -> None:
-    vectors = _initial_vectors(small_config, Layout(renamed(layout)))
+    vectors = initial_vectors(small_config, Layout(renamed(layout)))
     assert np.array_equal(vectors.theta, initial_theta(small_config))
 
 
@@ -63,15 +65,15 @@ def test_another_model_is_refused_by_its_first_difference(small_config: RunConfi
     places = renamed(layout)
     name, shape = places[1]
     with pytest.raises(ManifestError, match=rf"parameter {name} has the shape \({shape[0]}, 3\)"):
-        _initial_vectors(small_config, Layout([places[0], (name, (shape[0], 3)), *places[2:]]))
+        initial_vectors(small_config, Layout([places[0], (name, (shape[0], 3)), *places[2:]]))
     with pytest.raises(ManifestError, match=f"the run's has {layout.size}"):
-        _initial_vectors(small_config, Layout(places[:-1]))
+        initial_vectors(small_config, Layout(places[:-1]))
 
 
 def test_weights_that_differ_from_the_organisers_are_refused(small_content: dict[str, Any], layout: Layout) -> None:
     model = small_content["model"] | {"digest": "ab" * 32}
     with pytest.raises(MachineError, match="begins with weights of digest abab"):
-        _initial_vectors(RunConfig.from_manifest_content(small_content | {"model": model}), layout)
+        initial_vectors(RunConfig.from_manifest_content(small_content | {"model": model}), layout)
 
 
 @pytest.fixture
@@ -97,8 +99,8 @@ def test_a_model_that_would_round_theta_is_refused_in_one_line(dtype: torch.dtyp
     assert "torch.autocast" in caught.value.remedy
     assert "\n" not in str(caught.value)
     model.requires_grad_(False)  # theta does not have it
-    _check_own_model(model)
-    _check_own_model(torch.nn.Linear(3, 2).double())
+    check_own_model(model)
+    check_own_model(torch.nn.Linear(3, 2).double())
 
 
 @pytest.mark.usefixtures("_process_group_ends")
@@ -106,24 +108,24 @@ def test_processes_that_would_all_join_are_refused() -> None:
     begin_process_group("of two")
     model = torch.nn.Linear(3, 2)
     with pytest.raises(LoopError, match="this is process 1 of 2; each would join as a peer") as caught:
-        _check_own_model(model)
+        check_own_model(model)
     assert "diloco-peer join" in caught.value.remedy
 
 
 @pytest.mark.usefixtures("_process_group_ends")
 def test_shards_are_refused_and_a_wrapper_around_a_whole_model_is_not() -> None:
     begin_process_group("alone")
-    _check_own_model(DistributedDataParallel(torch.nn.Linear(3, 2)))
+    check_own_model(DistributedDataParallel(torch.nn.Linear(3, 2)))
     sharded = torch.nn.Linear(3, 2)
     fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(LoopError, match=r"parameter weight is a shard \(FSDP2"):
-        _check_own_model(sharded)
+        check_own_model(sharded)
     flat = torch.nn.Sequential(FullyShardedDataParallel(torch.nn.Linear(3, 2), device_id=torch.device("cpu")))
     with pytest.raises(LoopError, match="the model is wrapped in FSDP") as caught:
-        _check_own_model(flat)
+        check_own_model(flat)
     assert "diloco-peer join" in caught.value.remedy
     with pytest.raises(LoopError, match="has no memory"):
-        _check_own_model(torch.nn.Linear(3, 2, device="meta"))
+        check_own_model(torch.nn.Linear(3, 2, device="meta"))
 
 
 def loop_of_its_own(monkeypatch: pytest.MonkeyPatch, **options: Any) -> DiLoCo:
@@ -149,7 +151,7 @@ def test_an_interrupt_while_it_joins_leaves_no_thread(monkeypatch: pytest.Monkey
         assert connecting.wait(30)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(diloco_module, "connected", connected)
+    monkeypatch.setattr(swarm_module, "connected", connected)
     monkeypatch.setattr(loop._swarm.joined, "result", interrupt)
     with pytest.raises(KeyboardInterrupt):
         loop.__enter__()
@@ -166,7 +168,7 @@ def test_an_interrupt_in_the_run_leaves_no_thread(when: str, monkeypatch: pytest
 
     async def take_part() -> None:
         leave = interrupt if "says" in when else lambda: None
-        loop._swarm.joined.set_result(_Joined(new_run(), new_worker(), leave))
+        loop._swarm.joined.set_result(Joined(new_run(), new_worker(), leave))
         await asyncio.Event().wait()
 
     monkeypatch.setattr(loop._swarm, "_take_part", take_part)
@@ -194,7 +196,7 @@ def test_a_loop_that_has_ended_without_a_word_leaves_the_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     looked, left = list[None](), list[None]()
-    monkeypatch.setattr(diloco_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(swarm_module, "LOOK_SECONDS", 0.0)
 
     class Leaving:
         def leave(self) -> None:
@@ -227,7 +229,7 @@ def test_an_interrupt_that_python_has_lost_ends_the_loop_at_its_next_step(
         def leave() -> None:
             call(left.set)
 
-        loop._swarm.joined.set_result(_Joined(run, new_worker(), leave))
+        loop._swarm.joined.set_result(Joined(run, new_worker(), leave))
         await left.wait()
 
     def begin_outer_step() -> None:
@@ -267,7 +269,7 @@ def test_what_keeps_it_from_joining_is_raised_and_leaves_no_thread(monkeypatch: 
         raise ManifestError("no such run.")
         yield
 
-    monkeypatch.setattr(diloco_module, "connected", connected)
+    monkeypatch.setattr(swarm_module, "connected", connected)
     with pytest.raises(ManifestError, match="no such run"):
         loop.__enter__()
     assert not loop._swarm.is_alive()
@@ -278,8 +280,8 @@ def loop_that_may_evaluate(config: RunConfig, monkeypatch: pytest.MonkeyPatch, *
     model = build_model(config, ByteTokenizer())
     monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
     loop = DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1", **options)
-    worker = _LoopWorker(_initial_vectors(config, layout_of(model)), 10, torch.device("cpu"))
-    loop._swarm.joined.set_result(_Joined(Run.sign(config, Identity.generate()), worker, lambda: None))
+    worker = LoopWorker(initial_vectors(config, layout_of(model)), 10, torch.device("cpu"))
+    loop._swarm.joined.set_result(Joined(Run.sign(config, Identity.generate()), worker, lambda: None))
     with torch.no_grad():
         model.lm_head.weight.zero_()  # theta is what counts
     return loop
@@ -348,8 +350,8 @@ def test_a_loop_has_the_next_shard_tokenized_as_a_worker_does(
     monkeypatch.setattr(Ahead, "tokenize", lambda ahead, *wanted: asked.append(wanted))
     monkeypatch.setattr(Ahead, "close", lambda ahead: closed.append(ahead))
     loop = loop_of_its_own(monkeypatch)
-    worker = _LoopWorker(SharedVectors.create(layout_of(loop._model).size), 10, torch.device("cpu"))
-    loop._swarm.joined.set_result(_Joined(Run.sign(config, Identity.generate()), worker, lambda: None))
+    worker = LoopWorker(SharedVectors.create(layout_of(loop._model).size), 10, torch.device("cpu"))
+    loop._swarm.joined.set_result(Joined(Run.sign(config, Identity.generate()), worker, lambda: None))
     lease = (SampleRange(0, 2), SampleRange(60, 64))
     loop._data = (tmp_path / "text",)
     numbers, batches = numbers_of(lease), loop.batches()
@@ -377,8 +379,8 @@ def test_a_model_that_is_called_in_another_way_leaves_its_turns_out(
 ) -> None:
     loop = loop_of_its_own(monkeypatch)
     run = Run.sign(small_config, Identity.generate())
-    worker = _LoopWorker(SharedVectors.create(layout_of(loop._model).size), 10, torch.device("cpu"))
-    loop._swarm.joined.set_result(_Joined(run, worker, lambda: None))
+    worker = LoopWorker(SharedVectors.create(layout_of(loop._model).size), 10, torch.device("cpu"))
+    loop._swarm.joined.set_result(Joined(run, worker, lambda: None))
     loop._text = load_data(small_config, ByteTokenizer())
     assert loop._evaluate() is None
     assert "takes no turns to evaluate" in caplog.text

@@ -11,7 +11,7 @@ import torch
 
 from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.evaluation_turns import HeldOut
-from opendiloco.library import _LoopWorker, _OuterStep
+from opendiloco.library.swarm import LoopWorker, OuterStep
 from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.volunteer.local_workload import Workload
@@ -26,8 +26,8 @@ TRAINED = Trained(LEASE, 80, 1.0)
 SECONDS = 120.0
 
 
-def new_worker() -> _LoopWorker:
-    return _LoopWorker(SharedVectors.create(4), 10, torch.device("cpu"))
+def new_worker() -> LoopWorker:
+    return LoopWorker(SharedVectors.create(4), 10, torch.device("cpu"))
 
 
 def new_run() -> Run:
@@ -100,7 +100,7 @@ def test_what_was_stopped_is_neither_published_nor_heard_of() -> None:
 
 
 def test_what_was_stopped_before_it_began_is_passed_over() -> None:
-    worker, found = new_worker(), list[_OuterStep | None]()
+    worker, found = new_worker(), list[OuterStep | None]()
 
     async def scenario() -> None:
         stopped = asyncio.create_task(worker.run_inner_loop(InnerLoop(0, LEASE, 4, 0), lambda progress: None))

@@ -1,0 +1,228 @@
+"""A training loop of one's own as a peer: `DiLoCo` counts its inner steps, and lends it theta at each outer step."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from opendiloco.data.ahead import Ahead
+from opendiloco.data.own_files import NONE, OwnFiles
+from opendiloco.data.sample_order import numbers_of
+from opendiloco.data.tokenizer import build_tokenizer
+from opendiloco.data.training_data import TokenizeAhead, TrainingData, load_data
+from opendiloco.errors import first_line
+from opendiloco.evaluation_turns import HeldOut
+from opendiloco.library.model import check_own_model
+from opendiloco.library.swarm import LoopWorker, OuterStep, SwarmThread
+from opendiloco.model.parameters import Shards, layout_of, trainable
+from opendiloco.run import Run
+from opendiloco.training.evaluation import EVALUATED_AT_ONCE, held_out_loss
+from opendiloco.view.curves import configuration_of
+from opendiloco.volunteer.interrupts import RememberedInterrupt
+from opendiloco.workers.trackers import Choice, tracking
+from peers.values.identity import Identity
+from peers.values.leases import SampleRange, prefix, sample_count
+from peers.values.manifest import Invite
+from peers.values.workload import Progress, Trained
+
+logger = logging.getLogger(__name__)
+
+BEFORE_EXIT: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
+"""Has Python call a function before it ends; `atexit` alone does so when executors, which leaving needs, have ended."""
+
+
+class DiLoCo:
+    """A peer of a run whose inner loop is the caller's. A context: entering it joins the run, leaving it leaves.
+
+    `model` is any module with the run's trainable parameters (same shapes, same order), whole, in one process, as
+    float32 or float64; its weights are replaced by theta at each outer step. `inner_optimizer` steps it; each of its
+    steps must train one batch of the run's size (`training.batch_size` windows of `training.sequence_length` tokens),
+    since contributions are weighted by tokens.
+
+    It takes its turns to evaluate theta on the run's held-out text, where that can be read here and the model is called
+    as transformers' models are.
+
+    Raises: LoopError for a model that is sharded, in half precision, or in one of several processes. Entering raises:
+    ManifestError, AdmissionError, CopiedKeyError, SwarmUnreachableError, LocalNetworkError, MachineError; and leaves no
+    thread behind, also when it is interrupted. What goes wrong later is raised by the inner step during which it is
+    noticed, and so is a KeyboardInterrupt that Python has lost.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inner_optimizer: torch.optim.Optimizer,
+        run: str,
+        data: Sequence[Path] = (),
+        identity: Identity | None = None,
+        ticket: str | None = None,
+        evaluates: bool = True,
+        own: OwnFiles = NONE,
+        is_abandoned: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`run` is an invite; one by invitation needs a `ticket`, too: its text, or a file's path. `data` are folders
+        to read instead of sources that are local to this machine, `own` the run's model and tokenizer where these are.
+        With `evaluates`, it takes its turns to evaluate. `is_abandoned` says whether the loop has ended without leaving
+        this context: the run is then left all the same."""
+        self.finished = False
+        """Whether the run has had its last outer step. The model then holds the run's final weights."""
+        check_own_model(model)
+        self._model = model
+        self._shards = Shards(layout_of(model))
+        self._inner_optimizer = inner_optimizer
+        self._data = data
+        self._loss: float | None = None
+        self._text: TrainingData | None = None
+        self._evaluates = evaluates
+        self._until_leaving = ExitStack()
+        self._interrupt = RememberedInterrupt()
+        self._swarm = SwarmThread(Invite.parse(run), identity or Identity.generate(), ticket, own, model, is_abandoned)
+
+    def __enter__(self) -> Self:
+        self._until_leaving.enter_context(self._interrupt)
+        BEFORE_EXIT(_leave_before_exit, weakref.ref(self._swarm))
+        self._swarm.start()
+        try:
+            self._swarm.joined.result()
+            self._begin_outer_step()
+        except BaseException:
+            with self._until_leaving:
+                self._swarm.give_up()
+            raise
+        self._until_leaving.callback(self._inner_optimizer.register_step_post_hook(self._after_inner_step).remove)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        try:
+            self._swarm.leave()
+        except BaseException:  # whoever is interrupted now does not want to wait for the round under way
+            self._swarm.give_up()
+            raise
+        finally:
+            self._until_leaving.close()
+
+    @property
+    def run(self) -> Run:
+        return self._swarm.joined.result().run
+
+    @property
+    def _worker(self) -> LoopWorker:
+        return self._swarm.joined.result().worker
+
+    @property
+    def outer_step(self) -> int:
+        """Outer steps that the run has taken."""
+        return self.run.config.total_outer_steps if self._outer_step is None else self._outer_step.work.index
+
+    @property
+    def inner_step(self) -> int:
+        """Inner steps since the last outer step."""
+        return 0 if self._outer_step is None else self._outer_step.steps_done
+
+    @property
+    def lease(self) -> tuple[SampleRange, ...]:
+        """Return the samples of the present outer step: numbers in the run's endless order, for this peer alone."""
+        return () if self._outer_step is None else self._outer_step.work.samples
+
+    def track(self, choice: str) -> None:
+        """Draw curves until it leaves, in "tensorboard:FOLDER" or "wandb:PROJECT". Raises: ValueError, MachineError."""
+        chosen = [Choice.parse(choice)]
+        peer = self._swarm.identity.peer_id
+        opened = self._until_leaving.enter_context(tracking(chosen, self.run.run_id, peer))
+        configuration = configuration_of(self.run, peer, self._worker.device)
+        self._worker.telemetry.track_with(opened, configuration)
+
+    def report(self, loss: torch.Tensor | float) -> None:
+        """Take the loss of the inner step under way, to be shown to others."""
+        self._loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """Yield the run's text, batch by batch, until the run is over: token ids of shape (batch_size,
+        sequence_length + 1).
+
+        Each batch is for one inner step. The next shard of a source with shards is tokenized meanwhile, by a process
+        that ends with this iterator, or when the loop leaves. Raises: DataError.
+        """
+        run = self.run.with_data(self._data)
+        with closing(Ahead(run.config)) as ahead:
+            self._until_leaving.callback(ahead.close)  # an iterator may outlive its loop
+            data, size = self._read(run, ahead.tokenize), run.config.training.batch_size
+            while (outer_step := self._outer_step) is not None:
+                self._interrupt.raise_again()
+                lease, first = numbers_of(outer_step.work.samples), outer_step.steps_done * size
+                data.samples.expect(lease)
+                yield torch.from_numpy(data.samples.read(lease[first : first + size]))
+
+    def _read(self, run: Run, tokenize_ahead: TokenizeAhead | None = None) -> TrainingData:
+        """Open the text of a run, as this machine may read it. Raises: DataError, MachineError."""
+        tokenizer = build_tokenizer(run.config.tokenizer)
+        self._text = load_data(run.config, tokenizer, None, tokenize_ahead)
+        per_token = self._text.held_out.bytes_per_token(run.config.evaluation.windows, tokenizer)
+        self._worker.telemetry.bytes_per_token = per_token
+        return self._text
+
+    def _begin_outer_step(self) -> None:
+        """Wait for the swarm, which may have theta evaluated first, and take over theta."""
+        self._outer_step: OuterStep | None = self._worker.next_outer_step(self._evaluate)
+        self._began_at = time.monotonic()
+        self._shards.load(self._worker.vectors.theta, trainable(self._model))
+        self.finished = self._outer_step is None
+
+    def _after_inner_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        outer_step = self._outer_step
+        self._interrupt.raise_again()
+        if outer_step is None:
+            return  # the run is over; what is trained now is the caller's alone
+        if not outer_step.is_void:
+            outer_step.steps_done += 1
+            trained = self._trained_in(outer_step)
+            speed = trained.tokens / (time.monotonic() - self._began_at)
+            outer_step.report(Progress(outer_step.steps_done, self._loss, speed))
+            if outer_step.steps_done < outer_step.work.steps and trained.samples != outer_step.work.samples:
+                return
+            outer_step.finish(lambda: self._shards.store(trainable(self._model), self._worker.vectors.local), trained)
+        self._begin_outer_step()
+
+    def _trained_in(self, outer_step: OuterStep) -> Trained:
+        training = self.run.config.training
+        samples = prefix(outer_step.work.samples, outer_step.steps_done * training.batch_size)
+        return Trained(samples, training.sequence_length * sample_count(samples), self._loss or 0.0)
+
+    def _evaluate(self) -> HeldOut | None:
+        """Return theta's loss on the run's held-out text, read at the first turn; None if the loop takes no turns."""
+        if not self._evaluates:
+            return None
+        try:
+            if self._text is None:
+                logger.info(
+                    "reading the run's text to evaluate theta on what is held out; evaluates=False leaves it out"
+                )
+            run = self.run.with_data(self._data)
+            section, held_out = run.config.evaluation, (self._text or self._read(run)).held_out
+            self._shards.load(self._worker.vectors.theta, trainable(self._model))
+            is_bf16, device = run.config.training.precision == "bf16", next(self._model.parameters()).device.type
+            precision = partial(torch.autocast, device, torch.bfloat16, enabled=is_bf16)
+            loss, _ = held_out_loss(self._model, held_out, section.windows, EVALUATED_AT_ONCE, precision)
+            is_runs_text = run.has_runs_text and section.digest in (None, held_out.digest(section.windows))
+            return HeldOut(loss, is_runs_text)
+        except Exception as error:  # a model may be called in other ways than transformers'
+            logger.warning("this loop takes no turns to evaluate theta: %s", first_line(error))
+            self._evaluates = False
+            return None
+
+
+def _leave_before_exit(reference: weakref.ref[SwarmThread]) -> None:
+    """Leave the run if nobody has: a program may end right after its training has raised, still in the context."""
+    swarm = reference()
+    if swarm is not None and swarm.is_alive():
+        swarm.leave()

@@ -1,0 +1,70 @@
+"""The model of a loop of one's own: whether it can be a peer's, and the weights that a run begins with."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from opendiloco.config.model import check_initial_weights
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import build_tokenizer
+from opendiloco.errors import LoopError
+from opendiloco.model.build import build_model
+from opendiloco.model.layout import Layout
+from opendiloco.model.parameters import Shards, layout_of, trainable
+from opendiloco.shared_memory import SharedVectors
+from peers.errors import ManifestError
+
+EXACT = (torch.float32, torch.float64)
+"""The types that hold theta's values as they are."""
+JOIN = (
+    "Train with `diloco-peer join`, which shares a model among all GPUs of a machine, or in one process on one device."
+)
+
+
+def check_own_model(model: torch.nn.Module) -> None:
+    """Raises: LoopError when the model is shared with other processes, or cannot hold theta."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise LoopError(
+            f"this is process {dist.get_rank()} of {dist.get_world_size()}; each would join as a peer of its own.",
+            JOIN,
+        )
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise LoopError("the model is wrapped in FSDP.", JOIN)
+    for name, parameter in trainable(model).items():
+        if isinstance(parameter, DTensor):
+            raise LoopError(f"the model's parameter {name} is a shard (FSDP2, or a DTensor of another kind).", JOIN)
+        if parameter.is_meta:
+            raise LoopError(f"the model's parameter {name} has no memory.", "Use `model.to_empty(device=…)` first.")
+        if parameter.dtype not in EXACT:
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise LoopError(
+                f"the model's parameter {name} is {kind}; theta would be rounded to it, and what that changes would "
+                "count as trained.",
+                "Keep the weights in float32 (model.float()), and compute in bfloat16 with torch.autocast.",
+            )
+
+
+def initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
+    """Return memory with the weights that the run begins with, for a model of this layout.
+
+    Raises: ManifestError when the run's model has another; MachineError without memory; see `check_initial_weights`.
+    """
+    model = build_model(config, build_tokenizer(config.tokenizer))
+    runs = layout_of(model, config.streaming)
+    remedy = "Build the model as the run's manifest says: `diloco-peer run show` prints it."
+    for ours, theirs in zip(layout, runs, strict=False):
+        if ours.shape != theirs.shape:
+            raise ManifestError(
+                f"the model's parameter {ours.name} has the shape {ours.shape}; the run's {theirs.name} has "
+                f"{theirs.shape}.",
+                remedy,
+            )
+    if layout.size != runs.size:
+        raise ManifestError(f"the model has {layout.size} trainable values; the run's has {runs.size}.", remedy)
+    vectors = SharedVectors.create(runs.size)
+    Shards(runs).store(trainable(model), vectors.theta)
+    check_initial_weights(vectors.theta, config.model)
+    return vectors
