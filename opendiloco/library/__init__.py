@@ -2,15 +2,14 @@
 ends the outer step.
 
     with DiLoCo(model, inner_optimizer, run="diloco:tiny-qz3h…4a@/ip4/…") as diloco:
-        for windows in diloco.batches():  # the run's text; or text of one's own, in batches of the same size
+        for windows in diloco.batches():  # the run's text; or text of one's own
             loss = loss_of(model, windows)
             loss.backward()
             diloco.report(loss)
             inner_optimizer.step()
             inner_optimizer.zero_grad()
 
-Or around transformers' `Trainer`, whose effective batch (per-device batch times gradient accumulation) must be the
-run's:
+Or around transformers' `Trainer`:
 
     Trainer(model, arguments, train_dataset=…, callbacks=[DiLoCoCallback("diloco:tiny-qz3h…4a@/ip4/…")]).train()
 

@@ -20,9 +20,9 @@ from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import TokenizeAhead, TrainingData, load_data
-from opendiloco.errors import first_line
+from opendiloco.errors import LoopError, first_line
 from opendiloco.evaluation_turns import HeldOut
-from opendiloco.library.model import check_own_model
+from opendiloco.library.model import TokenCounter, check_own_model
 from opendiloco.library.swarm import LoopWorker, OuterStep, SwarmThread
 from opendiloco.model.parameters import Shards, layout_of, trainable
 from opendiloco.run import Run
@@ -31,9 +31,9 @@ from opendiloco.view.curves import configuration_of
 from opendiloco.volunteer.interrupts import RememberedInterrupt
 from opendiloco.workers.trackers import Choice, tracking
 from peers.values.identity import Identity
-from peers.values.leases import SampleRange, prefix, sample_count
+from peers.values.leases import SampleRange
 from peers.values.manifest import Invite
-from peers.values.workload import Progress, Trained
+from peers.values.workload import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +45,12 @@ class DiLoCo:
     """A peer of a run whose inner loop is the caller's. A context: entering it joins the run, leaving it leaves.
 
     `model` is any module with the run's trainable parameters (same shapes, same order), whole, in one process, as
-    float32 or float64; its weights are replaced by theta at each outer step. `inner_optimizer` steps it; each of its
-    steps must train one batch of the run's size (`training.batch_size` windows of `training.sequence_length` tokens),
-    since contributions are weighted by tokens.
+    float32 or float64; its weights are replaced by theta at each outer step. `inner_optimizer` steps it.
+
+    An outer step has as many inner steps as it has for every peer, whatever the loop trains in each. Its contribution
+    is weighted by the tokens that it has trained: those of `batches`, or else those that passed through the model (see
+    `TokenCounter`), or those that `report` says. Where they are fewer than the lease has, the rest of the lease goes
+    back to the run; where they are more, they count as the lease.
 
     It takes its turns to evaluate theta on the run's held-out text, where that can be read here and the model is called
     as transformers' models are.
@@ -82,6 +85,7 @@ class DiLoCo:
         self._inner_optimizer = inner_optimizer
         self._data = data
         self._loss: float | None = None
+        self._tokens = TokenCounter()
         self._text: TrainingData | None = None
         self._evaluates = evaluates
         self._until_leaving = ExitStack()
@@ -90,6 +94,7 @@ class DiLoCo:
 
     def __enter__(self) -> Self:
         self._until_leaving.enter_context(self._interrupt)
+        self._until_leaving.callback(self._tokens.watch(self._model).remove)
         BEFORE_EXIT(_leave_before_exit, weakref.ref(self._swarm))
         self._swarm.start()
         try:
@@ -142,9 +147,12 @@ class DiLoCo:
         configuration = configuration_of(self.run, peer, self._worker.device)
         self._worker.telemetry.track_with(opened, configuration)
 
-    def report(self, loss: torch.Tensor | float) -> None:
-        """Take the loss of the inner step under way, to be shown to others."""
+    def report(self, loss: torch.Tensor | float, tokens: int | None = None) -> None:
+        """Take the loss of the inner step under way, to be shown to others; and its tokens, where the model's calls do
+        not show them."""
         self._loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        if tokens is not None:
+            self._tokens.say(tokens)
 
     def batches(self) -> Iterator[torch.Tensor]:
         """Yield the run's text, batch by batch, until the run is over: token ids of shape (batch_size,
@@ -156,12 +164,15 @@ class DiLoCo:
         run = self.run.with_data(self._data)
         with closing(Ahead(run.config)) as ahead:
             self._until_leaving.callback(ahead.close)  # an iterator may outlive its loop
-            data, size = self._read(run, ahead.tokenize), run.config.training.batch_size
+            data, training = self._read(run, ahead.tokenize), run.config.training
+            size = training.batch_size
             while (outer_step := self._outer_step) is not None:
                 self._interrupt.raise_again()
                 lease, first = numbers_of(outer_step.work.samples), outer_step.steps_done * size
                 data.samples.expect(lease)
-                yield torch.from_numpy(data.samples.read(lease[first : first + size]))
+                windows = data.samples.read(lease[first : first + size])
+                self._tokens.say(len(windows) * training.sequence_length)
+                yield torch.from_numpy(windows)
 
     def _read(self, run: Run, tokenize_ahead: TokenizeAhead | None = None) -> TrainingData:
         """Open the text of a run, as this machine may read it. Raises: DataError, MachineError."""
@@ -174,6 +185,7 @@ class DiLoCo:
     def _begin_outer_step(self) -> None:
         """Wait for the swarm, which may have theta evaluated first, and take over theta."""
         self._outer_step: OuterStep | None = self._worker.next_outer_step(self._evaluate)
+        self._tokens.take()  # what has passed through the model until now is trained no more
         self._began_at = time.monotonic()
         self._shards.load(self._worker.vectors.theta, trainable(self._model))
         self.finished = self._outer_step is None
@@ -185,18 +197,27 @@ class DiLoCo:
             return  # the run is over; what is trained now is the caller's alone
         if not outer_step.is_void:
             outer_step.steps_done += 1
-            trained = self._trained_in(outer_step)
+            outer_step.tokens_done += self._tokens_of_inner_step()
+            training = self.run.config.training
+            trained = outer_step.claim(training.sequence_length, self._loss)
             speed = trained.tokens / (time.monotonic() - self._began_at)
             outer_step.report(Progress(outer_step.steps_done, self._loss, speed))
-            if outer_step.steps_done < outer_step.work.steps and trained.samples != outer_step.work.samples:
+            if outer_step.steps_done < outer_step.planned_steps(training.batch_size):
                 return
             outer_step.finish(lambda: self._shards.store(trainable(self._model), self._worker.vectors.local), trained)
         self._begin_outer_step()
 
-    def _trained_in(self, outer_step: OuterStep) -> Trained:
-        training = self.run.config.training
-        samples = prefix(outer_step.work.samples, outer_step.steps_done * training.batch_size)
-        return Trained(samples, training.sequence_length * sample_count(samples), self._loss or 0.0)
+    def _tokens_of_inner_step(self) -> int:
+        """Return how many tokens the inner step has trained. Raises: LoopError when nothing shows that."""
+        tokens = self._tokens.take()
+        if tokens <= 0:
+            raise LoopError(
+                f"inner step {self.inner_step} of outer step {self.outer_step} has trained {tokens} tokens, as far as "
+                "the model's calls show.",
+                "Call the model in training mode with token ids, as its first argument or as input_ids; or say how "
+                "many there are: diloco.report(loss, tokens=…).",
+            )
+        return tokens
 
     def _evaluate(self) -> HeldOut | None:
         """Return theta's loss on the run's held-out text, read at the first turn; None if the loop takes no turns."""

@@ -1,11 +1,15 @@
-"""The model of a loop of one's own: whether it can be a peer's, and the weights that a run begins with."""
+"""The model of a loop of one's own: whether it can be a peer's, the weights that a run begins with, and the tokens that
+pass through it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from opendiloco.config.model import check_initial_weights
 from opendiloco.config.run_config import RunConfig
@@ -68,3 +72,39 @@ def initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
     Shards(runs).store(trainable(model), vectors.theta)
     check_initial_weights(vectors.theta, config.model)
     return vectors
+
+
+class TokenCounter:
+    """The tokens of an inner step: those that pass through the model in training mode, unless the loop says how many.
+
+    Token ids are the model's first argument, or its `input_ids`. Padding, where an `attention_mask` of their shape is
+    0, is not counted.
+    """
+
+    def __init__(self) -> None:
+        self._passed: list[int | torch.Tensor] = []
+        self._said: int | None = None
+
+    def watch(self, model: torch.nn.Module) -> RemovableHandle:
+        """Count what passes through a model, until the handle is removed."""
+        return model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def say(self, tokens: int) -> None:
+        """Take the number of tokens of the inner step under way from the loop. The last one counts."""
+        self._said = tokens
+
+    def take(self) -> int:
+        """Return the tokens of the inner step that has ended, and begin to count anew. Waits for the device."""
+        tokens = sum(map(int, self._passed)) if self._said is None else self._said
+        self._passed, self._said = [], None
+        return tokens
+
+    def _count(self, model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        ids = named.get("input_ids", arguments[0] if arguments else None)
+        if not model.training or not torch.is_grad_enabled() or not isinstance(ids, torch.Tensor):
+            return
+        mask = named.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+            self._passed.append(mask.count_nonzero())  # read when the inner step ends, so that nothing waits here
+        elif not ids.is_floating_point():
+            self._passed.append(ids.numel())

@@ -35,6 +35,7 @@ from opendiloco.workers.control import InnerLoopDone, InnerStepDone
 from opendiloco.workers.telemetry import Telemetry
 from peers.driver.driver import Driver
 from peers.values.identity import Identity
+from peers.values.leases import prefix, sample_count
 from peers.values.manifest import Invite
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
@@ -49,6 +50,7 @@ class OuterStep:
     def __init__(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> None:
         self.work = work
         self.steps_done = 0
+        self.tokens_done = 0
         self.trained: Future[Trained] = Future()
         self._on_progress = on_progress
         self._loop = asyncio.get_running_loop()
@@ -57,6 +59,18 @@ class OuterStep:
     def is_void(self) -> bool:
         """Return whether the swarm has moved on since it began."""
         return self.trained.cancelled()
+
+    def planned_steps(self, batch_size: int) -> int:
+        """Return the inner steps of this outer step: one for each of the run's batches in the lease, and at most those
+        that the swarm wants."""
+        return min(self.work.steps, math.ceil(sample_count(self.work.samples) / batch_size))
+
+    def claim(self, tokens_per_sample: int, loss: float | None) -> Trained:
+        """Return what the inner steps so far count as: the tokens that were trained, but no more than the lease has,
+        and the samples that have so many."""
+        samples = prefix(self.work.samples, math.ceil(self.tokens_done / tokens_per_sample))
+        tokens = min(self.tokens_done, tokens_per_sample * sample_count(samples))
+        return Trained(samples, tokens, loss or 0.0)
 
     def report(self, progress: Progress) -> None:
         self._loop.call_soon_threadsafe(self._pass_on, progress)
@@ -240,9 +254,7 @@ class SwarmThread(threading.Thread):
             await ask_for_signed_heads(transport, run, self._invite.addresses)
             admission = await enter(transport, run, self.identity, self._invite.addresses, None, self._ticket)
             await listen(transport, run.run_id)
-            vectors = await asyncio.to_thread(initial_vectors, run.config, layout_of(self._model))
-            device = next(self._model.parameters()).device
-            worker = LoopWorker(vectors, run.config.training.inner_steps, device)
+            worker = await asyncio.to_thread(self.worker_of, run)
             workload = Workload(worker, run.config, run_is_over=worker.end)
             digest = await workload.state_digest()
             driver = Driver(self.identity, transport, workload, run.settings, digest)
@@ -256,6 +268,12 @@ class SwarmThread(threading.Thread):
                 await volunteer.take_part()
             finally:
                 watching.cancel()
+
+    def worker_of(self, run: Run) -> LoopWorker:
+        """Return the loop as a worker of a run, whose initial weights it has. Raises: see `initial_vectors`."""
+        vectors = initial_vectors(run.config, layout_of(self._model))
+        device = next(self._model.parameters()).device
+        return LoopWorker(vectors, run.config.training.inner_steps, device)
 
     async def _leave_when_abandoned(self, volunteer: Volunteer) -> None:
         while not self._is_abandoned():

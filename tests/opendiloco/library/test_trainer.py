@@ -12,13 +12,18 @@ from typing import Any
 import pytest
 import torch
 
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.library import DiLoCo, DiLoCoCallback
 from opendiloco.library import loop as loop_module
 from opendiloco.library import swarm as swarm_module
 from opendiloco.library import trainer as trainer_module
 from opendiloco.library.swarm import Joined, SwarmThread
 from opendiloco.library.trainer import _Call
+from opendiloco.model.build import build_model
+from peers.values.leases import SampleRange
 from peers.values.manifest import Invite
+from tests.opendiloco.library.played_swarm import playing
 from tests.opendiloco.library.test_swarm import new_run, new_worker
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="the Trainer needs accelerate")
@@ -154,3 +159,36 @@ def test_a_call_is_under_way_until_it_returns_or_raises() -> None:
     with pytest.raises(RuntimeError):
         outer(fails=True)
     assert not in_another_thread(calls[-1].is_under_way)
+
+
+@pytest.mark.parametrize(("batch", "accumulated", "tokens"), [(2, 1, 128), (1, 1, 64), (1, 2, 128), (4, 2, 128)])
+def test_a_trainers_effective_batch_is_what_it_claims(
+    small_content: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    batch: int,
+    accumulated: int,
+    tokens: int,
+) -> None:
+    """At most the lease of each outer step, of 4 inner steps of 2 samples of 16 tokens."""
+    from transformers import Trainer, TrainingArguments
+
+    monkeypatch.setattr(trainer_module, "DiLoCo", DiLoCo)
+    config = RunConfig.from_manifest_content(small_content | {"outer_steps": 2})
+    arguments = TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulated,
+        num_train_epochs=1000,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    window = torch.randint(0, 256, (16,))
+    windows: Any = [{"input_ids": window, "labels": window}] * 64
+    callback = DiLoCoCallback("diloco:small-1", evaluates=False)
+    with playing(config, [(SampleRange(0, 8),), (SampleRange(8, 16),)]) as played:
+        Trainer(build_model(config, ByteTokenizer()), arguments, train_dataset=windows, callbacks=[callback]).train()
+        [swarm] = played.swarms
+    assert [trained.tokens for trained in swarm.trained] == [tokens, tokens]
