@@ -251,12 +251,12 @@ class SwarmThread(threading.Thread):
             run = (await find_run(transport, self._invite.run_id)).with_own(self._own)
             if not run.config.streaming.is_plain:
                 raise LoopError("this run streams, which loops of one's own cannot do yet.", JOIN)
+            worker = await asyncio.to_thread(self.worker_of, run)  # what is refused is refused before we are a member
+            workload = Workload(worker, run.config, run_is_over=worker.end)
+            digest = await workload.state_digest()
             await ask_for_signed_heads(transport, run, self._invite.addresses)
             admission = await enter(transport, run, self.identity, self._invite.addresses, None, self._ticket)
             await listen(transport, run.run_id)
-            worker = await asyncio.to_thread(self.worker_of, run)
-            workload = Workload(worker, run.config, run_is_over=worker.end)
-            digest = await workload.state_digest()
             driver = Driver(self.identity, transport, workload, run.settings, digest)
             workload.take_turns(driver, self.identity.peer_id)
             volunteer = Volunteer(run, driver, transport, workload, admission=admission)

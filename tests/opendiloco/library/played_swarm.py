@@ -39,7 +39,11 @@ class PlayedSwarm(SwarmThread):
         worker = await asyncio.to_thread(self.worker_of, run)
         self.workload = Workload(worker, run.config, run_is_over=worker.end)
         call = asyncio.get_running_loop().call_soon_threadsafe
-        self.joined.set_result(Joined(run, worker, lambda: call(self.left.set)))
+
+        def leave() -> None:
+            call(self.left.set)
+
+        self.joined.set_result(Joined(run, worker, leave))
         training = asyncio.create_task(self._train())
         leaving = asyncio.create_task(self.left.wait())
         await asyncio.wait([training, leaving], return_when=asyncio.FIRST_COMPLETED)

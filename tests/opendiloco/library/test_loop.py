@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import signal
 import threading
 import warnings
@@ -40,7 +41,7 @@ from opendiloco.training.reference import Reference
 from peers.errors import ManifestError
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
-from peers.values.manifest import Invite
+from peers.values.manifest import Invite, SignedManifest
 from peers.values.workload import InnerLoop
 from tests.opendiloco.config.test_data import sharded
 from tests.opendiloco.conftest import InterruptedWhenItDies
@@ -385,3 +386,38 @@ def test_a_model_that_is_called_in_another_way_leaves_its_turns_out(
     assert loop._evaluate() is None
     assert "takes no turns to evaluate" in caplog.text
     loop._text = None
+
+
+class Unseen:
+    """Stands where the network does: it finds the run, and fails where more than that is asked of it."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    async def find_manifest(self, run_id: str) -> SignedManifest:
+        return self._run.manifest
+
+
+@pytest.mark.parametrize("refused", ["another model", "weights of another digest", "a run that streams"])
+def test_what_is_refused_is_refused_before_any_peer_has_seen_it(
+    refused: str, small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks that need the run's manifest come before its members are told anything."""
+    content = copy.deepcopy(small_content)
+    if refused == "weights of another digest":
+        content["model"]["digest"] = "ab" * 32
+    if refused == "a run that streams":
+        content["streaming"] = {"overlap": 1}
+    run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
+
+    @asynccontextmanager
+    async def connected(*arguments: object) -> AsyncIterator[Unseen]:
+        yield Unseen(run)
+
+    monkeypatch.setattr(swarm_module, "connected", connected)
+    monkeypatch.setattr(Invite, "parse", lambda text: Invite(run.run_id, ("/ip4/192.0.2.1/tcp/1",)))
+    model = torch.nn.Linear(3, 2) if refused == "another model" else build_model(run.config, ByteTokenizer())
+    loop = DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:small-1")
+    with pytest.raises((ManifestError, MachineError)):
+        loop.__enter__()
+    assert not loop._swarm.is_alive()
