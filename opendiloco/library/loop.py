@@ -22,9 +22,9 @@ from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import TokenizeAhead, TrainingData, load_data
 from opendiloco.errors import LoopError, first_line
 from opendiloco.evaluation_turns import HeldOut
-from opendiloco.library.model import TokenCounter, check_own_model
+from opendiloco.library.model import LoopReplica, TokenCounter, check_own_model
 from opendiloco.library.swarm import LoopWorker, OuterStep, SwarmThread
-from opendiloco.model.parameters import Shards, layout_of, trainable
+from opendiloco.model.parameters import layout_of
 from opendiloco.run import Run
 from opendiloco.training.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.view.curves import configuration_of
@@ -44,18 +44,19 @@ BEFORE_EXIT: Callable[..., object] = getattr(threading, "_register_atexit", atex
 class DiLoCo:
     """A peer of a run whose inner loop is the caller's. A context: entering it joins the run, leaving it leaves.
 
-    `model` is any module with the run's trainable parameters (same shapes, same order), whole, in one process, as
-    float32 or float64; its weights are replaced by theta at each outer step. `inner_optimizer` steps it.
+    `model` is any module with the run's trainable parameters (same shapes, same order), whole, in one process; its
+    weights are replaced by theta at each outer step. They may be in half precision (see `LoopReplica`): updates that
+    are too small for it are lost, as in any such loop. `inner_optimizer` steps it.
 
     An outer step has as many inner steps as it has for every peer, whatever the loop trains in each. Its contribution
     is weighted by the tokens that it has trained: those of `batches`, or else those that passed through the model (see
     `TokenCounter`), or those that `report` says. Where they are fewer than the lease has, the rest of the lease goes
     back to the run; where they are more, they count as the lease.
 
-    It takes its turns to evaluate theta on the run's held-out text, where that can be read here and the model is called
-    as transformers' models are.
+    It takes its turns to evaluate theta on the run's held-out text, where that can be read here, the model holds theta
+    as it is, and is called as transformers' models are.
 
-    Raises: LoopError for a model that is sharded, in half precision, or in one of several processes. Entering raises:
+    Raises: LoopError for a model that is sharded, or in one of several processes. Entering raises:
     ManifestError, AdmissionError, CopiedKeyError, SwarmUnreachableError, LocalNetworkError, MachineError; and leaves no
     thread behind, also when it is interrupted. What goes wrong later is raised by the inner step during which it is
     noticed, and so is a KeyboardInterrupt that Python has lost.
@@ -81,7 +82,7 @@ class DiLoCo:
         """Whether the run has had its last outer step. The model then holds the run's final weights."""
         check_own_model(model)
         self._model = model
-        self._shards = Shards(layout_of(model))
+        self._replica = LoopReplica(model, layout_of(model))
         self._inner_optimizer = inner_optimizer
         self._data = data
         self._loss: float | None = None
@@ -187,7 +188,7 @@ class DiLoCo:
         self._outer_step: OuterStep | None = self._worker.next_outer_step(self._evaluate)
         self._tokens.take()  # what has passed through the model until now is trained no more
         self._began_at = time.monotonic()
-        self._shards.load(self._worker.vectors.theta, trainable(self._model))
+        self._replica.load(self._worker.vectors.theta)
         self.finished = self._outer_step is None
 
     def _after_inner_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -204,7 +205,7 @@ class DiLoCo:
             outer_step.report(Progress(outer_step.steps_done, self._loss, speed))
             if outer_step.steps_done < outer_step.planned_steps(training.batch_size):
                 return
-            outer_step.finish(lambda: self._shards.store(trainable(self._model), self._worker.vectors.local), trained)
+            outer_step.finish(lambda: self._replica.store(self._worker.vectors.local), trained)
         self._begin_outer_step()
 
     def _tokens_of_inner_step(self) -> int:
@@ -221,7 +222,7 @@ class DiLoCo:
 
     def _evaluate(self) -> HeldOut | None:
         """Return theta's loss on the run's held-out text, read at the first turn; None if the loop takes no turns."""
-        if not self._evaluates:
+        if not self._evaluates or self._replica.rounds:
             return None
         try:
             if self._text is None:
@@ -230,7 +231,7 @@ class DiLoCo:
                 )
             run = self.run.with_data(self._data)
             section, held_out = run.config.evaluation, (self._text or self._read(run)).held_out
-            self._shards.load(self._worker.vectors.theta, trainable(self._model))
+            self._replica.load(self._worker.vectors.theta)
             is_bf16, device = run.config.training.precision == "bf16", next(self._model.parameters()).device.type
             precision = partial(torch.autocast, device, torch.bfloat16, enabled=is_bf16)
             loss, _ = held_out_loss(self._model, held_out, section.windows, EVALUATED_AT_ONCE, precision)

@@ -1,8 +1,9 @@
-"""The model of a loop of one's own: whether it can be a peer's, the weights that a run begins with, and the tokens that
-pass through it."""
+"""The model of a loop of one's own: whether it can be a peer's, the weights that a run begins with, the model as a
+replica of the run's, and the tokens that pass through it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ from opendiloco.errors import LoopError
 from opendiloco.model.build import build_model
 from opendiloco.model.layout import Layout
 from opendiloco.model.parameters import Shards, layout_of, trainable
-from opendiloco.shared_memory import SharedVectors
+from opendiloco.shared_memory import SharedVectors, Vector
 from peers.errors import ManifestError
 
 EXACT = (torch.float32, torch.float64)
 """The types that hold theta's values as they are."""
+ROUNDING = (torch.bfloat16, torch.float16)
+"""The types that theta's values are rounded to."""
 JOIN = (
     "Train with `diloco-peer join`, which shares a model among all GPUs of a machine, or in one process on one device."
 )
@@ -42,12 +45,11 @@ def check_own_model(model: torch.nn.Module) -> None:
             raise LoopError(f"the model's parameter {name} is a shard (FSDP2, or a DTensor of another kind).", JOIN)
         if parameter.is_meta:
             raise LoopError(f"the model's parameter {name} has no memory.", "Use `model.to_empty(device=…)` first.")
-        if parameter.dtype not in EXACT:
+        if parameter.dtype not in EXACT + ROUNDING:
             kind = str(parameter.dtype).removeprefix("torch.")
             raise LoopError(
-                f"the model's parameter {name} is {kind}; theta would be rounded to it, and what that changes would "
-                "count as trained.",
-                "Keep the weights in float32 (model.float()), and compute in bfloat16 with torch.autocast.",
+                f"the model's parameter {name} is {kind}, which cannot be trained.",
+                "Keep the weights in float32 (model.float()), or in bfloat16 or float16.",
             )
 
 
@@ -74,6 +76,63 @@ def initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
     return vectors
 
 
+# The replica ----------------------------------------------------------------------------------------------------------
+class LoopReplica:
+    """A loop's model as a replica of the run's: theta goes into it, and what it has trained comes out.
+
+    Weights in half precision have a *master* in fp32 in main memory: the values that were loaded. What training has
+    changed since is the difference between the weights now and the rounded master, and counts on top of the master. So
+    theta's rounding never counts as trained.
+    """
+
+    def __init__(self, model: torch.nn.Module, layout: Layout) -> None:
+        self._model = model
+        self._layout = layout
+        self._masters = {
+            name: torch.zeros(parameter.shape)
+            for name, parameter in trainable(model).items()
+            if parameter.dtype in ROUNDING
+        }
+
+    @property
+    def rounds(self) -> bool:
+        """Return whether the model cannot hold theta as it is."""
+        return bool(self._masters)
+
+    @torch.no_grad()
+    def load(self, flat: Vector) -> None:
+        """Replace all weights by those of a flat vector."""
+        for name, own, values in self._parts(flat):
+            self._set(name, own, values)
+
+    @torch.no_grad()
+    def store(self, flat: Vector) -> None:
+        """Write all weights, as trained, into a flat vector."""
+        for name, own, values in self._parts(flat):
+            values.copy_(self._trained(name, own))
+
+    def _parts(self, flat: Vector) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield each trained parameter's name, its tensor, and its values in a flat vector."""
+        tensors = trainable(self._model)
+        for parameter in self._layout:
+            values = torch.from_numpy(flat[parameter.slice]).view(parameter.shape)
+            yield parameter.name, tensors[parameter.name], values
+
+    def _set(self, name: str, own: torch.Tensor, values: torch.Tensor) -> None:
+        own.copy_(values)
+        if name in self._masters:
+            self._masters[name].copy_(values)
+
+    def _trained(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's weights as trained, in a precision that holds theta."""
+        if name not in self._masters:
+            return own
+        master = self._masters[name]
+        rounded = master.to(own.device, own.dtype)
+        return master + (own.float() - rounded.float()).to(master.device)
+
+
+# Tokens ---------------------------------------------------------------------------------------------------------------
 class TokenCounter:
     """The tokens of an inner step: those that pass through the model in training mode, unless the loop says how many.
 
