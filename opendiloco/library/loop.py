@@ -5,16 +5,17 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 
+from opendiloco.config.run_config import StreamingSection
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.data.sample_order import numbers_of
@@ -24,21 +25,66 @@ from opendiloco.errors import LoopError, first_line
 from opendiloco.evaluation_turns import HeldOut
 from opendiloco.library.model import LoopReplica, TokenCounter, check_own_model
 from opendiloco.library.swarm import LoopWorker, OuterStep, SwarmThread
-from opendiloco.model.parameters import layout_of
 from opendiloco.run import Run
+from opendiloco.shared_memory import Vector
 from opendiloco.training.evaluation import EVALUATED_AT_ONCE, held_out_loss
+from opendiloco.training.streaming import Cycles
 from opendiloco.view.curves import configuration_of
 from opendiloco.volunteer.interrupts import RememberedInterrupt
 from opendiloco.workers.trackers import Choice, tracking
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.manifest import Invite
-from peers.values.workload import Progress
 
 logger = logging.getLogger(__name__)
 
 BEFORE_EXIT: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
 """Has Python call a function before it ends; `atexit` alone does so when executors, which leaving needs, have ended."""
+
+
+class BetweenSteps(NamedTuple):
+    """What is done with a fragment between two inner steps: it is stored, or merged with this share of its own."""
+
+    fragment: int
+    alpha: float | None
+
+
+class Itinerary:
+    """One cycle of `Cycles`, gone through in advance: the caller's own code takes the inner steps."""
+
+    def __init__(self, fragments: int, streaming: StreamingSection) -> None:
+        self._cycles = Cycles(self._note_store, self._note_merge, fragments, streaming)
+        self._fragments = fragments
+        self._overlap = streaming.overlap
+        self._noted: dict[int, list[BetweenSteps]] = {}
+        self._taken = 0
+        self.planned = 0
+
+    def begin(self, planned: int, goes_on: bool, is_last: bool) -> None:
+        """Begin a cycle of so many inner steps; see `Cycles.begin`."""
+        self.planned, self._taken = planned, 0
+        self._noted = {}
+        nothing = np.empty(0, np.float32)
+        self._cycles.begin(planned, self._steps(), self._overlap, goes_on, is_last)
+        for fragment in range(self._fragments):
+            self._cycles.train_up_to(fragment, nothing)
+            self._cycles.store(nothing, fragment)
+        self._cycles.train_to_the_end(nothing)
+
+    def after(self, steps: int) -> Sequence[BetweenSteps]:
+        """Return what is done after so many inner steps of the cycle."""
+        return self._noted.get(steps, ())
+
+    def _steps(self) -> Iterator[None]:
+        for taken in range(1, self.planned + 1):
+            self._taken = taken
+            yield
+
+    def _note_store(self, flat: Vector, fragment: int) -> None:
+        self._noted.setdefault(self._taken, []).append(BetweenSteps(fragment, None))
+
+    def _note_merge(self, flat: Vector, fragment: int, alpha: float) -> None:
+        self._noted.setdefault(self._taken, []).append(BetweenSteps(fragment, alpha))
 
 
 class DiLoCo:
@@ -82,7 +128,6 @@ class DiLoCo:
         """Whether the run has had its last outer step. The model then holds the run's final weights."""
         check_own_model(model)
         self._model = model
-        self._replica = LoopReplica(model, layout_of(model))
         self._inner_optimizer = inner_optimizer
         self._data = data
         self._loss: float | None = None
@@ -91,6 +136,7 @@ class DiLoCo:
         self._evaluates = evaluates
         self._until_leaving = ExitStack()
         self._interrupt = RememberedInterrupt()
+        self._outer_step: OuterStep | None = None
         self._swarm = SwarmThread(Invite.parse(run), identity or Identity.generate(), ticket, own, model, is_abandoned)
 
     def __enter__(self) -> Self:
@@ -99,7 +145,9 @@ class DiLoCo:
         BEFORE_EXIT(_leave_before_exit, weakref.ref(self._swarm))
         self._swarm.start()
         try:
-            self._swarm.joined.result()
+            joined = self._swarm.joined.result()
+            self._replica = LoopReplica(self._model, joined.worker.layout)
+            self._itinerary = Itinerary(len(joined.worker.fragments), joined.run.config.streaming)
             self._begin_outer_step()
         except BaseException:
             with self._until_leaving:
@@ -184,12 +232,35 @@ class DiLoCo:
         return self._text
 
     def _begin_outer_step(self) -> None:
-        """Wait for the swarm, which may have theta evaluated first, and take over theta."""
-        self._outer_step: OuterStep | None = self._worker.next_outer_step(self._evaluate)
-        self._tokens.take()  # what has passed through the model until now is trained no more
-        self._began_at = time.monotonic()
-        self._replica.load(self._worker.vectors.theta)
-        self.finished = self._outer_step is None
+        """Wait for the swarm, which may have theta evaluated first, and take over theta, unless the loop goes on."""
+        training, total = self.run.config.training, self.run.config.total_outer_steps
+        while True:
+            outer_step = self._outer_step = self._worker.next_outer_step(self._evaluate)
+            self._tokens.take()  # what has passed through the model until now is trained no more
+            if outer_step is None:
+                self._replica.load(self._worker.vectors.theta)
+                self.finished = True
+                return
+            if outer_step.begin_with is not None:
+                self._replica.load(outer_step.begin_with)
+            planned, is_last = outer_step.planned_steps(training.batch_size), outer_step.work.index + 1 == total
+            self._itinerary.begin(planned, outer_step.begin_with is None, is_last)
+            if self._goes_on(outer_step):
+                return
+
+    def _goes_on(self, outer_step: OuterStep) -> bool:
+        """Store and merge fragments before the next inner step. Return whether there is one."""
+        planned, length = self._itinerary.planned, self.run.config.training.sequence_length
+        trained = outer_step.claim(planned, length, self._loss)
+        if outer_step.steps_done == planned:
+            self._worker.all_taken(outer_step, trained)
+        for fragment, alpha in self._itinerary.after(outer_step.steps_done):
+            if alpha is None:
+                publish = partial(self._replica.store, fragment=fragment)
+                self._worker.store(outer_step, fragment, publish, trained)
+            elif self._worker.is_changed(outer_step, fragment):
+                self._replica.merge(self._worker.vectors.local, fragment, alpha)
+        return not outer_step.is_void and outer_step.steps_done < planned
 
     def _after_inner_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         outer_step = self._outer_step
@@ -197,15 +268,11 @@ class DiLoCo:
         if outer_step is None:
             return  # the run is over; what is trained now is the caller's alone
         if not outer_step.is_void:
-            outer_step.steps_done += 1
-            outer_step.tokens_done += self._tokens_of_inner_step()
             training = self.run.config.training
-            trained = outer_step.claim(training.sequence_length, self._loss)
-            speed = trained.tokens / (time.monotonic() - self._began_at)
-            outer_step.report(Progress(outer_step.steps_done, self._loss, speed))
-            if outer_step.steps_done < outer_step.planned_steps(training.batch_size):
+            batch_tokens = training.batch_size * training.sequence_length
+            outer_step.step_taken(self._tokens_of_inner_step(), self._loss, batch_tokens)
+            if self._goes_on(outer_step):
                 return
-            outer_step.finish(lambda: self._replica.store(self._worker.vectors.local), trained)
         self._begin_outer_step()
 
     def _tokens_of_inner_step(self) -> int:
@@ -213,7 +280,7 @@ class DiLoCo:
         tokens = self._tokens.take()
         if tokens <= 0:
             raise LoopError(
-                f"inner step {self.inner_step} of outer step {self.outer_step} has trained {tokens} tokens, as far as "
+                f"inner step {self.inner_step + 1} of outer step {self.outer_step} has trained {tokens} tokens, as far as "
                 "the model's calls show.",
                 "Call the model in training mode with token ids, as its first argument or as input_ids; or say how "
                 "many there are: diloco.report(loss, tokens=…).",
@@ -231,10 +298,10 @@ class DiLoCo:
                 )
             run = self.run.with_data(self._data)
             section, held_out = run.config.evaluation, (self._text or self._read(run)).held_out
-            self._replica.load(self._worker.vectors.theta)
             is_bf16, device = run.config.training.precision == "bf16", next(self._model.parameters()).device.type
             precision = partial(torch.autocast, device, torch.bfloat16, enabled=is_bf16)
-            loss, _ = held_out_loss(self._model, held_out, section.windows, EVALUATED_AT_ONCE, precision)
+            with self._replica.showing(self._worker.vectors.theta, not run.config.streaming.is_plain) as model:
+                loss, _ = held_out_loss(model, held_out, section.windows, EVALUATED_AT_ONCE, precision)
             is_runs_text = run.has_runs_text and section.digest in (None, held_out.digest(section.windows))
             return HeldOut(loss, is_runs_text)
         except Exception as error:  # a model may be called in other ways than transformers'

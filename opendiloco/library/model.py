@@ -4,6 +4,7 @@ replica of the run's, and the tokens that pass through it."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.errors import LoopError
 from opendiloco.model.build import build_model
 from opendiloco.model.layout import Layout
-from opendiloco.model.parameters import Shards, layout_of, trainable
+from opendiloco.model.parameters import Shards, layout_of, merge, trainable
 from opendiloco.shared_memory import SharedVectors, Vector
 from peers.errors import ManifestError
 
@@ -53,8 +54,8 @@ def check_own_model(model: torch.nn.Module) -> None:
             )
 
 
-def initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
-    """Return memory with the weights that the run begins with, for a model of this layout.
+def initial_weights(config: RunConfig, layout: Layout) -> tuple[Layout, SharedVectors]:
+    """Return the weights that the run begins with, and where a model of this layout finds its own in them.
 
     Raises: ManifestError when the run's model has another; MachineError without memory; see `check_initial_weights`.
     """
@@ -68,12 +69,14 @@ def initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
                 f"{theirs.shape}.",
                 remedy,
             )
-    if layout.size != runs.size:
-        raise ManifestError(f"the model has {layout.size} trainable values; the run's has {runs.size}.", remedy)
+    if layout.parameter_count != runs.parameter_count:
+        raise ManifestError(
+            f"the model has {layout.parameter_count} trainable values; the run's has {runs.parameter_count}.", remedy
+        )
     vectors = SharedVectors.create(runs.size)
     Shards(runs).store(trainable(model), vectors.theta)
     check_initial_weights(vectors.theta, config.model)
-    return vectors
+    return Layout([(parameter.name, parameter.shape) for parameter in layout], runs.fragment_of), vectors
 
 
 # The replica ----------------------------------------------------------------------------------------------------------
@@ -106,15 +109,41 @@ class LoopReplica:
             self._set(name, own, values)
 
     @torch.no_grad()
-    def store(self, flat: Vector) -> None:
-        """Write all weights, as trained, into a flat vector."""
-        for name, own, values in self._parts(flat):
+    def store(self, flat: Vector, fragment: int) -> None:
+        """Write a fragment's weights, as trained, into a flat vector."""
+        for name, own, values in self._parts(flat, fragment):
             values.copy_(self._trained(name, own))
 
-    def _parts(self, flat: Vector) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield each trained parameter's name, its tensor, and its values in a flat vector."""
+    @torch.no_grad()
+    def merge(self, flat: Vector, fragment: int, alpha: float) -> None:
+        """Merge a flat vector into a fragment's weights, which keep a share of `alpha`; see `merge`."""
+        for name, own, values in self._parts(flat, fragment):
+            local = self._trained(name, own)
+            merge(local, values.to(local.device), alpha)
+            if local is not own:
+                self._set(name, own, local)
+
+    @contextmanager
+    def showing(self, flat: Vector, comes_back: bool) -> Iterator[torch.nn.Module]:
+        """Have the model show other weights for a while. With `comes_back` it then has those of now again, of which it
+        keeps a copy; else it is to be loaded before it trains."""
         tensors = trainable(self._model)
-        for parameter in self._layout:
+        kept = {name: tensor.detach().clone() for name, tensor in tensors.items()} if comes_back else {}
+        with torch.no_grad():
+            for _, own, values in self._parts(flat):
+                own.copy_(values)
+        try:
+            yield self._model
+        finally:
+            with torch.no_grad():
+                for name, values in kept.items():
+                    tensors[name].copy_(values)
+
+    def _parts(self, flat: Vector, fragment: int | None = None) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield the name of each trained parameter, or of a fragment's, with its tensor and its values in a flat
+        vector."""
+        tensors = trainable(self._model)
+        for parameter in self._layout if fragment is None else self._layout.fragment(fragment):
             values = torch.from_numpy(flat[parameter.slice]).view(parameter.shape)
             yield parameter.name, tensors[parameter.name], values
 

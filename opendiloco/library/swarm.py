@@ -19,12 +19,13 @@ import torch
 
 from opendiloco.config.run_config import EvaluationSection
 from opendiloco.data.own_files import OwnFiles
-from opendiloco.errors import LoopError, WorkerError
+from opendiloco.errors import WorkerError
 from opendiloco.evaluation_turns import HeldOut
-from opendiloco.library.model import JOIN, initial_vectors
+from opendiloco.library.model import initial_weights
+from opendiloco.model.layout import Layout
 from opendiloco.model.parameters import layout_of
 from opendiloco.run import Run, find_run
-from opendiloco.shared_memory import SharedVectors
+from opendiloco.shared_memory import SharedVectors, Vector
 from opendiloco.training.team import peak_memory
 from opendiloco.view.curves import configuration_of
 from opendiloco.volunteer.admission import ask_for_signed_heads, enter, read_ticket
@@ -42,62 +43,118 @@ from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, capt
 
 # Between two threads --------------------------------------------------------------------------------------------------
 class OuterStep:
-    """The inner steps of one outer step. The training thread reports each; the swarm's waits for what is `trained`.
+    """The inner steps of one outer step. The training thread takes them and stores fragments; the swarm's waits for
+    these.
 
-    When the swarm cancels that, since it has moved on, nothing that was done counts, nor will it be published.
+    It is void once the swarm has moved on: then nothing that was trained counts, nor will it be published.
     """
 
-    def __init__(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(
+        self,
+        work: InnerLoop,
+        begin_with: Vector | None,
+        usual_tokens: float,
+        on_progress: Callable[[int, Progress], None],
+    ) -> None:
+        """It begins with these weights, or without any goes on from where the one before ended. `usual_tokens` are
+        those of an inner step before. `on_progress` takes the inner steps so far, too."""
         self.work = work
+        self.begin_with = begin_with
         self.steps_done = 0
-        self.tokens_done = 0
-        self.trained: Future[Trained] = Future()
+        self.is_void = False
+        self.waited, self.late = 0.0, 0
+        """Seconds that training has waited for averages, and how many were late."""
+        self._tokens_done = 0
+        self._usual_tokens = usual_tokens
+        self._is_known = False  # what is trained, since the last fragment is stored
         self._on_progress = on_progress
+        self._began = 0.0
         self._loop = asyncio.get_running_loop()
+        self._stored: asyncio.Queue[tuple[int, Trained]] = asyncio.Queue()
+        self._storing = threading.Lock()
 
-    @property
-    def is_void(self) -> bool:
-        """Return whether the swarm has moved on since it began."""
-        return self.trained.cancelled()
+    # In the training thread
+    def begin(self) -> None:
+        """Note that the loop begins."""
+        self._began = time.monotonic()
 
     def planned_steps(self, batch_size: int) -> int:
         """Return the inner steps of this outer step: one for each of the run's batches in the lease, and at most those
         that the swarm wants."""
         return min(self.work.steps, math.ceil(sample_count(self.work.samples) / batch_size))
 
-    def claim(self, tokens_per_sample: int, loss: float | None) -> Trained:
-        """Return what the inner steps so far count as: the tokens that were trained, but no more than the lease has,
-        and the samples that have so many."""
-        samples = prefix(self.work.samples, math.ceil(self.tokens_done / tokens_per_sample))
-        tokens = min(self.tokens_done, tokens_per_sample * sample_count(samples))
-        return Trained(samples, tokens, loss or 0.0)
+    @property
+    def step_tokens(self) -> float:
+        """Return the tokens of an inner step, on average."""
+        return self._tokens_done / self.steps_done if self.steps_done else self._usual_tokens
 
-    def report(self, progress: Progress) -> None:
-        self._loop.call_soon_threadsafe(self._pass_on, progress)
+    def step_taken(self, tokens: int, loss: float | None, batch_tokens: int) -> None:
+        """Take in that an inner step is taken, and tell the swarm: by its speed it foresees the end of the lease, in
+        which an inner step has the tokens of the run's batch at most."""
+        self.steps_done += 1
+        self._tokens_done += tokens
+        counted = min(self._tokens_done, self.steps_done * batch_tokens)
+        speed = counted / max(self.seconds - self.waited, 1e-9)
+        number = 0 if self._is_known else self.steps_done
+        self.report(self._on_progress, self.steps_done, Progress(number, loss, speed, self.step_tokens))
 
-    def finish(self, publish: Callable[[], None], trained: Trained) -> None:
-        """Publish the weights and say so, unless it is void."""
-        if self.trained.set_running_or_notify_cancel():
-            publish()
-            self.trained.set_result(trained)
+    def claim(self, steps: int, tokens_per_sample: int, loss: float | None) -> Trained:
+        """Return what so many inner steps count as, of which some may be still to be taken: their tokens, but no more
+        than the lease has, and the samples that have so many."""
+        tokens = self._tokens_done + int((steps - self.steps_done) * self.step_tokens)
+        samples = prefix(self.work.samples, math.ceil(tokens / tokens_per_sample))
+        return Trained(samples, min(tokens, tokens_per_sample * sample_count(samples)), loss or 0.0)
 
-    def _pass_on(self, progress: Progress) -> None:
-        if not self.is_void:
-            self._on_progress(progress)
+    def store(self, fragment: int, publish: Callable[[], None], trained: Trained, is_last: bool) -> None:
+        """Publish a fragment's weights and say so, unless it is void. With the last one, what is trained is known."""
+        with self._storing:
+            if not self.is_void:
+                publish()
+                self._is_known = is_last
+                self.report(self._stored.put_nowait, (fragment, trained))
+
+    @property
+    def seconds(self) -> float:
+        """Return for how long it has been under way."""
+        return time.monotonic() - self._began
+
+    def report(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function in the swarm's thread, unless it is void by then."""
+
+        def call_unless_void() -> None:
+            if not self.is_void:
+                function(*arguments)
+
+        with suppress(RuntimeError):  # the swarm's thread has ended
+            self._loop.call_soon_threadsafe(call_unless_void)
+
+    # In the swarm's thread
+    async def stored(self) -> tuple[int, Trained]:
+        """Wait for the next fragment that is stored; return it with what is trained by then."""
+        return await self._stored.get()
+
+    def void(self) -> None:
+        """Have nothing count. Waits for a fragment that is just being stored."""
+        with self._storing:
+            self.is_void = True
 
 
 class LoopWorker:
     """Stands where a worker process would. `run_inner_loop` is the swarm's; `next_outer_step` the training thread's."""
 
-    def __init__(self, vectors: SharedVectors, inner_steps: int, device: torch.device) -> None:
-        """`inner_steps` are those of an outer step; the loop's model is on `device`."""
+    def __init__(self, vectors: SharedVectors, layout: Layout, inner_steps: int, device: torch.device) -> None:
+        """`inner_steps` are those of an outer step; the loop's model is on `device`, and of this layout."""
         self.vectors = vectors
-        self.fragments: Sequence[slice] = [slice(0, vectors.theta.size)]
+        self.layout = layout
+        self.fragments: Sequence[slice] = layout.fragments
         self.device = "the caller's loop"
         self.telemetry = Telemetry(inner_steps)
         self._torch_device = device
         self._outer_steps: queue.SimpleQueue[OuterStep | Future[HeldOut | None] | BaseException | None]
         self._outer_steps = queue.SimpleQueue()
+        self._newest: OuterStep | None = None
+        self._averages: dict[int, bool] = {}  # of the fragments that are decided: whether each has changed
+        self._news = threading.Condition()
 
     async def run_inner_loop(
         self,
@@ -107,12 +164,11 @@ class LoopWorker:
         from_local: bool = False,
         goes_on: bool = False,
     ) -> Trained:
-        """Always from theta, and all of it at once: runs that stream are refused. What a loop does not say is NaN."""
-        began = time.monotonic()
+        """See `Trainer`. What a loop does not say is NaN."""
 
-        def progressed(progress: Progress) -> None:
+        def progressed(steps_done: int, progress: Progress) -> None:
             taken = InnerStepDone(
-                inner_step=progress.inner_step,
+                inner_step=steps_done,
                 loss=math.nan if progress.loss is None else progress.loss,
                 gradient_norm=math.nan,
                 learning_rate=math.nan,
@@ -121,29 +177,32 @@ class LoopWorker:
             self.telemetry.progressed(work.index, taken)
             on_progress(progress)
 
-        outer_step = OuterStep(work, progressed)
+        begin_with = None if goes_on else self.vectors.local if from_local else self.vectors.theta
+        usual_tokens = self._newest.step_tokens if self._newest else 0.0
+        self._newest = outer_step = OuterStep(work, begin_with, usual_tokens, progressed)
         self._outer_steps.put(outer_step)
-        trained = await asyncio.wrap_future(outer_step.trained)
-        done = InnerLoopDone(
-            tokens=trained.tokens,
-            inner_steps=outer_step.steps_done,
-            loss=trained.loss,
-            gradient_norm=math.nan,
-            learning_rate=math.nan,
-            skipped=0,
-            seconds=time.monotonic() - began,
-            waited_seconds=math.nan,
-            average_wait_seconds=math.nan,
-            peak_memory_bytes=peak_memory(self._torch_device),
-        )
-        self.telemetry.trained(work.index, done)
-        return trained
+        try:
+            while True:
+                fragment, trained = await outer_step.stored()
+                if fragment == len(self.fragments) - 1:
+                    return trained
+                await on_captured(fragment)
+        except BaseException:
+            self.end_rest()
+            raise
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
-        """There are none in the midst of training."""
+        """Have the loop go on with a stored fragment: with what is in `vectors.local` now, if it `is_changed`."""
+        with self._news:
+            self._averages[fragment] = is_changed
+            self._news.notify_all()
 
     def end_rest(self) -> None:
-        """There is none."""
+        """Have the loop leave what it trains, and wait for no average."""
+        if self._newest is not None:
+            self._newest.void()
+            with self._news:
+                self._news.notify_all()
 
     async def held_out(self, section: EvaluationSection) -> HeldOut | None:
         """Return theta's loss as the training thread finds it, which knows the run; None if it cannot say."""
@@ -159,7 +218,9 @@ class LoopWorker:
     def end(self, error: BaseException | None = None) -> None:
         """There are no more outer steps: the run is over, or this went wrong."""
         self._outer_steps.put(error)
+        self.end_rest()
 
+    # In the training thread
     def next_outer_step(self, evaluate: Callable[[], HeldOut | None] = lambda: None) -> OuterStep | None:
         """Wait for the swarm's next; `evaluate` when it asks; return None at the end. Raises: what went wrong."""
         while True:
@@ -175,7 +236,42 @@ class LoopWorker:
                 self.end()
                 return None
             if not found.is_void:
+                found.begin()
                 return found
+
+    def store(self, outer_step: OuterStep, fragment: int, publish: Callable[[Vector], None], trained: Trained) -> None:
+        """Have a fragment's weights published into `vectors.local`, and averaged."""
+        with self._news:
+            self._averages.pop(fragment, None)
+        is_last = fragment == len(self.fragments) - 1
+        outer_step.store(fragment, lambda: publish(self.vectors.local), trained, is_last)
+
+    def is_changed(self, outer_step: OuterStep, fragment: int) -> bool:
+        """Wait until it is decided what was averaged of a stored fragment; return whether its new values are in
+        `vectors.local`. False where the outer step is void."""
+        with self._news:
+            began, outer_step.late = time.monotonic(), outer_step.late + (fragment not in self._averages)
+            self._news.wait_for(lambda: fragment in self._averages or outer_step.is_void)
+            outer_step.waited += time.monotonic() - began
+            return not outer_step.is_void and self._averages[fragment]
+
+    def all_taken(self, outer_step: OuterStep, trained: Trained) -> None:
+        """Show what an outer step's inner steps come to, now that all are taken."""
+        streams = len(self.fragments) > 1 or outer_step.begin_with is None
+        done = InnerLoopDone(
+            tokens=trained.tokens,
+            inner_steps=outer_step.steps_done,
+            loss=trained.loss,
+            gradient_norm=math.nan,
+            learning_rate=math.nan,
+            skipped=0,
+            seconds=outer_step.seconds,
+            waited_seconds=math.nan,
+            late_averages=outer_step.late,
+            average_wait_seconds=outer_step.waited if streams else math.nan,
+            peak_memory_bytes=peak_memory(self._torch_device),
+        )
+        outer_step.report(lambda: self.telemetry.trained(outer_step.work.index, done))
 
 
 # The swarm's thread ---------------------------------------------------------------------------------------------------
@@ -249,8 +345,6 @@ class SwarmThread(threading.Thread):
     async def _take_part(self) -> None:
         async with connected(self.identity, self._invite.addresses) as transport:
             run = (await find_run(transport, self._invite.run_id)).with_own(self._own)
-            if not run.config.streaming.is_plain:
-                raise LoopError("this run streams, which loops of one's own cannot do yet.", JOIN)
             worker = await asyncio.to_thread(self.worker_of, run)  # what is refused is refused before we are a member
             workload = Workload(worker, run.config, run_is_over=worker.end)
             digest = await workload.state_digest()
@@ -270,10 +364,10 @@ class SwarmThread(threading.Thread):
                 watching.cancel()
 
     def worker_of(self, run: Run) -> LoopWorker:
-        """Return the loop as a worker of a run, whose initial weights it has. Raises: see `initial_vectors`."""
-        vectors = initial_vectors(run.config, layout_of(self._model))
+        """Return the loop as a worker of a run, whose initial weights it has. Raises: see `initial_weights`."""
+        layout, vectors = initial_weights(run.config, layout_of(self._model))
         device = next(self._model.parameters()).device
-        return LoopWorker(vectors, run.config.training.inner_steps, device)
+        return LoopWorker(vectors, layout, run.config.training.inner_steps, device)
 
     async def _leave_when_abandoned(self, volunteer: Volunteer) -> None:
         while not self._is_abandoned():

@@ -15,7 +15,7 @@ from opendiloco.library.swarm import Joined, SwarmThread
 from opendiloco.run import Run
 from opendiloco.volunteer.local_workload import Workload
 from peers.values.identity import Identity
-from peers.values.leases import SampleRange
+from peers.values.leases import SampleRange, sample_count
 from peers.values.manifest import Invite
 from peers.values.workload import InnerLoop, Progress, Reduction, Trained
 
@@ -71,7 +71,8 @@ class PlayedSwarm(SwarmThread):
 
     async def _take(self, index: int, fragment: int) -> None:
         payload = bytes(await self.workload.contribution(fragment))
-        reduction = Reduction([(payload, 1.0)], 0, fragment=fragment, index=index)
+        weight = self.run_of_it.config.training.sequence_length * sample_count(self.leases[index])
+        reduction = Reduction([(payload, weight)], 0, fragment=fragment, index=index)
         average = bytes(await self.workload.reduce(reduction))
         keeps_work = fragment < len(self.workload.fragments) - 1
         await self.workload.apply(average, index, fragment, keeps_work=keeps_work)

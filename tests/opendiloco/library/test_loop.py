@@ -30,7 +30,7 @@ from opendiloco.data.training_data import load_data
 from opendiloco.errors import LoopError, MachineError
 from opendiloco.library import DiLoCo
 from opendiloco.library import swarm as swarm_module
-from opendiloco.library.model import check_own_model, initial_vectors
+from opendiloco.library.model import LoopReplica, check_own_model, initial_weights
 from opendiloco.library.swarm import Joined, LoopWorker
 from opendiloco.model.build import build_model, initial_theta
 from opendiloco.model.layout import Layout
@@ -58,7 +58,8 @@ def renamed(layout: Layout) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def test_a_model_of_the_same_shapes_begins_with_the_runs_weights(small_config: RunConfig, layout: Layout) -> None:
-    vectors = initial_vectors(small_config, Layout(renamed(layout)))
+    own, vectors = initial_weights(small_config, Layout(renamed(layout)))
+    assert [(place.name, place.shape) for place in own] == renamed(layout)
     assert np.array_equal(vectors.theta, initial_theta(small_config))
 
 
@@ -66,15 +67,15 @@ def test_another_model_is_refused_by_its_first_difference(small_config: RunConfi
     places = renamed(layout)
     name, shape = places[1]
     with pytest.raises(ManifestError, match=rf"parameter {name} has the shape \({shape[0]}, 3\)"):
-        initial_vectors(small_config, Layout([places[0], (name, (shape[0], 3)), *places[2:]]))
+        initial_weights(small_config, Layout([places[0], (name, (shape[0], 3)), *places[2:]]))
     with pytest.raises(ManifestError, match=f"the run's has {layout.size}"):
-        initial_vectors(small_config, Layout(places[:-1]))
+        initial_weights(small_config, Layout(places[:-1]))
 
 
 def test_weights_that_differ_from_the_organisers_are_refused(small_content: dict[str, Any], layout: Layout) -> None:
     model = small_content["model"] | {"digest": "ab" * 32}
     with pytest.raises(MachineError, match="begins with weights of digest abab"):
-        initial_vectors(RunConfig.from_manifest_content(small_content | {"model": model}), layout)
+        initial_weights(RunConfig.from_manifest_content(small_content | {"model": model}), layout)
 
 
 @pytest.fixture
@@ -274,12 +275,21 @@ def test_what_keeps_it_from_joining_is_raised_and_leaves_no_thread(monkeypatch: 
     assert not loop._swarm.is_alive()
 
 
+def worker_of(loop: DiLoCo) -> LoopWorker:
+    """With weights of zeros."""
+    layout = layout_of(loop._model)
+    loop._replica = LoopReplica(loop._model, layout)
+    return LoopWorker(SharedVectors.create(layout.size), layout, 10, torch.device("cpu"))
+
+
 def loop_that_may_evaluate(config: RunConfig, monkeypatch: pytest.MonkeyPatch, **options: Any) -> DiLoCo:
     """It has joined, and its model is a run's."""
     model = build_model(config, ByteTokenizer())
     monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
     loop = DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1", **options)
-    worker = LoopWorker(initial_vectors(config, layout_of(model)), 10, torch.device("cpu"))
+    layout, vectors = initial_weights(config, layout_of(model))
+    worker = LoopWorker(vectors, layout, 10, torch.device("cpu"))
+    loop._replica = LoopReplica(model, layout)
     loop._swarm.joined.set_result(Joined(Run.sign(config, Identity.generate()), worker, lambda: None))
     with torch.no_grad():
         model.lm_head.weight.zero_()  # theta is what counts
@@ -349,7 +359,7 @@ def test_a_loop_has_the_next_shard_tokenized_as_a_worker_does(
     monkeypatch.setattr(Ahead, "tokenize", lambda ahead, *wanted: asked.append(wanted))
     monkeypatch.setattr(Ahead, "close", lambda ahead: closed.append(ahead))
     loop = loop_of_its_own(monkeypatch)
-    worker = LoopWorker(SharedVectors.create(layout_of(loop._model).size), 10, torch.device("cpu"))
+    worker = worker_of(loop)
     loop._swarm.joined.set_result(Joined(Run.sign(config, Identity.generate()), worker, lambda: None))
     lease = (SampleRange(0, 2), SampleRange(60, 64))
     loop._data = (tmp_path / "text",)
@@ -378,7 +388,7 @@ def test_a_model_that_is_called_in_another_way_leaves_its_turns_out(
 ) -> None:
     loop = loop_of_its_own(monkeypatch)
     run = Run.sign(small_config, Identity.generate())
-    worker = LoopWorker(SharedVectors.create(layout_of(loop._model).size), 10, torch.device("cpu"))
+    worker = worker_of(loop)
     loop._swarm.joined.set_result(Joined(run, worker, lambda: None))
     loop._text = load_data(small_config, ByteTokenizer())
     assert loop._evaluate() is None
@@ -396,7 +406,7 @@ class Unseen:
         return self._run.manifest
 
 
-@pytest.mark.parametrize("refused", ["another model", "weights of another digest", "a run that streams"])
+@pytest.mark.parametrize("refused", ["another model", "weights of another digest"])
 def test_what_is_refused_is_refused_before_any_peer_has_seen_it(
     refused: str, small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,8 +414,6 @@ def test_what_is_refused_is_refused_before_any_peer_has_seen_it(
     content = copy.deepcopy(small_content)
     if refused == "weights of another digest":
         content["model"]["digest"] = "ab" * 32
-    if refused == "a run that streams":
-        content["streaming"] = {"overlap": 1}
     run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
 
     @asynccontextmanager

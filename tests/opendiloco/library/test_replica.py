@@ -32,7 +32,7 @@ def test_what_is_loaded_is_stored_to_the_bit_where_nothing_was_trained(dtype: to
     theta = theta_of(42)
     local = np.zeros_like(theta)
     replica.load(theta)
-    replica.store(local)
+    replica.store(local, 0)
     assert np.array_equal(local, theta)
     assert replica.rounds == (dtype in HALF)
     assert torch.equal(model.weight.flatten(), torch.from_numpy(theta[:35]).to(dtype))
@@ -50,12 +50,12 @@ def test_what_training_changed_counts_on_top_of_theta(dtype: torch.dtype) -> Non
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.125)
-    replica.store(local)
+    replica.store(local, 0)
     changed = [(now.detach().float() - then).flatten() for now, then in zip(model.parameters(), begun, strict=True)]
     expected = torch.from_numpy(theta) + torch.cat(changed)
     np.testing.assert_allclose(local, expected.numpy(), rtol=0, atol=1e-7)
     assert np.abs(local - theta - 0.125).max() < 2.0**-7
-    replica.store(again := np.zeros_like(theta))
+    replica.store(again := np.zeros_like(theta), 0)
     assert np.array_equal(again, local), "to store changes nothing"
 
 
