@@ -280,8 +280,8 @@ class DiLoCo:
         tokens = self._tokens.take()
         if tokens <= 0:
             raise LoopError(
-                f"inner step {self.inner_step + 1} of outer step {self.outer_step} has trained {tokens} tokens, as far as "
-                "the model's calls show.",
+                f"inner step {self.inner_step + 1} of outer step {self.outer_step} has trained {tokens} tokens, as far "
+                "as the model's calls show.",
                 "Call the model in training mode with token ids, as its first argument or as input_ids; or say how "
                 "many there are: diloco.report(loss, tokens=…).",
             )
