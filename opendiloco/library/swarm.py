@@ -10,9 +10,9 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -105,13 +105,14 @@ class OuterStep:
         samples = prefix(self.work.samples, math.ceil(tokens / tokens_per_sample))
         return Trained(samples, min(tokens, tokens_per_sample * sample_count(samples)), loss or 0.0)
 
-    def store(self, fragment: int, publish: Callable[[], None], trained: Trained, is_last: bool) -> None:
-        """Publish a fragment's weights and say so, unless it is void. With the last one, what is trained is known."""
+    @contextmanager
+    def storing(self, fragment: int, trained: Trained, is_last: bool) -> Iterator[bool]:
+        """Have a fragment's weights published in this context, unless it is void, and then say so. With the last one,
+        what is trained is known."""
         with self._storing:
-            if not self.is_void:
-                publish()
-                self._is_known = is_last
-                self.report(self._stored.put_nowait, (fragment, trained))
+            yield not self.is_void
+            self._is_known = is_last
+            self.report(self._stored.put_nowait, (fragment, trained))
 
     @property
     def seconds(self) -> float:
@@ -239,12 +240,14 @@ class LoopWorker:
                 found.begin()
                 return found
 
-    def store(self, outer_step: OuterStep, fragment: int, publish: Callable[[Vector], None], trained: Trained) -> None:
-        """Have a fragment's weights published into `vectors.local`, and averaged."""
+    @contextmanager
+    def storing(self, outer_step: OuterStep, fragment: int, trained: Trained) -> Iterator[Vector | None]:
+        """Lend `vectors.local`, to write a fragment's weights into it, and then have them averaged; None where the
+        outer step is void."""
         with self._news:
             self._averages.pop(fragment, None)
-        is_last = fragment == len(self.fragments) - 1
-        outer_step.store(fragment, lambda: publish(self.vectors.local), trained, is_last)
+        with outer_step.storing(fragment, trained, is_last=fragment == len(self.fragments) - 1) as counts:
+            yield self.vectors.local if counts else None
 
     def is_changed(self, outer_step: OuterStep, fragment: int) -> bool:
         """Wait until it is decided what was averaged of a stored fragment; return whether its new values are in

@@ -26,11 +26,13 @@ class DiLoCoCallback(TrainerCallback):
 
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
         self._leave()  # what an earlier training that raised has left
-        optimizer = kwargs["optimizer"]
-        inner_optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         call = _Call.outside_callbacks(sys._getframe())
         diloco = DiLoCo(
-            kwargs["model"], inner_optimizer, self._run, is_abandoned=lambda: not call.is_under_way(), **self._options
+            kwargs["model"],
+            kwargs["optimizer"],
+            self._run,
+            is_abandoned=lambda: not call.is_under_way(),
+            **self._options,
         )
         diloco.__enter__()
         self._diloco = diloco

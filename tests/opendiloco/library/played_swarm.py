@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import ClassVar
 
 import pytest
@@ -28,6 +28,8 @@ class PlayedSwarm(SwarmThread):
     run_of_it: Run
     leases: Sequence[Lease]
     swarms: ClassVar[list[PlayedSwarm]]
+    fails_at: ClassVar[int | None] = None
+    """The outer step at which the network is gone."""
 
     async def _take_part(self) -> None:
         self.swarms.append(self)
@@ -41,7 +43,8 @@ class PlayedSwarm(SwarmThread):
         call = asyncio.get_running_loop().call_soon_threadsafe
 
         def leave() -> None:
-            call(self.left.set)
+            with suppress(RuntimeError):  # it has ended
+                call(self.left.set)
 
         self.joined.set_result(Joined(run, worker, leave))
         training = asyncio.create_task(self._train())
@@ -61,6 +64,8 @@ class PlayedSwarm(SwarmThread):
             async def captured(fragment: int, index: int = index) -> None:
                 await self._take(index, fragment)
 
+            if index == self.fails_at:
+                raise RuntimeError("the network is gone")
             work = InnerLoop(index, lease, steps, tokens)
             trained = await self.workload.run_inner_loop(work, self.progress.append, captured)
             self.trained.append(trained)

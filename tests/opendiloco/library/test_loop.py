@@ -10,27 +10,30 @@ import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from opendiloco.config.run_config import RunConfig
+from opendiloco.config.run_config import RunConfig, StreamingSection
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.errors import LoopError, MachineError
+from opendiloco.evaluation_turns import HeldOut
 from opendiloco.library import DiLoCo
 from opendiloco.library import swarm as swarm_module
+from opendiloco.library.loop import Itinerary
 from opendiloco.library.model import LoopReplica, check_own_model, initial_weights
+from opendiloco.library.ranks import Ranks
 from opendiloco.library.swarm import Joined, LoopWorker
 from opendiloco.model.build import build_model, initial_theta
 from opendiloco.model.layout import Layout
@@ -104,26 +107,27 @@ def test_a_model_in_a_type_that_cannot_be_trained_is_refused_in_one_line() -> No
 
 
 @pytest.mark.usefixtures("_process_group_ends")
-def test_processes_that_would_all_join_are_refused() -> None:
+def test_a_model_that_some_of_the_processes_share_is_refused() -> None:
     begin_process_group("of two")
     model = torch.nn.Linear(3, 2)
-    with pytest.raises(LoopError, match="this is process 1 of 2; each would join as a peer") as caught:
+    check_own_model(model)
+    fully_shard(model, mesh=DeviceMesh("cpu", [1]))
+    with pytest.raises(LoopError, match=r"parameter weight is shared by 1 of 2 processes") as caught:
         check_own_model(model)
-    assert "diloco-peer join" in caught.value.remedy
+    assert "FSDP2" in caught.value.remedy
 
 
 @pytest.mark.usefixtures("_process_group_ends")
-def test_shards_are_refused_and_a_wrapper_around_a_whole_model_is_not() -> None:
+def test_shards_of_fsdp2_are_taken_and_those_of_fsdp_are_not() -> None:
     begin_process_group("alone")
     check_own_model(DistributedDataParallel(torch.nn.Linear(3, 2)))
     sharded = torch.nn.Linear(3, 2)
     fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(LoopError, match=r"parameter weight is a shard \(FSDP2"):
-        check_own_model(sharded)
+    check_own_model(sharded)
     flat = torch.nn.Sequential(FullyShardedDataParallel(torch.nn.Linear(3, 2), device_id=torch.device("cpu")))
     with pytest.raises(LoopError, match="the model is wrapped in FSDP") as caught:
         check_own_model(flat)
-    assert "diloco-peer join" in caught.value.remedy
+    assert "fully_shard" in caught.value.remedy
     with pytest.raises(LoopError, match="has no memory"):
         check_own_model(torch.nn.Linear(3, 2, device="meta"))
 
@@ -219,7 +223,7 @@ def test_an_interrupt_that_python_has_lost_ends_the_loop_at_its_next_step(
     asked: str, small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = loop_of_its_own(monkeypatch)
-    loop._data = (Path(small_config.data.source or ""),)
+    loop._text.folders = (Path(small_config.data.source or ""),)
     run = Run.sign(small_config, Identity.generate())
     left = asyncio.Event()
 
@@ -234,7 +238,7 @@ def test_an_interrupt_that_python_has_lost_ends_the_loop_at_its_next_step(
 
     def begin_outer_step() -> None:
         work = InnerLoop(0, (SampleRange(0, 64),), 10, 0)
-        loop._outer_step = LoopsOuterStep(work, 0)  # type: ignore[assignment]
+        at(loop, work, 0)
 
     monkeypatch.setattr(loop._swarm, "_take_part", take_part)
     monkeypatch.setattr(loop, "_begin_outer_step", begin_outer_step)
@@ -275,10 +279,14 @@ def test_what_keeps_it_from_joining_is_raised_and_leaves_no_thread(monkeypatch: 
     assert not loop._swarm.is_alive()
 
 
+def evaluate(loop: DiLoCo) -> HeldOut | None:
+    return loop._text.evaluate(loop.run, loop._worker, loop._replica)
+
+
 def worker_of(loop: DiLoCo) -> LoopWorker:
     """With weights of zeros."""
     layout = layout_of(loop._model)
-    loop._replica = LoopReplica(loop._model, layout)
+    loop._replica = LoopReplica(loop._model, layout, Ranks())
     return LoopWorker(SharedVectors.create(layout.size), layout, 10, torch.device("cpu"))
 
 
@@ -289,8 +297,9 @@ def loop_that_may_evaluate(config: RunConfig, monkeypatch: pytest.MonkeyPatch, *
     loop = DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1", **options)
     layout, vectors = initial_weights(config, layout_of(model))
     worker = LoopWorker(vectors, layout, 10, torch.device("cpu"))
-    loop._replica = LoopReplica(model, layout)
-    loop._swarm.joined.set_result(Joined(Run.sign(config, Identity.generate()), worker, lambda: None))
+    loop._replica = LoopReplica(model, layout, Ranks())
+    loop.run = Run.sign(config, Identity.generate())
+    loop._swarm.joined.set_result(Joined(loop.run, worker, lambda: None))
     with torch.no_grad():
         model.lm_head.weight.zero_()  # theta is what counts
     return loop
@@ -307,14 +316,14 @@ def test_a_loop_evaluates_theta_as_everybody_does(
     model = loop._model.train(mode == "train")
     if reads == "the run's text":
         monkeypatch.setattr(Run, "with_data", lambda run, folders: run)
-        loop._text = load_data(small_config, ByteTokenizer())
-    found = loop._evaluate()
+        loop._text.opened = load_data(small_config, ByteTokenizer())
+    found = evaluate(loop)
     assert found is not None
     assert found.loss == pytest.approx(Reference(small_config).held_out_loss(), rel=1e-5)
     assert found.is_runs_text == (reads == "the run's text"), "nobody can tell of a folder of its own"
-    text = loop._text
-    assert loop._evaluate() == found
-    assert loop._text is text, "it is read once"
+    text = loop._text.opened
+    assert evaluate(loop) == found
+    assert loop._text.opened is text, "it is read once"
     assert model.training == (mode == "train")
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -323,12 +332,12 @@ def test_a_loop_that_cannot_or_is_not_to_read_the_runs_text_takes_no_turns(
     small_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     without = loop_that_may_evaluate(small_config, monkeypatch)  # the run's text is in a folder of its organiser
-    assert [without._evaluate() for _ in range(3)] == [None] * 3
+    assert [evaluate(without) for _ in range(3)] == [None] * 3
     assert caplog.text.count("takes no turns to evaluate") == 1
     folder = Path(small_config.data.all_sources[0].source)
     unwilling = loop_that_may_evaluate(small_config, monkeypatch, data=[folder], evaluates=False)
-    assert unwilling._evaluate() is None
-    assert unwilling._text is None
+    assert evaluate(unwilling) is None
+    assert unwilling._text.opened is None
 
 
 def test_a_loss_is_reported_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,11 +348,12 @@ def test_a_loss_is_reported_without_a_warning(monkeypatch: pytest.MonkeyPatch) -
     assert loop._loss == 1.5
 
 
-class LoopsOuterStep(NamedTuple):
-    """What `batches` asks of one."""
-
-    work: InnerLoop
-    steps_done: int
+def at(loop: DiLoCo, work: InnerLoop, steps_done: int) -> None:
+    """Have a loop be after so many inner steps."""
+    loop._work = work
+    loop._itinerary = Itinerary(1, StreamingSection())
+    loop._itinerary.begin(work.steps, goes_on=False, is_last=False)
+    loop._itinerary.steps_done = steps_done
 
 
 def test_a_loop_has_the_next_shard_tokenized_as_a_worker_does(
@@ -360,22 +370,22 @@ def test_a_loop_has_the_next_shard_tokenized_as_a_worker_does(
     monkeypatch.setattr(Ahead, "close", lambda ahead: closed.append(ahead))
     loop = loop_of_its_own(monkeypatch)
     worker = worker_of(loop)
-    loop._swarm.joined.set_result(Joined(Run.sign(config, Identity.generate()), worker, lambda: None))
+    loop.run = Run.sign(config, Identity.generate())
+    loop._swarm.joined.set_result(Joined(loop.run, worker, lambda: None))
     lease = (SampleRange(0, 2), SampleRange(60, 64))
-    loop._data = (tmp_path / "text",)
+    loop._text.folders = (tmp_path / "text",)
     numbers, batches = numbers_of(lease), loop.batches()
     samples.expect(numbers)
     for steps_done in range(3):
-        loop._outer_step = LoopsOuterStep(InnerLoop(0, lease, 3, 0), steps_done)  # type: ignore[assignment]
+        at(loop, InnerLoop(0, lease, 3, 0), steps_done)
         assert np.array_equal(next(batches).numpy(), samples.read(numbers[2 * steps_done : 2 * steps_done + 2]))
-        loop._text = None  # as it is when the model cannot be evaluated
     assert asked == foreseen
     assert len(set(asked)) == 2, "the lease's second shard, and the one after the lease"
-    loop._outer_step = None
+    loop._work = None
     assert not closed
     assert next(batches, None) is None
     assert len(closed) == 1
-    loop._outer_step = LoopsOuterStep(InnerLoop(0, lease, 3, 0), 0)  # type: ignore[assignment]
+    at(loop, InnerLoop(0, lease, 3, 0), 0)
     batches = loop.batches()
     next(batches)
     monkeypatch.setattr(loop._swarm, "join", lambda: None)
@@ -389,11 +399,11 @@ def test_a_model_that_is_called_in_another_way_leaves_its_turns_out(
     loop = loop_of_its_own(monkeypatch)
     run = Run.sign(small_config, Identity.generate())
     worker = worker_of(loop)
+    loop.run = run
     loop._swarm.joined.set_result(Joined(run, worker, lambda: None))
-    loop._text = load_data(small_config, ByteTokenizer())
-    assert loop._evaluate() is None
+    loop._text.opened = load_data(small_config, ByteTokenizer())
+    assert evaluate(loop) is None
     assert "takes no turns to evaluate" in caplog.text
-    loop._text = None
 
 
 class Unseen:

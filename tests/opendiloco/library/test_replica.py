@@ -12,6 +12,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.library import DiLoCo
 from opendiloco.library.model import LoopReplica
+from opendiloco.library.ranks import Ranks
 from opendiloco.model.build import build_model, initial_theta
 from opendiloco.model.parameters import layout_of
 from opendiloco.shared_memory import Vector
@@ -28,7 +29,7 @@ def theta_of(size: int) -> Vector:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF])
 def test_what_is_loaded_is_stored_to_the_bit_where_nothing_was_trained(dtype: torch.dtype) -> None:
     model = torch.nn.Linear(5, 7).to(dtype)
-    replica = LoopReplica(model, layout_of(model))
+    replica = LoopReplica(model, layout_of(model), Ranks())
     theta = theta_of(42)
     local = np.zeros_like(theta)
     replica.load(theta)
@@ -42,7 +43,7 @@ def test_what_is_loaded_is_stored_to_the_bit_where_nothing_was_trained(dtype: to
 def test_what_training_changed_counts_on_top_of_theta(dtype: torch.dtype) -> None:
     """Also of a model with some of its weights in fp32."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False).to(dtype), torch.nn.Linear(4, 2, bias=False))
-    replica = LoopReplica(model, layout_of(model))
+    replica = LoopReplica(model, layout_of(model), Ranks())
     theta = theta_of(24)
     local = np.zeros_like(theta)
     replica.load(theta)
@@ -71,7 +72,9 @@ def test_a_loop_in_bfloat16_contributes_what_it_trained_and_no_rounding(
         playing(config, [(SampleRange(0, 8),), (SampleRange(8, 16),)]) as played,
         DiLoCo(model, optimizer, run="diloco:small-1") as diloco,
     ):
-        assert diloco._evaluate() is None, "the loss of a rounded theta is not theta's"
+        assert diloco._text.evaluate(diloco.run, diloco._worker, diloco._replica) is None, (
+            "the loss of a rounded theta is not theta's"
+        )
         while not diloco.finished:
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()

@@ -99,8 +99,8 @@ def test_theta_is_evaluated_in_the_midst_of_a_stream(
     begin, losses = DiLoCo._begin_outer_step, list[float]()
 
     def evaluate_and_begin(diloco: DiLoCo) -> None:
-        diloco._evaluates = True
-        found = diloco._evaluate()
+        diloco._text.evaluates = True
+        found = diloco._text.evaluate(diloco.run, diloco._worker, diloco._replica)
         assert found is not None
         losses.append(found.loss)
         begin(diloco)
@@ -145,7 +145,8 @@ def test_a_loop_that_waits_for_an_average_is_told_that_none_comes(how: str) -> N
         await asyncio.sleep(0)
         outer_step = worker.next_outer_step()
         assert outer_step is not None
-        worker.store(outer_step, 0, lambda local: local.fill(2), Trained((), 0, 0.0))
+        with worker.storing(outer_step, 0, Trained((), 0, 0.0)):
+            pass
         await training
         waiting = loop.run_in_executor(None, worker.is_changed, outer_step, 0)
         if how == "the network is gone":
@@ -172,6 +173,7 @@ def test_nothing_is_written_for_a_training_that_was_stopped() -> None:
         assert outer_step is not None
         stopped.cancel()
         await asyncio.gather(stopped, return_exceptions=True)
-        worker.store(outer_step, 0, lambda local: pytest.fail("it is written"), Trained((), 0, 0.0))
+        with worker.storing(outer_step, 0, Trained((), 0, 0.0)) as local:
+            assert local is None
 
     asyncio.run(scenario())

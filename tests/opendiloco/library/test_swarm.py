@@ -33,7 +33,9 @@ def new_worker() -> LoopWorker:
 
 def finish(worker: LoopWorker, outer_step: OuterStep) -> None:
     """Store all of a model's weights."""
-    worker.store(outer_step, 0, lambda local: local.fill(2), TRAINED)
+    with worker.storing(outer_step, 0, TRAINED) as local:
+        if local is not None:
+            local.fill(2)
 
 
 def new_run() -> Run:
