@@ -2,7 +2,8 @@
 
     python examples/trainer_callback.py run.toml diloco:tiny-qz3h…4a@/ip4/… --text FOLDER
 
-Each effective batch must have the run's size; what is in it is the caller's business, here text from a folder.
+Each effective batch has the run's size, so that it counts as much as a volunteer's; what is in it is the caller's
+business, here text from a folder.
 """
 
 from __future__ import annotations

@@ -186,6 +186,7 @@ ROOMS = (
     "settings",
     "view",
     "volunteer",
+    "library",
     "dashboard",
     "tools",
     "cli",

@@ -41,6 +41,7 @@ class Training:
         self._host = host
         self._training: asyncio.Task[None] | None = None
         self._loss = 0.0
+        self._step_tokens: float | None = None
         self._longest_step = 0.0  # seconds
         self._stepped_at: float | None = None
         self._is_watched = False
@@ -100,13 +101,17 @@ class Training:
 
     def _planned_tokens(self, train: Train) -> int:
         """Return how many tokens all of a training's inner steps have: by these a fragment counts in its round, which
-        comes before most of them."""
+        comes before most of them. Where they train less than the run's batch, it is so much less."""
         settings = self._host.peer.settings
-        most = train.steps * settings.samples_per_lease // settings.inner_steps
-        return min(sample_count(train.samples), most) * settings.tokens_per_sample
+        batch = settings.samples_per_lease // settings.inner_steps
+        tokens = min(sample_count(train.samples), train.steps * batch) * settings.tokens_per_sample
+        if self._step_tokens is None:
+            return tokens
+        return int(tokens * min(1.0, self._step_tokens / (batch * settings.tokens_per_sample)))
 
     def _progress(self, progress: Progress) -> None:
         self._loss = self._loss if progress.loss is None else progress.loss
+        self._step_tokens = progress.step_tokens
         if self._stepped_at is not None:
             self._longest_step = max(self._longest_step, time.monotonic() - self._stepped_at)
         self._stepped_at = time.monotonic()  # without the time in which the machine slept

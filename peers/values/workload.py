@@ -49,11 +49,13 @@ class Progress:
     """How far the worker is within one outer step; published in heartbeats. `loss` is None where it is not known.
 
     `inner_step` is 0 for the last inner steps of an overlap, which come when what is trained is known already.
+    `step_tokens` are what an inner step trains on average, where that is not the run's batch.
     """
 
     inner_step: int
     loss: float | None
     tokens_per_second: float
+    step_tokens: float | None = None
 
 
 @dataclass(frozen=True)

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import signal
 import threading
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from opendiloco import library as diloco_module
-from opendiloco.config.run_config import RunConfig
+from opendiloco.config.run_config import RunConfig, StreamingSection
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.errors import LoopError, MachineError
-from opendiloco.library import DiLoCo, _check_own_model, _initial_vectors, _Joined, _LoopWorker
+from opendiloco.evaluation_turns import HeldOut
+from opendiloco.library import DiLoCo
+from opendiloco.library import swarm as swarm_module
+from opendiloco.library.loop import Itinerary
+from opendiloco.library.model import LoopReplica, check_own_model, initial_weights
+from opendiloco.library.ranks import Ranks
+from opendiloco.library.swarm import Joined, LoopWorker
 from opendiloco.model.build import build_model, initial_theta
 from opendiloco.model.layout import Layout
 from opendiloco.model.parameters import layout_of
@@ -38,11 +44,11 @@ from opendiloco.training.reference import Reference
 from peers.errors import ManifestError
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
-from peers.values.manifest import Invite
+from peers.values.manifest import Invite, SignedManifest
 from peers.values.workload import InnerLoop
 from tests.opendiloco.config.test_data import sharded
 from tests.opendiloco.conftest import InterruptedWhenItDies
-from tests.opendiloco.test_loop_worker import new_run, new_worker
+from tests.opendiloco.library.test_swarm import new_run, new_worker
 
 
 @pytest.fixture
@@ -55,7 +61,8 @@ def renamed(layout: Layout) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def test_a_model_of_the_same_shapes_begins_with_the_runs_weights(small_config: RunConfig, layout: Layout) -> None:
-    vectors = _initial_vectors(small_config, Layout(renamed(layout)))
+    own, vectors = initial_weights(small_config, Layout(renamed(layout)))
+    assert [(place.name, place.shape) for place in own] == renamed(layout)
     assert np.array_equal(vectors.theta, initial_theta(small_config))
 
 
@@ -63,15 +70,15 @@ def test_another_model_is_refused_by_its_first_difference(small_config: RunConfi
     places = renamed(layout)
     name, shape = places[1]
     with pytest.raises(ManifestError, match=rf"parameter {name} has the shape \({shape[0]}, 3\)"):
-        _initial_vectors(small_config, Layout([places[0], (name, (shape[0], 3)), *places[2:]]))
+        initial_weights(small_config, Layout([places[0], (name, (shape[0], 3)), *places[2:]]))
     with pytest.raises(ManifestError, match=f"the run's has {layout.size}"):
-        _initial_vectors(small_config, Layout(places[:-1]))
+        initial_weights(small_config, Layout(places[:-1]))
 
 
 def test_weights_that_differ_from_the_organisers_are_refused(small_content: dict[str, Any], layout: Layout) -> None:
     model = small_content["model"] | {"digest": "ab" * 32}
     with pytest.raises(MachineError, match="begins with weights of digest abab"):
-        _initial_vectors(RunConfig.from_manifest_content(small_content | {"model": model}), layout)
+        initial_weights(RunConfig.from_manifest_content(small_content | {"model": model}), layout)
 
 
 @pytest.fixture
@@ -87,43 +94,42 @@ def begin_process_group(kind: str) -> None:
         dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_model_that_would_round_theta_is_refused_in_one_line(dtype: torch.dtype) -> None:
-    """Untrained, it would contribute its rounding errors: more than ten steps of AdamW change."""
-    model = torch.nn.Linear(3, 2).to(dtype)
-    name = str(dtype).removeprefix("torch.")
-    with pytest.raises(LoopError, match=f"parameter weight is {name}") as caught:
+def test_a_model_in_a_type_that_cannot_be_trained_is_refused_in_one_line() -> None:
+    model = torch.nn.Linear(3, 2).to(torch.float8_e4m3fn)
+    with pytest.raises(LoopError, match="parameter weight is float8_e4m3fn") as caught:
         DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:x")
-    assert "torch.autocast" in caught.value.remedy
+    assert "float32" in caught.value.remedy
     assert "\n" not in str(caught.value)
     model.requires_grad_(False)  # theta does not have it
-    _check_own_model(model)
-    _check_own_model(torch.nn.Linear(3, 2).double())
+    check_own_model(model)
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        check_own_model(torch.nn.Linear(3, 2).to(dtype))
 
 
 @pytest.mark.usefixtures("_process_group_ends")
-def test_processes_that_would_all_join_are_refused() -> None:
+def test_a_model_that_some_of_the_processes_share_is_refused() -> None:
     begin_process_group("of two")
     model = torch.nn.Linear(3, 2)
-    with pytest.raises(LoopError, match="this is process 1 of 2; each would join as a peer") as caught:
-        _check_own_model(model)
-    assert "diloco-peer join" in caught.value.remedy
+    check_own_model(model)
+    fully_shard(model, mesh=DeviceMesh("cpu", [1]))
+    with pytest.raises(LoopError, match=r"parameter weight is shared by 1 of 2 processes") as caught:
+        check_own_model(model)
+    assert "FSDP2" in caught.value.remedy
 
 
 @pytest.mark.usefixtures("_process_group_ends")
-def test_shards_are_refused_and_a_wrapper_around_a_whole_model_is_not() -> None:
+def test_shards_of_fsdp2_are_taken_and_those_of_fsdp_are_not() -> None:
     begin_process_group("alone")
-    _check_own_model(DistributedDataParallel(torch.nn.Linear(3, 2)))
+    check_own_model(DistributedDataParallel(torch.nn.Linear(3, 2)))
     sharded = torch.nn.Linear(3, 2)
     fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(LoopError, match=r"parameter weight is a shard \(FSDP2"):
-        _check_own_model(sharded)
+    check_own_model(sharded)
     flat = torch.nn.Sequential(FullyShardedDataParallel(torch.nn.Linear(3, 2), device_id=torch.device("cpu")))
     with pytest.raises(LoopError, match="the model is wrapped in FSDP") as caught:
-        _check_own_model(flat)
-    assert "diloco-peer join" in caught.value.remedy
+        check_own_model(flat)
+    assert "fully_shard" in caught.value.remedy
     with pytest.raises(LoopError, match="has no memory"):
-        _check_own_model(torch.nn.Linear(3, 2, device="meta"))
+        check_own_model(torch.nn.Linear(3, 2, device="meta"))
 
 
 def loop_of_its_own(monkeypatch: pytest.MonkeyPatch, **options: Any) -> DiLoCo:
@@ -149,7 +155,7 @@ def test_an_interrupt_while_it_joins_leaves_no_thread(monkeypatch: pytest.Monkey
         assert connecting.wait(30)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(diloco_module, "connected", connected)
+    monkeypatch.setattr(swarm_module, "connected", connected)
     monkeypatch.setattr(loop._swarm.joined, "result", interrupt)
     with pytest.raises(KeyboardInterrupt):
         loop.__enter__()
@@ -166,7 +172,7 @@ def test_an_interrupt_in_the_run_leaves_no_thread(when: str, monkeypatch: pytest
 
     async def take_part() -> None:
         leave = interrupt if "says" in when else lambda: None
-        loop._swarm.joined.set_result(_Joined(new_run(), new_worker(), leave))
+        loop._swarm.joined.set_result(Joined(new_run(), new_worker(), leave))
         await asyncio.Event().wait()
 
     monkeypatch.setattr(loop._swarm, "_take_part", take_part)
@@ -194,7 +200,7 @@ def test_a_loop_that_has_ended_without_a_word_leaves_the_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     looked, left = list[None](), list[None]()
-    monkeypatch.setattr(diloco_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(swarm_module, "LOOK_SECONDS", 0.0)
 
     class Leaving:
         def leave(self) -> None:
@@ -217,7 +223,7 @@ def test_an_interrupt_that_python_has_lost_ends_the_loop_at_its_next_step(
     asked: str, small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = loop_of_its_own(monkeypatch)
-    loop._data = (Path(small_config.data.source or ""),)
+    loop._text.folders = (Path(small_config.data.source or ""),)
     run = Run.sign(small_config, Identity.generate())
     left = asyncio.Event()
 
@@ -227,12 +233,12 @@ def test_an_interrupt_that_python_has_lost_ends_the_loop_at_its_next_step(
         def leave() -> None:
             call(left.set)
 
-        loop._swarm.joined.set_result(_Joined(run, new_worker(), leave))
+        loop._swarm.joined.set_result(Joined(run, new_worker(), leave))
         await left.wait()
 
     def begin_outer_step() -> None:
         work = InnerLoop(0, (SampleRange(0, 64),), 10, 0)
-        loop._outer_step = LoopsOuterStep(work, 0)  # type: ignore[assignment]
+        at(loop, work, 0)
 
     monkeypatch.setattr(loop._swarm, "_take_part", take_part)
     monkeypatch.setattr(loop, "_begin_outer_step", begin_outer_step)
@@ -267,10 +273,21 @@ def test_what_keeps_it_from_joining_is_raised_and_leaves_no_thread(monkeypatch: 
         raise ManifestError("no such run.")
         yield
 
-    monkeypatch.setattr(diloco_module, "connected", connected)
+    monkeypatch.setattr(swarm_module, "connected", connected)
     with pytest.raises(ManifestError, match="no such run"):
         loop.__enter__()
     assert not loop._swarm.is_alive()
+
+
+def evaluate(loop: DiLoCo) -> HeldOut | None:
+    return loop._text.evaluate(loop.run, loop._worker, loop._replica)
+
+
+def worker_of(loop: DiLoCo) -> LoopWorker:
+    """With weights of zeros."""
+    layout = layout_of(loop._model)
+    loop._replica = LoopReplica(loop._model, layout, Ranks())
+    return LoopWorker(SharedVectors.create(layout.size), layout, 10, torch.device("cpu"))
 
 
 def loop_that_may_evaluate(config: RunConfig, monkeypatch: pytest.MonkeyPatch, **options: Any) -> DiLoCo:
@@ -278,8 +295,11 @@ def loop_that_may_evaluate(config: RunConfig, monkeypatch: pytest.MonkeyPatch, *
     model = build_model(config, ByteTokenizer())
     monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
     loop = DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1", **options)
-    worker = _LoopWorker(_initial_vectors(config, layout_of(model)), 10, torch.device("cpu"))
-    loop._swarm.joined.set_result(_Joined(Run.sign(config, Identity.generate()), worker, lambda: None))
+    layout, vectors = initial_weights(config, layout_of(model))
+    worker = LoopWorker(vectors, layout, 10, torch.device("cpu"))
+    loop._replica = LoopReplica(model, layout, Ranks())
+    loop.run = Run.sign(config, Identity.generate())
+    loop._swarm.joined.set_result(Joined(loop.run, worker, lambda: None))
     with torch.no_grad():
         model.lm_head.weight.zero_()  # theta is what counts
     return loop
@@ -296,14 +316,14 @@ def test_a_loop_evaluates_theta_as_everybody_does(
     model = loop._model.train(mode == "train")
     if reads == "the run's text":
         monkeypatch.setattr(Run, "with_data", lambda run, folders: run)
-        loop._text = load_data(small_config, ByteTokenizer())
-    found = loop._evaluate()
+        loop._text.opened = load_data(small_config, ByteTokenizer())
+    found = evaluate(loop)
     assert found is not None
     assert found.loss == pytest.approx(Reference(small_config).held_out_loss(), rel=1e-5)
     assert found.is_runs_text == (reads == "the run's text"), "nobody can tell of a folder of its own"
-    text = loop._text
-    assert loop._evaluate() == found
-    assert loop._text is text, "it is read once"
+    text = loop._text.opened
+    assert evaluate(loop) == found
+    assert loop._text.opened is text, "it is read once"
     assert model.training == (mode == "train")
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -312,12 +332,12 @@ def test_a_loop_that_cannot_or_is_not_to_read_the_runs_text_takes_no_turns(
     small_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     without = loop_that_may_evaluate(small_config, monkeypatch)  # the run's text is in a folder of its organiser
-    assert [without._evaluate() for _ in range(3)] == [None] * 3
+    assert [evaluate(without) for _ in range(3)] == [None] * 3
     assert caplog.text.count("takes no turns to evaluate") == 1
     folder = Path(small_config.data.all_sources[0].source)
     unwilling = loop_that_may_evaluate(small_config, monkeypatch, data=[folder], evaluates=False)
-    assert unwilling._evaluate() is None
-    assert unwilling._text is None
+    assert evaluate(unwilling) is None
+    assert unwilling._text.opened is None
 
 
 def test_a_loss_is_reported_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,11 +348,12 @@ def test_a_loss_is_reported_without_a_warning(monkeypatch: pytest.MonkeyPatch) -
     assert loop._loss == 1.5
 
 
-class LoopsOuterStep(NamedTuple):
-    """What `batches` asks of one."""
-
-    work: InnerLoop
-    steps_done: int
+def at(loop: DiLoCo, work: InnerLoop, steps_done: int) -> None:
+    """Have a loop be after so many inner steps."""
+    loop._work = work
+    loop._itinerary = Itinerary(1, StreamingSection())
+    loop._itinerary.begin(work.steps, goes_on=False, is_last=False)
+    loop._itinerary.steps_done = steps_done
 
 
 def test_a_loop_has_the_next_shard_tokenized_as_a_worker_does(
@@ -348,23 +369,23 @@ def test_a_loop_has_the_next_shard_tokenized_as_a_worker_does(
     monkeypatch.setattr(Ahead, "tokenize", lambda ahead, *wanted: asked.append(wanted))
     monkeypatch.setattr(Ahead, "close", lambda ahead: closed.append(ahead))
     loop = loop_of_its_own(monkeypatch)
-    worker = _LoopWorker(SharedVectors.create(layout_of(loop._model).size), 10, torch.device("cpu"))
-    loop._swarm.joined.set_result(_Joined(Run.sign(config, Identity.generate()), worker, lambda: None))
+    worker = worker_of(loop)
+    loop.run = Run.sign(config, Identity.generate())
+    loop._swarm.joined.set_result(Joined(loop.run, worker, lambda: None))
     lease = (SampleRange(0, 2), SampleRange(60, 64))
-    loop._data = (tmp_path / "text",)
+    loop._text.folders = (tmp_path / "text",)
     numbers, batches = numbers_of(lease), loop.batches()
     samples.expect(numbers)
     for steps_done in range(3):
-        loop._outer_step = LoopsOuterStep(InnerLoop(0, lease, 3, 0), steps_done)  # type: ignore[assignment]
+        at(loop, InnerLoop(0, lease, 3, 0), steps_done)
         assert np.array_equal(next(batches).numpy(), samples.read(numbers[2 * steps_done : 2 * steps_done + 2]))
-        loop._text = None  # as it is when the model cannot be evaluated
     assert asked == foreseen
     assert len(set(asked)) == 2, "the lease's second shard, and the one after the lease"
-    loop._outer_step = None
+    loop._work = None
     assert not closed
     assert next(batches, None) is None
     assert len(closed) == 1
-    loop._outer_step = LoopsOuterStep(InnerLoop(0, lease, 3, 0), 0)  # type: ignore[assignment]
+    at(loop, InnerLoop(0, lease, 3, 0), 0)
     batches = loop.batches()
     next(batches)
     monkeypatch.setattr(loop._swarm, "join", lambda: None)
@@ -377,9 +398,42 @@ def test_a_model_that_is_called_in_another_way_leaves_its_turns_out(
 ) -> None:
     loop = loop_of_its_own(monkeypatch)
     run = Run.sign(small_config, Identity.generate())
-    worker = _LoopWorker(SharedVectors.create(layout_of(loop._model).size), 10, torch.device("cpu"))
-    loop._swarm.joined.set_result(_Joined(run, worker, lambda: None))
-    loop._text = load_data(small_config, ByteTokenizer())
-    assert loop._evaluate() is None
+    worker = worker_of(loop)
+    loop.run = run
+    loop._swarm.joined.set_result(Joined(run, worker, lambda: None))
+    loop._text.opened = load_data(small_config, ByteTokenizer())
+    assert evaluate(loop) is None
     assert "takes no turns to evaluate" in caplog.text
-    loop._text = None
+
+
+class Unseen:
+    """Stands where the network does: it finds the run, and fails where more than that is asked of it."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    async def find_manifest(self, run_id: str) -> SignedManifest:
+        return self._run.manifest
+
+
+@pytest.mark.parametrize("refused", ["another model", "weights of another digest"])
+def test_what_is_refused_is_refused_before_any_peer_has_seen_it(
+    refused: str, small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks that need the run's manifest come before its members are told anything."""
+    content = copy.deepcopy(small_content)
+    if refused == "weights of another digest":
+        content["model"]["digest"] = "ab" * 32
+    run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
+
+    @asynccontextmanager
+    async def connected(*arguments: object) -> AsyncIterator[Unseen]:
+        yield Unseen(run)
+
+    monkeypatch.setattr(swarm_module, "connected", connected)
+    monkeypatch.setattr(Invite, "parse", lambda text: Invite(run.run_id, ("/ip4/192.0.2.1/tcp/1",)))
+    model = torch.nn.Linear(3, 2) if refused == "another model" else build_model(run.config, ByteTokenizer())
+    loop = DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:small-1")
+    with pytest.raises((ManifestError, MachineError)):
+        loop.__enter__()
+    assert not loop._swarm.is_alive()

@@ -11,7 +11,8 @@ import torch
 
 from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.evaluation_turns import HeldOut
-from opendiloco.library import _LoopWorker, _OuterStep
+from opendiloco.library.swarm import LoopWorker, OuterStep
+from opendiloco.model.layout import Layout
 from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.volunteer.local_workload import Workload
@@ -26,8 +27,15 @@ TRAINED = Trained(LEASE, 80, 1.0)
 SECONDS = 120.0
 
 
-def new_worker() -> _LoopWorker:
-    return _LoopWorker(SharedVectors.create(4), 10, torch.device("cpu"))
+def new_worker() -> LoopWorker:
+    return LoopWorker(SharedVectors.create(4), Layout([("weight", (4,))]), 10, torch.device("cpu"))
+
+
+def finish(worker: LoopWorker, outer_step: OuterStep) -> None:
+    """Store all of a model's weights."""
+    with worker.storing(outer_step, 0, TRAINED) as local:
+        if local is not None:
+            local.fill(2)
 
 
 def new_run() -> Run:
@@ -63,8 +71,8 @@ def test_an_outer_step_goes_to_the_training_thread_and_back() -> None:
         outer_step = worker.next_outer_step()
         assert outer_step is not None
         assert outer_step.work == InnerLoop(7, LEASE, 4, 0)
-        outer_step.report(Progress(1, None, 1.0))
-        outer_step.finish(lambda: worker.vectors.local.fill(2), TRAINED)
+        outer_step.step_taken(8, None, 8)
+        finish(worker, outer_step)
 
     async def scenario() -> None:
         training = in_another_thread(train)
@@ -73,7 +81,7 @@ def test_an_outer_step_goes_to_the_training_thread_and_back() -> None:
             await asyncio.wrap_future(training)
 
     asyncio.run(scenario())
-    assert heard == [Progress(1, None, 1.0)]
+    assert [(progress.inner_step, progress.loss, progress.step_tokens) for progress in heard] == [(1, None, 8)]
     np.testing.assert_array_equal(worker.vectors.local, 2)
 
 
@@ -90,8 +98,8 @@ def test_what_was_stopped_is_neither_published_nor_heard_of() -> None:
         with pytest.raises(asyncio.CancelledError):
             await stopped
         assert outer_step.is_void
-        outer_step.report(Progress(1, None, 1.0))
-        outer_step.finish(lambda: worker.vectors.local.fill(2), TRAINED)
+        outer_step.step_taken(8, None, 8)
+        finish(worker, outer_step)
         await asyncio.sleep(0)
 
     asyncio.run(scenario())
@@ -100,7 +108,7 @@ def test_what_was_stopped_is_neither_published_nor_heard_of() -> None:
 
 
 def test_what_was_stopped_before_it_began_is_passed_over() -> None:
-    worker, found = new_worker(), list[_OuterStep | None]()
+    worker, found = new_worker(), list[OuterStep | None]()
 
     async def scenario() -> None:
         stopped = asyncio.create_task(worker.run_inner_loop(InnerLoop(0, LEASE, 4, 0), lambda progress: None))
@@ -145,10 +153,10 @@ def test_a_loop_takes_its_turns_to_evaluate_and_draws_curves(found: HeldOut | No
         outer_step = worker.next_outer_step(evaluate)
         assert outer_step is not None
         assert evaluated
-        outer_step.report(Progress(1, None, 1.0))
-        outer_step.report(Progress(2, 1.5, 1.0))
-        outer_step.steps_done = 2
-        outer_step.finish(lambda: None, TRAINED)
+        outer_step.step_taken(8, None, 8)
+        outer_step.step_taken(8, 1.5, 8)
+        worker.all_taken(outer_step, TRAINED)
+        finish(worker, outer_step)
 
     async def scenario() -> None:
         training = in_another_thread(train)

@@ -12,15 +12,24 @@ from typing import Any
 import pytest
 import torch
 
-from opendiloco import library
-from opendiloco.library import DiLoCo, DiLoCoCallback, _Call, _Joined, _Swarm
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.library import DiLoCo, DiLoCoCallback
+from opendiloco.library import loop as loop_module
+from opendiloco.library import swarm as swarm_module
+from opendiloco.library import trainer as trainer_module
+from opendiloco.library.swarm import Joined, SwarmThread
+from opendiloco.library.trainer import _Call
+from opendiloco.model.build import build_model
+from peers.values.leases import SampleRange
 from peers.values.manifest import Invite
-from tests.opendiloco.test_loop_worker import new_run, new_worker
+from tests.opendiloco.library.played_swarm import playing
+from tests.opendiloco.library.test_swarm import new_run, new_worker
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="the Trainer needs accelerate")
 
 
-class Joined:
+class JoinedLoop:
     """Stands where DiLoCo does."""
 
     def __init__(self, *arguments: Any, is_abandoned: Callable[[], bool]) -> None:
@@ -29,7 +38,7 @@ class Joined:
         self.seen = list[str]()
         made.append(self)
 
-    def __enter__(self) -> Joined:
+    def __enter__(self) -> JoinedLoop:
         self.seen.append("enter")
         return self
 
@@ -40,13 +49,13 @@ class Joined:
         pass
 
 
-made: list[Joined] = []
+made: list[JoinedLoop] = []
 
 
 @pytest.fixture(autouse=True)
 def _joined(monkeypatch: pytest.MonkeyPatch) -> None:
     made.clear()
-    monkeypatch.setattr(library, "DiLoCo", Joined)
+    monkeypatch.setattr(trainer_module, "DiLoCo", JoinedLoop)
 
 
 def in_another_thread(question: Callable[[], bool]) -> bool:
@@ -100,9 +109,9 @@ def test_a_trainer_that_raises_is_known_to_have_ended_and_the_next_one_begins_an
 
 def test_a_trainer_that_raises_leaves_no_thread_in_the_swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The swarm's part is played by one that does nothing but to look whether the loop has been abandoned."""
-    swarms = list[_Swarm]()
+    swarms = list[SwarmThread]()
 
-    class Alone(_Swarm):
+    class Alone(SwarmThread):
         async def _take_part(self) -> None:
             swarms.append(self)
             left = asyncio.Event()
@@ -113,15 +122,15 @@ def test_a_trainer_that_raises_leaves_no_thread_in_the_swarm(tmp_path: Path, mon
 
             volunteer: Any = Volunteer()
             watching = asyncio.create_task(self._leave_when_abandoned(volunteer))
-            self.joined.set_result(_Joined(new_run(), new_worker(), left.set))
+            self.joined.set_result(Joined(new_run(), new_worker(), left.set))
             await left.wait()
             await watching
 
-    monkeypatch.setattr(library, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(swarm_module, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
-    monkeypatch.setattr(library, "DiLoCo", DiLoCo)
-    monkeypatch.setattr(library, "_Swarm", Alone)
-    monkeypatch.setattr(DiLoCo, "_begin_outer_step", lambda loop: setattr(loop, "_outer_step", None))
+    monkeypatch.setattr(trainer_module, "DiLoCo", DiLoCo)
+    monkeypatch.setattr(loop_module, "SwarmThread", Alone)
+    monkeypatch.setattr(DiLoCo, "_begin_outer_step", lambda loop: None)
 
     def fail() -> None:
         assert swarms[0].is_alive()
@@ -150,3 +159,36 @@ def test_a_call_is_under_way_until_it_returns_or_raises() -> None:
     with pytest.raises(RuntimeError):
         outer(fails=True)
     assert not in_another_thread(calls[-1].is_under_way)
+
+
+@pytest.mark.parametrize(("batch", "accumulated", "tokens"), [(2, 1, 128), (1, 1, 64), (1, 2, 128), (4, 2, 128)])
+def test_a_trainers_effective_batch_is_what_it_claims(
+    small_content: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    batch: int,
+    accumulated: int,
+    tokens: int,
+) -> None:
+    """At most the lease of each outer step, of 4 inner steps of 2 samples of 16 tokens."""
+    from transformers import Trainer, TrainingArguments
+
+    monkeypatch.setattr(trainer_module, "DiLoCo", DiLoCo)
+    config = RunConfig.from_manifest_content(small_content | {"outer_steps": 2})
+    arguments = TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulated,
+        num_train_epochs=1000,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    window = torch.randint(0, 256, (16,))
+    windows: Any = [{"input_ids": window, "labels": window}] * 64
+    callback = DiLoCoCallback("diloco:small-1", evaluates=False)
+    with playing(config, [(SampleRange(0, 8),), (SampleRange(8, 16),)]) as played:
+        Trainer(build_model(config, ByteTokenizer()), arguments, train_dataset=windows, callbacks=[callback]).train()
+        [swarm] = played.swarms
+    assert [trained.tokens for trained in swarm.trained] == [tokens, tokens]

@@ -1,0 +1,253 @@
+"""The model of a loop of one's own: whether it can be a peer's, the weights that a run begins with, the model as a
+replica of the run's, and the tokens that pass through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.hooks import RemovableHandle
+
+from opendiloco.config.model import check_initial_weights
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import build_tokenizer
+from opendiloco.errors import LoopError
+from opendiloco.library.ranks import Ranks
+from opendiloco.model.build import build_model
+from opendiloco.model.layout import Layout
+from opendiloco.model.parameters import Shards, layout_of, local_part, merge, trainable
+from opendiloco.shared_memory import SharedVectors, Vector
+from peers.errors import ManifestError
+
+EXACT = (torch.float32, torch.float64)
+"""The types that hold theta's values as they are."""
+ROUNDING = (torch.bfloat16, torch.float16)
+"""The types that theta's values are rounded to."""
+
+
+def check_own_model(model: torch.nn.Module) -> None:
+    """Raises: LoopError when the model is shared in a way that its parameters do not show, or cannot hold theta."""
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise LoopError(
+            "the model is wrapped in FSDP.", "Share it by FSDP2: torch.distributed.fsdp.fully_shard(model)."
+        )
+    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    for name, parameter in trainable(model).items():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.size() != processes:
+            raise LoopError(
+                f"the model's parameter {name} is shared by {parameter.device_mesh.size()} of {processes} processes.",
+                "Share the whole model among all processes, by FSDP2 or DistributedDataParallel.",
+            )
+        if parameter.is_meta:
+            raise LoopError(f"the model's parameter {name} has no memory.", "Use `model.to_empty(device=…)` first.")
+        if parameter.dtype not in EXACT + ROUNDING:
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise LoopError(
+                f"the model's parameter {name} is {kind}, which cannot be trained.",
+                "Keep the weights in float32 (model.float()), or in bfloat16 or float16.",
+            )
+
+
+def initial_weights(config: RunConfig, layout: Layout) -> tuple[Layout, SharedVectors]:
+    """Return the weights that the run begins with, and where a model of this layout finds its own in them.
+
+    Raises: ManifestError when the run's model has another; MachineError without memory; see `check_initial_weights`.
+    """
+    model = build_model(config, build_tokenizer(config.tokenizer))
+    runs = layout_of(model, config.streaming)
+    remedy = "Build the model as the run's manifest says: `diloco-peer run show` prints it."
+    for ours, theirs in zip(layout, runs, strict=False):
+        if ours.shape != theirs.shape:
+            raise ManifestError(
+                f"the model's parameter {ours.name} has the shape {ours.shape}; the run's {theirs.name} has "
+                f"{theirs.shape}.",
+                remedy,
+            )
+    if layout.parameter_count != runs.parameter_count:
+        raise ManifestError(
+            f"the model has {layout.parameter_count} trainable values; the run's has {runs.parameter_count}.", remedy
+        )
+    vectors = SharedVectors.create(runs.size)
+    Shards(runs).store(trainable(model), vectors.theta)
+    check_initial_weights(vectors.theta, config.model)
+    return Layout([(parameter.name, parameter.shape) for parameter in layout], runs.fragment_of), vectors
+
+
+# The replica ----------------------------------------------------------------------------------------------------------
+SAME = 1e-9
+"""How far the sums of two copies may lie apart, as a share of the sum of all magnitudes. GPUs of different kinds may
+round differently; copies that are trained apart differ by more."""
+
+
+class LoopReplica:
+    """A loop's model as a replica of the run's: theta goes into it, and what it has trained comes out.
+
+    Where several processes share the model, all of them load, store and merge together; the first one gives and gets
+    the flat vectors, parameter by parameter, and the others have none.
+
+    Weights in half precision have a *master* in fp32 in main memory: the values that were loaded. What training has
+    changed since is the difference between the weights now and the rounded master, and counts on top of the master. So
+    theta's rounding never counts as trained.
+    """
+
+    def __init__(self, model: torch.nn.Module, layout: Layout, ranks: Ranks) -> None:
+        self._model = model
+        self._layout = layout
+        self._ranks = ranks
+        self._masters = {
+            name: torch.zeros(local_part(parameter).shape)
+            for name, parameter in trainable(model).items()
+            if parameter.dtype in ROUNDING
+        }
+
+    @property
+    def rounds(self) -> bool:
+        """Return whether the model cannot hold theta as it is."""
+        return bool(self._masters)
+
+    @torch.no_grad()
+    def load(self, flat: Vector | None) -> None:
+        """Replace all weights by those of a flat vector."""
+        for name, tensor, values in self._received(flat, self._layout):
+            self._set(name, tensor, values)
+
+    @torch.no_grad()
+    def store(self, flat: Vector | None, fragment: int) -> None:
+        """Write a fragment's weights, as trained, into a flat vector. Raises: LoopError when processes that each have
+        whole weights have others."""
+        tensors = self._tensors()
+        self._check_copies([tensors[parameter.name] for parameter in self._layout.fragment(fragment)])
+        for parameter in self._layout.fragment(fragment):
+            whole = _whole(tensors[parameter.name], self._trained(parameter.name, tensors[parameter.name]))
+            if flat is not None:
+                torch.from_numpy(flat[parameter.slice]).view(parameter.shape).copy_(whole)
+
+    @torch.no_grad()
+    def merge(self, flat: Vector | None, fragment: int, alpha: float) -> None:
+        """Merge a flat vector into a fragment's weights, which keep a share of `alpha`; see `merge`."""
+        for name, tensor, values in self._received(flat, self._layout.fragment(fragment)):
+            own, local = local_part(tensor), self._trained(name, tensor)
+            merge(local, values.to(local.device), alpha)
+            if local is not own:
+                self._set(name, tensor, local)
+
+    @contextmanager
+    def showing(self, flat: Vector | None, comes_back: bool) -> Iterator[torch.nn.Module]:
+        """Have the model show other weights for a while. With `comes_back` it then has those of now again, of which it
+        keeps a copy; else it is to be loaded before it trains."""
+        tensors = {name: local_part(tensor).detach() for name, tensor in self._tensors().items()}
+        kept = {name: own.clone() for name, own in tensors.items()} if comes_back else {}
+        with torch.no_grad():
+            for _, tensor, values in self._received(flat, self._layout):
+                local_part(tensor).copy_(values)
+        try:
+            yield self._model
+        finally:
+            for name, values in kept.items():
+                tensors[name].copy_(values)
+
+    def _check_copies(self, tensors: Sequence[torch.Tensor]) -> None:
+        copies = [tensor.detach() for tensor in tensors if not isinstance(tensor, DTensor)]
+        if self._ranks.size == 1 or not copies:
+            return
+        total = sum(float(copy.sum(dtype=torch.float64)) for copy in copies)
+        scale = sum(float(copy.abs().sum(dtype=torch.float64)) for copy in copies)
+        if not self._ranks.spread(total) <= SAME * scale:
+            raise LoopError(
+                f"the weights of the loop's {self._ranks.size} processes have become different ones.",
+                "Average gradients: wrap the model in DistributedDataParallel, or share it by FSDP2.",
+            )
+
+    def _tensors(self) -> dict[str, torch.nn.Parameter]:
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after a forward pass without a backward pass FSDP2 keeps some weights whole
+        return trainable(self._model)
+
+    def _received(self, flat: Vector | None, layout: Layout) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield the name and the tensor of each parameter, and this process's part of its values in a flat vector."""
+        tensors = self._tensors()
+        for parameter in layout:
+            tensor = tensors[parameter.name]
+            values = None if flat is None else torch.from_numpy(flat[parameter.slice]).view(parameter.shape)
+            if self._ranks.size > 1 or isinstance(tensor, DTensor):
+                device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device
+                whole = torch.empty(parameter.shape, device=device)
+                if values is not None:
+                    whole.copy_(values)
+                self._ranks.take_from_first(whole)
+                values = _part(tensor, whole)
+            assert values is not None, "a process that is alone has its flat vectors"
+            yield parameter.name, tensor, values
+
+    def _set(self, name: str, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        local_part(tensor).copy_(values)
+        if name in self._masters:
+            self._masters[name].copy_(values)
+
+    def _trained(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this process's part of a parameter's weights as trained, in a precision that holds theta."""
+        own = local_part(tensor)
+        if name not in self._masters:
+            return own
+        master = self._masters[name]
+        rounded = master.to(own.device, own.dtype)
+        return master + (own.float() - rounded.float()).to(master.device)
+
+
+def _part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return this process's part of a whole tensor that is shared as another one is."""
+    if not isinstance(tensor, DTensor):
+        return whole
+    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+
+
+def _whole(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor of which the processes have such parts, as they have of another one."""
+    if not isinstance(tensor, DTensor):
+        return part
+    part, mesh = part.to(tensor.device_mesh.device_type), tensor.device_mesh
+    shared = DTensor.from_local(part, mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+    return shared.full_tensor()
+
+
+# Tokens ---------------------------------------------------------------------------------------------------------------
+class TokenCounter:
+    """The tokens of an inner step: those that pass through the model in training mode, unless the loop says how many.
+
+    Token ids are the model's first argument, or its `input_ids`. Padding, where an `attention_mask` of their shape is
+    0, is not counted.
+    """
+
+    def __init__(self) -> None:
+        self._passed: list[int | torch.Tensor] = []
+        self._said: int | None = None
+
+    def watch(self, model: torch.nn.Module) -> RemovableHandle:
+        """Count what passes through a model, until the handle is removed."""
+        return model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def say(self, tokens: int) -> None:
+        """Take the number of tokens of the inner step under way from the loop. The last one counts."""
+        self._said = tokens
+
+    def take(self) -> int:
+        """Return the tokens of the inner step that has ended, and begin to count anew. Waits for the device."""
+        tokens = sum(map(int, self._passed)) if self._said is None else self._said
+        self._passed, self._said = [], None
+        return tokens
+
+    def _count(self, model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        ids = named.get("input_ids", arguments[0] if arguments else None)
+        if not model.training or not torch.is_grad_enabled() or not isinstance(ids, torch.Tensor):
+            return
+        mask = named.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+            self._passed.append(mask.count_nonzero())  # read when the inner step ends, so that nothing waits here
+        elif not ids.is_floating_point():
+            self._passed.append(ids.numel())

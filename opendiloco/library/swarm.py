@@ -1,0 +1,384 @@
+"""The swarm's part of a loop of one's own: membership, rounds, transfers and the outer step, in a thread of its own, as
+in the peer process of `diloco-peer join`. It lends the training thread theta and takes back what was trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+
+from opendiloco.config.run_config import EvaluationSection
+from opendiloco.data.own_files import OwnFiles
+from opendiloco.errors import WorkerError
+from opendiloco.evaluation_turns import HeldOut
+from opendiloco.library.model import initial_weights
+from opendiloco.model.layout import Layout
+from opendiloco.model.parameters import layout_of
+from opendiloco.run import Run, find_run
+from opendiloco.shared_memory import SharedVectors, Vector
+from opendiloco.training.team import peak_memory
+from opendiloco.view.curves import configuration_of
+from opendiloco.volunteer.admission import ask_for_signed_heads, enter, read_ticket
+from opendiloco.volunteer.identity import listen
+from opendiloco.volunteer.local_workload import Workload
+from opendiloco.volunteer.volunteer import Volunteer, connected
+from opendiloco.workers.control import InnerLoopDone, InnerStepDone
+from opendiloco.workers.telemetry import Telemetry
+from peers.driver.driver import Driver
+from peers.values.identity import Identity
+from peers.values.leases import prefix, sample_count
+from peers.values.manifest import Invite
+from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
+
+
+# Between two threads --------------------------------------------------------------------------------------------------
+class OuterStep:
+    """The inner steps of one outer step. The training thread takes them and stores fragments; the swarm's waits for
+    these.
+
+    It is void once the swarm has moved on: then nothing that was trained counts, nor will it be published.
+    """
+
+    def __init__(
+        self,
+        work: InnerLoop,
+        begin_with: Vector | None,
+        usual_tokens: float,
+        on_progress: Callable[[int, Progress], None],
+    ) -> None:
+        """It begins with these weights, or without any goes on from where the one before ended. `usual_tokens` are
+        those of an inner step before. `on_progress` takes the inner steps so far, too."""
+        self.work = work
+        self.begin_with = begin_with
+        self.steps_done = 0
+        self.is_void = False
+        self.waited, self.late = 0.0, 0
+        """Seconds that training has waited for averages, and how many were late."""
+        self._tokens_done = 0
+        self._usual_tokens = usual_tokens
+        self._is_known = False  # what is trained, since the last fragment is stored
+        self._on_progress = on_progress
+        self._began = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._stored: asyncio.Queue[tuple[int, Trained]] = asyncio.Queue()
+        self._storing = threading.Lock()
+
+    # In the training thread
+    def begin(self) -> None:
+        """Note that the loop begins."""
+        self._began = time.monotonic()
+
+    def planned_steps(self, batch_size: int) -> int:
+        """Return the inner steps of this outer step: one for each of the run's batches in the lease, and at most those
+        that the swarm wants."""
+        return min(self.work.steps, math.ceil(sample_count(self.work.samples) / batch_size))
+
+    @property
+    def step_tokens(self) -> float:
+        """Return the tokens of an inner step, on average."""
+        return self._tokens_done / self.steps_done if self.steps_done else self._usual_tokens
+
+    def step_taken(self, tokens: int, loss: float | None, batch_tokens: int) -> None:
+        """Take in that an inner step is taken, and tell the swarm: by its speed it foresees the end of the lease, in
+        which an inner step has the tokens of the run's batch at most."""
+        self.steps_done += 1
+        self._tokens_done += tokens
+        counted = min(self._tokens_done, self.steps_done * batch_tokens)
+        speed = counted / max(self.seconds - self.waited, 1e-9)
+        number = 0 if self._is_known else self.steps_done
+        self.report(self._on_progress, self.steps_done, Progress(number, loss, speed, self.step_tokens))
+
+    def claim(self, steps: int, tokens_per_sample: int, loss: float | None) -> Trained:
+        """Return what so many inner steps count as, of which some may be still to be taken: their tokens, but no more
+        than the lease has, and the samples that have so many."""
+        tokens = self._tokens_done + int((steps - self.steps_done) * self.step_tokens)
+        samples = prefix(self.work.samples, math.ceil(tokens / tokens_per_sample))
+        return Trained(samples, min(tokens, tokens_per_sample * sample_count(samples)), loss or 0.0)
+
+    @contextmanager
+    def storing(self, fragment: int, trained: Trained, is_last: bool) -> Iterator[bool]:
+        """Have a fragment's weights published in this context, unless it is void, and then say so. With the last one,
+        what is trained is known."""
+        with self._storing:
+            yield not self.is_void
+            self._is_known = is_last
+            self.report(self._stored.put_nowait, (fragment, trained))
+
+    @property
+    def seconds(self) -> float:
+        """Return for how long it has been under way."""
+        return time.monotonic() - self._began
+
+    def report(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function in the swarm's thread, unless it is void by then."""
+
+        def call_unless_void() -> None:
+            if not self.is_void:
+                function(*arguments)
+
+        with suppress(RuntimeError):  # the swarm's thread has ended
+            self._loop.call_soon_threadsafe(call_unless_void)
+
+    # In the swarm's thread
+    async def stored(self) -> tuple[int, Trained]:
+        """Wait for the next fragment that is stored; return it with what is trained by then."""
+        return await self._stored.get()
+
+    def void(self) -> None:
+        """Have nothing count. Waits for a fragment that is just being stored."""
+        with self._storing:
+            self.is_void = True
+
+
+class LoopWorker:
+    """Stands where a worker process would. `run_inner_loop` is the swarm's; `next_outer_step` the training thread's."""
+
+    def __init__(self, vectors: SharedVectors, layout: Layout, inner_steps: int, device: torch.device) -> None:
+        """`inner_steps` are those of an outer step; the loop's model is on `device`, and of this layout."""
+        self.vectors = vectors
+        self.layout = layout
+        self.fragments: Sequence[slice] = layout.fragments
+        self.device = "the caller's loop"
+        self.telemetry = Telemetry(inner_steps)
+        self._torch_device = device
+        self._outer_steps: queue.SimpleQueue[OuterStep | Future[HeldOut | None] | BaseException | None]
+        self._outer_steps = queue.SimpleQueue()
+        self._newest: OuterStep | None = None
+        self._averages: dict[int, bool] = {}  # of the fragments that are decided: whether each has changed
+        self._news = threading.Condition()
+
+    async def run_inner_loop(
+        self,
+        work: InnerLoop,
+        on_progress: Callable[[Progress], None],
+        on_captured: OnCaptured = captures_nothing,
+        from_local: bool = False,
+        goes_on: bool = False,
+    ) -> Trained:
+        """See `Trainer`. What a loop does not say is NaN."""
+
+        def progressed(steps_done: int, progress: Progress) -> None:
+            taken = InnerStepDone(
+                inner_step=steps_done,
+                loss=math.nan if progress.loss is None else progress.loss,
+                gradient_norm=math.nan,
+                learning_rate=math.nan,
+                tokens_per_second=progress.tokens_per_second,
+            )
+            self.telemetry.progressed(work.index, taken)
+            on_progress(progress)
+
+        begin_with = None if goes_on else self.vectors.local if from_local else self.vectors.theta
+        usual_tokens = self._newest.step_tokens if self._newest else 0.0
+        self._newest = outer_step = OuterStep(work, begin_with, usual_tokens, progressed)
+        self._outer_steps.put(outer_step)
+        try:
+            while True:
+                fragment, trained = await outer_step.stored()
+                if fragment == len(self.fragments) - 1:
+                    return trained
+                await on_captured(fragment)
+        except BaseException:
+            self.end_rest()
+            raise
+
+    async def take_average(self, fragment: int, is_changed: bool) -> None:
+        """Have the loop go on with a stored fragment: with what is in `vectors.local` now, if it `is_changed`."""
+        with self._news:
+            self._averages[fragment] = is_changed
+            self._news.notify_all()
+
+    def end_rest(self) -> None:
+        """Have the loop leave what it trains, and wait for no average."""
+        if self._newest is not None:
+            self._newest.void()
+            with self._news:
+                self._news.notify_all()
+
+    async def held_out(self, section: EvaluationSection) -> HeldOut | None:
+        """Return theta's loss as the training thread finds it, which knows the run; None if it cannot say."""
+        asked: Future[HeldOut | None] = Future()
+        self._outer_steps.put(asked)
+        return await asyncio.wrap_future(asked)
+
+    async def wait_for_death(self) -> WorkerError:
+        """It lives as long as we do."""
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets that event")
+
+    def end(self, error: BaseException | None = None) -> None:
+        """There are no more outer steps: the run is over, or this went wrong."""
+        self._outer_steps.put(error)
+        self.end_rest()
+
+    # In the training thread
+    def next_outer_step(self, evaluate: Callable[[], HeldOut | None] = lambda: None) -> OuterStep | None:
+        """Wait for the swarm's next; `evaluate` when it asks; return None at the end. Raises: what went wrong."""
+        while True:
+            found = self._outer_steps.get()
+            if isinstance(found, Future):
+                if found.set_running_or_notify_cancel():  # the swarm may have moved on
+                    found.set_result(evaluate())
+                continue
+            if isinstance(found, BaseException):
+                self.end(found)  # for who asks again
+                raise found
+            if found is None:
+                self.end()
+                return None
+            if not found.is_void:
+                found.begin()
+                return found
+
+    @contextmanager
+    def storing(self, outer_step: OuterStep, fragment: int, trained: Trained) -> Iterator[Vector | None]:
+        """Lend `vectors.local`, to write a fragment's weights into it, and then have them averaged; None where the
+        outer step is void."""
+        with self._news:
+            self._averages.pop(fragment, None)
+        with outer_step.storing(fragment, trained, is_last=fragment == len(self.fragments) - 1) as counts:
+            yield self.vectors.local if counts else None
+
+    def is_changed(self, outer_step: OuterStep, fragment: int) -> bool:
+        """Wait until it is decided what was averaged of a stored fragment; return whether its new values are in
+        `vectors.local`. False where the outer step is void."""
+        with self._news:
+            began, outer_step.late = time.monotonic(), outer_step.late + (fragment not in self._averages)
+            self._news.wait_for(lambda: fragment in self._averages or outer_step.is_void)
+            outer_step.waited += time.monotonic() - began
+            return not outer_step.is_void and self._averages[fragment]
+
+    def all_taken(self, outer_step: OuterStep, trained: Trained) -> None:
+        """Show what an outer step's inner steps come to, now that all are taken."""
+        streams = len(self.fragments) > 1 or outer_step.begin_with is None
+        done = InnerLoopDone(
+            tokens=trained.tokens,
+            inner_steps=outer_step.steps_done,
+            loss=trained.loss,
+            gradient_norm=math.nan,
+            learning_rate=math.nan,
+            skipped=0,
+            seconds=outer_step.seconds,
+            waited_seconds=math.nan,
+            late_averages=outer_step.late,
+            average_wait_seconds=outer_step.waited if streams else math.nan,
+            peak_memory_bytes=peak_memory(self._torch_device),
+        )
+        outer_step.report(lambda: self.telemetry.trained(outer_step.work.index, done))
+
+
+# The swarm's thread ---------------------------------------------------------------------------------------------------
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0  # between two looks at whether the training loop is still there
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What the swarm's thread has to say to the training thread once it is in the run."""
+
+    run: Run
+    worker: LoopWorker
+    leave: Callable[[], None]
+
+
+class SwarmThread(threading.Thread):
+    """The swarm's part, from finding the run to leaving it. What goes wrong before it `joined` is raised by that, what
+    goes wrong later by the worker's next outer step."""
+
+    def __init__(
+        self,
+        invite: Invite,
+        identity: Identity,
+        ticket: str | None,
+        own: OwnFiles,
+        model: torch.nn.Module,
+        is_abandoned: Callable[[], bool],
+    ) -> None:
+        """See `DiLoCo`, whose arguments these are."""
+        super().__init__(name="diloco-peer", daemon=True)
+        self._invite = invite
+        self._ticket = None if ticket is None else read_ticket(ticket)
+        self._own = own
+        self._model = model
+        self._is_abandoned = is_abandoned
+        self._living: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
+        self.identity = identity
+        self.joined: Future[Joined] = Future()
+
+    def leave(self) -> None:
+        """Leave the run, and wait for the end."""
+        self.joined.result().leave()
+        self.join()
+
+    def give_up(self) -> None:
+        """End, wherever it is."""
+        with suppress(CancelledError):  # it has not come to life
+            loop, life = self._living.result()
+            _call(loop, life.cancel)
+        self.join()
+
+    def run(self) -> None:
+        try:
+            asyncio.run(self._begin())
+        except BaseException as error:
+            self._living.cancel()
+            if self.joined.done():
+                self.joined.result().worker.end(error)
+            else:
+                self.joined.set_exception(error)
+        else:
+            self.joined.result().worker.end()
+
+    async def _begin(self) -> None:
+        life = asyncio.create_task(self._take_part())
+        self._living.set_result((asyncio.get_running_loop(), life))
+        await life
+
+    async def _take_part(self) -> None:
+        async with connected(self.identity, self._invite.addresses) as transport:
+            run = (await find_run(transport, self._invite.run_id)).with_own(self._own)
+            worker = await asyncio.to_thread(self.worker_of, run)  # what is refused is refused before we are a member
+            workload = Workload(worker, run.config, run_is_over=worker.end)
+            digest = await workload.state_digest()
+            await ask_for_signed_heads(transport, run, self._invite.addresses)
+            admission = await enter(transport, run, self.identity, self._invite.addresses, None, self._ticket)
+            await listen(transport, run.run_id)
+            driver = Driver(self.identity, transport, workload, run.settings, digest)
+            workload.take_turns(driver, self.identity.peer_id)
+            volunteer = Volunteer(run, driver, transport, workload, admission=admission)
+            worker.telemetry.track_with([], configuration_of(run, self.identity.peer_id, worker.device))
+            loop = asyncio.get_running_loop()
+            watching = asyncio.create_task(self._leave_when_abandoned(volunteer))
+            self.joined.set_result(Joined(run, worker, lambda: _call(loop, volunteer.leave)))
+            try:
+                await volunteer.take_part()
+            finally:
+                watching.cancel()
+
+    def worker_of(self, run: Run) -> LoopWorker:
+        """Return the loop as a worker of a run, whose initial weights it has. Raises: see `initial_weights`."""
+        layout, vectors = initial_weights(run.config, layout_of(self._model))
+        device = next(self._model.parameters()).device
+        return LoopWorker(vectors, layout, run.config.training.inner_steps, device)
+
+    async def _leave_when_abandoned(self, volunteer: Volunteer) -> None:
+        while not self._is_abandoned():
+            await asyncio.sleep(LOOK_SECONDS)
+        logger.warning("the training loop has ended without a word: leaving the run")
+        volunteer.leave()
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    with suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(function)

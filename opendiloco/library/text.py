@@ -1,0 +1,62 @@
+"""The run's text as a loop reads it: in batches to train on, and what is held out, to evaluate theta in its turn."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from opendiloco.data.tokenizer import build_tokenizer
+from opendiloco.data.training_data import TokenizeAhead, TrainingData, load_data
+from opendiloco.errors import first_line
+from opendiloco.evaluation_turns import HeldOut
+from opendiloco.library.model import LoopReplica
+from opendiloco.library.swarm import LoopWorker
+from opendiloco.run import Run
+from opendiloco.training.evaluation import EVALUATED_AT_ONCE, held_out_loss
+
+logger = logging.getLogger(__name__)
+
+
+class RunsText:
+    """The text of a run, opened when it is first needed."""
+
+    def __init__(self, folders: Sequence[Path], evaluates: bool) -> None:
+        """`folders` are read instead of sources that are local to this machine. With `evaluates`, the loop takes its
+        turns, as long as it can."""
+        self.folders = folders
+        self.evaluates = evaluates
+        self.opened: TrainingData | None = None
+
+    def open(self, run: Run, worker: LoopWorker, tokenize_ahead: TokenizeAhead | None = None) -> TrainingData:
+        """Open the text of a run, as this machine may read it. Raises: DataError, MachineError."""
+        tokenizer = build_tokenizer(run.config.tokenizer)
+        self.opened = load_data(run.config, tokenizer, None, tokenize_ahead)
+        per_token = self.opened.held_out.bytes_per_token(run.config.evaluation.windows, tokenizer)
+        worker.telemetry.bytes_per_token = per_token
+        return self.opened
+
+    def evaluate(self, run: Run, worker: LoopWorker, replica: LoopReplica) -> HeldOut | None:
+        """Return theta's loss on the run's held-out text, read at the first turn; None if the loop takes no turns."""
+        if not self.evaluates or replica.rounds:
+            return None
+        try:
+            if self.opened is None:
+                logger.info(
+                    "reading the run's text to evaluate theta on what is held out; evaluates=False leaves it out"
+                )
+            run = run.with_data(self.folders)
+            section, held_out = run.config.evaluation, (self.opened or self.open(run, worker)).held_out
+            with replica.showing(worker.vectors.theta, not run.config.streaming.is_plain) as model:
+                is_bf16, device = run.config.training.precision == "bf16", next(model.parameters()).device.type
+                precision = partial(torch.autocast, device, torch.bfloat16, enabled=is_bf16)
+                loss, _ = held_out_loss(model, held_out, section.windows, EVALUATED_AT_ONCE, precision)
+            is_runs_text = run.has_runs_text and section.digest in (None, held_out.digest(section.windows))
+            return HeldOut(loss, is_runs_text)
+        except Exception as error:  # a model may be called in other ways than transformers'
+            logger.warning("this loop takes no turns to evaluate theta: %s", first_line(error))
+            self.evaluates = False
+            return None

@@ -1,0 +1,79 @@
+"""transformers' `Trainer` as a peer: a callback that joins a run when training begins, and leaves when it ends."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl
+
+from opendiloco.library.loop import DiLoCo
+
+
+class DiLoCoCallback(TrainerCallback):
+    """Joins the run when training begins, ends training with the run, and leaves when training ends, however it does.
+
+    A Trainer that raises calls no callback. So we look now and then whether the call that trains is still under way.
+    """
+
+    def __init__(self, run: str, **options: Any) -> None:
+        """`options` are those of `DiLoCo`."""
+        self._run = run
+        self._options = options
+        self._diloco: DiLoCo | None = None
+
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
+        self._leave()  # what an earlier training that raised has left
+        call = _Call.outside_callbacks(sys._getframe())
+        diloco = DiLoCo(
+            kwargs["model"],
+            kwargs["optimizer"],
+            self._run,
+            is_abandoned=lambda: not call.is_under_way(),
+            **self._options,
+        )
+        diloco.__enter__()
+        self._diloco = diloco
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        control.should_training_stop |= self._diloco is None or self._diloco.finished
+
+    def on_log(self, *_: Any, **kwargs: Any) -> None:
+        logs: dict[str, float] = kwargs.get("logs", {})
+        if self._diloco is not None and "loss" in logs:
+            self._diloco.report(logs["loss"])
+
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        diloco, self._diloco = self._diloco, None
+        if diloco is not None:
+            diloco.__exit__()
+
+
+class _Call:
+    """A call of a function, in a thread: whether it has not returned or raised yet."""
+
+    def __init__(self, frame: FrameType) -> None:
+        self._thread = threading.get_ident()
+        self._frame: FrameType | None = frame
+
+    @classmethod
+    def outside_callbacks(cls, frame: FrameType) -> _Call:
+        """Return the innermost call below `frame` that is neither ours nor one of those that call callbacks."""
+        passed_over = {__name__, TrainerCallback.__module__}
+        while frame.f_globals.get("__name__") in passed_over and frame.f_back is not None:
+            frame = frame.f_back
+        return cls(frame)
+
+    def is_under_way(self) -> bool:
+        """Asked from another thread."""
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        if frame is None:
+            self._frame = None  # or else its variables would live as long as we do
+        return frame is not None
