@@ -34,12 +34,16 @@ PARAMETERS = {
 }
 
 
+WAYS = "streaming", "asynchronous", "sparse"
+"""llama-2m, trained in another way."""
+
 OPEN_DILOCO = "github.com/PrimeIntellect-ai/OpenDiloco a5b7236, "
 README = OPEN_DILOCO + "README.md: "
 TRAIN_FSDP = OPEN_DILOCO + "open_diloco/train_fsdp.py: "
 LLAMA_CONFIG = "defaults of transformers.LlamaConfig, on which config_150m.json and config_1b.json build"
 PRIME = "github.com/PrimeIntellect-ai/prime, "
 COOLDOWN = PRIME + "3b81752 configs/10B/H100_cooldown.toml: "
+H100 = PRIME + "3b81752 configs/10B/H100.toml: "
 ZEROBAND = PRIME + "006b3f6 src/zeroband/config.py: "
 LLAMA = PRIME + "040575e src/zeroband/models/llama: "
 ZEROBAND_TRAIN = PRIME + "01baf16 src/zeroband/train.py: "
@@ -141,16 +145,33 @@ CLAIMS: dict[str, dict[str, tuple[Any, str]]] = {
         "outer_optimizer.kind": ("nesterov", PRIME + "src/zeroband/diloco.py"),
         "outer_optimizer.learning_rate": (0.7, ZEROBAND + "outer_lr"),
         "outer_optimizer.momentum": (0.9, PRIME + "src/zeroband/diloco.py"),
-        "data.sources.0.source": ("HuggingFaceFW/fineweb-edu", COOLDOWN + "data.dataset_name_or_paths: the largest"),
+    }
+    | {
+        f"data.sources.{place}.{key}": (value, source)
+        for place, (name, share) in enumerate(
+            [
+                ("fineweb-edu", 55),
+                ("fineweb", 10),
+                ("StackV1-popular", 20),
+                ("dclm-baseline-1.0-parquet", 10),
+                ("open-web-math", 5),
+            ]
+        )
+        for key, value, source in (
+            (
+                "source",
+                f"PrimeIntellect/{name}",
+                PRIME + "README.md: subset_data.py; " + H100 + "dataset_name_or_paths",
+            ),
+            ("weight", share, H100 + "data.dataset_ratio"),
+        )
     },
 }
 """What a preset takes from elsewhere: each value, and the place that says it."""
 OURS = {
     "name",
     "model.init_seed",
-    "data.sources.0.subset",  # of FineWeb-Edu; C4's is claimed
-    "data.sources.0.shards",
-    "data.sources.0.windows_per_shard",
+    *(f"data.sources.{place}.{key}" for place in range(5) for key in ("shards", "windows_per_shard")),
     "rounds.grace_seconds",
     "rounds.round_timeout_seconds",
 }
@@ -183,7 +204,7 @@ def preset(name: str) -> RunConfig:
 
 
 def test_these_are_all_of_them() -> None:
-    assert {path.stem for path in (ROOT / "examples").glob("*.toml")} == {*PARAMETERS, "tiny"}
+    assert {path.stem for path in (ROOT / "examples").glob("*.toml")} == {*PARAMETERS, *WAYS, "tiny"}
     rows = re.findall(r"^\| \[(\S+)\]\(\.\./examples/\S+\.toml\) \| ([\d,]+) \|", DOCUMENT, re.MULTILINE)
     assert {name: int(count.replace(",", "")) for name, count in rows} == PARAMETERS
 
@@ -219,6 +240,35 @@ def test_a_small_preset_trains_on_cpus_as_it_stands(name: str) -> None:
     before = loss()
     reference.outer_step([Work(peer, (SampleRange(place, place + 1),), 1) for place, peer in enumerate("ab")])
     assert loss() < before
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_way_to_train_is_llama_2m_and_says_only_how_it_differs(name: str) -> None:
+    ours, plain = (
+        flat(tomllib.loads((ROOT / "examples" / f"{each}.toml").read_text(encoding="utf-8")))
+        for each in (name, "llama-2m")
+    )
+    differ = {key.partition(".")[0] for key, _ in ours.items() ^ plain.items()}
+    table = {"streaming": {"streaming"}, "asynchronous": {"rounds"}, "sparse": {"codec", "outer_optimizer"}}
+    assert differ == {"name", *table[name]}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_way_to_train_learns(name: str) -> None:
+    """Two replicas and a late one, where work may be late; with short windows, in three outer steps."""
+    content = preset(name).to_manifest_content()
+    content["training"] |= {"sequence_length": 32, "batch_size": 4}
+    content["schedule"] |= {"warmup_steps": 1}
+    torch.set_num_threads(1)
+    reference = Reference(RunConfig.from_manifest_content(content))
+    before, steps = reference.held_out_loss(), 6
+    for index in range(3):
+        place = index * 3 * 4 * steps
+        work = [Work(peer, (SampleRange(place, place + 4 * steps),), steps) for peer in "ab"]
+        if reference.config.rounds.enough is not None and index:
+            work.append(Work("late", (SampleRange(place + 8 * steps, place + 12 * steps),), steps, age=1))
+        reference.outer_step(work)
+    assert reference.held_out_loss() < before
 
 
 # What they need ------------------------------------------------------------------------------------------------------
