@@ -24,7 +24,7 @@ TURING = (7, 5)
 """Compute capability of the oldest GPUs that builds for CUDA 13 have kernels for."""
 OLD_CARDS = (
     "Builds of torch for CUDA 13 have no kernels for GPUs older than Turing. Install the build for CUDA 12.6 instead: "
-    "pip uninstall torch; pip install 'torch<2.15' --index-url https://download.pytorch.org/whl/cu126."
+    "pip uninstall torch; pip install 'torch<2.15' --index-url with the address that pytorch.org names for it."
 )
 INSTALL_TORCH = "Install a build of torch for this GPU (pytorch.org says how), into the environment of diloco-peer."
 ON_CPU = "Or train on the CPU: --device cpu."
