@@ -60,7 +60,7 @@ def test_a_gpu_that_is_too_old_for_this_torch(wanted: str, monkeypatch: pytest.M
         choose_device(wanted)
     card = "Tesla P100-PCIE-16GB (compute capability 6.0)"
     assert caught.value.message.startswith(f"torch {torch.__version__} cannot compute on {card}: CUDA error: no kernel")
-    assert "whl/cu126" in caught.value.remedy
+    assert "the build for CUDA 12.6" in caught.value.remedy
     assert "--device cpu" in caught.value.remedy
 
 
