@@ -11,7 +11,7 @@ moments_file: NO_STEP, digest_place, header_of, read_header
 optimizers: FUSED_ON, check_inner_optimizer
 outer: LocalState, Measuring, OuterState, OuterStepTaken
 streaming: Cycles, FragmentWork
-team: Team, choose_device, compiling_lacks, device_name, fill_untrained, forget_peak_memory, has_bf16,
+team: Team, choose_device, compiling_lacks, device_name, fill_untrained, forget_peak_memory, has_bf16, has_fast_fp16,
     has_other_tensors, peak_memory, shard_model
 trials: compile_blocks, document_attention, fitting_micro_batch, keep_compiled_if_it_works
 """

@@ -159,6 +159,29 @@ LONG_AGO = 64
 """Outer steps. Moments that were kept before them are of quite another theta, so the first steps are smaller."""
 
 
+class LossScale:
+    """The factor by which the loss is multiplied where gradients are in fp16, whose smallest ones would be zero. It is
+    halved where they overflow, and the batch is computed again; it is doubled after `STEADY` inner steps without."""
+
+    STEADY = 200
+    LARGEST = 2.0**24
+
+    def __init__(self, factor: float = 2.0**16) -> None:
+        """All factors are powers of two, so that dividing by them rounds nothing."""
+        self.factor = factor
+        self._steps = 0  # since it changed
+
+    def overflows(self, loss: float, norm: float) -> bool:
+        """Take in a batch's loss and its gradient's norm. Return whether it is to be computed again, with less."""
+        if math.isfinite(loss) and not math.isfinite(norm) and self.factor > 1:
+            self.factor, self._steps = self.factor / 2, 0
+            return True
+        self._steps += 1
+        if self._steps == self.STEADY:
+            self.factor, self._steps = min(2 * self.factor, self.LARGEST), 0
+        return False
+
+
 class ModelReplica:
     """A model with its inner optimizer's state, which persists while theta replaces the weights at each outer step.
 
@@ -184,7 +207,6 @@ class ModelReplica:
         self.micro_batch = micro_batch
         self.attention: str | None = None  # to train with, if not the model's own; see document_attention
         self.compiled_loss = CompiledLoss() if compiled_blocks(model) else None
-        self.window_length = config.training.sequence_length + 1
         self._config = config
         self._samples = samples
         self._team = team or Team(torch.device("cpu"))
@@ -192,9 +214,16 @@ class ModelReplica:
         staging = torch.empty(STAGED_VALUES, pin_memory=True) if self._team.device.type == "cuda" else None
         self._shards = Shards(self.layout, self._team.shard, self._team.shards, staging)
         self._optimizer = build_inner_optimizer(self.model, config.inner_optimizer)
+        is_fp16 = config.training.precision == "bf16" and self._team.half == torch.float16
+        self._loss_scale = LossScale() if is_fp16 else None
         self._router_loss = router_loss_weight(model)
         self._warmed_up: int | None = None  # inner steps of `rewarmup_steps`
         self._kept_at: int | None = None  # outer steps taken when the moments that it goes on with were kept
+
+    @property
+    def window_length(self) -> int:
+        """Return the tokens of a window: one more than are predicted."""
+        return self._config.training.sequence_length + 1
 
     @property
     def codec(self) -> CodecSection:
@@ -312,13 +341,19 @@ class ModelReplica:
         factor = learning_rate_factor(schedule, done) * self._rewarmup()
         for group in self._optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
-        self._optimizer.zero_grad(set_to_none=True)
-        own_loss = self._add_gradient(batch)
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        own_norm = torch.nn.utils.get_total_norm([local_part(parameter.grad) for parameter in parameters])
-        own_square = own_norm.double().square() if self._team.is_in_first_replica else 0.0  # others have the same
-        loss, square, stop = self._team.sums([own_loss, own_square, stop_wanted()])
-        norm = math.sqrt(square)
+        while True:
+            self._optimizer.zero_grad(set_to_none=True)
+            own_loss = self._add_gradient(batch)
+            parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+            gradients = [local_part(parameter.grad) for parameter in parameters]
+            if self._loss_scale is not None:
+                torch._foreach_mul_(gradients, 1 / self._loss_scale.factor)
+            own_norm = torch.nn.utils.get_total_norm(gradients)
+            own_square = own_norm.double().square() if self._team.is_in_first_replica else 0.0  # others have the same
+            loss, square, stop = self._team.sums([own_loss, own_square, stop_wanted()])
+            norm = math.sqrt(square)
+            if self._loss_scale is None or not self._loss_scale.overflows(loss, norm):
+                break
         if math.isfinite(loss) and math.isfinite(norm):
             clip = self._config.training.gradient_clip
             torch.nn.utils.clip_grads_with_norm_(parameters, clip, torch.tensor(norm, dtype=torch.float32))
@@ -350,7 +385,7 @@ class ModelReplica:
                 read = part if len(part) else batch[:1]
                 windows = _on_device(torch.from_numpy(read), self._team.device)
                 with self._as_tried(len(read) in tried_sizes):
-                    slope = share * self._team.size
+                    slope = share * self._team.size * (1.0 if self._loss_scale is None else self._loss_scale.factor)
                     loss = self.loss(windows, slope)
                     (loss * slope).backward()
                 losses.append(loss.detach() * share)
@@ -393,7 +428,7 @@ class ModelReplica:
         FSDP2 sees to it where the model is sharded; elsewhere autocast does, on the CPU as on a GPU.
         """
         if self._team.mesh is None and self._config.training.precision == "bf16":
-            return torch.autocast(self._team.device.type, torch.bfloat16)
+            return torch.autocast(self._team.device.type, self._team.half)
         return nullcontext()
 
     def _shards_of(self, fragment: int | None) -> Shards:

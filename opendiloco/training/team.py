@@ -90,6 +90,11 @@ def has_bf16(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+def has_fast_fp16(device: torch.device) -> bool:
+    """Return whether a device multiplies fp16 much faster than fp32: since Volta, GPUs have tensor cores for it."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
+
+
 def forget_peak_memory(device: torch.device) -> None:
     """`peak_memory` counts from now on. That of the CPU cannot be forgotten."""
     if device.type == "cuda":
@@ -117,7 +122,8 @@ class Team:
     """Worker `rank` of `size`. A worker without a mesh is alone: it has the plain model, and no process group.
 
     They share the model `replicas` times: each of so many groups of workers with consecutive ranks has all of it, and
-    cuts it into as many `shards` as it has workers. This one has number `shard`.
+    cuts it into as many `shards` as it has workers. This one has number `shard`. They compute in `half` precision where
+    a run asks for bf16: in fp16, with a loss scale, where one of their GPUs has no bf16.
     """
 
     def __init__(self, device: torch.device, rank: int = 0, size: int = 1, mesh: DeviceMesh | None = None) -> None:
@@ -127,6 +133,7 @@ class Team:
         self.mesh = mesh
         self.shards = size if mesh is None else mesh.size(mesh.ndim - 1)
         self.shard = rank % self.shards
+        self.half = torch.bfloat16
 
     @classmethod
     def meet(
@@ -219,16 +226,15 @@ class Team:
 
 
 # The model that they share --------------------------------------------------------------------------------------------
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
 def shard_model(model: Any, team: Team, training: TrainingSection, whole_layers: bool = False) -> None:
     """Share a model, in place; what is on the meta device gets memory, but no values.
 
     The rest has the head, with which the loss is computed after the forward pass; so it stays gathered until the
     backward pass, which begins with it. With `whole_layers` all groups do.
     """
-    policy = MixedPrecisionPolicy(DTYPES[training.precision], DTYPES[training.gradient_reduction])
+    computed = team.half if training.precision == "bf16" else torch.float32
+    summed = torch.bfloat16 if training.gradient_reduction == "bf16" and team.half == torch.bfloat16 else torch.float32
+    policy = MixedPrecisionPolicy(computed, summed)
     for module in (*transformer_blocks(model), model):
         _take_memory(module, team.device)
         is_freed = module is not model and not whole_layers

@@ -14,15 +14,28 @@ from opendiloco.model.build import build_model, build_skeleton
 from opendiloco.model.parameters import Shards, is_all_trained, layout_of, trainable
 from opendiloco.shared_memory import SharedVectors, check_available, reserve
 from opendiloco.stages import NOT_COMPILING, at_stage
-from opendiloco.training.team import Team, compiling_lacks, fill_untrained, has_bf16, has_other_tensors, shard_model
+from opendiloco.training.team import (
+    Team,
+    compiling_lacks,
+    fill_untrained,
+    has_bf16,
+    has_fast_fp16,
+    has_other_tensors,
+    shard_model,
+)
 from opendiloco.training.trials import compile_blocks
 from opendiloco.workers.needs import worker_memory
 from opendiloco.workers.options import WorkerOptions
 
 
 def in_fitting_precision(config: RunConfig, team: Team) -> RunConfig:
-    """Return a run as these workers compute it: in fp32 where bf16 is asked for, and one of them does not have it."""
+    """Return a run as these workers compute it. Where it asks for bf16, and one of them does not have it, they compute
+    in fp16 if that is fast on all, else in fp32."""
     if config.training.precision != "bf16" or team.smallest(has_bf16(team.device)):
+        return config
+    if team.smallest(has_fast_fp16(team.device)):
+        team.half = torch.float16
+        at_stage("computing in fp16, with a loss scale, since a GPU of this volunteer has no bf16")
         return config
     at_stage("computing in fp32, since a GPU of this volunteer has no bf16")
     return config.model_copy(update={"training": config.training.model_copy(update={"precision": "fp32"})})
@@ -88,7 +101,7 @@ def checkpoint_activations(model: Any) -> None:
 
 def _cast_embeddings(model: torch.nn.Module) -> None:
     """Have embeddings return what autocast computes in, where it is on. Blocks add to that: what they read and keep for
-    the backward pass is then in bf16, as where FSDP2 sees to the precision, and half as large."""
+    the backward pass is then in half precision, as where FSDP2 sees to the precision, and half as large."""
 
     def cast(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         kind = output.device.type

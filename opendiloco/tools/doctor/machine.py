@@ -141,7 +141,10 @@ def _about_gpus(gpus: tuple[Gpu, ...]) -> Finding:
     names = ", ".join(f"{gpu.name} ({in_words(gpu.memory)}, {'.'.join(map(str, gpu.capability))})" for gpu in gpus)
     if all(gpu.has_bf16 for gpu in gpus):
         return passed("gpu", f"{names}, with bf16", gpus=len(gpus), bf16=True)
-    found, remedy = f"{names}: without bf16", "Runs in bf16 are computed in fp32 here, which takes longer."
+    found, remedy = (
+        f"{names}: without bf16",
+        "Runs in bf16 are computed in fp16 here (since Volta) or fp32, which takes longer.",
+    )
     return warned("gpu", found, remedy, gpus=len(gpus), bf16=False)
 
 

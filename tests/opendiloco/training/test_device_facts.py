@@ -118,28 +118,32 @@ def test_a_gpu_without_what_compiling_takes_trains_all_the_same(
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "asked", "computed"),
+    ("device", "capability", "asked", "computed", "half"),
     [
-        ("cuda:0", (9, 0), "bf16", "bf16"),
-        ("cuda:0", (7, 5), "bf16", "fp32"),
-        ("cuda:0", (7, 5), "fp32", "fp32"),
-        ("cpu", (0, 0), "bf16", "bf16"),
+        ("cuda:0", (9, 0), "bf16", "bf16", torch.bfloat16),
+        ("cuda:0", (7, 5), "bf16", "bf16", torch.float16),
+        ("cuda:0", (6, 1), "bf16", "fp32", torch.bfloat16),
+        ("cuda:0", (7, 5), "fp32", "fp32", torch.bfloat16),
+        ("cpu", (0, 0), "bf16", "bf16", torch.bfloat16),
     ],
 )
-def test_a_gpu_without_bf16_computes_in_fp32_and_says_so(
+def test_a_gpu_without_bf16_computes_in_fp16_if_that_is_fast_else_in_fp32_and_says_so(
     device: str,
     capability: tuple[int, int],
     asked: str,
     computed: str,
+    half: torch.dtype,
     small_content: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: capability >= (8, 0))
-    training = small_content["training"] | {"precision": asked}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    training, team = small_content["training"] | {"precision": asked}, Team(torch.device(device))
     config, said = RunConfig.from_manifest_content(small_content | {"training": training}), list[str]()
     with watched_by(lambda stage, share: said.append(stage)):
-        assert in_fitting_precision(config, Team(torch.device(device))).training.precision == computed
-    assert bool(said) == (asked != computed)
+        assert in_fitting_precision(config, team).training.precision == computed
+    assert team.half == half
+    assert bool(said) == (asked != computed or half != torch.bfloat16)
     assert config.training.precision == asked
 
 

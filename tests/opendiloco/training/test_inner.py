@@ -19,7 +19,7 @@ from opendiloco.model import loss as losses
 from opendiloco.model.build import build_model
 from opendiloco.model.loss import window_loss
 from opendiloco.shared_memory import Vector
-from opendiloco.training.inner import InnerStep, ModelReplica, _on_device
+from opendiloco.training.inner import InnerStep, LossScale, ModelReplica, _on_device
 from opendiloco.training.team import Team
 from opendiloco.workers.assembly import checkpoint_activations
 from peers.values.leases import SampleRange
@@ -347,3 +347,67 @@ def test_windows_go_to_a_gpu_by_pinned_memory() -> None:
     _on_device(windows, torch.device("cuda"))
     _on_device(windows, torch.device("cpu"))
     assert asked == ["pinned", ("cuda", True), ("cpu", False)]
+
+
+# fp16 -----------------------------------------------------------------------------------------------------------------
+def half_replica(config: RunConfig, half: torch.dtype) -> tuple[ModelReplica, Vector]:
+    """Return a replica of a run in bf16 that computes in this half precision, and its theta."""
+    team, tokenizer = Team(CPU), ByteTokenizer()
+    team.half = half
+    replica = ModelReplica(config, build_model(config, tokenizer), load_data(config, tokenizer).samples, team)
+    theta = np.empty(replica.layout.size, np.float32)
+    replica.store(theta)
+    return replica, theta
+
+
+def in_bf16(small_content: dict[str, Any]) -> RunConfig:
+    return RunConfig.from_manifest_content(
+        small_content | {"training": small_content["training"] | {"precision": "bf16"}}
+    )
+
+
+def test_fp16_with_a_loss_scale_trains_as_fp32_does(small_content: dict[str, Any]) -> None:
+    losses = []
+    for config in (RunConfig.from_manifest_content(small_content), in_bf16(small_content)):
+        replica, theta = half_replica(config, torch.float16)
+        assert (replica._loss_scale is None) == (config.training.precision == "fp32")
+        losses.append(replica.train(theta, 0, (SampleRange(0, 40),), 20).loss)
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+
+
+def test_gradients_in_fp16_that_would_be_zero_are_there_with_a_loss_scale(small_content: dict[str, Any]) -> None:
+    """The loss of a batch is made so small that most gradients by logits are below what fp16 has."""
+    gradients = []
+    for factor in (1.0, 2.0**16):
+        replica, _ = half_replica(in_bf16(small_content), torch.float16)
+        windows = torch.from_numpy(replica._samples.read(np.arange(4)))
+        (replica.loss(windows) * 1e-6 * factor).backward()
+        gradients.append(replica.model.model.layers[0].mlp.up_proj.weight.grad / factor)
+    without, with_scale = gradients
+    assert float((without != 0).float().mean()) < 0.1
+    assert float((with_scale != 0).float().mean()) > 0.9
+
+
+def test_what_overflows_is_computed_again_with_a_smaller_factor_and_no_step_is_lost(
+    small_content: dict[str, Any],
+) -> None:
+    weights = []
+    for factor in (2.0**16, 2.0**40):
+        replica, theta = half_replica(in_bf16(small_content), torch.float16)
+        replica._loss_scale = LossScale(factor)
+        trained = replica.train(theta, 0, (SampleRange(0, 8),), 4)
+        assert (trained.skipped, trained.inner_steps, trained.tokens) == (0, 4, 8 * 16)
+        assert replica._loss_scale.factor < 2.0**32
+        weights.append(np.empty_like(theta))
+        replica.store(weights[-1])
+    assert np.abs(weights[0] - weights[1]).max() < 1e-3
+
+
+def test_the_loss_scale_falls_with_an_overflow_and_rises_after_steady_steps() -> None:
+    scale = LossScale(4.0)
+    assert [scale.overflows(1.0, math.inf) for _ in range(3)] == [True, True, False]
+    assert scale.factor == 1.0
+    assert not scale.overflows(math.nan, math.nan), "a loss that is not finite is not the factor's fault"
+    for _ in range(2 * LossScale.STEADY):
+        scale.overflows(1.0, 1.0)
+    assert scale.factor == 4.0
