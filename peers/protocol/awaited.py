@@ -143,6 +143,11 @@ class Awaited:
         since = max(begun, self.times.of_share(share, self.peers - (ready - contributing), contributing))
         return self._is_over(ready, self.slack - (now - since), since <= now)
 
+    @property
+    def fewest(self) -> int:
+        """Return how many peers are waited for."""
+        return len(self.peers) - len(self._passed_over)
+
     def are_all_in(self, ready: Set[str]) -> bool:
         """Return whether all peers are ready, but for those that are not waited for."""
         return self.peers <= ready | self._passed_over

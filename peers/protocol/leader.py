@@ -77,6 +77,7 @@ class Leader:
 
     def on_ready(self, ready: Ready, sender: str) -> None:
         """A member is ready in a view that we lead, or repeats what it is bound to, or refuses."""
+        is_news = self.readiness.view_of(sender) != ready.view or ready.lock is not None
         if not self.readiness.take(sender, ready, self._replica.state_digest):
             return
         lock = choice_of(ready.lock).ballot if ready.lock and ready.lock.certificate else None
@@ -88,7 +89,7 @@ class Leader:
             return
         if self._begun is not None or self._proposed is not None:
             self._remind(sender, ready)
-        if self._proposed is not None or self.readiness.is_full(ready.view):
+        if self._proposed is not None or (is_news and self.readiness.is_full(ready.view)):
             self.tick()  # at once: a round does not wait for the clock
 
     def on_part(self, part: Part, sender: str) -> None:
@@ -227,9 +228,12 @@ class Leader:
         need_all, need_norms = informed(begun, self._seat.log)
         short = begun.model_copy(update={"commitments": ()})
         brief = short.model_copy(update={"norms": Norms.of(begun.commitments)})
+        to: tuple[list[str], ...] = [], [], []
         for peer in peers:
             self._told[peer] = self._context.now
-            self._context.emit(Send(peer, begun if peer in need_all else brief if peer in need_norms else short))
+            to[0 if peer in need_all else 1 if peer in need_norms else 2].append(peer)
+        for message, told in zip((begun, brief, short), to, strict=True):  # each is packed once
+            self._context.emit(*(Send(peer, message) for peer in told))
 
     def _collect(self, begun: Begin) -> None:
         """Propose what the round comes to, once all Parts are here; or name heirs for those that do not come."""

@@ -135,7 +135,8 @@ def reducers(members: Sequence[str], able: Sequence[str], links: Mapping[str, Me
     among = set(members)
     unreached = {peer: links[peer].unreached & among for peer in members if peer in links}
     relayed = {peer: (links[peer].relayed | links[peer].unreached) & among for peer in members if peer in links}
-    chosen = [peer for peer in able if peer in _well_reached(members, unreached)] or list(able)
+    reached = _well_reached(members, unreached)
+    chosen = [peer for peer in able if peer in reached] or list(able)
     for said in (unreached, relayed):
         near = _well_reached(members, said)
         for fewer in (near, [peer for peer in near if not _in_both_words(peer, said)]):
@@ -206,11 +207,11 @@ def credible_rates(claimed: Mapping[str, int], seen: Mapping[str, Mapping[str, i
         for peer, rate in rates.items():
             if peer in sums and peer != witness:
                 sums[peer] += rate
-    speaking = [peer for peer, rates in seen.items() if rates]
+    speaking = {peer for peer, rates in seen.items() if rates}
     credible: dict[str, float] = {}
     for peer, rate in claimed.items():
         others = len(claimed) - 1
-        witnesses = sum(witness != peer for witness in speaking)
+        witnesses = len(speaking) - (peer in speaking)
         share = max(1.0, others / SEEN_LIMIT)  # in a large swarm each speaks of some others only
         cap = SLACK * share * sums[peer] if sums[peer] and 2 * witnesses >= others else float("inf")
         credible[peer] = float(min(rate or slowest, max(cap, slowest)))

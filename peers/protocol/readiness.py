@@ -164,6 +164,11 @@ class Readiness:
         ready = self._ready.items()
         return {peer: said for peer, said in ready if said.view == view and peer not in self.strangers}
 
+    def view_of(self, peer: str) -> int | None:
+        """Return the view that a peer is ready in; None: it is not."""
+        ready = self._ready.get(peer)
+        return None if ready is None else ready.view
+
     def views(self) -> dict[str, int]:
         """Return the views that those who are ready are in."""
         return {peer: ready.view for peer, ready in self._ready.items()}
@@ -205,6 +210,9 @@ class Readiness:
 
     def is_full(self, view: int) -> bool:
         """Return whether all whom we waited for when time passed last are ready by now."""
+        count = len(self._ready)  # in a large swarm most Readys come before half of the voters are ready
+        if count < self.awaited.fewest or 2 * count < len(self._log.voters):
+            return False
         return self.awaited.are_all_in(self.of(view).keys())
 
     def contributing(self, ready: Mapping[str, Ready]) -> set[str]:
