@@ -172,8 +172,10 @@ class DiLoCo:
         try:
             if kind is None:
                 self._ranks.from_first(self._swarm.leave)
-            elif self._ranks.is_first:
-                self._swarm.leave()
+            else:
+                self._ranks.part()  # at once: others may wait for this process
+                if self._ranks.is_first:
+                    self._swarm.leave()
         except BaseException:  # whoever is interrupted now does not want to wait for the round under way
             if self._ranks.is_first:
                 self._swarm.give_up()
@@ -237,14 +239,16 @@ class DiLoCo:
         run = self.run.with_data(self._text.folders)
         with closing(Ahead(run.config)) as ahead:
             self._until_leaving.callback(ahead.close)  # an iterator may outlive its loop
-            if self._ranks.is_first:
-                self._text.open(run, self._worker, ahead.tokenize)
+            self._ranks.from_first(lambda: self._open_text(run, ahead))
             while self._work is not None:
                 self._interrupt.raise_again()
                 windows = self._ranks.from_first(self._next_windows)
                 is_counted = self._ranks.is_first  # for all: what is in two shares counts once
                 self._tokens.say(len(windows) * run.config.training.sequence_length if is_counted else 0)
                 yield self._ranks.piece(windows)
+
+    def _open_text(self, run: Run, ahead: Ahead) -> None:
+        self._text.open(run, self._worker, ahead.tokenize)
 
     def _next_windows(self) -> torch.Tensor:
         """Read the run's text for the next inner step."""

@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -54,20 +54,22 @@ class Ranks:
         if self.size == 1:
             return find()
         found: list[tuple[Found | None, BaseException | None]] = [(None, None)]
-        raised: BaseException | None = None
         if self.is_first:
             try:
                 found = [(find(), None)]
             except BaseException as error:
-                raised, found = error, [(None, _portable(error))]
+                with suppress(LoopError):  # those that are gone need not know
+                    self._broadcast([(None, _portable(error))])
+                raise
+        self._broadcast(found)
+        value, error_of_first = found[0]
+        if error_of_first is not None:
+            raise error_of_first
+        return cast(Found, value)
+
+    def _broadcast(self, found: list[Any]) -> None:
         with _told_of_deaths():
             dist.broadcast_object_list(found, 0, self._group)
-        value, firsts = found[0]
-        if raised is not None:
-            raise raised
-        if firsts is not None:
-            raise firsts
-        return cast(Found, value)
 
     def sum(self, value: int) -> int:
         """Return the sum of all processes' values."""

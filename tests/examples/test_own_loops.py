@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from opendiloco.storage.run_folder import Journal
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import LOOPBACK, ROOT, Site, announce_run, bootstrap
+from tests.swarm.cli_processes import LOOPBACK, ROOT, Site, announce_run, bootstrap, create_run
 
 pytestmark = pytest.mark.swarm
 EXAMPLES = ROOT / "examples"
@@ -39,6 +40,33 @@ def test_two_loops_and_a_volunteer_end_with_the_same_weights(tmp_path: Path) -> 
     steps = [line.split(":")[0] for line in ended[0].out.splitlines() if line.startswith("outer step")]
     assert steps == sorted(set(steps)), "each once, in order; it may have been too late for one"
     assert steps[-1] == "outer step 3"
+    site.assert_nothing_is_left()
+
+
+@pytest.mark.thorough
+def test_loops_and_a_volunteer_in_a_run_that_streams_end_with_the_same_weights(tmp_path: Path) -> None:
+    """What the loops have learned is in the run's entries."""
+    site = Site(tmp_path)
+    corpus = str(write_corpus(tmp_path / "corpus"))
+    run = site.write_run(corpus, outer_steps=4, inner_steps=6, peers=3)
+    streaming = "[streaming]\nlayers_per_fragment = 1\noverlap = 2\n\n[rounds]"
+    run.write_text(run.read_text().replace("[rounds]", streaming))
+    with bootstrap(site) as address:
+        invite = create_run(site, run, address)
+        join = ("join", "--run", invite, "--identity", "one.pem", "--device", "cpu", "--data", corpus, *LOOPBACK)
+        with (
+            site.start(*join, "--journal", "one.jsonl") as volunteer,
+            site.start_script(EXAMPLES / "own_loop.py", str(run), invite, "--data", corpus) as own,
+            site.start_script(EXAMPLES / "own_loop.py", str(run), invite, "--data", corpus) as other,
+        ):
+            volunteer.line("outer step 4 applied", "the run does not end")
+            ended = [loop.finish() for loop in (own, other)]
+            volunteer.signal(signal.SIGTERM)
+            assert volunteer.finish().code == 0
+    assert [loop.code for loop in ended] == [0, 0], ended[0].err + ended[1].err
+    sums = {line for loop in ended for line in loop.out.splitlines() if line.startswith("the sum of all")}
+    assert len(sums) == 1, sums
+    assert max(len(header.roster) for header, _ in Journal(tmp_path / "one.jsonl")) == 3
     site.assert_nothing_is_left()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.library import DiLoCo
+from opendiloco.library import DiLoCo, DiLoCoCallback
 from opendiloco.model.build import build_model
 from opendiloco.model.parameters import transformer_blocks
 from opendiloco.run import Run
@@ -70,15 +71,39 @@ def train(job: dict[str, Any], rank: int) -> dict[str, Any]:
     return {"final": final.tolist(), "claims": claims, "seen": seen}
 
 
+def train_by_trainer(job: dict[str, Any]) -> dict[str, Any]:
+    """Have transformers' Trainer train a run, with one window a process in each inner step."""
+    from transformers import Trainer, TrainingArguments
+
+    config = RunConfig.from_manifest_content(job["content"])
+    leases = [tuple(SampleRange(*piece) for piece in lease) for lease in job["leases"]]
+    quiet: dict[str, Any] = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    arguments = TrainingArguments(
+        job["folder"], per_device_train_batch_size=1, num_train_epochs=1000, ddp_backend="gloo", **quiet
+    )
+    windows: Any = [{"input_ids": ids, "labels": ids} for ids in (torch.arange(64 * 16) % 256).view(64, 16)]
+    model: Any = build_model(config, ByteTokenizer())
+    with playing(config, leases) as played:
+        Trainer(model, arguments, train_dataset=windows, callbacks=[DiLoCoCallback("diloco:small-1")]).train()
+        claims = [[trained.samples, trained.tokens] for swarm in played.swarms for trained in swarm.trained]
+    return {"final": float(sum(value.double().sum() for value in model.parameters())), "claims": claims}
+
+
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     rank, size = int(sys.argv[2]), job["processes"]
+    # As torchrun has it; accelerate goes by that, and finds the process group there.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     torch.set_num_threads(1)
     Run.with_data = lambda run, folders=(): run  # type: ignore[method-assign, assignment]
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{job['meeting']}", rank=rank, world_size=size)
     try:
-        found = [train(training, rank) for training in job["trainings"]]
+        found = [
+            train_by_trainer(training) if training["kind"] == "trainer" else train(training, rank)
+            for training in job["trainings"]
+        ]
     except Exception as error:
         print(json.dumps([{"error": f"{type(error).__name__}: {error}"}]), flush=True)
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import subprocess
 import sys
@@ -95,3 +96,12 @@ def test_an_error_in_one_process_ends_all(
     for ([ended], code), expected in zip(found, (first_error, second_error), strict=True):
         assert expected in ended["error"]
         assert code == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="the Trainer needs accelerate")
+def test_a_trainer_in_two_processes_is_one_peer(small_content: dict[str, Any], tmp_path: Path) -> None:
+    training = {"content": content_of(small_content), "leases": LEASES, "kind": "trainer", "folder": str(tmp_path)}
+    ([first], _), ([second], _) = run_processes(tmp_path, 2, training)
+    assert [tokens for _, tokens in first["claims"]] == [128, 128, 80, 128], first
+    assert second["claims"] == []
+    assert first["final"] == second["final"]
