@@ -262,22 +262,19 @@ def _show_reached(reached: Reached, as_json: bool) -> None:
 
 
 def _show_change(run: Run, reached: Reached, before: Amendment | None, as_json: bool) -> None:
-    """Print how the outer optimizer goes on from here, where that is not as before (None: as the manifest says)."""
-    amendment, manifest = reached.log.amendment, run.config.outer_optimizer
-    new, old = amendment or manifest, before or manifest
+    """Print the values that are not as before (None: as the manifest says) from here on."""
+    from opendiloco.view.amended import changed_values, changes_in_words, values_in_force
+
+    amendment, config = reached.log.amendment, run.config
     source = f"amendment {amendment.number}" if amendment else "the run's manifest"
-    rate, momentum = (
-        f"{value:g}, as before" if value == was else f"{value:g} instead of {was:g}"
-        for value, was in ((new.learning_rate, old.learning_rate), (new.momentum, old.momentum))
-    )
+    changes = changes_in_words(changed_values(config, before, amendment))
     _show(
         as_json,
         reached.index,
-        f": from the next one on, by {source}, the outer learning rate is {rate}; the outer momentum is {momentum}",
+        f": from the next one on, by {source}: {changes}",
         event="amendment",
         number=amendment.number if amendment else None,
-        learning_rate=new.learning_rate,
-        momentum=new.momentum,
+        **values_in_force(config, amendment),
     )
 
 

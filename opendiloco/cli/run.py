@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from opendiloco.data.token_files import Piece
     from opendiloco.data.tokenizer import Tokenizer
     from opendiloco.run import Run
-    from peers.presence.heartbeat import Heartbeat
+    from opendiloco.view.run_view import RunView
     from peers.values.identity import Identity
     from peers.values.manifest import Amendment, Invite
 
@@ -410,7 +410,7 @@ def _with_held_out_text_named(config: RunConfig) -> RunConfig:
 
 
 # Amending -------------------------------------------------------------------------------------------------------------
-@run_group.command("amend", short_help="Change the outer learning rate or momentum from now on.")
+@run_group.command("amend", short_help="Change some values of a run that goes on.")
 @run_option
 @initial_peers_option
 @join_option("identity", help="The organiser's key file.")
@@ -423,27 +423,28 @@ def _amend(
     outer_lr: float | None,
     outer_momentum: float | None,
 ) -> None:
-    """Sign an amendment of the run's outer optimizer, and give it to the run's peers.
+    """Sign an amendment of the run, and give it to the run's peers.
 
-    The next entry of the log takes it in, and all peers step with its values from the outer step after that one on. A
-    schedule of the outer learning rate goes on, below the new value. `status` shows what is in force.
+    The next entry of the log takes it in, and it is in force from the outer step after that one on. What is not given
+    stays as it is. A schedule of the outer learning rate goes on, below the new value. `status` shows what is in force.
     """
     import asyncio
 
+    from opendiloco.view.amended import amendment_in_words
     from opendiloco.volunteer.identity import load_identity
 
-    if outer_lr is None and outer_momentum is None:
-        raise click.UsageError("say what is to change with --outer-lr, --outer-momentum or both.")
+    given = {"outer_learning_rate": outer_lr, "outer_momentum": outer_momentum}
+    changes = {name: value for name, value in given.items() if value is not None}
+    if not changes:
+        raise click.UsageError("say what is to change: --outer-lr, --outer-momentum or both.")
     invite, key = parse_run(run, initial_peers), load_identity(identity)
-    signed, told = asyncio.run(_give_amendment(invite, key, outer_lr, outer_momentum))
+    signed, told = asyncio.run(_give_amendment(invite, key, changes))
     nodes = f"{told} {'peer has' if told == 1 else 'peers have'} it, and will tell all others"
-    click.echo(f"{signed}; {nodes}. It is in force once `diloco-peer status` says so.")
+    click.echo(f"{amendment_in_words(signed)}; {nodes}. It is in force once `diloco-peer status` says so.")
 
 
-async def _give_amendment(
-    invite: Invite, key: Identity, learning_rate: float | None, momentum: float | None
-) -> tuple[Amendment, int]:
-    """Sign the next amendment. Returns it, and how many peers were given it. Raises: DilocoPeerError."""
+async def _give_amendment(invite: Invite, key: Identity, changes: Mapping[str, Any]) -> tuple[Amendment, int]:
+    """Sign the next amendment. Return it, and how many peers were given it. Raises: DilocoPeerError."""
     from opendiloco.run import find_run
     from opendiloco.view.run_view import RunView
     from opendiloco.volunteer.volunteer import connected
@@ -452,14 +453,15 @@ async def _give_amendment(
     async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)
         _check_key(run, key)
-        beats = await transport.heartbeats(run.run_id)
-        signed = _next_amendment(run, key, beats, learning_rate, momentum)
-        at_work = sorted(RunView(run, beats).trainers, key=lambda beat: beat.lineage_tokens, reverse=True)
+        view = RunView(run, await transport.heartbeats(run.run_id))
+        signed = _next_amendment(view, key, changes)
+        at_work = sorted(view.trainers, key=lambda beat: beat.lineage_tokens, reverse=True)
         there = [beat.peer for beat in at_work[:GIVEN_TO] if await transport.connect(beat.peer, beat.addresses)]
         told = await give(transport.call, run.run_id, signed, there)
     if not told:
         raise SwarmUnreachableError(
-            f"nobody could be given {signed}.", "Amend again while a volunteer trains: nobody else keeps amendments."
+            f"nobody could be given amendment {signed.number}.",
+            "Amend again while a volunteer trains: nobody else keeps amendments.",
         )
     return signed, told
 
@@ -474,28 +476,21 @@ def _check_key(run: Run, key: Identity) -> None:
         )
 
 
-def _next_amendment(
-    run: Run, key: Identity, beats: list[Heartbeat], learning_rate: float | None, momentum: float | None
-) -> Amendment:
-    """Sign the amendment after the newest that peers know; what is not given stays as that one has it.
-    Raises: ManifestError when run.toml could not have these values either."""
-    from opendiloco.config.run_config import RunConfig
-    from opendiloco.view.run_view import Amended
+def _next_amendment(view: RunView, key: Identity, changes: Mapping[str, Any]) -> Amendment:
+    """Sign the amendment after the newest that peers know; what does not change stays as that one has it.
+    Raises: ManifestError when the run cannot have these values."""
+    from pydantic import ValidationError
+
+    from opendiloco.config.overrides import Overrides
+    from opendiloco.config.section import describe_validation_error
     from peers.values.manifest import Amendment
 
-    if momentum is not None and run.config.outer_optimizer.momentum_every > 1:
-        raise ManifestError(
-            f"--outer-momentum = {momentum:g}: the momentum of {run.run_id} is delayed, and stays as it is.",
-            "Amend --outer-lr alone.",
-        )
-    amended = Amended.seen_in(run, beats)
-    latest = amended.proposed or amended.in_force
-    source, content = latest or run.config.outer_optimizer, run.config.to_manifest_content()
-    values = {
-        "learning_rate": source.learning_rate if learning_rate is None else learning_rate,
-        "momentum": source.momentum if momentum is None else momentum,
-    }
-    content["outer_optimizer"] |= values
-    checked = RunConfig.from_manifest_content(content, "--outer-lr, --outer-momentum").outer_optimizer
-    number = latest.number + 1 if latest else 1
-    return Amendment.sign(run.run_id, number, checked.learning_rate, checked.momentum, key)
+    run, latest = view.run, view.amended.proposed or view.amended.in_force
+    values = Overrides.of(latest, run.config).model_dump(exclude_none=True) | dict(changes)
+    try:
+        overrides = Overrides.model_validate(values)
+    except ValidationError as error:
+        raise ManifestError(describe_validation_error("the amendment", error, Overrides)) from None
+    if problem := overrides.problem(run.config):
+        raise ManifestError(f"the amendment: {problem}")
+    return Amendment.sign(run.run_id, latest.number + 1 if latest else 1, overrides.content, key)

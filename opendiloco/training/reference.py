@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from opendiloco import kernels
+from opendiloco.config.overrides import NO_OVERRIDES, Overrides
 from opendiloco.config.run_config import RunConfig, StreamingSection
 from opendiloco.data.tokenizer import Tokenizer, build_tokenizer
 from opendiloco.data.training_data import TrainingData, load_data
@@ -38,7 +39,6 @@ from opendiloco.training.outer import OuterState
 from opendiloco.training.streaming import Cycles
 from peers.protocol.weights import aged
 from peers.values.leases import SampleRange
-from peers.values.manifest import Amendment
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class StreamingDiLoCo:
         """Theta and the run's tokens as the last outer steps began."""
         self.index = 0
         self.tokens = 0
-        self.amendment: Amendment | None = None
-        """The one that is in force from the next outer step on; set it where the log takes one in."""
+        self.overrides: Overrides = NO_OVERRIDES
+        """Those that are in force from the next outer step on; set them where the log takes in an amendment."""
         self._new_replica = new_replica
         self._local = np.zeros_like(theta)
 
@@ -193,7 +193,7 @@ class StreamingDiLoCo:
         kernels.finish_average(accumulator, sum(map(self._weight, members)), average, rounding)
         for member, payload in zip(members, payloads, strict=True):
             member.residuals[fragment].take_back(payload, average)
-        self.state.apply(average, self.index, fragment, self.amendment)
+        self.state.apply(average, self.index, fragment, self.overrides)
 
     def _weight(self, member: Member) -> float:
         return aged(member.tokens, member.work.age) if self._is_asynchronous else member.tokens

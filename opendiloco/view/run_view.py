@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from opendiloco.config.run_config import RunConfig
 from opendiloco.evaluation_turns import bits_per_byte
 from opendiloco.run import Run
+from opendiloco.view.amended import Amended
 from opendiloco.view.chronicle import Chronicle
 from peers.network.contacts import host_of, is_numeric, is_public
 from peers.network.sockets import parse_endpoint
 from peers.presence.heartbeat import NAMED_PEERS, Heartbeat, HeldOutLoss, PeerState
 from peers.presence.membership import PARTICIPATING
-from peers.values.manifest import Amendment, newest
 from peers.values.signed_heads import SignedHeads
 
 if TYPE_CHECKING:
@@ -140,57 +140,6 @@ class Agreement:
             return "no two peers have been seen at the same outer step yet: nothing to compare"
         plural = "s" if self.compared > 1 else ""
         return f"all log and state digests agree ({self.compared} outer step{plural} compared)"
-
-
-# The organiser's amendments ---------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Amended:
-    """The amendment that is `in_force` at the peer that has trained most, and a newer one that is `proposed`: peers
-    know it, and no entry of that log has it yet."""
-
-    in_force: Amendment | None
-    proposed: Amendment | None
-
-    @classmethod
-    def seen_in(cls, run: Run, heartbeats: Iterable[Heartbeat], chronicle: Chronicle | None = None) -> Amended:
-        """Read heartbeats, and from a log, if there is one, what is in force.
-
-        What the run's organiser has not signed is passed over.
-        """
-        beats = sorted(heartbeats, key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
-        organiser = run.manifest.organiser
-        known = {
-            one: None
-            for beat in beats
-            for one in (beat.amendment, beat.proposed)
-            if one is not None and one.is_signed(run.run_id, organiser)
-        }
-        said = beats[0].amendment if beats else None
-        in_force = chronicle.amendment if chronicle is not None else said if said in known else None
-        latest = newest(in_force, *known)
-        return cls(in_force, latest if latest is not in_force else None)
-
-    def lines(self) -> list[str]:
-        """Return what is to be told to people: nothing, where the manifest's values are in force."""
-        lines = [f"in force: {self.in_force}"] if self.in_force else []
-        return [*lines, f"waits for an entry: {self.proposed}"] if self.proposed else lines
-
-    def plain(self, run: Run) -> dict[str, object]:
-        """Return the same as JSON can say it, with the outer learning rate (its schedule's peak) and momentum."""
-        source = self.in_force or run.config.outer_optimizer
-        return {
-            "learning_rate": source.learning_rate,
-            "momentum": source.momentum,
-            "amendment": plain_amendment(self.in_force),
-            "proposed": plain_amendment(self.proposed),
-        }
-
-
-def plain_amendment(amendment: Amendment | None) -> dict[str, object] | None:
-    """Return an amendment as JSON can say it."""
-    if amendment is None:
-        return None
-    return {"number": amendment.number, "learning_rate": amendment.learning_rate, "momentum": amendment.momentum}
 
 
 # The run ----------------------------------------------------------------------------------------------------------

@@ -114,8 +114,8 @@ class ReplicatedState(Protocol):
     async def apply(
         self, payload: Blocks, index: int, fragment: int = 0, *, amendment: Amendment | None = None
     ) -> None:
-        """Take outer step `index` of one fragment from the payload's bytes, whole or not at all, with the learning rate
-        and the momentum of the `amendment` that the log has in force there; None: with the manifest's.
+        """Take outer step `index` of one fragment from the payload's bytes, whole or not at all, with what the
+        `amendment` sets that the log has in force there; None: with the manifest's values.
 
         Raises: BadBlocksError, and changes nothing.
         """

@@ -14,7 +14,7 @@ from tests.swarm.cli_processes import Site, bootstrap, create_run, eventually, v
 
 pytestmark = pytest.mark.swarm
 
-LOWERED = {"number": 1, "learning_rate": 0.35, "momentum": 0.0}
+LOWERED = {"number": 1, "outer_learning_rate": 0.35}
 
 
 @pytest.mark.thorough
@@ -29,8 +29,8 @@ def test_the_outer_learning_rate_is_lowered_for_all_and_for_whoever_joins(tmp_pa
             assert refused.code == 3, refused.err
             given = site.run("run", "amend", "--run", invite, "--outer-lr", "0.35")
             assert given.code == 0, given.err
-            assert given.out.startswith("amendment 1 (outer learning rate 0.35, momentum 0); ")
-            eventually(lambda: status(site, invite)["outer_optimizer"]["amendment"] == LOWERED, "it is not in force")
+            assert given.out.startswith("amendment 1 (outer learning rate 0.35); ")
+            eventually(lambda: status(site, invite)["in_force"]["amendment"] == LOWERED, "it is not in force")
             with volunteers(site, invite, "three"):
                 eventually(lambda: trains_with(site, invite, 3, 0.35), "a newcomer does not agree with them")
         for folder in (tmp_path / "state" / "diloco-peer" / Invite.parse(invite).run_id).iterdir():
@@ -48,4 +48,4 @@ def trains_with(site: Site, invite: str, peers: int, learning_rate: float) -> bo
     """Whether so many are in the last roster, all agree, and this is in force."""
     shown = status(site, invite)
     is_whole = [peer["roster_size"] for peer in shown["peers"]] == [peers] * peers
-    return bool(is_whole and shown["agree"] and shown["outer_optimizer"]["learning_rate"] == learning_rate)
+    return bool(is_whole and shown["agree"] and shown["in_force"]["outer_learning_rate"] == learning_rate)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from opendiloco import kernels
+from opendiloco.config.overrides import NO_OVERRIDES, Overrides
 from opendiloco.config.run_config import RunConfig
 from opendiloco.model.build import with_sizes_named
 from opendiloco.model.layout import Layout
@@ -26,7 +27,6 @@ from opendiloco.training.reference import Reference, StreamingDiLoCo, Work
 from peers.errors import ManifestError
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
-from peers.values.manifest import Amendment
 from tests.opendiloco.training import streaming_by_hand as by_hand
 from tests.opendiloco.training.streaming_by_hand import Case
 
@@ -177,9 +177,9 @@ def decoded(payload: kernels.Payload) -> Vector:
 
 
 def algorithm_1(
-    config: RunConfig, amendments: Sequence[Amendment | None] = (None,) * len(ROSTERS)
+    config: RunConfig, overrides: Sequence[Overrides] = (NO_OVERRIDES,) * len(ROSTERS)
 ) -> Iterator[tuple[Vector, Vector]]:
-    """DiLoCo as arXiv 2311.08105 has it: each replica begins each outer step with theta. `amendments` are in force."""
+    """DiLoCo as arXiv 2311.08105 has it: each replica begins each outer step with theta. `overrides` are in force."""
     like = Reference(config)
     state = OuterState(like.state.theta.copy(), config.outer_optimizer)
     replicas: dict[str, ModelReplica] = {}
@@ -205,7 +205,7 @@ def algorithm_1(
         kernels.finish_average(sums, total, payload)
         for name in left_out if payload.format is kernels.SPARSE else ():
             left_out[name] += np.where(decoded(payload) == 0, sent[name], np.float32(0))
-        state.apply(payload, index, amendment=amendments[index])
+        state.apply(payload, index, overrides=overrides[index])
         tokens += total
         yield state.theta.copy(), state.momentum.copy()
 
@@ -230,17 +230,19 @@ def test_one_fragment_without_overlap_is_plain_diloco(
 
 def test_the_reference_steps_with_what_the_log_amends(small_content: dict[str, Any]) -> None:
     config = model_config(small_content)
-    lowered = [Amendment(number=1, learning_rate=rate, momentum=0.5, signature=bytes(64)) for rate in (0.4, 0.2)]
-    amendments = [None, None, *(lowered[index % 2] for index in range(2, len(ROSTERS)))]
+    lowered = [Overrides(outer_learning_rate=rate, outer_momentum=0.5) for rate in (0.4, 0.2)]
+    overrides = [NO_OVERRIDES, NO_OVERRIDES, *(lowered[index % 2] for index in range(2, len(ROSTERS)))]
     reference, states = Reference(config), list[Vector]()
-    for roster, amendment, (theta, momentum) in zip(ROSTERS, amendments, algorithm_1(config, amendments), strict=True):
-        reference.amendment = amendment
+    for roster, in_force, (theta, momentum) in zip(ROSTERS, overrides, algorithm_1(config, overrides), strict=True):
+        reference.overrides = in_force
         reference.outer_step(roster)
         assert np.array_equal(reference.state.theta, theta)
         assert np.array_equal(reference.state.momentum, momentum)
         states.append(theta)
     plain = [theta for theta, _ in algorithm_1(config)]
-    assert [np.array_equal(*both) for both in zip(states, plain, strict=True)] == [one is None for one in amendments]
+    assert [np.array_equal(*both) for both in zip(states, plain, strict=True)] == [
+        one == NO_OVERRIDES for one in overrides
+    ]
 
 
 def weights_of(reference: Reference, name: str) -> Vector:

@@ -19,7 +19,7 @@ EMPTY = replace(LOG, organiser=ORGANISER.peer_id)
 
 
 def amendment(number: int = 1, learning_rate: float = 0.4, by: Identity = ORGANISER) -> Amendment:
-    return Amendment.sign(RUN, number, learning_rate, 0.9, by)
+    return Amendment.sign(RUN, number, b"%g" % learning_rate, by)
 
 
 def entry(log: LogState, taken_in: Amendment | None = None) -> Header:
@@ -66,7 +66,7 @@ def test_nothing_is_replayed_and_of_two_with_one_number_the_first_counts(given: 
 
 
 @pytest.mark.parametrize(
-    "forged", [amendment(by=STRANGER), Amendment.sign("another", 1, 0.4, 0.9, ORGANISER)], ids=["forged", "another's"]
+    "forged", [amendment(by=STRANGER), Amendment.sign("another", 1, b"0.4", ORGANISER)], ids=["forged", "another's"]
 )
 def test_nobody_else_amends_a_run(forged: Amendment) -> None:
     with pytest.raises(LogError, match="amendment 1 is not signed by the run's organiser"):

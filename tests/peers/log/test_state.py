@@ -88,7 +88,7 @@ def test_every_field_of_a_header_counts_in_its_digest() -> None:
             "faults": (Fault(peer="z", kind="averages", proof=bytes(32)),),
             "excluded": (Exclusion(peer="z", until=7),),
             "bystanders": (Bystander(peer="z", incarnation=7),),
-            "amendment": Amendment(number=1, learning_rate=0.4, momentum=0.9, signature=bytes(64)),
+            "amendment": Amendment(number=1, content=b"0.4", signature=bytes(64)),
             "leader": "z",
         }
         changed = Header(**(fields | {field: others.get(field, 12345)}))

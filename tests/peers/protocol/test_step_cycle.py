@@ -242,7 +242,7 @@ AMENDABLE = replace(SETTINGS, organiser=ORGANISER.peer_id)
 
 
 def amendment(number: int = 1, learning_rate: float = 0.4, by: Identity = ORGANISER) -> Amendment:
-    return Amendment.sign(RUN, number, learning_rate, 0.9, by)
+    return Amendment.sign(RUN, number, b"%g" % learning_rate, by)
 
 
 def amended(taken_in: Amendment | None) -> LogState:
