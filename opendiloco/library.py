@@ -45,6 +45,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl
 
 from opendiloco.config.model import check_initial_weights
+from opendiloco.config.overrides import Overrides
 from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.own_files import NONE, OwnFiles
@@ -59,6 +60,7 @@ from opendiloco.model.parameters import Shards, layout_of, trainable
 from opendiloco.run import Run, find_run
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.training.evaluation import EVALUATED_AT_ONCE, held_out_loss
+from opendiloco.training.inner import inner_learning_rate_factor
 from opendiloco.training.team import peak_memory
 from opendiloco.view.curves import configuration_of
 from opendiloco.volunteer.admission import ask_for_signed_heads, enter, read_ticket
@@ -172,6 +174,8 @@ class _LoopWorker:
         self.fragments: Sequence[slice] = [slice(0, vectors.theta.size)]
         self.device = "the caller's loop"
         self.telemetry = Telemetry(inner_steps)
+        self.outer_steps_taken = 0
+        """Those of the whole run, once it is over."""
         self._torch_device = device
         self._outer_steps: queue.SimpleQueue[_OuterStep | Future[HeldOut | None] | BaseException | None]
         self._outer_steps = queue.SimpleQueue()
@@ -232,6 +236,11 @@ class _LoopWorker:
         """It lives as long as we do."""
         await asyncio.Event().wait()
         raise AssertionError("nobody sets that event")
+
+    def run_is_over(self, outer_steps: int) -> None:
+        """Take in that the run has taken its last outer step, after so many."""
+        self.outer_steps_taken = outer_steps
+        self.end()
 
     def end(self, error: BaseException | None = None) -> None:
         """There are no more outer steps: the run is over, or this went wrong."""
@@ -334,7 +343,7 @@ class _Swarm(threading.Thread):
             vectors = await asyncio.to_thread(_initial_vectors, run.config, layout_of(self._model))
             device = next(self._model.parameters()).device
             worker = _LoopWorker(vectors, run.config.training.inner_steps, device)
-            workload = Workload(worker, run.config, run_is_over=worker.end)
+            workload = Workload(worker, run.config, run_is_over=worker.run_is_over)
             digest = await workload.state_digest()
             driver = Driver(self.identity, transport, workload, run.settings, digest)
             workload.take_turns(driver, self.identity.peer_id)
@@ -446,7 +455,7 @@ class DiLoCo:
     @property
     def outer_step(self) -> int:
         """Outer steps that the run has taken."""
-        return self.run.config.total_outer_steps if self._outer_step is None else self._outer_step.work.index
+        return self._worker.outer_steps_taken if self._outer_step is None else self._outer_step.work.index
 
     @property
     def inner_step(self) -> int:
@@ -457,6 +466,18 @@ class DiLoCo:
     def lease(self) -> tuple[SampleRange, ...]:
         """Return the samples of the present outer step: numbers in the run's endless order, for this peer alone."""
         return () if self._outer_step is None else self._outer_step.work.samples
+
+    @property
+    def learning_rate_factor(self) -> float:
+        """Return the factor that the run's schedule and amendments give the inner learning rate in the next inner step;
+        0 when the run is over. It is the loop that multiplies its rate with it."""
+        if (outer_step := self._outer_step) is None:
+            return 0.0
+        config, work = self.run.config, outer_step.work
+        step = work.index * config.training.inner_steps + outer_step.steps_done
+        batch = config.training.batch_size * config.training.sequence_length
+        tokens = work.tokens + (outer_step.steps_done + 1) * batch
+        return inner_learning_rate_factor(config, Overrides.of(work.amendment, config), step, tokens)
 
     def track(self, choice: str) -> None:
         """Draw curves until it leaves, in "tensorboard:FOLDER" or "wandb:PROJECT". Raises: ValueError, MachineError."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from opendiloco.run import Run
     from opendiloco.volunteer.local_workload import LocalWorkload
     from opendiloco.volunteer.tracking import Audit, Disagreement, Reached
+    from peers.log.state import LogState
     from peers.network.transport import HivemindTransport
     from peers.transfer.following import Following
     from peers.values.identity import Identity
@@ -155,6 +156,7 @@ async def _follow(invite: Invite, key: Identity, plan: _FollowPlan, folder: Path
 
 async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, folder: Path | None, audit: Audit) -> None:
     """Print each state of the run, and use its model as far as that is wanted, until the last."""
+    from opendiloco.config.overrides import Overrides
     from opendiloco.dashboard.server import dashboard
     from opendiloco.dashboard.watching import follower_source
     from opendiloco.volunteer.local_workload import working
@@ -162,8 +164,11 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
     from peers.transfer.following import Following
 
     poll = run.settings.timing.heartbeat
-    total = run.config.total_outer_steps
-    last = total if plan.until is None else min(plan.until, total)
+
+    def last(log: LogState) -> int:
+        total = Overrides.of(log.amendment, run.config).total_outer_steps(run.config)
+        return total if plan.until is None else min(plan.until, total)
+
     following: Following | None = None
     in_force: Amendment | None = None
     source = follower_source(run, transport, lambda: following.past if following else None)

@@ -27,6 +27,7 @@ from opendiloco.errors import DataError
 from peers.errors import ManifestError, SwarmUnreachableError
 
 if TYPE_CHECKING:
+    from opendiloco.config.overrides import Overrides
     from opendiloco.config.run_config import RunConfig
     from opendiloco.data.token_files import Piece
     from opendiloco.data.tokenizer import Tokenizer
@@ -281,6 +282,7 @@ async def _announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]
 def _check(config: RunConfig) -> None:
     """Raise ManifestError when the model or the inner optimizer of a run cannot be built. What only others need to have
     is worth no more than a warning. Takes seconds, mostly to import transformers."""
+    from opendiloco.config.overrides import NO_OVERRIDES
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.model.build import build_skeleton
     from opendiloco.training.optimizers import check_inner_optimizer
@@ -289,7 +291,7 @@ def _check(config: RunConfig) -> None:
     momentum = config.outer_optimizer.momentum
     if config.codec.kind == "sparse" and momentum > 0:
         logger.warning("outer_optimizer.momentum = %g overshoots beside codec.kind = 'sparse'; make it 0", momentum)
-    for part in _beyond_schedules(config):
+    for part in _beyond_schedules(config, NO_OVERRIDES):
         logger.warning("%s; nothing is learned from there on. Lengthen the schedule, or shorten the run", part)
     for source in local_sources(config.data):
         if not Path(source).exists():
@@ -304,12 +306,13 @@ def _check(config: RunConfig) -> None:
     build_skeleton(config, tokenizer)
 
 
-def _beyond_schedules(config: RunConfig) -> Iterator[str]:
+def _beyond_schedules(config: RunConfig, overrides: Overrides) -> Iterator[str]:
     """Yield where a learning rate is 0 long before the run ends: its schedule is over."""
-    steps, inner_steps = config.total_outer_steps, config.training.inner_steps
-    inner, outer = config.schedule, config.outer_optimizer.schedule
-    if inner.total_steps is not None and inner.final_fraction == 0 and (steps - 1) * inner_steps >= inner.total_steps:
-        yield f"schedule ends after {inner.total_steps:,} inner steps, and the run after {steps * inner_steps:,}"
+    steps, inner_steps = overrides.total_outer_steps(config), config.training.inner_steps
+    inner, outer, decay = config.schedule, config.outer_optimizer.schedule, overrides.decay
+    end = inner.total_steps if decay is None else decay.end * inner_steps
+    if end is not None and inner.final_fraction == 0 and (steps - 1) * inner_steps >= end:
+        yield f"schedule ends after {end:,} inner steps, and the run after {steps * inner_steps:,}"
     if outer and outer.total_steps is not None and outer.final_fraction == 0 and steps > outer.total_steps:
         yield f"outer_optimizer.schedule ends after {outer.total_steps:,} outer steps, and the run after {steps:,}"
 
@@ -416,12 +419,32 @@ def _with_held_out_text_named(config: RunConfig) -> RunConfig:
 @join_option("identity", help="The organiser's key file.")
 @click.option("--outer-lr", type=float, metavar="NUMBER", help="Outer learning rate.  [default: as it is]")
 @click.option("--outer-momentum", type=float, metavar="NUMBER", help="Outer momentum.  [default: as it is]")
+@click.option(
+    "--inner-lr-factor",
+    type=float,
+    metavar="NUMBER",
+    help="Factor of run.toml's inner learning rate, at most 1.  [default: as it is]",
+)
+@click.option(
+    "--decay-steps",
+    type=int,
+    metavar="N",
+    help="Have the inner learning rate decay over N outer steps, after which the run ends.  [default: as it is]",
+)
+@click.option(
+    "--decay-from", type=int, metavar="N", help="Begin that decay after N outer steps of the run.  [default: at once]"
+)
+@click.option("--outer-steps", type=int, metavar="N", help="Outer steps of the whole run.  [default: as it is]")
 def _amend(
     run: str,
     initial_peers: tuple[str, ...],
     identity: Path | None,
     outer_lr: float | None,
     outer_momentum: float | None,
+    inner_lr_factor: float | None,
+    decay_steps: int | None,
+    decay_from: int | None,
+    outer_steps: int | None,
 ) -> None:
     """Sign an amendment of the run, and give it to the run's peers.
 
@@ -433,10 +456,18 @@ def _amend(
     from opendiloco.view.amended import amendment_in_words
     from opendiloco.volunteer.identity import load_identity
 
-    given = {"outer_learning_rate": outer_lr, "outer_momentum": outer_momentum}
+    given = {
+        "outer_learning_rate": outer_lr,
+        "outer_momentum": outer_momentum,
+        "inner_learning_rate_factor": inner_lr_factor,
+        "decay": None if decay_steps is None else {"after": decay_from, "outer_steps": decay_steps},
+        "outer_steps": outer_steps,
+    }
     changes = {name: value for name, value in given.items() if value is not None}
     if not changes:
-        raise click.UsageError("say what is to change: --outer-lr, --outer-momentum or both.")
+        raise click.UsageError("say what is to change, with one option or several.")
+    if decay_from is not None and decay_steps is None:
+        raise click.UsageError("say with --decay-steps how long the decay takes.")
     invite, key = parse_run(run, initial_peers), load_identity(identity)
     signed, told = asyncio.run(_give_amendment(invite, key, changes))
     nodes = f"{told} {'peer has' if told == 1 else 'peers have'} it, and will tell all others"
@@ -477,20 +508,39 @@ def _check_key(run: Run, key: Identity) -> None:
 
 
 def _next_amendment(view: RunView, key: Identity, changes: Mapping[str, Any]) -> Amendment:
-    """Sign the amendment after the newest that peers know; what does not change stays as that one has it.
-    Raises: ManifestError when the run cannot have these values."""
+    """Sign the amendment after the newest that peers know; what does not change stays as that one has it. A decay
+    without a beginning begins with the next outer step. Raises: ManifestError when the run cannot have these values."""
     from pydantic import ValidationError
 
     from opendiloco.config.overrides import Overrides
     from opendiloco.config.section import describe_validation_error
     from peers.values.manifest import Amendment
 
-    run, latest = view.run, view.amended.proposed or view.amended.in_force
-    values = Overrides.of(latest, run.config).model_dump(exclude_none=True) | dict(changes)
+    run, latest, values = view.run, view.amended.proposed or view.amended.in_force, dict(changes)
+    if (decay := changes.get("decay")) is not None and decay["after"] is None:
+        values["decay"] = decay | {"after": view.outer_step + 1}
+    if decay is not None:
+        values.setdefault("outer_steps", values["decay"]["after"] + decay["outer_steps"])
     try:
-        overrides = Overrides.model_validate(values)
+        overrides = Overrides.model_validate(Overrides.of(latest, run.config).model_dump(exclude_none=True) | values)
     except ValidationError as error:
         raise ManifestError(describe_validation_error("the amendment", error, Overrides)) from None
-    if problem := overrides.problem(run.config):
+    if problem := overrides.problem(run.config) or _objection(view, overrides, changes):
         raise ManifestError(f"the amendment: {problem}")
     return Amendment.sign(run.run_id, latest.number + 1 if latest else 1, overrides.content, key)
+
+
+def _objection(view: RunView, overrides: Overrides, changes: Mapping[str, Any]) -> str:
+    """Return why it is too late for these changes, or nothing would be learned by them; empty: neither."""
+    taken, first = view.outer_step, view.outer_step + 1
+    if view.is_finished:
+        return f"{view.run.run_id} has taken its last outer step, and no entry follows. Create another run."
+    if changes.keys().isdisjoint({"decay", "outer_steps"}):
+        return ""
+    if "decay" in changes and overrides.decay is not None and overrides.decay.after < first:
+        return f"decay.after = {overrides.decay.after}: the run has taken {taken} outer steps. Use {first} or more."
+    if overrides.total_outer_steps(view.run.config) < first:
+        return f"outer_steps = {overrides.outer_steps}: the run has taken {taken} outer steps. Use {first} or more."
+    if beyond := next(_beyond_schedules(view.run.config, overrides), None):
+        return f"{beyond}; nothing is learned from there on. Give fewer --outer-steps, or --decay-steps, too."
+    return ""

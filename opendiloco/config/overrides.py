@@ -8,15 +8,32 @@ run is trained, followed or checked, so that no two versions make different stat
 from __future__ import annotations
 
 import json
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from opendiloco.config.optimizers import OuterLearningRate, OuterMomentum
-from opendiloco.config.run_config import RunConfig
-from opendiloco.config.section import Section, describe_validation_error
+from opendiloco.config.run_config import RUN_TOKENS, RunConfig
+from opendiloco.config.section import Positive, Section, describe_validation_error
 from opendiloco.errors import AmendmentError
 from peers.values.manifest import Amendment
+
+
+class Decay(Section):
+    """A decay of the inner learning rate, in place of the schedule's own: it begins after so many outer steps of the
+    run and takes `outer_steps` of them. Shape and end are the schedule's."""
+
+    after: Annotated[int, Field(ge=0, le=1_000_000)]
+    outer_steps: Positive
+
+    @property
+    def end(self) -> int:
+        """Return the outer steps of the run after which it is over."""
+        return self.after + self.outer_steps
+
+    def fraction(self, inner_steps: int, done: int) -> float:
+        """Return the share of it that is over after `done` inner steps of the run, of so many in an outer step."""
+        return min(1.0, max(0.0, (done - self.after * inner_steps) / (self.outer_steps * inner_steps)))
 
 
 class Overrides(Section):
@@ -24,6 +41,11 @@ class Overrides(Section):
 
     outer_learning_rate: OuterLearningRate | None = None
     outer_momentum: OuterMomentum | None = None
+    inner_learning_rate_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Multiplies what optimizer and schedule make of the inner learning rate."""
+    decay: Decay | None = None
+    outer_steps: Positive | None = None
+    """Length of the run."""
 
     @classmethod
     def of(cls, amendment: Amendment | None, config: RunConfig) -> Self:
@@ -64,7 +86,17 @@ class Overrides(Section):
                 f"outer_momentum = {self.outer_momentum:g}: the momentum of {config.name} is delayed "
                 "(outer_optimizer.momentum_every) and stays as it is. Leave it out."
             )
+        if self.decay is not None and config.schedule.kind == "cosine":
+            return 'decay: a schedule of kind "cosine" decays from its warmup on, and no decay can begin. Leave it out.'
+        steps, tokens = self.total_outer_steps(config), config.training.round_tokens
+        if self.outer_steps is not None and steps * tokens > RUN_TOKENS:
+            most = RUN_TOKENS // tokens
+            return f"outer_steps = {steps}: a run has at most {RUN_TOKENS} tokens of each peer. Use {most} or less."
         return ""
+
+    def total_outer_steps(self, config: RunConfig) -> int:
+        """Return the length of the run."""
+        return config.total_outer_steps if self.outer_steps is None else self.outer_steps
 
     def values(self, config: RunConfig) -> dict[str, Any]:
         """Return all values in force that amendments can change, as JSON can say them."""
@@ -72,6 +104,9 @@ class Overrides(Section):
         return {
             "outer_learning_rate": _first(self.outer_learning_rate, outer.learning_rate),
             "outer_momentum": _first(self.outer_momentum, outer.momentum),
+            "inner_learning_rate_factor": _first(self.inner_learning_rate_factor, 1.0),
+            "decay": None if self.decay is None else self.decay.model_dump(mode="json"),
+            "outer_steps": self.total_outer_steps(config),
         }
 
 
@@ -81,7 +116,14 @@ NO_OVERRIDES = Overrides()
 
 def value_in_words(name: str, value: Any) -> str:
     """Return a value that an amendment can set, as `Overrides.values` has it, for people."""
-    return f"{name.replace('_', ' ')} {value:g}"
+    return f"{name.replace('_', ' ')} {bare_in_words(name, value)}"
+
+
+def bare_in_words(name: str, value: Any) -> str:
+    """Return the same without its name."""
+    if name == "decay":
+        return "the schedule's" if value is None else f"of {value['outer_steps']} outer steps after {value['after']}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def _first(value: Any, default: Any) -> Any:

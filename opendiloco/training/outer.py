@@ -43,20 +43,22 @@ from peers.values.workload import Blocks, SnapshotError
 
 
 # Learning rate --------------------------------------------------------------------------------------------------------
-def learning_rate_factor(schedule: OuterScheduleSection, done: int) -> float:
+def learning_rate_factor(schedule: OuterScheduleSection, done: int, decayed: float | None = None) -> float:
     """Return the factor of the peak learning rate in the step that brings the count of steps, or tokens, to `done`.
 
     Warmup rises linearly and reaches 1 at its last step; decay reaches `final_fraction` at its last step, where the
-    factor stays. `done` is 1 or more.
+    factor stays. `done` is 1 or more. `decayed` is the share of another decay that is over, if there is one in place of
+    the schedule's own.
     """
     warmup, stable, decay = schedule.phases
     if done <= warmup:
         return done / warmup
-    decayed = done - warmup - stable
-    if decayed <= 0 or schedule.kind == "constant":
-        return 1.0
-    fraction = min(1.0, decayed / decay) if decay else 1.0
-    return 1.0 - _SHAPES[schedule.shape](fraction) * (1.0 - schedule.final_fraction)
+    if decayed is None:
+        since = done - warmup - stable
+        if since <= 0 or schedule.kind == "constant":
+            return 1.0
+        decayed = min(1.0, since / decay) if decay else 1.0
+    return 1.0 - _SHAPES[schedule.shape](decayed) * (1.0 - schedule.final_fraction)
 
 
 def _half_cosine(fraction: float) -> float:

@@ -78,8 +78,11 @@ class Member:
         self._ended_at: int | None = None
         self._streams = len(replica.layout.fragments) > 1 or not streaming.is_plain
 
-    def take_part(self, work: Work, theta: Vector, tokens: int, index: int, overlap: int, outer_steps: int) -> None:
-        """Begin with a lease, or go on with it; without the cycle before, from `theta`, after `tokens` of the run."""
+    def take_part(
+        self, work: Work, theta: Vector, tokens: int, overrides: Overrides, index: int, overlap: int, config: RunConfig
+    ) -> None:
+        """Begin with a lease, or go on with it; without the cycle before, from `theta`. After `tokens` of the run, and
+        with `overrides` in force: those of the outer step that it begins in."""
         self.work, began_at = work, index - work.age
         if began_at == self.began_at:
             return
@@ -92,8 +95,11 @@ class Member:
         if not goes_on:
             self.base[:] = theta
         begin_with = None if goes_on else theta
-        steps = self._inner_steps = self.replica.inner_steps(begin_with, began_at, work.samples, work.steps, tokens)
-        self.cycles.begin(steps.planned, steps.every(), overlap, goes_on, is_last=began_at + 1 == outer_steps)
+        steps = self._inner_steps = self.replica.inner_steps(
+            begin_with, began_at, work.samples, work.steps, tokens, overrides=overrides
+        )
+        is_last = began_at + 1 == overrides.total_outer_steps(config)
+        self.cycles.begin(steps.planned, steps.every(), overlap, goes_on, is_last)
 
     def bring(self, fragment: int) -> None:
         """Take the inner steps before a fragment is stored."""
@@ -128,8 +134,8 @@ class StreamingDiLoCo:
         self.members: dict[str, Member] = {}
         self._rounding = RunRounding(config.codec)
         self._is_asynchronous = config.rounds.enough is not None
-        self._beginnings = deque[tuple[Vector, int]](maxlen=1 + config.rounds.staleness)
-        """Theta and the run's tokens as the last outer steps began."""
+        self._beginnings = deque[tuple[Vector, int, Overrides]](maxlen=1 + config.rounds.staleness)
+        """Theta, the run's tokens and what was in force as the last outer steps began."""
         self.index = 0
         self.tokens = 0
         self.overrides: Overrides = NO_OVERRIDES
@@ -156,15 +162,15 @@ class StreamingDiLoCo:
 
     def begin(self, roster: Sequence[Work]) -> list[Member]:
         """Begin an outer step. Raises: IndexError for work that is older than any that counts."""
-        self._beginnings.append((self.state.theta.copy(), self.tokens))
-        streaming, outer_steps, members = self.config.streaming, self.config.total_outer_steps, []
+        self._beginnings.append((self.state.theta.copy(), self.tokens, self.overrides))
+        streaming, members = self.config.streaming, []
         for work in roster:
             if work.replica not in self.members:
                 member = Member(self._new_replica(), streaming, self.config.codec.error_feedback)
                 self.members[work.replica] = member
             members.append(self.members[work.replica])
             overlap = streaming.overlap if work.overlap is None else work.overlap
-            members[-1].take_part(work, *self._beginnings[-1 - work.age], self.index, overlap, outer_steps)
+            members[-1].take_part(work, *self._beginnings[-1 - work.age], self.index, overlap, self.config)
         return members
 
     def end(self, members: Sequence[Member]) -> bytes:

@@ -1,7 +1,8 @@
 """What a run looks like, for all that show it: the volunteer's screen, `status`, `runs`, the dashboard, trackers.
 
 Other rooms import:
-amended: amendment_in_words, changed_values, changes_in_words, plain_amendment, values_in_force
+amended: amendment_in_words, changed_values, changes_in_words, outer_steps_in_force, plain_amendment,
+    values_in_force
 chronicle: Change, Chronicle, KEPT, Record, Signatures
 curves: Curves, configuration_of, versions
 progress: CHECKING, FINDING, Fragments, JoinView, Lines, OwnFacts, ProgressReader, Screen

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from opendiloco.config.overrides import NO_OVERRIDES, Overrides, value_in_words
+from opendiloco.config.overrides import NO_OVERRIDES, Overrides, bare_in_words, value_in_words
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import AmendmentError
 from opendiloco.run import Run
@@ -89,12 +89,15 @@ def changed_values(config: RunConfig, old: Amendment | None, new: Amendment | No
 
 def changes_in_words(changed: Mapping[str, Sequence[Any]]) -> str:
     """Return such values for people."""
-    words = (f"{value_in_words(name, new)} instead of {_bare(name, old)}" for name, (old, new) in changed.items())
+    words = (
+        f"{value_in_words(name, new)} instead of {bare_in_words(name, old)}" for name, (old, new) in changed.items()
+    )
     return ", ".join(words) or "nothing changes"
 
 
-def _bare(name: str, value: Any) -> str:
-    return value_in_words(name, value).removeprefix(name.replace("_", " ")).strip()
+def outer_steps_in_force(config: RunConfig, amendment: Amendment | None) -> int:
+    """Return the length of the run with this amendment in force; the manifest's if that is not understood."""
+    return (_overrides(amendment) or NO_OVERRIDES).total_outer_steps(config)
 
 
 def _overrides(amendment: Amendment | None) -> Overrides | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from opendiloco.config.run_config import RunConfig
 from opendiloco.evaluation_turns import bits_per_byte
 from opendiloco.run import Run
-from opendiloco.view.amended import Amended
+from opendiloco.view.amended import Amended, outer_steps_in_force
 from opendiloco.view.chronicle import Chronicle
 from peers.network.contacts import host_of, is_numeric, is_public
 from peers.network.sockets import parse_endpoint
@@ -44,7 +44,7 @@ def _shown_state(beat: Heartbeat, config: RunConfig) -> str:
 
 def is_finished(beat: Heartbeat, config: RunConfig) -> bool:
     """Return whether the peer has been through the whole run, and is there to hand out its result."""
-    return beat.state is PeerState.TRAINING and beat.index >= config.total_outer_steps
+    return beat.state is PeerState.TRAINING and beat.index >= outer_steps_in_force(config, beat.amendment)
 
 
 def reachability(beat: Heartbeat) -> str:
@@ -159,9 +159,11 @@ class RunView:
         chronicle: Chronicle | None = None,
         step_before: int = 0,
     ) -> None:
-        last = min(run.config.total_outer_steps, LARGEST_STEP)
         beats = [beat for beat in heartbeats if beat.state is not PeerState.LEAVING]
         self.run = run
+        self.amended = Amended.seen_in(run, beats, chronicle)
+        """The amendments in force: by the log where there is one, by what peers say elsewhere."""
+        last = min(self.outer_steps, LARGEST_STEP)
         self.peers = tuple(_bounded(beat, last) for beat in beats)
         self.agreement = agreement or Agreement()
         self.agreement.observe(beats)
@@ -189,7 +191,7 @@ class RunView:
     @property
     def outer_steps(self) -> int:
         """Return the outer steps of the whole run."""
-        return self.run.config.total_outer_steps
+        return outer_steps_in_force(self.run.config, self.amended.in_force)
 
     @property
     def is_finished(self) -> bool:
@@ -206,11 +208,6 @@ class RunView:
         """Return the tokens that were trained in the run until now."""
         logged = self.chronicle.records[-1].lineage_tokens if self.chronicle and self.chronicle.records else 0
         return max(logged, statistics.median_low(beat.lineage_tokens for beat in self.working) if self.working else 0)
-
-    @property
-    def amended(self) -> Amended:
-        """Return the amendments in force: by the log where there is one, by what peers say elsewhere."""
-        return Amended.seen_in(self.run, self.peers, self.chronicle)
 
     @property
     def held_out(self) -> list[HeldOutLoss]:
@@ -268,7 +265,7 @@ def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> Row:
         f"{beat.inner_step}/{config.training.inner_steps}",
         f"{beat.tokens_per_second:,.0f}",
         "-" if beat.loss is None else f"{beat.loss:.3f}",
-        f"{beat.index}/{config.total_outer_steps}",
+        f"{beat.index}/{outer_steps_in_force(config, beat.amendment)}",
         beat.head.hex()[:8],
         reachability(beat),
     )

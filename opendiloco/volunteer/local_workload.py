@@ -86,19 +86,19 @@ Trainer_co = TypeVar("Trainer_co", bound=Trainer, covariant=True)
 class Workload(Generic[Trainer_co]):
     """Implements `peers.values.workload.Workload`, whatever trains.
 
-    Trains until the run's last outer step. After that its peer stays, to hand out the finished state.
+    Trains until the run's last outer step, as the amendment in force there has it. After that its peer stays, to hand
+    out the finished state: no entry follows that could take an amendment in.
     """
 
     def __init__(
-        self, trainer: Trainer_co, config: RunConfig, run_is_over: Callable[[], object] = lambda: None
+        self, trainer: Trainer_co, config: RunConfig, run_is_over: Callable[[int], object] = lambda outer_steps: None
     ) -> None:
-        """Calls `run_is_over` once there is nothing more to train."""
+        """Calls `run_is_over` once there is nothing more to train, after so many outer steps."""
         self.trainer = trainer
         vectors = trainer.vectors
         self._state = state = LocalState(vectors.theta, config, trainer.fragments)
         self._rounding = RunRounding(config.codec)
         self._config = config
-        self._outer_steps = config.total_outer_steps
         self._run_is_over = run_is_over
         self._streams = not config.streaming.is_plain
         self._fragments = [
@@ -147,8 +147,8 @@ class Workload(Generic[Trainer_co]):
         goes_on = self._begin(work.index)
         try:
             await self._take_turn(work.index)
-            if work.index >= self._outer_steps:
-                self._run_is_over()
+            if work.index >= Overrides.of(work.amendment, self._config).total_outer_steps(self._config):
+                self._run_is_over(work.index)
                 await asyncio.Event().wait()
             self.measuring.forget()
             for fragment in self._fragments:

@@ -36,12 +36,14 @@ async def captures_nothing(fragment: int) -> None:
 @dataclass(frozen=True)
 class InnerLoop:
     """What one peer trains for one outer step: from the theta after `index` entries, at most `steps` inner steps on a
-    lease's samples, in their order. `tokens` is what the log's lineage has trained before that."""
+    lease's samples, in their order. `tokens` is what the log's lineage has trained before that, and `amendment` is in
+    force in that outer step, also for work that comes late."""
 
     index: int
     samples: tuple[SampleRange, ...]
     steps: int
     tokens: int
+    amendment: Amendment | None = None
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,56 @@ def test_values_that_run_toml_could_not_have_are_refused_in_its_words(
         next_amendment(run, [], **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("changes", "content"),
+    [
+        ({"outer_steps": 7}, b'{"outer_steps":7}'),
+        (
+            {"decay": {"after": None, "outer_steps": 3}},
+            b'{"decay":{"after":6,"outer_steps":3},"outer_steps":9}',
+        ),
+        (
+            {"decay": {"after": 8, "outer_steps": 3}, "outer_steps": 10},
+            b'{"decay":{"after":8,"outer_steps":3},"outer_steps":10}',
+        ),
+    ],
+)
+def test_a_decay_begins_at_once_and_ends_the_run_unless_more_is_said(
+    changes: dict[str, object], content: bytes, run: Run
+) -> None:
+    assert next_amendment(run, [saying("a"), saying("b")], **changes).content == content
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"outer_steps": 5}, r"outer_steps = 5: the run has taken 5 outer steps. Use 6 or more"),
+        ({"decay": {"after": 5, "outer_steps": 3}}, r"decay.after = 5: the run has taken 5 outer steps. Use 6 or more"),
+        ({"decay": {"after": 6, "outer_steps": 0}}, r"decay.outer_steps = 0: too small. Use 1 or more"),
+        (
+            {"outer_steps": 9},
+            r"schedule ends after 26 inner steps, and the run after 36; nothing is learned from there",
+        ),
+        ({"decay": {"after": 6, "outer_steps": 3}, "outer_steps": 20}, r"schedule ends after 36 inner steps, .* 80"),
+    ],
+)
+def test_what_has_passed_or_would_train_with_a_rate_of_0_is_refused(
+    changes: dict[str, object], message: str, run: Run
+) -> None:
+    with pytest.raises(ManifestError, match=message):
+        next_amendment(run, [saying("a"), saying("b")], **changes)
+
+
+def test_a_run_that_has_taken_its_last_outer_step_is_not_amended(run: Run) -> None:
+    beats = [beat("a", 7), beat("b", 7)]
+    for changes in ({"outer_steps": 20}, {"outer_momentum": 0.1}):
+        with pytest.raises(ManifestError, match="has taken its last outer step, and no entry follows"):
+            next_amendment(run, beats, **changes)
+    longer = sign(run, 1, ORGANISER, decay={"after": 8, "outer_steps": 2}, outer_steps=10)
+    going_on = [one.model_copy(update={"amendment": longer}) for one in beats]
+    assert next_amendment(run, going_on, outer_momentum=0.1).number == 2
+
+
 def test_nothing_is_amended_on_top_of_what_is_not_understood(run: Run) -> None:
     later = Amendment.sign(run.run_id, 4, b'{"loss_scale":2}', ORGANISER)
     with pytest.raises(AmendmentError, match="Upgrade diloco-peer"):
@@ -183,4 +233,4 @@ def test_it_is_an_error_where_nobody_takes_it(run: Run, monkeypatch: pytest.Monk
 def test_the_command_wants_to_know_what_to_change(run: Run) -> None:
     result = CliRunner().invoke(main, ["run", "amend", "--run", run.run_id])
     assert result.exit_code == 2
-    assert "--outer-lr, --outer-momentum or both" in result.output
+    assert "say what is to change" in result.output

@@ -231,7 +231,27 @@ def test_amendments_are_told_where_they_begin_to_count(small_config: RunConfig, 
         "number": 1,
         "outer_learning_rate": 0.4,
         "outer_momentum": 0.5,
+        "inner_learning_rate_factor": 1.0,
+        "decay": None,
+        "outer_steps": 7,
     }
+
+
+@pytest.mark.parametrize(("outer_steps", "last"), [(2, 2), (1, 2), (20, ENTRIES)])
+def test_it_ends_with_the_run_as_the_log_has_amended_it(
+    outer_steps: int, last: int, small_content: dict[str, Any], network: Network
+) -> None:
+    """The second entry takes the amendment in, so that the run ends there at the earliest."""
+    organiser = Identity.generate()
+    run = Run.sign(RunConfig.from_manifest_content(small_content | {"outer_steps": ENTRIES - 1}), organiser)
+    taken_in = {1: amendment(run, 1, organiser, outer_steps=outer_steps)}
+    network.recorded = record(run, np.ones(VALUES, np.float32), ENTRIES, amendments=taken_in)
+    network.said = dict.fromkeys("ab", network.recorded.states[-1].state_digest)
+    until = () if last < ENTRIES else ("--until", ENTRIES)
+    result = follow(network.recorded, *until)
+    assert result.exit_code == 0, result.output
+    entries = [line for line in result.stdout.splitlines() if "peers 2" in line]
+    assert entries[-1].startswith(f"outer step {last}: ")
 
 
 def test_a_peer_with_another_state_is_named_and_the_exit_code_says_so(recorded: RecordedRun, network: Network) -> None:

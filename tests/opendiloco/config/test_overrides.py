@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from opendiloco import kernels
-from opendiloco.config.overrides import NO_OVERRIDES, Overrides
+from opendiloco.config.overrides import NO_OVERRIDES, Decay, Overrides
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import AmendmentError
 from opendiloco.training.outer import LocalState
@@ -18,6 +18,11 @@ from peers.values.manifest import Amendment
 UPGRADE = "Upgrade diloco-peer to the version that the organiser uses"
 SETS: list[tuple[Overrides, bytes]] = [
     (NO_OVERRIDES, b"{}"),
+    (Overrides(inner_learning_rate_factor=0.5), b'{"inner_learning_rate_factor":0.5}'),
+    (
+        Overrides(decay=Decay(after=600, outer_steps=100), outer_steps=700),
+        b'{"decay":{"after":600,"outer_steps":100},"outer_steps":700}',
+    ),
     (Overrides(outer_learning_rate=0.1), b'{"outer_learning_rate":0.1}'),
     (
         Overrides(outer_momentum=-0.0, outer_learning_rate=1e-30),
@@ -33,6 +38,11 @@ NOT_UNDERSTOOD = [
     (b'{"outer_learning_rate":"0.4"}', r"outer_learning_rate = '0.4': not a number"),
     (b'{"outer_learning_rate":0}', r"outer_learning_rate = 0: too small"),
     (b'{"outer_momentum":1e-20}', r"a momentum of 1e-20 is too small"),
+    (b'{"inner_learning_rate_factor":1.5}', r"inner_learning_rate_factor = 1.5: too large"),
+    (b'{"outer_steps":0}', r"outer_steps = 0: too small"),
+    (b'{"outer_steps":7.0}', r"outer_steps = 7.0: not a whole number"),
+    (b'{"decay":{"outer_steps":100}}', r"decay.after: is missing"),
+    (b'{"decay":{"after":1,"end":9,"outer_steps":3}}', r"decay.end = 9: unknown key"),
     (b'{"outer_learning_rate":0.40}', r"no canonical JSON"),
     (b'{"outer_learning_rate":0.4,"outer_learning_rate":0.4}', r"no canonical JSON"),
     (b'{"outer_momentum":null}', r"no canonical JSON"),
@@ -63,6 +73,37 @@ def test_a_delayed_momentum_stays_as_it_is(small_content: dict[str, Any]) -> Non
     assert Overrides.of(amendment(b'{"outer_learning_rate":0.4}'), config).outer_learning_rate == 0.4
     with pytest.raises(AmendmentError, match=r"outer_momentum = 0\.5: the momentum of .* is delayed"):
         Overrides.of(amendment(b'{"outer_momentum":0.5}'), config)
+
+
+def test_a_cosine_that_decays_already_begins_no_decay(small_content: dict[str, Any]) -> None:
+    schedule = {"kind": "cosine", "warmup_steps": 2, "decay_steps": 20}
+    config = RunConfig.from_manifest_content(small_content | {"schedule": schedule})
+    with pytest.raises(AmendmentError, match=r'decay: a schedule of kind "cosine" decays from its warmup on'):
+        Overrides.of(amendment(b'{"decay":{"after":3,"outer_steps":2}}'), config)
+
+
+def test_a_run_is_no_longer_than_its_tokens_can_be_counted(small_content: dict[str, Any]) -> None:
+    training = small_content["training"] | {"inner_steps": 10**6, "batch_size": 10**4}
+    config = RunConfig.from_manifest_content(small_content | {"training": training})
+    assert Overrides.of(amendment(b'{"outer_steps":6250}'), config).total_outer_steps(config) == 6250
+    with pytest.raises(AmendmentError, match=r"outer_steps = 6251: .* Use 6250 or less"):
+        Overrides.of(amendment(b'{"outer_steps":6251}'), config)
+
+
+def test_the_values_in_force_are_the_manifests_where_nothing_else_is_set(small_config: RunConfig) -> None:
+    manifests = {
+        "outer_learning_rate": 0.7,
+        "outer_momentum": 0.6,
+        "inner_learning_rate_factor": 1.0,
+        "decay": None,
+        "outer_steps": 7,
+    }
+    assert NO_OVERRIDES.values(small_config) == manifests
+    set_here = Overrides(outer_momentum=0.0, decay=Decay(after=3, outer_steps=2), outer_steps=5)
+    changed = {"outer_momentum": 0.0, "decay": {"after": 3, "outer_steps": 2}, "outer_steps": 5}
+    assert set_here.values(small_config) == manifests | changed
+    assert str(set_here) == "outer momentum 0, decay of 2 outer steps after 3, outer steps 5"
+    assert str(NO_OVERRIDES) == "the manifest's values"
 
 
 def test_no_outer_step_is_taken_by_what_is_not_understood(small_config: RunConfig) -> None:

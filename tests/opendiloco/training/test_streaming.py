@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from opendiloco import kernels
-from opendiloco.config.overrides import NO_OVERRIDES, Overrides
+from opendiloco.config.overrides import NO_OVERRIDES, Decay, Overrides
 from opendiloco.config.run_config import RunConfig
 from opendiloco.model.build import with_sizes_named
 from opendiloco.model.layout import Layout
@@ -54,7 +54,13 @@ class Toy:
         self.target = np.zeros(layout.size, np.float32)
 
     def inner_steps(
-        self, theta: Vector | None, index: int, lease: tuple[SampleRange, ...], steps: int, tokens: int
+        self,
+        theta: Vector | None,
+        index: int,
+        lease: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        overrides: Overrides,
     ) -> ToySteps:
         if theta is not None:
             self.weights[:] = theta
@@ -195,7 +201,12 @@ def algorithm_1(
             if each.replica not in replicas:
                 replicas[each.replica] = like.build_replica()
             replica = replicas[each.replica]
-            trained = replica.train(state.theta, index, each.samples, each.steps, tokens)
+            inner_steps = replica.inner_steps(
+                state.theta, index, each.samples, each.steps, tokens, overrides=overrides[index]
+            )
+            for _ in inner_steps:
+                pass
+            trained = inner_steps.trained
             replica.store(local)
             left_out[each.replica] = share * left_out_before.get(each.replica, np.zeros_like(local))
             kernels.quantize_difference(state.theta, local, payload, residual=left_out[each.replica])
@@ -230,7 +241,10 @@ def test_one_fragment_without_overlap_is_plain_diloco(
 
 def test_the_reference_steps_with_what_the_log_amends(small_content: dict[str, Any]) -> None:
     config = model_config(small_content)
-    lowered = [Overrides(outer_learning_rate=rate, outer_momentum=0.5) for rate in (0.4, 0.2)]
+    lowered = [
+        Overrides(outer_learning_rate=0.4, outer_momentum=0.5),
+        Overrides(outer_learning_rate=0.2, inner_learning_rate_factor=0.5, decay=Decay(after=2, outer_steps=2)),
+    ]
     overrides = [NO_OVERRIDES, NO_OVERRIDES, *(lowered[index % 2] for index in range(2, len(ROSTERS)))]
     reference, states = Reference(config), list[Vector]()
     for roster, in_force, (theta, momentum) in zip(ROSTERS, overrides, algorithm_1(config, overrides), strict=True):

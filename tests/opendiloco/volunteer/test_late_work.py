@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from opendiloco.config.overrides import NO_OVERRIDES, Overrides
 from opendiloco.config.run_config import RunConfig
 from opendiloco.training.reference import Reference, Work
 from opendiloco.volunteer.local_workload import LocalWorkload, Workload
@@ -16,6 +17,7 @@ from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from peers.protocol.weights import aged
 from peers.values.leases import SampleRange
+from peers.values.manifest import Amendment
 from peers.values.workload import Blocks, InnerLoop, Progress, Reduction
 
 LATE = Work("b", (SampleRange(24, 30),), 3, age=1)
@@ -25,6 +27,7 @@ OUTER_STEPS = [
     [Work("a", (SampleRange(30, 38),), 4), LATE],
     [Work("a", (SampleRange(38, 46),), 4), Work("b", (SampleRange(46, 54),), 4)],
 ]
+NO_AMENDMENTS = (None,) * len(OUTER_STEPS)
 TOKENS = 16
 """Of a sample."""
 
@@ -38,11 +41,18 @@ def count_of(work: Work) -> int:
 
 
 class PairOfPeers:
-    """a and b; b trains `LATE` while a makes the outer step before, and is done before it is made, or after."""
+    """a and b; b trains `LATE` while a makes the outer step before, and is done before it is made, or after. One of the
+    `amendments` is in force in each outer step."""
 
-    def __init__(self, peers: Sequence[LocalWorkload], is_done_before: bool) -> None:
+    def __init__(
+        self,
+        peers: Sequence[LocalWorkload],
+        is_done_before: bool,
+        amendments: Sequence[Amendment | None] = NO_AMENDMENTS,
+    ) -> None:
         self.peers = dict(zip("ab", peers, strict=True))
         self.is_done_before = is_done_before
+        self.amendments = amendments
         self.done: dict[str, Blocks] = {}
         self.began = [0]  # the run's tokens when each outer step began
 
@@ -50,7 +60,7 @@ class PairOfPeers:
         """Take an outer step. One peer's work is `later`: it trains now, for the next one."""
         for work in (*roster, *((later,) if later else ())):
             if work.age == 0 or work is later:
-                loop = InnerLoop(index, work.samples, work.steps, self.began[-1])
+                loop = InnerLoop(index, work.samples, work.steps, self.began[-1], self.amendments[index])
                 await self.peers[work.replica].run_inner_loop(loop, ignore)
         if later and self.is_done_before:
             self.done[later.replica] = await self.peers[later.replica].contribution()
@@ -58,7 +68,7 @@ class PairOfPeers:
         payload = await self.peers["a"].reduce(Reduction(payloads, 0, index=index))
         for name, peer in self.peers.items():
             is_in = name in [work.replica for work in roster]
-            await peer.apply(payload, index, keeps_work=not is_in, counts=is_in)
+            await peer.apply(payload, index, keeps_work=not is_in, counts=is_in, amendment=self.amendments[index])
         self.began.append(self.began[-1] + sum(map(count_of, roster)))
         digests = {await peer.state_digest() for peer in self.peers.values()}
         assert len(digests) == 1
@@ -68,6 +78,23 @@ class PairOfPeers:
         """Return what a peer has trained, encoded once."""
         peer = self.peers[work.replica]
         return self.done.pop(work.replica) if work.replica in self.done else await peer.contribution()
+
+
+def by_two_peers(
+    config: RunConfig, is_done_before: bool, amendments: Sequence[Amendment | None] = NO_AMENDMENTS
+) -> list[bytes]:
+    """Return the state digests after the outer steps."""
+
+    async def story() -> list[bytes]:
+        groups = await asyncio.gather(*(WorkerGroup.start(config, WorkerOptions(device="cpu")) for _ in "ab"))
+        pair = PairOfPeers([Workload(group, config) for group in groups], is_done_before, amendments)
+        try:
+            later = [None, LATE, None, None]
+            return [await pair.outer_step(index, roster, later[index]) for index, roster in enumerate(OUTER_STEPS)]
+        finally:
+            await asyncio.gather(*(group.close() for group in groups))
+
+    return asyncio.run(asyncio.wait_for(story(), 100))  # two workers start: twice torch and transformers
 
 
 @pytest.mark.parametrize(
@@ -81,20 +108,28 @@ def test_late_work_counts_from_where_it_began_and_less_the_older_it_is(
     content = small_content | {"outer_steps": 4, "rounds": rounds, "codec": {"kind": kind, "error_feedback": 0.9}}
     config = RunConfig.from_manifest_content(content)
     expected = list(Reference(config).run(OUTER_STEPS))
-
-    async def story() -> None:
-        groups = await asyncio.gather(*(WorkerGroup.start(config, WorkerOptions(device="cpu")) for _ in "ab"))
-        pair = PairOfPeers([Workload(group, config) for group in groups], is_done_before)
-        try:
-            later = [None, LATE, None, None]
-            digests = [await pair.outer_step(index, roster, later[index]) for index, roster in enumerate(OUTER_STEPS)]
-            assert digests == expected
-        finally:
-            await asyncio.gather(*(group.close() for group in groups))
-
-    asyncio.run(asyncio.wait_for(story(), 100))  # two workers start: twice torch and transformers
+    assert by_two_peers(config, is_done_before) == expected
     early = [*OUTER_STEPS[:2], [OUTER_STEPS[2][0], replace(LATE, age=0)], OUTER_STEPS[3]]
     assert list(Reference(config).run(early))[2] != expected[2]
+
+
+def test_late_work_trains_with_what_was_in_force_where_it_began(small_content: dict[str, Any]) -> None:
+    content = small_content | {"outer_steps": 4, "rounds": {"policy": "asynchronous"}}
+    config = RunConfig.from_manifest_content(content)
+    overrides = [NO_OVERRIDES, *(Overrides(inner_learning_rate_factor=factor) for factor in (0.5, 0.25, 0.125))]
+    amendments = [Amendment(number=1, content=each.content, signature=bytes(64)) for each in overrides]
+
+    def by_the_reference(overrides: Sequence[Overrides]) -> list[bytes]:
+        reference, digests = Reference(config), list[bytes]()
+        for roster, in_force in zip(OUTER_STEPS, overrides, strict=True):
+            reference.overrides = in_force
+            digests.append(reference.outer_step(roster))
+        return digests
+
+    expected = by_the_reference(overrides)
+    assert by_two_peers(config, False, amendments) == expected
+    other = by_the_reference([overrides[0], overrides[0], *overrides[2:]])
+    assert other[2] != expected[2], "by what was in force when it began"
 
 
 def test_work_that_is_too_old_is_no_part_of_an_outer_step(small_content: dict[str, Any]) -> None:

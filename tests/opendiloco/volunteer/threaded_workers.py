@@ -34,8 +34,7 @@ class ThreadedWorkers(ThreadedWorker):
 
     def __init__(self, config: RunConfig, overlap: int | None = None) -> None:
         """It merges averages after `overlap` inner steps, or as many as the run says."""
-        super().__init__(config.streaming.overlap if overlap is None else overlap)
-        self.config = config
+        super().__init__(config, overlap)
         self.held_out_digest = ""
         self.telemetry = Telemetry(config.training.inner_steps)
         self.went_on = False
