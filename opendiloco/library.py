@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl
 
 from opendiloco.config.model import check_initial_weights
-from opendiloco.config.overrides import Overrides
+from opendiloco.config.overrides import Overrides, mixture_phases
 from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.own_files import NONE, OwnFiles
@@ -505,6 +505,7 @@ class DiLoCo:
             while (outer_step := self._outer_step) is not None:
                 self._interrupt.raise_again()
                 lease, first = numbers_of(outer_step.work.samples), outer_step.steps_done * size
+                data.samples.mix(mixture_phases(outer_step.work.amendments, run.config))
                 data.samples.expect(lease)
                 yield torch.from_numpy(data.samples.read(lease[first : first + size]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from opendiloco.errors import DataError
 from peers.errors import ManifestError, SwarmUnreachableError
 
 if TYPE_CHECKING:
+    from opendiloco.config.data import DataSection
     from opendiloco.config.overrides import Overrides
     from opendiloco.config.run_config import RunConfig
     from opendiloco.data.token_files import Piece
@@ -435,6 +436,12 @@ def _with_held_out_text_named(config: RunConfig) -> RunConfig:
     "--decay-from", type=int, metavar="N", help="Begin that decay after N outer steps of the run.  [default: at once]"
 )
 @click.option("--outer-steps", type=int, metavar="N", help="Outer steps of the whole run.  [default: as it is]")
+@click.option(
+    "--mixture",
+    multiple=True,
+    metavar="SOURCE=WEIGHT",
+    help="Weight of a source that run.toml lists, by its name or as #1, #2 …; repeatable.  [default: as it is]",
+)
 def _amend(
     run: str,
     initial_peers: tuple[str, ...],
@@ -445,6 +452,7 @@ def _amend(
     decay_steps: int | None,
     decay_from: int | None,
     outer_steps: int | None,
+    mixture: tuple[str, ...],
 ) -> None:
     """Sign an amendment of the run, and give it to the run's peers.
 
@@ -462,6 +470,7 @@ def _amend(
         "inner_learning_rate_factor": inner_lr_factor,
         "decay": None if decay_steps is None else {"after": decay_from, "outer_steps": decay_steps},
         "outer_steps": outer_steps,
+        "weights": [_weight(text) for text in mixture] or None,
     }
     changes = {name: value for name, value in given.items() if value is not None}
     if not changes:
@@ -514,20 +523,53 @@ def _next_amendment(view: RunView, key: Identity, changes: Mapping[str, Any]) ->
 
     from opendiloco.config.overrides import Overrides
     from opendiloco.config.section import describe_validation_error
-    from peers.values.manifest import Amendment
+    from peers.values.manifest import AMENDMENTS_LIMIT, Amendment
 
     run, latest, values = view.run, view.amended.proposed or view.amended.in_force, dict(changes)
+    before = Overrides.of(latest, run.config)
     if (decay := changes.get("decay")) is not None and decay["after"] is None:
         values["decay"] = decay | {"after": view.outer_step + 1}
     if decay is not None:
         values.setdefault("outer_steps", values["decay"]["after"] + decay["outer_steps"])
+    if "weights" in changes:
+        values["weights"] = _with_weights(run.config.data, before.weights, changes["weights"])
+    number = latest.number + 1 if latest else 1
+    if number > AMENDMENTS_LIMIT:
+        raise ManifestError(f"the run was amended {AMENDMENTS_LIMIT} times, and can't be again.", "Create another run.")
     try:
-        overrides = Overrides.model_validate(Overrides.of(latest, run.config).model_dump(exclude_none=True) | values)
+        overrides = Overrides.model_validate(before.model_dump(exclude_none=True) | values)
     except ValidationError as error:
         raise ManifestError(describe_validation_error("the amendment", error, Overrides)) from None
     if problem := overrides.problem(run.config) or _objection(view, overrides, changes):
         raise ManifestError(f"the amendment: {problem}")
-    return Amendment.sign(run.run_id, latest.number + 1 if latest else 1, overrides.content, key)
+    return Amendment.sign(run.run_id, number, overrides.content, key)
+
+
+def _weight(text: str) -> tuple[str, float]:
+    """Return a source and its weight. Raises: UsageError."""
+    source, _, weight = text.rpartition("=")
+    try:
+        return source, float(weight)
+    except ValueError:
+        raise click.UsageError(f"--mixture {text}: write SOURCE=WEIGHT, such as stdlib=0.5.") from None
+
+
+def _with_weights(
+    data: DataSection, before: tuple[float, ...] | None, changes: Iterable[tuple[str, float]]
+) -> tuple[float, ...]:
+    """Return the weights of a run's sources, in their order, with some changed. Raises: ManifestError."""
+    weights = list(data.weights if before is None else before)
+    names = [source.source for source in data.all_sources]
+    for named, weight in changes:
+        places = [place for place, name in enumerate(names) if named in (name, f"#{place + 1}")]
+        if len(places) != 1:
+            listed = ", ".join(f"#{place} {name}" for place, name in enumerate(names, 1))
+            raise ManifestError(
+                f"--mixture: {len(places) or 'no'} sources of the run have the name {named!r}.",
+                f"Name one of: {listed}.",
+            )
+        weights[places[0]] = weight
+    return tuple(weights)
 
 
 def _objection(view: RunView, overrides: Overrides, changes: Mapping[str, Any]) -> str:

@@ -8,15 +8,17 @@ run is trained, followed or checked, so that no two versions make different stat
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError
 
+from opendiloco.config.data import SOURCE_LIMIT, DataSection, MixturePhase, Weight, shares_of
 from opendiloco.config.optimizers import OuterLearningRate, OuterMomentum
 from opendiloco.config.run_config import RUN_TOKENS, RunConfig
 from opendiloco.config.section import Positive, Section, describe_validation_error
 from opendiloco.errors import AmendmentError
-from peers.values.manifest import Amendment
+from peers.values.manifest import AMENDMENT_LIMIT, Amendment, LoggedAmendment
 
 
 class Decay(Section):
@@ -46,6 +48,8 @@ class Overrides(Section):
     decay: Decay | None = None
     outer_steps: Positive | None = None
     """Length of the run."""
+    weights: Annotated[tuple[Weight, ...], Field(strict=False, min_length=1, max_length=SOURCE_LIMIT)] | None = None
+    """Of the data's sources, in their order, for the samples that are in no lease yet."""
 
     @classmethod
     def of(cls, amendment: Amendment | None, config: RunConfig) -> Self:
@@ -88,10 +92,17 @@ class Overrides(Section):
             )
         if self.decay is not None and config.schedule.kind == "cosine":
             return 'decay: a schedule of kind "cosine" decays from its warmup on, and no decay can begin. Leave it out.'
+        if self.weights is not None and (wrong := _wrong_weights(self.weights, config.data)):
+            return f"weights: {wrong}."
         steps, tokens = self.total_outer_steps(config), config.training.round_tokens
         if self.outer_steps is not None and steps * tokens > RUN_TOKENS:
             most = RUN_TOKENS // tokens
             return f"outer_steps = {steps}: a run has at most {RUN_TOKENS} tokens of each peer. Use {most} or less."
+        if len(self.content) > AMENDMENT_LIMIT:
+            return (
+                f"it has {len(self.content)} bytes, {AMENDMENT_LIMIT} are allowed. Use shorter numbers, such as whole "
+                "weights below 100."
+            )
         return ""
 
     def total_outer_steps(self, config: RunConfig) -> int:
@@ -107,11 +118,37 @@ class Overrides(Section):
             "inner_learning_rate_factor": _first(self.inner_learning_rate_factor, 1.0),
             "decay": None if self.decay is None else self.decay.model_dump(mode="json"),
             "outer_steps": self.total_outer_steps(config),
+            "weights": list(_first(self.weights, config.data.weights)),
         }
 
 
 NO_OVERRIDES = Overrides()
 """The manifest's values are in force."""
+
+
+def mixture_phases(amendments: Sequence[LoggedAmendment], config: RunConfig) -> tuple[MixturePhase, ...]:
+    """Return by which mixtures the samples of a run are dealt after the manifest's, where the log has taken in these
+    amendments: each holds from the first sample on that was in no lease yet. Raises: AmendmentError."""
+    phases = [MixturePhase(0, config.data.shares)]
+    for logged in amendments:
+        weights = Overrides.of(logged.amendment, config).weights
+        shares = config.data.shares if weights is None else shares_of(weights)
+        if phases[-1].first == logged.cursor > 0:  # no sample was dealt since
+            phases.pop()
+        if shares != phases[-1].shares:
+            phases.append(MixturePhase(logged.cursor, shares))
+    return tuple(phases[1:])
+
+
+def _wrong_weights(weights: Sequence[float], data: DataSection) -> str:
+    """Return why a run's sources cannot have these weights; empty: they can."""
+    if len(weights) != len(data.all_sources):
+        return f"{len(weights)} are given, and the run has {len(data.all_sources)} sources. Give one for each"
+    try:
+        shares_of(weights)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def value_in_words(name: str, value: Any) -> str:
@@ -123,6 +160,8 @@ def bare_in_words(name: str, value: Any) -> str:
     """Return the same without its name."""
     if name == "decay":
         return "the schedule's" if value is None else f"of {value['outer_steps']} outer steps after {value['after']}"
+    if name == "weights":
+        return ":".join(f"{weight:g}" for weight in value)
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 

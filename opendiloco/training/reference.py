@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from opendiloco import kernels
-from opendiloco.config.overrides import NO_OVERRIDES, Overrides
+from opendiloco.config.overrides import NO_OVERRIDES, Overrides, mixture_phases
 from opendiloco.config.run_config import RunConfig, StreamingSection
 from opendiloco.data.tokenizer import Tokenizer, build_tokenizer
 from opendiloco.data.training_data import TrainingData, load_data
@@ -39,6 +39,7 @@ from opendiloco.training.outer import OuterState
 from opendiloco.training.streaming import Cycles
 from peers.protocol.weights import aged
 from peers.values.leases import SampleRange
+from peers.values.manifest import LoggedAmendment
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class StreamingDiLoCo:
         self.index = 0
         self.tokens = 0
         self.overrides: Overrides = NO_OVERRIDES
-        """Those that are in force from the next outer step on; set them where the log takes in an amendment."""
+        """Those that are in force from the next outer step on."""
         self._new_replica = new_replica
         self._local = np.zeros_like(theta)
 
@@ -220,6 +221,11 @@ class Reference(StreamingDiLoCo):
         theta: Vector = np.zeros(self._judge.layout.size, np.float32)
         self._judge.store(theta)
         super().__init__(config, self._judge.layout, theta, self.build_replica)
+
+    def amend(self, amendments: Sequence[LoggedAmendment]) -> None:
+        """Go on with what the log has taken in until now: with the values of the last one, and the mixtures of all."""
+        self.overrides = Overrides.of(amendments[-1].amendment if amendments else None, self.config)
+        self._data.samples.mix(mixture_phases(amendments, self.config))
 
     def held_out_loss(self) -> float:
         """Return the loss of theta in nats per token, on the windows that a swarm evaluates on."""

@@ -24,7 +24,8 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from opendiloco.child_processes import child_environment, module_command
-from opendiloco.config.overrides import NO_OVERRIDES, Overrides
+from opendiloco.config.data import MixturePhase
+from opendiloco.config.overrides import NO_OVERRIDES, Overrides, mixture_phases
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DataError, DeviceError, DeviceMemoryError, MachineError, WorkerError
 from opendiloco.gpus import DEVICE_FAILURE, LOOK_AT_DEVICE
@@ -123,7 +124,8 @@ class RunInnerLoop(Command):
 
     `number` counts the trainings of these workers from 1; `tokens` are the run's before this outer step. Averages are
     merged `overlap` inner steps after their fragment was stored. Workers begin from theta, or from what lies in
-    `local`, or else go on from where the training before has ended. `overrides` are in force in the outer step.
+    `local`, or else go on from where the training before has ended. `overrides` are in force in the outer step;
+    samples are dealt to sources by these `mixtures` after the manifest's.
     """
 
     number: int
@@ -132,6 +134,7 @@ class RunInnerLoop(Command):
     steps: int
     tokens: int
     overrides: Overrides = NO_OVERRIDES
+    mixtures: tuple[MixturePhase, ...] = ()
     overlap: int = 0
     from_local: bool = False
     goes_on: bool = False
@@ -146,6 +149,7 @@ class RunInnerLoop(Command):
             steps=work.steps,
             tokens=work.tokens,
             overrides=overrides,
+            mixtures=mixture_phases(work.amendments, config),
             **fields,
         )
 

@@ -292,6 +292,7 @@ class Worker:
         """Carry out one command; return the reply."""
         match command:
             case control.RunInnerLoop():
+                self._data.samples.mix(command.mixtures)
                 return self.inner_loops.run(command)
             case control.Evaluate():
                 return self._evaluate(command)

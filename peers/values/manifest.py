@@ -49,6 +49,7 @@ INVITE_PREFIX = "diloco:"
 ASK_AGAIN = "Ask the organiser for the invite again."
 AMENDMENT_CONTEXT = b"diloco-peer amendment\0"  # a signature made for anything else is worth nothing here
 AMENDMENT_LIMIT = 512  # bytes of its content: a heartbeat has two amendments
+AMENDMENTS_LIMIT = 64  # of a run: its headers have all of them
 
 
 class SignedManifest(Value):
@@ -201,7 +202,7 @@ class Amendment(Value):
     """A change of a run that goes on. The training side knows the meaning of its `content`, which stands in place of
     all that earlier amendments had."""
 
-    number: Annotated[int, Field(strict=True, ge=1, lt=2**62)]
+    number: Annotated[int, Field(strict=True, ge=1, le=AMENDMENTS_LIMIT)]
     content: Annotated[bytes, Field(strict=True, max_length=AMENDMENT_LIMIT)]
     signature: Signature
 
@@ -221,6 +222,14 @@ class Amendment(Value):
     def _text(self, run: str) -> bytes:
         """Return the bytes that the organiser signs."""
         return AMENDMENT_CONTEXT + pack_plain([run, self.number, self.content])
+
+
+class LoggedAmendment(Value):
+    """An amendment that an entry has taken in, and the `cursor` after it: the first sample number that was in no lease
+    yet."""
+
+    amendment: Amendment
+    cursor: Count
 
 
 # Heartbeats and headers repeat the same few, and a signature costs 0.1 ms to check.

@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 
 from peers.values.chunks import PayloadSize, Sum
 from peers.values.leases import SampleRange
-from peers.values.manifest import Amendment
+from peers.values.manifest import Amendment, LoggedAmendment
 from peers.values.wire import Buffer
 
 Blocks: TypeAlias = Buffer
@@ -36,14 +36,19 @@ async def captures_nothing(fragment: int) -> None:
 @dataclass(frozen=True)
 class InnerLoop:
     """What one peer trains for one outer step: from the theta after `index` entries, at most `steps` inner steps on a
-    lease's samples, in their order. `tokens` is what the log's lineage has trained before that, and `amendment` is in
-    force in that outer step, also for work that comes late."""
+    lease's samples, in their order. `tokens` is what the log's lineage has trained before that, and `amendments` are
+    what it has taken in until then: the last one is in force in that outer step, also for work that comes late."""
 
     index: int
     samples: tuple[SampleRange, ...]
     steps: int
     tokens: int
-    amendment: Amendment | None = None
+    amendments: tuple[LoggedAmendment, ...] = ()
+
+    @property
+    def amendment(self) -> Amendment | None:
+        """The amendment in force."""
+        return self.amendments[-1].amendment if self.amendments else None
 
 
 @dataclass(frozen=True)

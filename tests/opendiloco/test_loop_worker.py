@@ -18,7 +18,7 @@ from opendiloco.volunteer.local_workload import Workload
 from peers.presence.heartbeat import HeldOutLoss
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
-from peers.values.manifest import Amendment
+from peers.values.manifest import Amendment, LoggedAmendment
 from peers.values.system import cancel_and_wait
 from peers.values.workload import InnerLoop, Progress, Trained
 from tests.opendiloco.workers.trainings import NotingTracker
@@ -128,10 +128,10 @@ def test_a_run_is_over_when_the_amendment_in_force_says_so(amended: bytes, index
     worker = new_worker()
     config = new_run().config.model_copy(update={"outer_steps": 7})
     workload = Workload(worker, config, run_is_over=worker.run_is_over)
-    amendment = Amendment(number=1, content=amended, signature=bytes(64)) if amended else None
+    amendment = Amendment(number=1, content=amended or b"{}", signature=bytes(64))
 
     async def scenario() -> None:
-        work = InnerLoop(index, LEASE, 4, 0, amendment)
+        work = InnerLoop(index, LEASE, 4, 0, (LoggedAmendment(amendment=amendment, cursor=0),) if amended else ())
         training = asyncio.create_task(workload.run_inner_loop(work, lambda progress: None))
         async with asyncio.timeout(SECONDS):
             found = await asyncio.to_thread(worker.next_outer_step)

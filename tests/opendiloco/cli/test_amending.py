@@ -23,7 +23,7 @@ from peers.network.channel import PeerUnreachableError
 from peers.network.known_runs import KnownRuns
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
-from peers.values.manifest import Amendment, Invite
+from peers.values.manifest import AMENDMENTS_LIMIT, Amendment, Invite
 from tests.opendiloco.training.recorded_run import amendment as sign
 from tests.opendiloco.view.test_agreement import beat
 
@@ -150,6 +150,43 @@ def test_what_has_passed_or_would_train_with_a_rate_of_0_is_refused(
 ) -> None:
     with pytest.raises(ManifestError, match=message):
         next_amendment(run, [saying("a"), saying("b")], **changes)
+
+
+@pytest.fixture
+def mixed(small_content: dict[str, Any]) -> Run:
+    sources = [{"source": name, "weight": weight} for name, weight in (("stdlib", 3), ("code", 1), ("code", 0))]
+    return Run.sign(RunConfig.from_manifest_content(small_content | {"data": {"sources": sources}}), ORGANISER)
+
+
+def test_sources_that_are_not_named_keep_their_weight(mixed: Run) -> None:
+    first = next_amendment(mixed, [], weights=[("stdlib", 0.0), ("#3", 2.5)])
+    assert first.content == b'{"weights":[0.0,1.0,2.5]}'
+    second = next_amendment(mixed, [saying("a", amendment=first)], weights=[("#2", 0.0)])
+    assert second.content == b'{"weights":[0.0,0.0,2.5]}'
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([("cod", 1.0)], r"no sources of the run have the name 'cod'. Name one of: #1 stdlib, #2 code, #3 code"),
+        ([("code", 1.0)], r"2 sources of the run have the name 'code'"),
+        ([("#4", 1.0)], r"no sources"),
+        ([("stdlib", -1.0)], r"weights.0 = -1.0: too small"),
+        ([("stdlib", nan)], r"weights.0 = nan: not finite"),
+        ([("stdlib", 0.0), ("#2", 0.0)], r"weights: all weights are 0"),
+    ],
+)
+def test_a_mixture_that_the_run_cannot_have_is_refused(
+    weights: list[tuple[str, float]], message: str, mixed: Run
+) -> None:
+    with pytest.raises(ManifestError, match=message):
+        next_amendment(mixed, [], weights=weights)
+
+
+def test_a_run_is_amended_so_often_and_no_more(run: Run) -> None:
+    last = amendment(run, AMENDMENTS_LIMIT)
+    with pytest.raises(ManifestError, match="amended 64 times"):
+        next_amendment(run, [saying("a", amendment=last)], outer_momentum=0.1)
 
 
 def test_a_run_that_has_taken_its_last_outer_step_is_not_amended(run: Run) -> None:

@@ -234,6 +234,7 @@ def test_amendments_are_told_where_they_begin_to_count(small_config: RunConfig, 
         "inner_learning_rate_factor": 1.0,
         "decay": None,
         "outer_steps": 7,
+        "weights": [1.0],
     }
 
 

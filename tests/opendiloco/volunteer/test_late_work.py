@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from opendiloco.config.overrides import NO_OVERRIDES, Overrides
+from opendiloco.config.overrides import Overrides
 from opendiloco.config.run_config import RunConfig
 from opendiloco.training.reference import Reference, Work
 from opendiloco.volunteer.local_workload import LocalWorkload, Workload
@@ -17,8 +18,9 @@ from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from peers.protocol.weights import aged
 from peers.values.leases import SampleRange
-from peers.values.manifest import Amendment
+from peers.values.manifest import Amendment, LoggedAmendment
 from peers.values.workload import Blocks, InnerLoop, Progress, Reduction
+from tests.opendiloco.conftest import write_corpus
 
 LATE = Work("b", (SampleRange(24, 30),), 3, age=1)
 OUTER_STEPS = [
@@ -27,7 +29,6 @@ OUTER_STEPS = [
     [Work("a", (SampleRange(30, 38),), 4), LATE],
     [Work("a", (SampleRange(38, 46),), 4), Work("b", (SampleRange(46, 54),), 4)],
 ]
-NO_AMENDMENTS = (None,) * len(OUTER_STEPS)
 TOKENS = 16
 """Of a sample."""
 
@@ -41,14 +42,14 @@ def count_of(work: Work) -> int:
 
 
 class PairOfPeers:
-    """a and b; b trains `LATE` while a makes the outer step before, and is done before it is made, or after. One of the
-    `amendments` is in force in each outer step."""
+    """a and b; b trains `LATE` while a makes the outer step before, and is done before it is made, or after. Before
+    each outer step the log has taken in so many of the `amendments`."""
 
     def __init__(
         self,
         peers: Sequence[LocalWorkload],
         is_done_before: bool,
-        amendments: Sequence[Amendment | None] = NO_AMENDMENTS,
+        amendments: Sequence[LoggedAmendment] = (),
     ) -> None:
         self.peers = dict(zip("ab", peers, strict=True))
         self.is_done_before = is_done_before
@@ -60,15 +61,16 @@ class PairOfPeers:
         """Take an outer step. One peer's work is `later`: it trains now, for the next one."""
         for work in (*roster, *((later,) if later else ())):
             if work.age == 0 or work is later:
-                loop = InnerLoop(index, work.samples, work.steps, self.began[-1], self.amendments[index])
+                loop = InnerLoop(index, work.samples, work.steps, self.began[-1], tuple(self.amendments[:index]))
                 await self.peers[work.replica].run_inner_loop(loop, ignore)
         if later and self.is_done_before:
             self.done[later.replica] = await self.peers[later.replica].contribution()
         payloads = [(await self.contribution(work), aged(count_of(work), work.age)) for work in roster]
         payload = await self.peers["a"].reduce(Reduction(payloads, 0, index=index))
+        in_force = self.amendments[:index][-1].amendment if self.amendments[:index] else None
         for name, peer in self.peers.items():
             is_in = name in [work.replica for work in roster]
-            await peer.apply(payload, index, keeps_work=not is_in, counts=is_in, amendment=self.amendments[index])
+            await peer.apply(payload, index, keeps_work=not is_in, counts=is_in, amendment=in_force)
         self.began.append(self.began[-1] + sum(map(count_of, roster)))
         digests = {await peer.state_digest() for peer in self.peers.values()}
         assert len(digests) == 1
@@ -80,9 +82,7 @@ class PairOfPeers:
         return self.done.pop(work.replica) if work.replica in self.done else await peer.contribution()
 
 
-def by_two_peers(
-    config: RunConfig, is_done_before: bool, amendments: Sequence[Amendment | None] = NO_AMENDMENTS
-) -> list[bytes]:
+def by_two_peers(config: RunConfig, is_done_before: bool, amendments: Sequence[LoggedAmendment] = ()) -> list[bytes]:
     """Return the state digests after the outer steps."""
 
     async def story() -> list[bytes]:
@@ -113,23 +113,46 @@ def test_late_work_counts_from_where_it_began_and_less_the_older_it_is(
     assert list(Reference(config).run(early))[2] != expected[2]
 
 
-def test_late_work_trains_with_what_was_in_force_where_it_began(small_content: dict[str, Any]) -> None:
-    content = small_content | {"outer_steps": 4, "rounds": {"policy": "asynchronous"}}
+def test_late_work_trains_with_what_was_in_force_where_it_began_and_reads_what_its_lease_had(
+    small_content: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its samples were in a lease when the mixture changed."""
+    cool_down = {"source": str(write_corpus(tmp_path / "cool-down", files=60)), "weight": 0}
+    corpus = {"source": small_content["data"]["source"]}
+    data = {"sources": [corpus, cool_down], "held_out": 0.2}
+    content = small_content | {"outer_steps": 3, "rounds": {"policy": "asynchronous"}, "data": data}
     config = RunConfig.from_manifest_content(content)
-    overrides = [NO_OVERRIDES, *(Overrides(inner_learning_rate_factor=factor) for factor in (0.5, 0.25, 0.125))]
-    amendments = [Amendment(number=1, content=each.content, signature=bytes(64)) for each in overrides]
+    values: list[dict[str, object]] = [
+        {"inner_learning_rate_factor": 0.5},
+        {"inner_learning_rate_factor": 0.25, "outer_steps": 9, "weights": (1, 3)},
+        {"decay": {"after": 3, "outer_steps": 2}, "outer_momentum": 0.3, "outer_steps": 4, "weights": (0, 1)},
+    ]
+    amendments = [logged(number, cursor, values[number - 1]) for number, cursor in ((1, 16), (2, 30), (3, 46))]
 
-    def by_the_reference(overrides: Sequence[Overrides]) -> list[bytes]:
+    def by_the_reference(amendments: Sequence[LoggedAmendment]) -> list[bytes]:
         reference, digests = Reference(config), list[bytes]()
-        for roster, in_force in zip(OUTER_STEPS, overrides, strict=True):
-            reference.overrides = in_force
+        for index, roster in enumerate(OUTER_STEPS):
+            reference.amend(amendments[:index])
             digests.append(reference.outer_step(roster))
         return digests
 
-    expected = by_the_reference(overrides)
+    expected = by_the_reference(amendments)
     assert by_two_peers(config, False, amendments) == expected
-    other = by_the_reference([overrides[0], overrides[0], *overrides[2:]])
-    assert other[2] != expected[2], "by what was in force when it began"
+    first, second, third = amendments
+    for changed, place in (
+        (first.model_copy(update={"amendment": second.amendment}), 0),
+        (second.model_copy(update={"cursor": 24}), 1),
+        (second.model_copy(update={"cursor": 38}), 1),
+        (third.model_copy(update={"cursor": 40}), 2),
+    ):
+        others = by_the_reference([*amendments[:place], changed, *amendments[place + 1 :]])
+        assert others[:1] == expected[:1]
+        assert others != expected, "each of them counts"
+
+
+def logged(number: int, cursor: int, values: dict[str, object]) -> LoggedAmendment:
+    content = Overrides.model_validate(values).content
+    return LoggedAmendment(amendment=Amendment(number=number, content=content, signature=bytes(64)), cursor=cursor)
 
 
 def test_work_that_is_too_old_is_no_part_of_an_outer_step(small_content: dict[str, Any]) -> None:

@@ -61,6 +61,7 @@ class ThreadedWorkers(ThreadedWorker):
             if command.goes_on:
                 raise WorkersRestartedError
         self.went_on = command.goes_on
+        self.data.samples.mix(command.mixtures)
         return await asyncio.to_thread(self._loops.run, command)
 
     async def evaluate(self, windows: int) -> Evaluated:

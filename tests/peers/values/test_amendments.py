@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peers.values.identity import Identity
-from peers.values.manifest import AMENDMENT_LIMIT, Amendment, newest
+from peers.values.manifest import AMENDMENT_LIMIT, AMENDMENTS_LIMIT, Amendment, newest
 from peers.values.wire import WireError, pack, unpack
 
 ORGANISER, STRANGER = Identity.of_seed(bytes(32)), Identity.of_seed(bytes(31) + b"1")
@@ -32,14 +32,21 @@ def test_every_value_is_signed(change: dict[str, object]) -> None:
 def test_it_crosses_the_network_in_few_bytes() -> None:
     """Heartbeats have two."""
     for content in (b"{}", bytes(AMENDMENT_LIMIT)):
-        packed = pack(amendment(1000, content))
-        assert unpack(Amendment, packed) == amendment(1000, content)
+        packed = pack(amendment(64, content))
+        assert unpack(Amendment, packed) == amendment(64, content)
         assert len(packed) < len(content) + 80
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("number", 0), ("number", True), ("content", "{}"), ("content", bytes(AMENDMENT_LIMIT + 1)), ("signature", b"")],
+    [
+        ("number", 0),
+        ("number", True),
+        ("number", AMENDMENTS_LIMIT + 1),
+        ("content", "{}"),
+        ("content", bytes(AMENDMENT_LIMIT + 1)),
+        ("signature", b""),
+    ],
 )
 def test_what_is_out_of_bounds_is_no_amendment(field: str, value: object) -> None:
     with pytest.raises(WireError, match=field):
