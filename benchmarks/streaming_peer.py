@@ -22,6 +22,7 @@ from benchmarks.processes import read_lines, say
 from benchmarks.threaded_worker import ThreadedWorker
 from benchmarks.vector_peer import GATED_TIMING, OUTER_STEPS, add_noise, create_vectors, run_config
 from opendiloco.alignment import ALIGNMENT
+from opendiloco.config.overrides import Overrides
 from opendiloco.config.run_config import RunConfig
 from opendiloco.shared_memory import SharedVectors, Vector
 from opendiloco.training.inner import InnerSteps, ModelReplica
@@ -126,6 +127,7 @@ class SleepingReplica:
         steps: int,
         tokens: int,
         stop_wanted: Callable[[], bool],
+        overrides: Overrides,
     ) -> InnerSteps:
         def take(batch: NDArray[np.int64], step: int, tokens: int) -> tuple[float, float, bool]:
             time.sleep(self._part.step_seconds)
@@ -147,7 +149,7 @@ class SleepingWorker(ThreadedWorker):
 
     def __init__(self, part: Part, vectors: SharedVectors) -> None:
         config = part.config
-        super().__init__(config.streaming.overlap)
+        super().__init__(config)
         self.vectors, self.fragments = vectors, part.parts(vectors.theta.size)
         self.replica = SleepingReplica(part, vectors.theta)
         team = Team(torch.device("cpu"))

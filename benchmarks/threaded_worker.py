@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from opendiloco.config.run_config import RunConfig
 from opendiloco.workers.control import (
     ControlMessage,
     EndInnerLoop,
@@ -37,10 +38,11 @@ class Channel(ControlChannel):
 class ThreadedWorker(WorkerGroup):
     """One training after the other, which `carry_out` does. `vectors` and `fragments` are to be set."""
 
-    def __init__(self, overlap: int) -> None:
-        """Averages are merged `overlap` inner steps after their fragment was stored."""
+    def __init__(self, config: RunConfig, overlap: int | None = None) -> None:
+        """Averages are merged `overlap` inner steps after their fragment was stored, or as many as the run says."""
+        self.config = config
         self.channel = Channel(asyncio.get_running_loop())
-        self._own_overlap = overlap
+        self._own_overlap = config.streaming.overlap if overlap is None else overlap
         self._trainings = 0
         self._turn = asyncio.Lock()
 
@@ -60,7 +62,8 @@ class ThreadedWorker(WorkerGroup):
             self.end_rest()
         self._trainings += 1
         number, overlap = self._trainings, self._own_overlap
-        command = RunInnerLoop(number=number, overlap=overlap, from_local=from_local, goes_on=goes_on, **vars(work))
+        given = {"number": number, "overlap": overlap, "from_local": from_local, "goes_on": goes_on}
+        command = RunInnerLoop.of(work, self.config, **given)
 
         def on_step(step: InnerStepDone) -> None:
             step_of_lease = 0 if under_way.is_known else step.inner_step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peers.errors import DilocoPeerError
+from peers.errors import DilocoPeerError, ManifestError
 
 
 def first_line(error: Exception) -> str:
@@ -15,6 +15,10 @@ def first_line(error: Exception) -> str:
 def fit_for_terminal(text: str) -> str:
     """Return a text, lines kept, without control characters, which could rewrite what a terminal shows."""
     return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
+class AmendmentError(ManifestError):
+    """An amendment in the run's log that this version does not understand, or that does not fit the run."""
 
 
 class MachineError(DilocoPeerError):

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from opendiloco.run import Run
     from opendiloco.volunteer.local_workload import LocalWorkload
     from opendiloco.volunteer.tracking import Audit, Disagreement, Reached
+    from peers.log.state import LogState
     from peers.network.transport import HivemindTransport
     from peers.transfer.following import Following
     from peers.values.identity import Identity
@@ -155,6 +156,7 @@ async def _follow(invite: Invite, key: Identity, plan: _FollowPlan, folder: Path
 
 async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, folder: Path | None, audit: Audit) -> None:
     """Print each state of the run, and use its model as far as that is wanted, until the last."""
+    from opendiloco.config.overrides import Overrides
     from opendiloco.dashboard.server import dashboard
     from opendiloco.dashboard.watching import follower_source
     from opendiloco.volunteer.local_workload import working
@@ -162,8 +164,11 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
     from peers.transfer.following import Following
 
     poll = run.settings.timing.heartbeat
-    total = run.config.total_outer_steps
-    last = total if plan.until is None else min(plan.until, total)
+
+    def last(log: LogState) -> int:
+        total = Overrides.of(log.amendment, run.config).total_outer_steps(run.config)
+        return total if plan.until is None else min(plan.until, total)
+
     following: Following | None = None
     in_force: Amendment | None = None
     source = follower_source(run, transport, lambda: following.past if following else None)
@@ -262,22 +267,19 @@ def _show_reached(reached: Reached, as_json: bool) -> None:
 
 
 def _show_change(run: Run, reached: Reached, before: Amendment | None, as_json: bool) -> None:
-    """Print how the outer optimizer goes on from here, where that is not as before (None: as the manifest says)."""
-    amendment, manifest = reached.log.amendment, run.config.outer_optimizer
-    new, old = amendment or manifest, before or manifest
+    """Print the values that are not as before (None: as the manifest says) from here on."""
+    from opendiloco.view.amended import changed_values, changes_in_words, values_in_force
+
+    amendment, config = reached.log.amendment, run.config
     source = f"amendment {amendment.number}" if amendment else "the run's manifest"
-    rate, momentum = (
-        f"{value:g}, as before" if value == was else f"{value:g} instead of {was:g}"
-        for value, was in ((new.learning_rate, old.learning_rate), (new.momentum, old.momentum))
-    )
+    changes = changes_in_words(changed_values(config, before, amendment))
     _show(
         as_json,
         reached.index,
-        f": from the next one on, by {source}, the outer learning rate is {rate}; the outer momentum is {momentum}",
+        f": from the next one on, by {source}: {changes}",
         event="amendment",
         number=amendment.number if amendment else None,
-        learning_rate=new.learning_rate,
-        momentum=new.momentum,
+        **values_in_force(config, amendment),
     )
 
 

@@ -19,7 +19,7 @@ EXIT_CODES = {
     0: "all went well, or a polite leave",
     1: "an unexpected error: a bug; or a demo whose peers disagree, whose model did not learn, or that was too short",
     2: "wrong usage: an option, argument, environment variable or configuration file",
-    3: "a manifest, invite, run id, run.toml or links.toml that is wrong or was tampered with",
+    3: "a wrong or tampered manifest, invite, run id, run.toml or links.toml; an amendment that is not understood here",
     4: "the swarm is out of reach: no bootstrap node answers, the run is unknown, or nobody is there",
     5: "this machine's side of the network: a port in use, an identity file, libp2p's daemon",
     6: "this machine does not fit: memory, disk, torch, or a device that is not there or of no use to torch",

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HEADINGS = ("entry", "peers", "tokens", "in all", "payload", "header", "state", "amended to")
-"""Of the columns: `in all` are the tokens of the lineage, and the three after it are beginnings of digests. `amended
-to` are the outer learning rate and momentum from the next outer step on; "-": the manifest's."""
+HEADINGS = ("entry", "peers", "tokens", "in all", "payload", "header", "state", "in force")
+"""Of the columns: `in all` are the tokens of the lineage, and the three after it are beginnings of digests. `in
+force` is the amendment from the next outer step on; "-": the manifest's values are."""
 NUMBERS = HEADINGS[:4]
 
 
@@ -150,6 +150,8 @@ def _find_manifest(log: Path, manifest: Path | None) -> Run:
 
 def _cells(entry: Entry, header: Header) -> tuple[str, ...]:
     """Return an entry as the table shows it."""
+    from opendiloco.view.amended import amendment_in_words
+
     digests = (header.payload, header.digest, entry.state_digest)
     fragment, amended = f"/{header.fragment}" if header.fragment else "", header.amendment
     in_all = f"{header.lineage_tokens:,}" if header.lineage_tokens else "-"  # said where a cycle is closed
@@ -159,13 +161,13 @@ def _cells(entry: Entry, header: Header) -> tuple[str, ...]:
         f"{sum(member.tokens for member in header.roster):,}",
         in_all,
         *("-" if digest is None else digest.hex()[:8] for digest in digests),
-        f"{amended.learning_rate:g} {amended.momentum:g}" if amended else "-",
+        amendment_in_words(amended) if amended else "-",
     )
 
 
 def _plain(entry: Entry, header: Header) -> dict[str, object]:
     """Return an entry as JSON can say it, digests in hexadecimal."""
-    from opendiloco.view.run_view import plain_amendment
+    from opendiloco.view.amended import plain_amendment
 
     return {
         "index": header.index,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +27,13 @@ from opendiloco.errors import DataError
 from peers.errors import ManifestError, SwarmUnreachableError
 
 if TYPE_CHECKING:
+    from opendiloco.config.data import DataSection
+    from opendiloco.config.overrides import Overrides
     from opendiloco.config.run_config import RunConfig
     from opendiloco.data.token_files import Piece
     from opendiloco.data.tokenizer import Tokenizer
     from opendiloco.run import Run
-    from peers.presence.heartbeat import Heartbeat
+    from opendiloco.view.run_view import RunView
     from peers.values.identity import Identity
     from peers.values.manifest import Amendment, Invite
 
@@ -281,6 +283,7 @@ async def _announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]
 def _check(config: RunConfig) -> None:
     """Raise ManifestError when the model or the inner optimizer of a run cannot be built. What only others need to have
     is worth no more than a warning. Takes seconds, mostly to import transformers."""
+    from opendiloco.config.overrides import NO_OVERRIDES
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.model.build import build_skeleton
     from opendiloco.training.optimizers import check_inner_optimizer
@@ -289,7 +292,7 @@ def _check(config: RunConfig) -> None:
     momentum = config.outer_optimizer.momentum
     if config.codec.kind == "sparse" and momentum > 0:
         logger.warning("outer_optimizer.momentum = %g overshoots beside codec.kind = 'sparse'; make it 0", momentum)
-    for part in _beyond_schedules(config):
+    for part in _beyond_schedules(config, NO_OVERRIDES):
         logger.warning("%s; nothing is learned from there on. Lengthen the schedule, or shorten the run", part)
     for source in local_sources(config.data):
         if not Path(source).exists():
@@ -304,12 +307,13 @@ def _check(config: RunConfig) -> None:
     build_skeleton(config, tokenizer)
 
 
-def _beyond_schedules(config: RunConfig) -> Iterator[str]:
+def _beyond_schedules(config: RunConfig, overrides: Overrides) -> Iterator[str]:
     """Yield where a learning rate is 0 long before the run ends: its schedule is over."""
-    steps, inner_steps = config.total_outer_steps, config.training.inner_steps
-    inner, outer = config.schedule, config.outer_optimizer.schedule
-    if inner.total_steps is not None and inner.final_fraction == 0 and (steps - 1) * inner_steps >= inner.total_steps:
-        yield f"schedule ends after {inner.total_steps:,} inner steps, and the run after {steps * inner_steps:,}"
+    steps, inner_steps = overrides.total_outer_steps(config), config.training.inner_steps
+    inner, outer, decay = config.schedule, config.outer_optimizer.schedule, overrides.decay
+    end = inner.total_steps if decay is None else decay.end * inner_steps
+    if end is not None and inner.final_fraction == 0 and (steps - 1) * inner_steps >= end:
+        yield f"schedule ends after {end:,} inner steps, and the run after {steps * inner_steps:,}"
     if outer and outer.total_steps is not None and outer.final_fraction == 0 and steps > outer.total_steps:
         yield f"outer_optimizer.schedule ends after {outer.total_steps:,} outer steps, and the run after {steps:,}"
 
@@ -410,40 +414,77 @@ def _with_held_out_text_named(config: RunConfig) -> RunConfig:
 
 
 # Amending -------------------------------------------------------------------------------------------------------------
-@run_group.command("amend", short_help="Change the outer learning rate or momentum from now on.")
+@run_group.command("amend", short_help="Change some values of a run that goes on.")
 @run_option
 @initial_peers_option
 @join_option("identity", help="The organiser's key file.")
 @click.option("--outer-lr", type=float, metavar="NUMBER", help="Outer learning rate.  [default: as it is]")
 @click.option("--outer-momentum", type=float, metavar="NUMBER", help="Outer momentum.  [default: as it is]")
+@click.option(
+    "--inner-lr-factor",
+    type=float,
+    metavar="NUMBER",
+    help="Factor of run.toml's inner learning rate, at most 1.  [default: as it is]",
+)
+@click.option(
+    "--decay-steps",
+    type=int,
+    metavar="N",
+    help="Have the inner learning rate decay over N outer steps, after which the run ends.  [default: as it is]",
+)
+@click.option(
+    "--decay-from", type=int, metavar="N", help="Begin that decay after N outer steps of the run.  [default: at once]"
+)
+@click.option("--outer-steps", type=int, metavar="N", help="Outer steps of the whole run.  [default: as it is]")
+@click.option(
+    "--mixture",
+    multiple=True,
+    metavar="SOURCE=WEIGHT",
+    help="Weight of a source that run.toml lists, by its name or as #1, #2 …; repeatable.  [default: as it is]",
+)
 def _amend(
     run: str,
     initial_peers: tuple[str, ...],
     identity: Path | None,
     outer_lr: float | None,
     outer_momentum: float | None,
+    inner_lr_factor: float | None,
+    decay_steps: int | None,
+    decay_from: int | None,
+    outer_steps: int | None,
+    mixture: tuple[str, ...],
 ) -> None:
-    """Sign an amendment of the run's outer optimizer, and give it to the run's peers.
+    """Sign an amendment of the run, and give it to the run's peers.
 
-    The next entry of the log takes it in, and all peers step with its values from the outer step after that one on. A
-    schedule of the outer learning rate goes on, below the new value. `status` shows what is in force.
+    The next entry of the log takes it in, and it is in force from the outer step after that one on. What is not given
+    stays as it is. A schedule of the outer learning rate goes on, below the new value. `status` shows what is in force.
     """
     import asyncio
 
+    from opendiloco.view.amended import amendment_in_words
     from opendiloco.volunteer.identity import load_identity
 
-    if outer_lr is None and outer_momentum is None:
-        raise click.UsageError("say what is to change with --outer-lr, --outer-momentum or both.")
+    given = {
+        "outer_learning_rate": outer_lr,
+        "outer_momentum": outer_momentum,
+        "inner_learning_rate_factor": inner_lr_factor,
+        "decay": None if decay_steps is None else {"after": decay_from, "outer_steps": decay_steps},
+        "outer_steps": outer_steps,
+        "weights": [_weight(text) for text in mixture] or None,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    if not changes:
+        raise click.UsageError("say what is to change, with one option or several.")
+    if decay_from is not None and decay_steps is None:
+        raise click.UsageError("say with --decay-steps how long the decay takes.")
     invite, key = parse_run(run, initial_peers), load_identity(identity)
-    signed, told = asyncio.run(_give_amendment(invite, key, outer_lr, outer_momentum))
+    signed, told = asyncio.run(_give_amendment(invite, key, changes))
     nodes = f"{told} {'peer has' if told == 1 else 'peers have'} it, and will tell all others"
-    click.echo(f"{signed}; {nodes}. It is in force once `diloco-peer status` says so.")
+    click.echo(f"{amendment_in_words(signed)}; {nodes}. It is in force once `diloco-peer status` says so.")
 
 
-async def _give_amendment(
-    invite: Invite, key: Identity, learning_rate: float | None, momentum: float | None
-) -> tuple[Amendment, int]:
-    """Sign the next amendment. Returns it, and how many peers were given it. Raises: DilocoPeerError."""
+async def _give_amendment(invite: Invite, key: Identity, changes: Mapping[str, Any]) -> tuple[Amendment, int]:
+    """Sign the next amendment. Return it, and how many peers were given it. Raises: DilocoPeerError."""
     from opendiloco.run import find_run
     from opendiloco.view.run_view import RunView
     from opendiloco.volunteer.volunteer import connected
@@ -452,14 +493,15 @@ async def _give_amendment(
     async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)
         _check_key(run, key)
-        beats = await transport.heartbeats(run.run_id)
-        signed = _next_amendment(run, key, beats, learning_rate, momentum)
-        at_work = sorted(RunView(run, beats).trainers, key=lambda beat: beat.lineage_tokens, reverse=True)
+        view = RunView(run, await transport.heartbeats(run.run_id))
+        signed = _next_amendment(view, key, changes)
+        at_work = sorted(view.trainers, key=lambda beat: beat.lineage_tokens, reverse=True)
         there = [beat.peer for beat in at_work[:GIVEN_TO] if await transport.connect(beat.peer, beat.addresses)]
         told = await give(transport.call, run.run_id, signed, there)
     if not told:
         raise SwarmUnreachableError(
-            f"nobody could be given {signed}.", "Amend again while a volunteer trains: nobody else keeps amendments."
+            f"nobody could be given amendment {signed.number}.",
+            "Amend again while a volunteer trains: nobody else keeps amendments.",
         )
     return signed, told
 
@@ -474,28 +516,73 @@ def _check_key(run: Run, key: Identity) -> None:
         )
 
 
-def _next_amendment(
-    run: Run, key: Identity, beats: list[Heartbeat], learning_rate: float | None, momentum: float | None
-) -> Amendment:
-    """Sign the amendment after the newest that peers know; what is not given stays as that one has it.
-    Raises: ManifestError when run.toml could not have these values either."""
-    from opendiloco.config.run_config import RunConfig
-    from opendiloco.view.run_view import Amended
-    from peers.values.manifest import Amendment
+def _next_amendment(view: RunView, key: Identity, changes: Mapping[str, Any]) -> Amendment:
+    """Sign the amendment after the newest that peers know; what does not change stays as that one has it. A decay
+    without a beginning begins with the next outer step. Raises: ManifestError when the run cannot have these values."""
+    from pydantic import ValidationError
 
-    if momentum is not None and run.config.outer_optimizer.momentum_every > 1:
-        raise ManifestError(
-            f"--outer-momentum = {momentum:g}: the momentum of {run.run_id} is delayed, and stays as it is.",
-            "Amend --outer-lr alone.",
-        )
-    amended = Amended.seen_in(run, beats)
-    latest = amended.proposed or amended.in_force
-    source, content = latest or run.config.outer_optimizer, run.config.to_manifest_content()
-    values = {
-        "learning_rate": source.learning_rate if learning_rate is None else learning_rate,
-        "momentum": source.momentum if momentum is None else momentum,
-    }
-    content["outer_optimizer"] |= values
-    checked = RunConfig.from_manifest_content(content, "--outer-lr, --outer-momentum").outer_optimizer
+    from opendiloco.config.overrides import Overrides
+    from opendiloco.config.section import describe_validation_error
+    from peers.values.manifest import AMENDMENTS_LIMIT, Amendment
+
+    run, latest, values = view.run, view.amended.proposed or view.amended.in_force, dict(changes)
+    before = Overrides.of(latest, run.config)
+    if (decay := changes.get("decay")) is not None and decay["after"] is None:
+        values["decay"] = decay | {"after": view.outer_step + 1}
+    if decay is not None:
+        values.setdefault("outer_steps", values["decay"]["after"] + decay["outer_steps"])
+    if "weights" in changes:
+        values["weights"] = _with_weights(run.config.data, before.weights, changes["weights"])
     number = latest.number + 1 if latest else 1
-    return Amendment.sign(run.run_id, number, checked.learning_rate, checked.momentum, key)
+    if number > AMENDMENTS_LIMIT:
+        raise ManifestError(f"the run was amended {AMENDMENTS_LIMIT} times, and can't be again.", "Create another run.")
+    try:
+        overrides = Overrides.model_validate(before.model_dump(exclude_none=True) | values)
+    except ValidationError as error:
+        raise ManifestError(describe_validation_error("the amendment", error, Overrides)) from None
+    if problem := overrides.problem(run.config) or _objection(view, overrides, changes):
+        raise ManifestError(f"the amendment: {problem}")
+    return Amendment.sign(run.run_id, number, overrides.content, key)
+
+
+def _weight(text: str) -> tuple[str, float]:
+    """Return a source and its weight. Raises: UsageError."""
+    source, _, weight = text.rpartition("=")
+    try:
+        return source, float(weight)
+    except ValueError:
+        raise click.UsageError(f"--mixture {text}: write SOURCE=WEIGHT, such as stdlib=0.5.") from None
+
+
+def _with_weights(
+    data: DataSection, before: tuple[float, ...] | None, changes: Iterable[tuple[str, float]]
+) -> tuple[float, ...]:
+    """Return the weights of a run's sources, in their order, with some changed. Raises: ManifestError."""
+    weights = list(data.weights if before is None else before)
+    names = [source.source for source in data.all_sources]
+    for named, weight in changes:
+        places = [place for place, name in enumerate(names) if named in (name, f"#{place + 1}")]
+        if len(places) != 1:
+            listed = ", ".join(f"#{place} {name}" for place, name in enumerate(names, 1))
+            raise ManifestError(
+                f"--mixture: {len(places) or 'no'} sources of the run have the name {named!r}.",
+                f"Name one of: {listed}.",
+            )
+        weights[places[0]] = weight
+    return tuple(weights)
+
+
+def _objection(view: RunView, overrides: Overrides, changes: Mapping[str, Any]) -> str:
+    """Return why it is too late for these changes, or nothing would be learned by them; empty: neither."""
+    taken, first = view.outer_step, view.outer_step + 1
+    if view.is_finished:
+        return f"{view.run.run_id} has taken its last outer step, and no entry follows. Create another run."
+    if changes.keys().isdisjoint({"decay", "outer_steps"}):
+        return ""
+    if "decay" in changes and overrides.decay is not None and overrides.decay.after < first:
+        return f"decay.after = {overrides.decay.after}: the run has taken {taken} outer steps. Use {first} or more."
+    if overrides.total_outer_steps(view.run.config) < first:
+        return f"outer_steps = {overrides.outer_steps}: the run has taken {taken} outer steps. Use {first} or more."
+    if beyond := next(_beyond_schedules(view.run.config, overrides), None):
+        return f"{beyond}; nothing is learned from there on. Give fewer --outer-steps, or --decay-steps, too."
+    return ""

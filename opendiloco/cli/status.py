@@ -228,7 +228,7 @@ async def _show_status(invite: Invite, key: Identity, as_json: bool, watch: bool
         "run": run.run_id,
         "agree": view.agreement.verdict,
         "signed": plain_signed(signed),
-        "outer_optimizer": view.amended.plain(run),
+        "in_force": view.amended.plain(run.config),
         "peers": [_plain(beat, run.config) for beat in view.peers],
         "here": [{"peer": peer, "phase": one.phase, "paused": list(one.reasons)} for peer, one in here.items()],
     }

@@ -1,8 +1,9 @@
 """`run.toml`: its tables, each value checked, and what a person is told about a mistake. Needs no torch.
 
 Other rooms import:
-data: BYTE_TOKENIZER_SIZE, DataSection, STANDARD_LIBRARY, SourceSection, TokenizerSection
+data: BYTE_TOKENIZER_SIZE, DataSection, MixturePhase, STANDARD_LIBRARY, SourceSection, TokenizerSection
 model: ModelSection, check_initial_weights, digest_of_weights, read_model_values
+overrides: NO_OVERRIDES, Overrides, bare_in_words, mixture_phases, value_in_words
 optimizers: AdafactorSection, AdamWSection, AdamWSettings, InnerOptimizerSection, MuonSection, OuterOptimizerSection,
     OuterScheduleSection, TorchSection
 run_config: CodecSection, EvaluationSection, RunConfig, StreamingSection, TrainingSection, misfit

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -37,6 +38,32 @@ def _check_revision(value: str) -> str:
     return value
 
 
+def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the smallest whole numbers with the proportions of these weights (of the decimals as written).
+
+    Raises: ValueError when no source has any, or when the proportions come true after too many samples only.
+    """
+    if not any(weights):
+        raise ValueError("all weights are 0, so nothing would be read; give one source more")
+    exact = [Fraction(repr(weight)) for weight in weights]
+    whole = [int(weight * math.lcm(*(other.denominator for other in exact))) for weight in exact]
+    shares = tuple(share // math.gcd(*whole) for share in whole)
+    if sum(shares) > LONGEST_CYCLE:
+        raise ValueError(
+            f"the weights' proportions come true only every {sum(shares)} samples, more than {LONGEST_CYCLE}; "
+            "use rounder weights, such as whole numbers up to 100"
+        )
+    return shares
+
+
+class MixturePhase(NamedTuple):
+    """The shares that the sources have of the samples from a sample number on."""
+
+    first: int
+    shares: tuple[int, ...]
+
+
+Weight = Annotated[float, Field(ge=0, le=1e9)]
 Split = Annotated[str, AfterValidator(_check_split), WithJsonSchema({"type": "string", "minLength": 1})]
 Revision = Annotated[str, AfterValidator(_check_revision), WithJsonSchema({"type": "string", "minLength": 1})]
 
@@ -68,11 +95,11 @@ class SourceSection(Section):
     """One source of a mixture: "stdlib", a folder, or a data set's name on the hub.
 
     `subset`, `split`, `revision` and `column` choose a data set's rows and their text. Samples are taken in proportion
-    to the `weight`s. A source with `streaming` is read without being downloaded first; one with `shards` is never read
-    whole: its files are dealt to so many shards, each shard gives `windows_per_shard` windows, and each peer reads the
-    shards that its samples are in. `digest` is that of all tokens of a source without shards
-    (`data.token_files.digest_of_tokens`): a peer with others is refused. `diloco-peer run create` fills it in where the
-    source is a folder of tokens.
+    to the `weight`s. One of 0 is for a source that the organiser may amend the run to read later, as for a cool-down.
+    A source with `streaming` is read without being downloaded first; one with `shards` is never read whole: its files
+    are dealt to so many shards, each shard gives `windows_per_shard` windows, and each peer reads the shards that its
+    samples are in. `digest` is that of all tokens of a source without shards (`data.token_files.digest_of_tokens`): a
+    peer with others is refused. `diloco-peer run create` fills it in where the source is a folder of tokens.
     """
 
     source: Name
@@ -80,7 +107,7 @@ class SourceSection(Section):
     split: Split = "train"
     revision: Revision | None = None
     column: Name = "text"
-    weight: Annotated[float, Field(gt=1e-9, le=1e9)] = 1.0
+    weight: Weight = 1.0
     streaming: bool = False
     shards: Positive | None = None
     windows_per_shard: Annotated[int, Field(ge=1, le=10**9)] | None = None
@@ -120,11 +147,7 @@ class DataSection(Section):
             raise ValueError(
                 f"both {key} and [[data.sources]] are given; write {key} into the tables, or leave them out"
             )
-        if sum(self.shares) > LONGEST_CYCLE:
-            raise ValueError(
-                f"the weights' proportions come true only every {sum(self.shares)} samples, more than {LONGEST_CYCLE}; "
-                "use rounder weights, such as whole numbers up to 100"
-            )
+        shares_of(self.weights)
         return self
 
     @property
@@ -138,11 +161,14 @@ class DataSection(Section):
         return self.sources or (SourceSection(**{"source": STANDARD_LIBRARY} | self._short_form),)
 
     @property
+    def weights(self) -> tuple[float, ...]:
+        """The sources' weights."""
+        return tuple(source.weight for source in self.all_sources)
+
+    @property
     def shares(self) -> tuple[int, ...]:
-        """The sources' weights as the smallest whole numbers with the same proportions (of the decimals as written)."""
-        weights = [Fraction(repr(source.weight)) for source in self.all_sources]
-        whole = [int(weight * math.lcm(*(other.denominator for other in weights))) for weight in weights]
-        return tuple(share // math.gcd(*whole) for share in whole)
+        """The sources' weights as the smallest whole numbers with the same proportions."""
+        return shares_of(self.weights)
 
     def with_sources(self, sources: tuple[SourceSection, ...]) -> DataSection:
         """The same with other sources, in the same order and proportions."""

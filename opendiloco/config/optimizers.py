@@ -15,8 +15,21 @@ from opendiloco.config.section import (
     StepCount,
     TokenCount,
 )
-from peers.values.manifest import check_momentum
 from peers.values.wire import printable
+
+LEAST_MOMENTUM = 1e-3
+"""But for none at all: a delayed momentum divides by it."""
+
+
+def _check_momentum(value: float) -> float:
+    """Return the momentum; 0 for -0, which is equal to it, and has other bytes. Raises: ValueError."""
+    if 0 < value < LEAST_MOMENTUM:
+        raise ValueError(f"a momentum of {value:g} is too small; use 0, or {LEAST_MOMENTUM:g} or more")
+    return value + 0.0
+
+
+OuterLearningRate = Annotated[float, Field(gt=0, le=100)]
+OuterMomentum = Annotated[Fraction, AfterValidator(_check_momentum)]
 
 
 class AdamWSettings(Section):
@@ -187,7 +200,7 @@ class OuterOptimizerSection(Section):
     """
 
     kind: Literal["nesterov"] = "nesterov"
-    learning_rate: Annotated[float, Field(gt=0, le=100)] = 0.7
-    momentum: Annotated[Fraction, AfterValidator(check_momentum)] = 0.9
+    learning_rate: OuterLearningRate = 0.7
+    momentum: OuterMomentum = 0.9
     momentum_every: Annotated[int, Field(ge=1, le=1000)] = 1
     schedule: OuterScheduleSection | None = None

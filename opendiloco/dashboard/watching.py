@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opendiloco.run import Run
 from opendiloco.storage.run_folder import HeldOutCurve
+from opendiloco.view.amended import changed_values, changes_in_words
 from opendiloco.view.chronicle import KEPT, Change, Chronicle, Record, Signatures
 from opendiloco.view.run_view import RunView, bounded_loss, plain_peer, plain_signed
 from peers.errors import DilocoPeerError
@@ -312,7 +313,7 @@ class RunHistory:
             "seconds_per_step": self.timeline.usual_seconds,
             "archives": len(view.peers) - len(view.trainers),
             "signed": self._signed,
-            "outer_optimizer": view.amended.plain(view.run),
+            "amended": view.amended.lines(),
             "me": self.me,
             "no_log": "" if self._has_log else self._no_log or "The log has no entry yet.",
         }
@@ -393,13 +394,9 @@ def _plain_record(record: Record, run: Run) -> Plain:
 
 
 def _plain_change(change: Change, run: Run) -> Plain:
-    """Return what an entry changes of the outer optimizer."""
-    new, old = change.amendment, change.before or run.config.outer_optimizer
-    return {
-        "number": new.number,
-        "learning_rate": [old.learning_rate, new.learning_rate],
-        "momentum": [old.momentum, new.momentum],
-    }
+    """Return what an entry changes, in words."""
+    changed = changed_values(run.config, change.before, change.amendment)
+    return {"number": change.amendment.number, "values": changes_in_words(changed)}
 
 
 # Watching -------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The run's endless deterministic sample order: which window of which source a sample number is.
 
-A mixture deals sample numbers to its sources, in exact proportions. The p-th sample of a source with N windows is
+A mixture deals sample numbers to its sources, in exact proportions; another one may follow it from a number on, where
+the log has taken in an amendment. The p-th sample of a source with N windows is
 window `permutation_e(p mod N)` of epoch e = p div N. A sample number is thus all that must be remembered to go on
 exactly where a peer stopped, and lease ranges that are disjoint within an epoch are disjoint in text.
 """
@@ -17,6 +18,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from opendiloco.config.data import MixturePhase
 from opendiloco.data.tokenizer import TokenArray, Tokenizer
 from peers.values.leases import SampleRange
 
@@ -93,6 +95,34 @@ class Mixture:
         sources = self._source[places]
         return sources, cycles * self.shares[sources] + self._place[places]
 
+    def dealt(self, count: int) -> Numbers:
+        """Return how many of the first `count` numbers each source has."""
+        cycles, rest = divmod(count, self.cycle)
+        return cycles * self.shares + np.bincount(self._source[:rest], minlength=len(self.shares))
+
+
+class Mixtures:
+    """Deals numbers by one mixture after another. Each phase counts from its first number on, and each source goes on
+    where the phases before have left it: no sample of a source is dealt twice, and none is left out."""
+
+    def __init__(self, phases: Sequence[MixturePhase]) -> None:
+        """The first phase begins with number 0, and each later one after the one before."""
+        self.phases = tuple(phases)
+        self._firsts = np.array([phase.first for phase in phases], np.int64)
+        self._mixtures = [Mixture(phase.shares) for phase in phases]
+        self._dealt = [np.zeros(len(phases[0].shares), np.int64)]
+        """How many samples of each source come before each phase."""
+        for mixture, (before, after) in zip(self._mixtures, pairwise(phases), strict=False):
+            self._dealt.append(self._dealt[-1] + mixture.dealt(after.first - before.first))
+
+    def assign(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """For each number its source, and how many of that source's numbers come before it; both of the same shape."""
+        sources, positions = np.empty_like(numbers), np.empty_like(numbers)
+        for phase, here in _groups(np.searchsorted(self._firsts, numbers, side="right") - 1):
+            found, places = self._mixtures[phase].assign(numbers[here] - self._firsts[phase])
+            sources[here], positions[here] = found, places + self._dealt[phase][found]
+        return sources, positions
+
 
 class Windows:
     """Consecutive windows of sequence_length + 1 tokens; each starts at the last token of the one before."""
@@ -166,10 +196,17 @@ class SampleOrder:
 
     def __init__(self, sources: Sequence[Shuffled], mixture: Mixture, document_end: int | None = None) -> None:
         self._sources = sources
-        self._mixture = mixture
+        self._mixtures = Mixtures([MixturePhase(0, tuple(mixture.shares.tolist()))])
         self.document_end = document_end
         """The token that closes a document, where attention and loss stay within documents."""
         self._leased: Numbers = np.empty(0, np.int64)
+
+    def mix(self, phases: Sequence[MixturePhase]) -> None:
+        """Deal samples to sources by these mixtures, each from its first sample on; before them by the one that the
+        order has begun with. What a phase says of samples that were read is the same whenever it is said."""
+        wanted = (self._mixtures.phases[0], *phases)
+        if wanted != self._mixtures.phases:
+            self._mixtures = Mixtures(wanted)
 
     def expect(self, lease: Numbers) -> None:
         """Say which samples are read from now on. The lease after this one is expected as far on as this one was."""
@@ -177,13 +214,13 @@ class SampleOrder:
             return
         before, self._leased = self._leased, lease
         step = int(lease[0] - before[0]) if len(before) and lease[0] > before[-1] else int(lease[-1] - lease[0]) + 1
-        sources, positions = self._mixture.assign(np.concatenate([lease, lease[:1] + step]))
+        sources, positions = self._mixtures.assign(np.concatenate([lease, lease[:1] + step]))
         for source, here in _groups(sources):
             self._sources[source].expect(positions[here])
 
     def read(self, numbers: Numbers) -> Numbers:
         """The samples with these numbers as token ids, shape (len(numbers), sequence_length + 1)."""
-        sources, positions = self._mixture.assign(numbers)
+        sources, positions = self._mixtures.assign(numbers)
         return _by_group(sources, lambda source, here: self._sources[source].read(positions[here]))
 
 
@@ -207,7 +244,9 @@ class HeldOutWindows:
 
     def spread(self, windows: int) -> NDArray[np.int64]:
         """The numbers of at most so many windows in the mixture's proportions, evenly spread over each source."""
-        enough = int(np.min(self._counts * self._mixture.cycle // self._mixture.shares))
+        shares = self._mixture.shares
+        is_read = shares > 0
+        enough = int(np.min(self._counts[is_read] * self._mixture.cycle // shares[is_read]))
         sources, places = self._mixture.assign(np.arange(min(windows, enough), dtype=np.int64))
         wanted = np.bincount(sources, minlength=len(self._parts))
         chosen: NDArray[np.int64] = self._starts[sources] + places * self._counts[sources] // wanted[sources]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import numpy as np
 import torch
 
+from opendiloco.config.overrides import Overrides, mixture_phases
 from opendiloco.config.run_config import StreamingSection
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.own_files import NONE, OwnFiles
@@ -26,6 +27,7 @@ from opendiloco.library.text import RunsText
 from opendiloco.model.layout import Layout
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
+from opendiloco.training.inner import inner_learning_rate_factor
 from opendiloco.training.streaming import Cycles
 from opendiloco.view.curves import configuration_of
 from opendiloco.volunteer.interrupts import RememberedInterrupt
@@ -135,8 +137,6 @@ class DiLoCo:
         to read instead of sources that are local to this machine, `own` the run's model and tokenizer where these are.
         With `evaluates`, it takes its turns to evaluate. `is_abandoned` says whether the loop has ended without leaving
         this context: the run is then left all the same."""
-        self.finished = False
-        """Whether the run has had its last outer step. The model then holds the run's final weights."""
         check_own_model(model)
         self._model = model
         self._inner_optimizer = getattr(inner_optimizer, "optimizer", inner_optimizer)  # accelerate wraps it
@@ -147,6 +147,7 @@ class DiLoCo:
         self._until_leaving = ExitStack()
         self._interrupt = RememberedInterrupt()
         self._work: InnerLoop | None = None
+        self._over_after: int | None = None  # outer steps of the run, when it is over
         self._outer_step: OuterStep | None = None
         self._swarm = SwarmThread(Invite.parse(run), identity or Identity.generate(), ticket, own, model, is_abandoned)
 
@@ -197,9 +198,14 @@ class DiLoCo:
         return self._swarm.joined.result().worker
 
     @property
+    def finished(self) -> bool:
+        """Return whether the run has had its last outer step. The model then holds the run's final weights."""
+        return self._over_after is not None
+
+    @property
     def outer_step(self) -> int:
         """Outer steps that the run has taken."""
-        return self.run.config.total_outer_steps if self._work is None else self._work.index
+        return self._over_after or 0 if self._work is None else self._work.index
 
     @property
     def inner_step(self) -> int:
@@ -210,6 +216,17 @@ class DiLoCo:
     def lease(self) -> tuple[SampleRange, ...]:
         """Return the samples of the present outer step: numbers in the run's endless order, for this peer alone."""
         return () if self._work is None else self._work.samples
+
+    @property
+    def learning_rate_factor(self) -> float:
+        """Return the factor that the run's schedule and amendments give the inner learning rate in the next inner step;
+        0 when the run is over. It is the loop that multiplies its rate with it."""
+        if (work := self._work) is None:
+            return 0.0
+        config, steps_done = self.run.config, self._itinerary.steps_done
+        step = work.index * config.training.inner_steps + steps_done
+        tokens = work.tokens + (steps_done + 1) * config.training.batch_size * config.training.sequence_length
+        return inner_learning_rate_factor(config, Overrides.of(work.amendment, config), step, tokens)
 
     def track(self, choice: str) -> None:
         """Draw curves until it leaves, in "tensorboard:FOLDER" or "wandb:PROJECT"; the first process does. Raises:
@@ -253,7 +270,9 @@ class DiLoCo:
     def _next_windows(self) -> torch.Tensor:
         """Read the run's text for the next inner step."""
         assert self._text.opened is not None
+        assert self._work is not None
         samples, size = self._text.opened.samples, self.run.config.training.batch_size
+        samples.mix(mixture_phases(self._work.amendments, self.run.config))
         lease, first = numbers_of(self.lease), self.inner_step * size
         samples.expect(lease)
         return torch.from_numpy(samples.read(lease[first : first + size]))
@@ -264,27 +283,30 @@ class DiLoCo:
     def _begin_outer_step(self) -> None:
         """Wait for the swarm, which may have theta evaluated first, and take over theta, unless the loop goes on."""
         while True:
-            self._work, goes_on, planned = self._ranks.from_first(self._next_outer_step)
+            self._work, goes_on, planned, over_after = self._ranks.from_first(self._next_outer_step)
             self._tokens.take()  # what has passed through the model until now is trained no more
             if not goes_on:
                 self._replica.load(self._on_first(lambda: self._begin_with))
             if self._work is None:
-                self.finished = True
+                self._over_after = over_after
                 return
-            is_last = self._work.index + 1 == self.run.config.total_outer_steps
+            overrides = Overrides.of(self._work.amendment, self.run.config)
+            is_last = self._work.index + 1 == overrides.total_outer_steps(self.run.config)
             self._itinerary.begin(planned, goes_on, is_last)
             self._between_steps()
             if not self._itinerary.is_over:
                 return
 
-    def _next_outer_step(self) -> tuple[InnerLoop | None, bool, int]:
-        """Return what is to be trained next, whether the loop goes on from where it is, and for how many steps."""
+    def _next_outer_step(self) -> tuple[InnerLoop | None, bool, int, int]:
+        """Return what is to be trained next, whether the loop goes on from where it is, and for how many steps; when
+        the run is over, after how many outer steps."""
         worker, training = self._worker, self.run.config.training
         outer_step = worker.next_outer_step(lambda: self._text.evaluate(self.run, worker, self._replica))
         self._outer_step = outer_step
         if outer_step is None:
-            return None, False, 0
-        return outer_step.work, outer_step.begin_with is None, outer_step.planned_steps(training.batch_size)
+            return None, False, 0, worker.outer_steps_taken
+        planned = outer_step.planned_steps(training.batch_size)
+        return outer_step.work, outer_step.begin_with is None, planned, 0
 
     @property
     def _begin_with(self) -> Vector:

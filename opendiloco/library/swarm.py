@@ -150,6 +150,8 @@ class LoopWorker:
         self.fragments: Sequence[slice] = layout.fragments
         self.device = "the caller's loop"
         self.telemetry = Telemetry(inner_steps)
+        self.outer_steps_taken = 0
+        """Those of the whole run, once it is over."""
         self._torch_device = device
         self._outer_steps: queue.SimpleQueue[OuterStep | Future[HeldOut | None] | BaseException | None]
         self._outer_steps = queue.SimpleQueue()
@@ -215,6 +217,11 @@ class LoopWorker:
         """It lives as long as we do."""
         await asyncio.Event().wait()
         raise AssertionError("nobody sets that event")
+
+    def run_is_over(self, outer_steps: int) -> None:
+        """Take in that the run has taken its last outer step, after so many."""
+        self.outer_steps_taken = outer_steps
+        self.end()
 
     def end(self, error: BaseException | None = None) -> None:
         """There are no more outer steps: the run is over, or this went wrong."""
@@ -349,7 +356,7 @@ class SwarmThread(threading.Thread):
         async with connected(self.identity, self._invite.addresses) as transport:
             run = (await find_run(transport, self._invite.run_id)).with_own(self._own)
             worker = await asyncio.to_thread(self.worker_of, run)  # what is refused is refused before we are a member
-            workload = Workload(worker, run.config, run_is_over=worker.end)
+            workload = Workload(worker, run.config, run_is_over=worker.run_is_over)
             digest = await workload.state_digest()
             await ask_for_signed_heads(transport, run, self._invite.addresses)
             admission = await enter(transport, run, self.identity, self._invite.addresses, None, self._ticket)

@@ -15,6 +15,7 @@ import numpy as np
 
 from opendiloco import kernels
 from opendiloco.config.model import check_initial_weights
+from opendiloco.config.overrides import Overrides
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.run import Run
@@ -83,7 +84,7 @@ class _States:
         self._state = start
         format = kernels.FORMATS[config.codec.kind]
         self._codecs = [BlockCodec(format, part.stop - part.start) for part in start.fragments]
-        self._next = index
+        self._config, self._next = config, index
         self._amendment = amendment
         self._origin = origin
         self._broken = ""  # why there is no state any more
@@ -117,7 +118,8 @@ class _States:
             return
         try:
             checked = self._codecs[entry.fragment].checked(payload)
-            self._state.apply(checked, entry.index, entry.fragment, self._amendment)
+            overrides = Overrides.of(self._amendment, self._config)
+            self._state.apply(checked, entry.index, entry.fragment, overrides)
         except BadBlocksError as error:
             findings.wrong.append((entry.index, f"its payload cannot be applied: {error}"))
             self._broken = f"which follow from the wrong entry {entry.index}"
@@ -188,7 +190,8 @@ class _Proofs:
 
 
 def audit(folder: Path, run: Run, checkpoint: Checkpoint | None, own: OwnFiles) -> Findings:
-    """Verify all that can be verified of a log. Raises: LogFolderError, and what building the model raises."""
+    """Verify all that can be verified of a log. Raises: LogFolderError, AmendmentError, and what building the model
+    raises."""
     findings = Findings()
     try:
         chain = _check_chain(folder / ENTRIES, run, findings)

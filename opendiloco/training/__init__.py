@@ -6,7 +6,7 @@ the peer process uses, do not.
 Other rooms import:
 codec: BlockCodec, RunRounding
 evaluation: EVALUATED_AT_ONCE, generate_sample, held_out_loss
-inner: InnerStep, InnerSteps, ModelReplica
+inner: InnerStep, InnerSteps, ModelReplica, inner_learning_rate_factor
 moments_file: NO_STEP, digest_place, header_of, read_header
 optimizers: FUSED_ON, check_inner_optimizer
 outer: LocalState, Measuring, OuterState, OuterStepTaken

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
 
+from opendiloco.config.overrides import NO_OVERRIDES, Overrides
 from opendiloco.config.run_config import CodecSection, RunConfig, TrainingSection
 from opendiloco.data.sample_order import Batches, SampleOrder, numbers_of
 from opendiloco.errors import WorkerError
@@ -152,6 +153,15 @@ class InnerSteps:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+def inner_learning_rate_factor(config: RunConfig, overrides: Overrides, step: int, tokens: int) -> float:
+    """Return the factor of the inner learning rate in inner step `step` of the run, counted from 0, after which
+    `tokens` are trained."""
+    done, decay = tokens if config.schedule.unit == "tokens" else step + 1, overrides.decay
+    decayed = None if decay is None else decay.fraction(config.training.inner_steps, step + 1)
+    factor, lowered = learning_rate_factor(config.schedule, done, decayed), overrides.inner_learning_rate_factor
+    return factor if lowered is None else factor * lowered
 
 
 # The replica ----------------------------------------------------------------------------------------------------------
@@ -304,12 +314,14 @@ class ModelReplica:
         steps: int,
         tokens: int = 0,
         stop_wanted: Callable[[], bool] = lambda: False,
+        overrides: Overrides = NO_OVERRIDES,
     ) -> InnerSteps:
         """Load theta, and return at most `steps` inner steps of outer step `index`, each on the lease's next batch.
         Without a theta, the weights go on from where they are.
 
         `tokens` is what all peers have trained before this outer step, for schedules that go by it. All workers stop
-        after the first inner step in which `stop_wanted` to any of them, asked before the weights change.
+        after the first inner step in which `stop_wanted` to any of them, asked before the weights change. `overrides`
+        are in force in this outer step.
         """
         if self._warmed_up is None:  # from the run's beginning its schedule has a warmup of its own
             self._warmed_up = 0 if index else self._config.inner_optimizer.rewarmup_steps
@@ -319,9 +331,8 @@ class ModelReplica:
         if theta is not None:
             self.load(theta)
         self.model.train()
-        return InnerSteps(
-            partial(self._inner_step, stop_wanted), self._samples, self._config.training, index, lease, steps, tokens
-        )
+        take = partial(self._inner_step, stop_wanted, overrides)
+        return InnerSteps(take, self._samples, self._config.training, index, lease, steps, tokens)
 
     def train(
         self, theta: Vector, index: int, lease: tuple[SampleRange, ...], steps: int, tokens: int = 0
@@ -333,12 +344,10 @@ class ModelReplica:
         return inner_steps.trained
 
     def _inner_step(
-        self, stop_wanted: Callable[[], bool], batch: NDArray[np.int64], step: int, tokens: int
+        self, stop_wanted: Callable[[], bool], overrides: Overrides, batch: NDArray[np.int64], step: int, tokens: int
     ) -> tuple[float, float, bool]:
         """Take inner step `step` of the run, counted from 0, after which `tokens` are trained."""
-        schedule = self._config.schedule
-        done = tokens if schedule.unit == "tokens" else step + 1
-        factor = learning_rate_factor(schedule, done) * self._rewarmup()
+        factor = inner_learning_rate_factor(self._config, overrides, step, tokens) * self._rewarmup()
         for group in self._optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         while True:

@@ -6,9 +6,9 @@ An outer step of DiLoCo (Algorithm 1, lines 12 to 14 of arXiv 2311.08105) with N
     m     = mu * m + g
     theta = theta - learning_rate * (g + mu * m)
 
-The learning rate and mu are the manifest's, or those of the organiser's amendment that the log has in force. They must
-be the same bits on every machine: a schedule only uses operations that IEEE 754 rounds in one way, in float64
-(division, multiplication, differences and square roots, but no cosine of a C library's).
+The learning rate and mu are the manifest's, or those that the amendment in force sets in their place. They must be the
+same bits on every machine: a schedule only uses operations that IEEE 754 rounds in one way, in float64 (division,
+multiplication, differences and square roots, but no cosine of a C library's).
 
 Of a run that streams, each fragment takes its own (Algorithm 2, line 20, of arXiv 2501.18512).
 
@@ -31,6 +31,7 @@ import numpy as np
 
 from opendiloco import kernels
 from opendiloco.config.optimizers import OuterOptimizerSection, OuterScheduleSection
+from opendiloco.config.overrides import NO_OVERRIDES, Overrides
 from opendiloco.config.run_config import RunConfig
 from opendiloco.host_memory import STATE_BYTES
 from opendiloco.kernels import Payload
@@ -42,20 +43,22 @@ from peers.values.workload import Blocks, SnapshotError
 
 
 # Learning rate --------------------------------------------------------------------------------------------------------
-def learning_rate_factor(schedule: OuterScheduleSection, done: int) -> float:
+def learning_rate_factor(schedule: OuterScheduleSection, done: int, decayed: float | None = None) -> float:
     """Return the factor of the peak learning rate in the step that brings the count of steps, or tokens, to `done`.
 
     Warmup rises linearly and reaches 1 at its last step; decay reaches `final_fraction` at its last step, where the
-    factor stays. `done` is 1 or more.
+    factor stays. `done` is 1 or more. `decayed` is the share of another decay that is over, if there is one in place of
+    the schedule's own.
     """
     warmup, stable, decay = schedule.phases
     if done <= warmup:
         return done / warmup
-    decayed = done - warmup - stable
-    if decayed <= 0 or schedule.kind == "constant":
-        return 1.0
-    fraction = min(1.0, decayed / decay) if decay else 1.0
-    return 1.0 - _SHAPES[schedule.shape](fraction) * (1.0 - schedule.final_fraction)
+    if decayed is None:
+        since = done - warmup - stable
+        if since <= 0 or schedule.kind == "constant":
+            return 1.0
+        decayed = min(1.0, since / decay) if decay else 1.0
+    return 1.0 - _SHAPES[schedule.shape](decayed) * (1.0 - schedule.final_fraction)
 
 
 def _half_cosine(fraction: float) -> float:
@@ -88,12 +91,12 @@ class OuterState:
         self._optimizer = optimizer
 
     def apply(
-        self, payload: kernels.Payload, index: int, fragment: int = 0, amendment: Amendment | None = None
+        self, payload: kernels.Payload, index: int, fragment: int = 0, overrides: Overrides = NO_OVERRIDES
     ) -> None:
         """Take outer step `index` of the run, counted from 0, of one fragment, with an average: a whole payload of the
-        fragment that is known to be one (`BlockCodec.checked`). `amendment` is the one that the log has in force."""
-        coefficient, every, part = self.coefficient(amendment), self._optimizer.momentum_every, self.fragments[fragment]
-        rate, theta, momentum = self.learning_rate(index, amendment) / every, self.theta[part], self.momentum[part]
+        fragment that is known to be one (`BlockCodec.checked`). `overrides` are in force in it."""
+        coefficient, every, part = self.coefficient(overrides), self._optimizer.momentum_every, self.fragments[fragment]
+        rate, theta, momentum = self.learning_rate(index, overrides) / every, self.theta[part], self.momentum[part]
         if (index + 1) % every == 0:
             kernels.outer_step(payload, theta, momentum, rate, coefficient)
             return
@@ -101,14 +104,15 @@ class OuterState:
         if coefficient:  # with which all that is here is multiplied in the last one
             kernels.accumulate(payload, 1 / coefficient, momentum)
 
-    def learning_rate(self, index: int, amendment: Amendment | None = None) -> float:
-        """Return the learning rate of outer step `index`, with this amendment in force: the same bits everywhere."""
-        peak, schedule = (amendment or self._optimizer).learning_rate, self._optimizer.schedule
+    def learning_rate(self, index: int, overrides: Overrides = NO_OVERRIDES) -> float:
+        """Return the learning rate of outer step `index`, with these overrides in force: the same bits everywhere."""
+        peak, schedule = overrides.outer_learning_rate, self._optimizer.schedule
+        peak = self._optimizer.learning_rate if peak is None else peak
         return peak if schedule is None else peak * learning_rate_factor(schedule, index + 1)
 
-    def coefficient(self, amendment: Amendment | None = None) -> float:
-        """Return mu, with this amendment in force. A delayed one stays: it scales what a period has averaged."""
-        return (self._optimizer if self._optimizer.momentum_every > 1 else amendment or self._optimizer).momentum
+    def coefficient(self, overrides: Overrides = NO_OVERRIDES) -> float:
+        """Return mu, with these overrides in force."""
+        return self._optimizer.momentum if overrides.outer_momentum is None else overrides.outer_momentum
 
     def replace(self, theta: Vector, momentum: Vector) -> None:
         """Take over another peer's state."""
@@ -138,15 +142,17 @@ class LocalState:
     def __init__(self, theta: Vector, config: RunConfig, fragments: Sequence[slice] | None = None) -> None:
         """`theta` is used in place; momentum begins as zeros. `fragments` are the layout's; by default there is one."""
         self.outer = OuterState(theta, config.outer_optimizer, fragments)
+        self._config = config
         format = kernels.FORMATS[config.codec.kind]
         self.fragments = [BlockCodec(format, part.stop - part.start) for part in self.outer.fragments]
 
     async def apply(
         self, payload: Blocks, index: int, fragment: int = 0, *, amendment: Amendment | None = None
     ) -> None:
-        """Raises: BadBlocksError, and changes nothing."""
+        """Raises: BadBlocksError, AmendmentError, and changes nothing."""
+        overrides = Overrides.of(amendment, self._config)
         await asyncio.to_thread(
-            lambda: self.outer.apply(self.fragments[fragment].checked(payload), index, fragment, amendment)
+            lambda: self.outer.apply(self.fragments[fragment].checked(payload), index, fragment, overrides)
         )
 
     async def state_digest(self) -> bytes:
@@ -258,7 +264,7 @@ class Measuring:
         """No outer step takes what has been trained."""
         self._trained_at.clear()
 
-    def taken(self, average: Payload, index: int, fragment: int, keeps_work: bool, amendment: Amendment | None) -> None:
+    def taken(self, average: Payload, index: int, fragment: int, keeps_work: bool, overrides: Overrides) -> None:
         """Measure the outer step that a fragment has just taken, if somebody listens. One that `keeps_work` until a
         later cycle does not take our contribution."""
         is_last = fragment == len(self._contributions) - 1
@@ -275,7 +281,7 @@ class Measuring:
             self._parts[fragment] = await asyncio.to_thread(OuterStatistics.measured, average, momentum, own)
             if len(self._parts) == len(self._contributions):
                 statistics = OuterStatistics.together(list(self._parts.values()))
-                rate, coefficient = self._state.learning_rate(index, amendment), self._state.coefficient(amendment)
+                rate, coefficient = self._state.learning_rate(index, overrides), self._state.coefficient(overrides)
                 on_outer_step(OuterStepTaken(index, rate, coefficient, pause, statistics))
 
         self._measuring = asyncio.create_task(measure())

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from opendiloco import kernels
+from opendiloco.config.overrides import NO_OVERRIDES, Overrides, mixture_phases
 from opendiloco.config.run_config import RunConfig, StreamingSection
 from opendiloco.data.tokenizer import Tokenizer, build_tokenizer
 from opendiloco.data.training_data import TrainingData, load_data
@@ -44,7 +45,7 @@ from opendiloco.training.streaming import Cycles
 from peers.protocol.weights import aged
 from peers.values.chunks import digest_of_state
 from peers.values.leases import SampleRange
-from peers.values.manifest import Amendment
+from peers.values.manifest import LoggedAmendment
 
 OuterOptimizer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """An optimizer's class, or a function that makes one. It is called once for each fragment, with theta's tensors in the
@@ -93,8 +94,11 @@ class Member:
         self._ended_at: int | None = None
         self._streams = len(replica.layout.fragments) > 1 or not streaming.is_plain
 
-    def take_part(self, work: Work, theta: Vector, tokens: int, index: int, overlap: int, outer_steps: int) -> None:
-        """Begin with a lease, or go on with it; without the cycle before, from `theta`, after `tokens` of the run."""
+    def take_part(
+        self, work: Work, theta: Vector, tokens: int, overrides: Overrides, index: int, overlap: int, config: RunConfig
+    ) -> None:
+        """Begin with a lease, or go on with it; without the cycle before, from `theta`. After `tokens` of the run, and
+        with `overrides` in force: those of the outer step that it begins in."""
         self.work, began_at = work, index - work.age
         if began_at == self.began_at:
             return
@@ -106,8 +110,11 @@ class Member:
         if not goes_on:
             self.base[:] = theta
         begin_with = None if goes_on else theta
-        steps = self._inner_steps = self.replica.inner_steps(begin_with, began_at, work.samples, work.steps, tokens)
-        self.cycles.begin(steps.planned, steps.every(), overlap, goes_on, is_last=began_at + 1 == outer_steps)
+        steps = self._inner_steps = self.replica.inner_steps(
+            begin_with, began_at, work.samples, work.steps, tokens, overrides=overrides
+        )
+        is_last = began_at + 1 == overrides.total_outer_steps(config)
+        self.cycles.begin(steps.planned, steps.every(), overlap, goes_on, is_last)
 
     def bring(self, fragment: int) -> None:
         """Take the inner steps before a fragment is stored."""
@@ -149,12 +156,12 @@ class StreamingDiLoCo:
         self.state = OuterState(theta, config.outer_optimizer, layout.fragments)
         self.members: dict[str, Member] = {}
         self._rounding = RunRounding(config.codec)
-        self._beginnings = deque[tuple[Vector, int]](maxlen=1 + config.rounds.staleness)
-        """Theta and the run's tokens as the last outer steps began."""
+        self._beginnings = deque[tuple[Vector, int, Overrides]](maxlen=1 + config.rounds.staleness)
+        """Theta, the run's tokens and what was in force as the last outer steps began."""
         self.index = 0
         self.tokens = 0
-        self.amendment: Amendment | None = None
-        """The one that is in force from the next outer step on; set it where the log takes one in."""
+        self.overrides: Overrides = NO_OVERRIDES
+        """Those that are in force from the next outer step on."""
         self._new_replica = new_replica
         self._codec = codec
         self._optimizers: list[tuple[list[torch.nn.Parameter], torch.optim.Optimizer]] = []
@@ -183,14 +190,14 @@ class StreamingDiLoCo:
 
     def begin(self, roster: Sequence[Work]) -> list[Member]:
         """Begin an outer step. Raises: IndexError for work that is older than any that counts."""
-        self._beginnings.append((self.state.theta.copy(), self.tokens))
-        streaming, outer_steps, members = self.config.streaming, self.config.total_outer_steps, []
+        self._beginnings.append((self.state.theta.copy(), self.tokens, self.overrides))
+        streaming, members = self.config.streaming, []
         for work in roster:
             if work.replica not in self.members:
                 self.members[work.replica] = Member(self._new_replica(), streaming)
             members.append(self.members[work.replica])
             overlap = streaming.overlap if work.overlap is None else work.overlap
-            members[-1].take_part(work, *self._beginnings[-1 - work.age], self.index, overlap, outer_steps)
+            members[-1].take_part(work, *self._beginnings[-1 - work.age], self.index, overlap, self.config)
         return members
 
     def end(self, members: Sequence[Member]) -> bytes:
@@ -241,8 +248,8 @@ class StreamingDiLoCo:
         if self._optimizers:
             self._take_given_step(fragment, average)
             return
-        coefficient, every = self.state.coefficient(self.amendment), self.config.outer_optimizer.momentum_every
-        rate = np.float32(self.state.learning_rate(self.index, self.amendment) / every)
+        coefficient, every = self.state.coefficient(self.overrides), self.config.outer_optimizer.momentum_every
+        rate = np.float32(self.state.learning_rate(self.index, self.overrides) / every)
         if (self.index + 1) % every == 0:
             momentum[:] = np.float32(coefficient) * momentum + average
             theta -= rate * (average + np.float32(coefficient) * momentum)
@@ -307,6 +314,11 @@ class Reference(StreamingDiLoCo):
         theta: Vector = np.zeros(layout.size, np.float32)
         self._judge.store(theta)
         super().__init__(config, layout, theta, self.build_replica, outer_optimizer, codec)
+
+    def amend(self, amendments: Sequence[LoggedAmendment]) -> None:
+        """Go on with what the log has taken in until now: with the values of the last one, and the mixtures of all."""
+        self.overrides = Overrides.of(amendments[-1].amendment if amendments else None, self.config)
+        self._data.samples.mix(mixture_phases(amendments, self.config))
 
     def held_out_loss(self) -> float:
         """Return the loss of theta in nats per token, on the windows that a swarm evaluates on."""

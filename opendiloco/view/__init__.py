@@ -1,9 +1,11 @@
 """What a run looks like, for all that show it: the volunteer's screen, `status`, `runs`, the dashboard, trackers.
 
 Other rooms import:
+amended: amendment_in_words, changed_values, changes_in_words, outer_steps_in_force, plain_amendment,
+    values_in_force
 chronicle: Change, Chronicle, KEPT, Record, Signatures
 curves: Curves, configuration_of, versions
 progress: CHECKING, FINDING, Fragments, JoinView, Lines, OwnFacts, ProgressReader, Screen
-run_view: Agreement, Amended, Row, RunView, bounded_loss, held_out_lines, is_finished, peers_table, plain_amendment,
-    plain_line, plain_peer, plain_signed, reach_lines, row_of, signed_lines
+run_view: Agreement, Row, RunView, bounded_loss, held_out_lines, is_finished, peers_table, plain_line, plain_peer,
+    plain_signed, reach_lines, row_of, signed_lines
 """

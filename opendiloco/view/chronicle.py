@@ -40,7 +40,7 @@ class Signatures:
 
 
 class Change(NamedTuple):
-    """What an entry takes in: the outer optimizer's new values, signed, and those before (None: the manifest's)."""
+    """The amendment that an entry takes in, and the one that was in force before (None: the manifest's values were)."""
 
     amendment: Amendment
     before: Amendment | None

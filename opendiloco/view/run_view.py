@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from opendiloco.config.run_config import RunConfig
 from opendiloco.evaluation_turns import bits_per_byte
 from opendiloco.run import Run
+from opendiloco.view.amended import Amended, outer_steps_in_force
 from opendiloco.view.chronicle import Chronicle
 from peers.network.contacts import host_of, is_numeric, is_public
 from peers.network.sockets import parse_endpoint
 from peers.presence.heartbeat import NAMED_PEERS, Heartbeat, HeldOutLoss, PeerState
 from peers.presence.membership import PARTICIPATING
-from peers.values.manifest import Amendment, newest
 from peers.values.signed_heads import SignedHeads
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _shown_state(beat: Heartbeat, config: RunConfig) -> str:
 
 def is_finished(beat: Heartbeat, config: RunConfig) -> bool:
     """Return whether the peer has been through the whole run, and is there to hand out its result."""
-    return beat.state is PeerState.TRAINING and beat.index >= config.total_outer_steps
+    return beat.state is PeerState.TRAINING and beat.index >= outer_steps_in_force(config, beat.amendment)
 
 
 def reachability(beat: Heartbeat) -> str:
@@ -142,57 +142,6 @@ class Agreement:
         return f"all log and state digests agree ({self.compared} outer step{plural} compared)"
 
 
-# The organiser's amendments ---------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Amended:
-    """The amendment that is `in_force` at the peer that has trained most, and a newer one that is `proposed`: peers
-    know it, and no entry of that log has it yet."""
-
-    in_force: Amendment | None
-    proposed: Amendment | None
-
-    @classmethod
-    def seen_in(cls, run: Run, heartbeats: Iterable[Heartbeat], chronicle: Chronicle | None = None) -> Amended:
-        """Read heartbeats, and from a log, if there is one, what is in force.
-
-        What the run's organiser has not signed is passed over.
-        """
-        beats = sorted(heartbeats, key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
-        organiser = run.manifest.organiser
-        known = {
-            one: None
-            for beat in beats
-            for one in (beat.amendment, beat.proposed)
-            if one is not None and one.is_signed(run.run_id, organiser)
-        }
-        said = beats[0].amendment if beats else None
-        in_force = chronicle.amendment if chronicle is not None else said if said in known else None
-        latest = newest(in_force, *known)
-        return cls(in_force, latest if latest is not in_force else None)
-
-    def lines(self) -> list[str]:
-        """Return what is to be told to people: nothing, where the manifest's values are in force."""
-        lines = [f"in force: {self.in_force}"] if self.in_force else []
-        return [*lines, f"waits for an entry: {self.proposed}"] if self.proposed else lines
-
-    def plain(self, run: Run) -> dict[str, object]:
-        """Return the same as JSON can say it, with the outer learning rate (its schedule's peak) and momentum."""
-        source = self.in_force or run.config.outer_optimizer
-        return {
-            "learning_rate": source.learning_rate,
-            "momentum": source.momentum,
-            "amendment": plain_amendment(self.in_force),
-            "proposed": plain_amendment(self.proposed),
-        }
-
-
-def plain_amendment(amendment: Amendment | None) -> dict[str, object] | None:
-    """Return an amendment as JSON can say it."""
-    if amendment is None:
-        return None
-    return {"number": amendment.number, "learning_rate": amendment.learning_rate, "momentum": amendment.momentum}
-
-
 # The run ----------------------------------------------------------------------------------------------------------
 class RunView:
     """A run at one moment.
@@ -210,9 +159,11 @@ class RunView:
         chronicle: Chronicle | None = None,
         step_before: int = 0,
     ) -> None:
-        last = min(run.config.total_outer_steps, LARGEST_STEP)
         beats = [beat for beat in heartbeats if beat.state is not PeerState.LEAVING]
         self.run = run
+        self.amended = Amended.seen_in(run, beats, chronicle)
+        """The amendments in force: by the log where there is one, by what peers say elsewhere."""
+        last = min(self.outer_steps, LARGEST_STEP)
         self.peers = tuple(_bounded(beat, last) for beat in beats)
         self.agreement = agreement or Agreement()
         self.agreement.observe(beats)
@@ -240,7 +191,7 @@ class RunView:
     @property
     def outer_steps(self) -> int:
         """Return the outer steps of the whole run."""
-        return self.run.config.total_outer_steps
+        return outer_steps_in_force(self.run.config, self.amended.in_force)
 
     @property
     def is_finished(self) -> bool:
@@ -257,11 +208,6 @@ class RunView:
         """Return the tokens that were trained in the run until now."""
         logged = self.chronicle.records[-1].lineage_tokens if self.chronicle and self.chronicle.records else 0
         return max(logged, statistics.median_low(beat.lineage_tokens for beat in self.working) if self.working else 0)
-
-    @property
-    def amended(self) -> Amended:
-        """Return the amendments in force: by the log where there is one, by what peers say elsewhere."""
-        return Amended.seen_in(self.run, self.peers, self.chronicle)
 
     @property
     def held_out(self) -> list[HeldOutLoss]:
@@ -319,7 +265,7 @@ def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> Row:
         f"{beat.inner_step}/{config.training.inner_steps}",
         f"{beat.tokens_per_second:,.0f}",
         "-" if beat.loss is None else f"{beat.loss:.3f}",
-        f"{beat.index}/{config.total_outer_steps}",
+        f"{beat.index}/{outer_steps_in_force(config, beat.amendment)}",
         beat.head.hex()[:8],
         reachability(beat),
     )

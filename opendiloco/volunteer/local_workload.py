@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from opendiloco.config.model import check_initial_weights
+from opendiloco.config.overrides import Overrides
 from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.evaluation_turns import HeldOut, is_our_turn
 from opendiloco.kernels import Payload
@@ -85,19 +86,19 @@ Trainer_co = TypeVar("Trainer_co", bound=Trainer, covariant=True)
 class Workload(Generic[Trainer_co]):
     """Implements `peers.values.workload.Workload`, whatever trains.
 
-    Trains until the run's last outer step. After that its peer stays, to hand out the finished state.
+    Trains until the run's last outer step, as the amendment in force there has it. After that its peer stays, to hand
+    out the finished state: no entry follows that could take an amendment in.
     """
 
     def __init__(
-        self, trainer: Trainer_co, config: RunConfig, run_is_over: Callable[[], object] = lambda: None
+        self, trainer: Trainer_co, config: RunConfig, run_is_over: Callable[[int], object] = lambda outer_steps: None
     ) -> None:
-        """Calls `run_is_over` once there is nothing more to train."""
+        """Calls `run_is_over` once there is nothing more to train, after so many outer steps."""
         self.trainer = trainer
         vectors = trainer.vectors
         self._state = state = LocalState(vectors.theta, config, trainer.fragments)
         self._rounding = RunRounding(config.codec)
-        self._evaluation = config.evaluation
-        self._outer_steps = config.total_outer_steps
+        self._config = config
         self._run_is_over = run_is_over
         self._streams = not config.streaming.is_plain
         self._fragments = [
@@ -146,8 +147,8 @@ class Workload(Generic[Trainer_co]):
         goes_on = self._begin(work.index)
         try:
             await self._take_turn(work.index)
-            if work.index >= self._outer_steps:
-                self._run_is_over()
+            if work.index >= Overrides.of(work.amendment, self._config).total_outer_steps(self._config):
+                self._run_is_over(work.index)
                 await asyncio.Event().wait()
             self.measuring.forget()
             for fragment in self._fragments:
@@ -236,22 +237,20 @@ class Workload(Generic[Trainer_co]):
         *,
         amendment: Amendment | None = None,
     ) -> None:
-        """Raises: BadBlocksError, and changes nothing."""
-        work = self._fragments[fragment]
+        """Raises: BadBlocksError, AmendmentError, and changes nothing."""
+        work, overrides = self._fragments[fragment], Overrides.of(amendment, self._config)
         async with self._state_lock:
             await self.measuring.finished()
-            average = await asyncio.to_thread(self._apply, payload, index, fragment, keeps_work, amendment)
+            average = await asyncio.to_thread(self._apply, payload, index, fragment, keeps_work, overrides)
             if counts:
                 await asyncio.to_thread(work.residual.take_back, work.payload, average)
                 self._ended_at = index if fragment == len(self._fragments) - 1 else self._ended_at
             elif not keeps_work:  # else a later entry may take our payload
                 await asyncio.to_thread(work.residual.forget)
-            self.measuring.taken(average, index, fragment, keeps_work, amendment)
+            self.measuring.taken(average, index, fragment, keeps_work, overrides)
             await self._decided(index, fragment, is_changed=True)
 
-    def _apply(
-        self, payload: Blocks, index: int, fragment: int, keeps_work: bool, amendment: Amendment | None
-    ) -> Payload:
+    def _apply(self, payload: Blocks, index: int, fragment: int, keeps_work: bool, overrides: Overrides) -> Payload:
         """Take an outer step beside what is trained. Return its average."""
         work = self._fragments[fragment]
         average = work.codec.checked(payload)
@@ -260,7 +259,7 @@ class Workload(Generic[Trainer_co]):
             work.keep_base()
         else:
             work.drop_base()
-        self._state.outer.apply(average, index, fragment, amendment)
+        self._state.outer.apply(average, index, fragment, overrides)
         return average
 
     async def unchanged(self, index: int, fragment: int) -> None:
@@ -306,12 +305,12 @@ class Workload(Generic[Trainer_co]):
     # Evaluating theta ------------------------------------------------------------------------------------------------
     def take_turns(self, driver: Driver, me: str) -> None:
         """Evaluate theta whenever the log says that it is this peer's turn, and tell the others."""
-        self.is_our_turn = lambda: is_our_turn(me, driver.peer.log, self._evaluation)
+        self.is_our_turn = lambda: is_our_turn(me, driver.peer.log, self._config.evaluation)
         self.on_evaluated = driver.evaluated
 
     async def _take_turn(self, index: int) -> None:
         """Evaluate theta at outer step `index`, if it is our turn. The others hear of a loss of the run's text only."""
-        if not self.is_our_turn() or (found := await self.trainer.held_out(self._evaluation)) is None:
+        if not self.is_our_turn() or (found := await self.trainer.held_out(self._config.evaluation)) is None:
             return
         if not math.isfinite(found.loss):
             logger.warning("the held-out loss after outer step %d is %s: nobody is told", index, found.loss)

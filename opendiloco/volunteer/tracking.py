@@ -114,10 +114,10 @@ def _remembered(known: OrderedDict[Position, T], position: Position, value: T) -
 
 
 async def states_until(
-    last: int, following: Following, audit: Audit, poll: float
+    last: Callable[[LogState], int], following: Following, audit: Audit, poll: float
 ) -> AsyncIterator[Reached | Disagreement]:
-    """Yield a snapshot first, then every state up to the one after `last` outer steps, which is looked for every `poll`
-    seconds; and disagreements when they are found.
+    """Yield a snapshot first, then every state up to the one after the `last` outer step, as that follows from the log
+    until there, which is looked for every `poll` seconds; and disagreements when they are found.
 
     Where what follows cannot be had, or the run went on with another lineage, it begins anew with a snapshot. When no
     peer is there it waits.
@@ -148,7 +148,7 @@ async def states_until(
         named += len(new)
         for disagreement in new:
             yield disagreement
-        if position.index >= last:
+        if position.index >= last(following.log):
             return
         if is_snapshot is None:
             await asyncio.sleep(poll)

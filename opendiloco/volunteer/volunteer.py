@@ -23,6 +23,7 @@ from opendiloco.storage.checkpointer import Checkpointer
 from opendiloco.storage.loading import Checkpoints, check_moments_file, newest_moments, resume
 from opendiloco.storage.run_folder import HeldOutCurve, Journal, RunFolder
 from opendiloco.storage.writer import KeepingPlan
+from opendiloco.view.amended import outer_steps_in_force
 from opendiloco.view.curves import Curves, configuration_of
 from opendiloco.view.progress import CHECKING, FINDING, Fragments, JoinView, OwnFacts, ProgressReader
 from opendiloco.view.run_view import RunView
@@ -327,7 +328,8 @@ class Volunteer:
     @property
     def is_at_work(self) -> bool:
         """Whether an outer step is under way in which this machine takes part."""
-        return self._driver.peer.state in AT_WORK and self.outer_step < self.run.config.total_outer_steps
+        outer_steps = outer_steps_in_force(self.run.config, self._driver.peer.log.amendment)
+        return self._driver.peer.state in AT_WORK and self.outer_step < outer_steps
 
     def hold(self, held: bool) -> None:
         """Make no inner step while `held`; the peer goes on, and others see a member that is late."""

@@ -24,6 +24,9 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from opendiloco.child_processes import child_environment, module_command
+from opendiloco.config.data import MixturePhase
+from opendiloco.config.overrides import NO_OVERRIDES, Overrides, mixture_phases
+from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DataError, DeviceError, DeviceMemoryError, MachineError, WorkerError
 from opendiloco.gpus import DEVICE_FAILURE, LOOK_AT_DEVICE
 from opendiloco.model.export import Dtype, RunFacts
@@ -33,7 +36,7 @@ from peers.errors import DilocoPeerError, ManifestError
 from peers.network.signals import signals_held_back
 from peers.values.leases import SampleRange
 from peers.values.system import cancel_and_wait
-from peers.values.workload import SnapshotError
+from peers.values.workload import InnerLoop, SnapshotError
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +124,8 @@ class RunInnerLoop(Command):
 
     `number` counts the trainings of these workers from 1; `tokens` are the run's before this outer step. Averages are
     merged `overlap` inner steps after their fragment was stored. Workers begin from theta, or from what lies in
-    `local`, or else go on from where the training before has ended.
+    `local`, or else go on from where the training before has ended. `overrides` are in force in the outer step;
+    samples are dealt to sources by these `mixtures` after the manifest's.
     """
 
     number: int
@@ -129,9 +133,25 @@ class RunInnerLoop(Command):
     samples: tuple[SampleRange, ...]
     steps: int
     tokens: int
+    overrides: Overrides = NO_OVERRIDES
+    mixtures: tuple[MixturePhase, ...] = ()
     overlap: int = 0
     from_local: bool = False
     goes_on: bool = False
+
+    @classmethod
+    def of(cls, work: InnerLoop, config: RunConfig, **fields: Any) -> Self:
+        """Return the command to train this work of a run. Raises: AmendmentError."""
+        overrides = Overrides.of(work.amendment, config)
+        return cls(
+            index=work.index,
+            samples=work.samples,
+            steps=work.steps,
+            tokens=work.tokens,
+            overrides=overrides,
+            mixtures=mixture_phases(work.amendments, config),
+            **fields,
+        )
 
 
 class EndInnerLoop(Command):

@@ -59,6 +59,7 @@ class WorkerGroup:
 
     def __init__(self, config: RunConfig, options: WorkerOptions, reads_runs_text: bool) -> None:
         self.reads_runs_text = reads_runs_text
+        self._config = config
         self.overlap = Overlap(config, options.overlap)
         self.supervisor = Supervisor(config, options)
         self._has_rests = config.streaming.overlap > 0
@@ -103,14 +104,15 @@ class WorkerGroup:
 
         Raises: WorkersRestartedError when a worker died or failed, or a device ran out of memory, and others have been
         started in their place; or were before, and the training `goes_on`. Too often, WorkerError and
-        DeviceMemoryError; WorkerError also when most losses are not finite.
+        DeviceMemoryError; WorkerError also when most losses are not finite. AmendmentError.
         """
         before = self.under_way
         if not goes_on:
             self.end_rest()
         self._trainings += 1
         number, overlap = self._trainings, self.overlap.steps
-        command = RunInnerLoop(number=number, overlap=overlap, from_local=from_local, goes_on=goes_on, **vars(work))
+        given = {"number": number, "overlap": overlap, "from_local": from_local, "goes_on": goes_on}
+        command = RunInnerLoop.of(work, self._config, **given)
 
         def on_step(step: InnerStepDone) -> None:
             self.telemetry.progressed(work.index, step)

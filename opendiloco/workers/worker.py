@@ -292,6 +292,7 @@ class Worker:
         """Carry out one command; return the reply."""
         match command:
             case control.RunInnerLoop():
+                self._data.samples.mix(command.mixtures)
                 return self.inner_loops.run(command)
             case control.Evaluate():
                 return self._evaluate(command)
@@ -440,8 +441,9 @@ class InnerLoops:
             None if command.goes_on else begin_with,
             *(command.index, command.samples, command.steps, command.tokens),
             self._is_stopped,
+            command.overrides,
         )
-        is_last = command.index + 1 == self._config.total_outer_steps
+        is_last = command.index + 1 == command.overrides.total_outer_steps(self._config)
         self._cycles.begin(inner_steps.planned, self._told(inner_steps), command.overlap, command.goes_on, is_last)
         self._wait_while_held()
         with _collected_by_hand():

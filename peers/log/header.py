@@ -18,7 +18,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field
 
 from peers.values.leases import PIECE_LIMIT
-from peers.values.manifest import Amendment
+from peers.values.manifest import AMENDMENTS_LIMIT, Amendment, LoggedAmendment
 from peers.values.wire import DIGEST_BYTES, Count, Digest, PeerId, RunId, Samples, Value, digest_of, pack
 
 MEMBER_LIMIT = 1000
@@ -121,8 +121,8 @@ class Header(Value):
     `tenures` are those of the roster and of some who were in rosters before; none where the run has no
     probation. `faults` is its annex: the lies that were proven since the entry before; `excluded` are the peers that
     are excluded from the next cycle for these and earlier ones. `bystanders` have a say in the next entry, as the
-    roster has. `amendment` is the one that is in force from the next cycle on: the one that this entry takes in, or
-    else that of the header before.
+    roster has. `amendments` are all that the log has taken in, the last one perhaps by this entry: it is in force from
+    the next cycle on. None: there are none.
     """
 
     run: RunId
@@ -141,7 +141,7 @@ class Header(Value):
     faults: Faults = ()
     excluded: Annotated[tuple[Exclusion, ...], Field(max_length=EXCLUSION_LIMIT)] = ()
     bystanders: Annotated[tuple[Bystander, ...], Field(max_length=BYSTANDER_LIMIT)] = ()
-    amendment: Amendment | None = None
+    amendments: Annotated[tuple[LoggedAmendment, ...], Field(min_length=1, max_length=AMENDMENTS_LIMIT)] | None = None
 
     @cached_property
     def digest(self) -> bytes:
@@ -149,6 +149,11 @@ class Header(Value):
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+    @property
+    def amendment(self) -> Amendment | None:
+        """The amendment in force from the next cycle on; None: there is none, or the entry closes no cycle."""
+        return self.amendments[-1].amendment if self.amendments else None
 
     def tokens_of(self, peer: str) -> int:
         """Return the peer's tokens that count in this entry."""

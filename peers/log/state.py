@@ -40,7 +40,7 @@ from peers.log.header import (
     cycle_head,
 )
 from peers.values.leases import Lease, SamplePool, SampleRange, prefix, sample_count
-from peers.values.manifest import Amendment
+from peers.values.manifest import Amendment, LoggedAmendment
 from peers.values.wire import digest_of
 
 TERM = 16
@@ -235,14 +235,19 @@ class LogState:
         """The amendment that is in force in the present cycle; None: the manifest's values are."""
         return self.last.amendment if self.last else None
 
+    @property
+    def amendments(self) -> tuple[LoggedAmendment, ...]:
+        """All amendments that the log has taken in, the one in force last."""
+        return (self.last.amendments or ()) if self.last else ()
+
     def taken_in(self, header: Header) -> Amendment | None:
         """Return the amendment that the next entry, which this is, takes in."""
         return header.amendment if header.amendment != self.amendment else None
 
     def is_truly_amended(self, header: Header) -> bool:
-        """Return whether the organiser has signed the amendment that a header names, if it names one. An entry that is
-        taken on trust shows no more."""
-        return header.amendment is None or header.amendment.is_signed(self.run, self.organiser)
+        """Return whether the organiser has signed all amendments that a header names. An entry that is taken on trust
+        shows no more."""
+        return all(one.amendment.is_signed(self.run, self.organiser) for one in header.amendments or ())
 
     # Samples, leases and members ----------------------------------------------------------------------------------
     @property
@@ -476,7 +481,11 @@ def _next_header(
     _check_annex(faults, log.accountable, peers)
     _check_gone(gone, log.voters, {*peers, *(fault.peer for fault in faults)})
     _check_amendment(log, amendment)
+    amendments = log.amendments if log.closes else ()
     try:
+        closing = _closing(log, roster, faults, gone)
+        if amendment is not None:
+            amendments = (*amendments, LoggedAmendment(amendment=amendment, cursor=closing["cursor"]))
         return Header(
             run=log.run,
             index=log.position.index,
@@ -487,8 +496,8 @@ def _next_header(
             payload=payload,
             leader=leader,
             faults=faults,
-            amendment=(amendment or log.amendment) if log.closes else None,
-            **_closing(log, roster, faults, gone),
+            amendments=amendments or None,
+            **closing,
         )
     except ValidationError as error:
         raise LogError(f"no header can say that: {error.errors()[0]['msg']}") from error

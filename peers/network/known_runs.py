@@ -37,7 +37,7 @@ REVOCATIONS = "revocations"  # name of the call; payload: a _RevocationsRequest,
 STRANGERS_LIMIT = 1000  # runs of others that a node remembers the organisers of
 SEEK_AGAIN = 600.0  # seconds after which the manifest of a run is looked for again
 AMENDMENTS = "amendments"  # name of the call; payload: an _AmendmentRequest, answer: nothing
-REQUEST_BYTES = 1024  # of either request, at most: a run id and an amendment are some 200
+REQUEST_BYTES = 1024  # of either request, at most: a run id and an amendment
 SIGNED_HEADS = "signed-heads"  # name of the call; payload: a _HeadsRequest, answer: packed heads
 
 Call: TypeAlias = Callable[[str, str, bytes, float], Awaitable[bytes]]

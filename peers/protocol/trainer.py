@@ -75,7 +75,8 @@ class Trainer(StateMachine):
         self.captures = Captures(entry.fragment for entry in log.made)
         self.watch.begin(now)
         self._enter(TRAINING)
-        self._context.emit(Train(log.position.index, leased.lease, leased.steps, log.lineage_tokens))
+        lineage = log.lineage_tokens, log.amendments
+        self._context.emit(Train(log.position.index, leased.lease, leased.steps, *lineage))
 
     def _progressed(self, event: TrainingProgress) -> None:
         """Note progress. The first sign shows only that the worker has begun: it could begin each lease, and hang.

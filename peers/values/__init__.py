@@ -7,7 +7,7 @@ chunks: Chunking, KEPT_BYTES, KeptPayloads, MOST_LEVELS, NODE, Payload, PayloadS
     chunk_digests, chunks_of, digest_of_chunks, digest_of_state, parts_of, payloads_moved, root_of, split_by_rate
 identity: Identity, Keys, SIGNATURE_BYTES, Signature, Verify, is_peer_id, peer_id_of_bytes, verify
 leases: Lease, PIECE_LIMIT, SamplePool, SampleRange, prefix, sample_count
-manifest: ADDRESS, Amendment, Invite, RUN_ID, SignedManifest, check_momentum, newest
+manifest: ADDRESS, AMENDMENTS_LIMIT, AMENDMENT_LIMIT, Amendment, Invite, LoggedAmendment, RUN_ID, SignedManifest, newest
 signed_heads: HEADS_BYTES, KEYS_LIMIT, NOTHING_SIGNED, SignedHead, SignedHeads, SignedHeadsError, pack_heads,
     unpack_heads
 system: PARTIAL, cancel_and_wait, make_private_folder, next_sequence, now, open_private, sweep_folders, sync_folder,

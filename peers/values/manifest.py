@@ -5,9 +5,9 @@ An invite is the run id and where to find the swarm, in one string that needs no
 
     diloco:tiny-qz3h…4a@/ip4/203.0.113.5/tcp/31337/p2p/12D3KooW…,/ip4/…
 
-A manifest never changes. An *amendment* of the outer optimizer is signed by the same key, and an entry of the log takes
-it in: from the next outer step on every peer steps with its values. Amendments are numbered. An entry takes in only one
-with a higher number than all before it, so nothing is replayed, and of two with one number the log has the first.
+A manifest never changes. An *amendment* is signed by the same key, and an entry of the log takes it in: it is in force
+from the next outer step on. Amendments are numbered. An entry takes in only one with a higher number than all before
+it, so nothing is replayed, and of two with one number the log has the first.
 """
 
 from __future__ import annotations
@@ -20,12 +20,23 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from peers.errors import ManifestError, quoted
 from peers.values.identity import SIGNATURE_BYTES, Identity, Signature, is_peer_id, verify
 from peers.values.signed_heads import KEYS_LIMIT
-from peers.values.wire import PROTOCOL_VERSION, Count, PeerId, Value, WireError, digest_of, pack, pack_plain, unpack
+from peers.values.wire import (
+    PROTOCOL_VERSION,
+    Count,
+    PeerId,
+    Value,
+    WireError,
+    digest_of,
+    pack,
+    pack_plain,
+    printable,
+    unpack,
+)
 
 SIZE_LIMIT = 64 * 1024  # bytes of a packed manifest
 CONTENT_LIMIT = SIZE_LIMIT - 1024  # bytes; the rest is for name, organiser and signature
@@ -37,8 +48,8 @@ SIGNING_CONTEXT = b"diloco-peer manifest\0"  # a signature made for anything els
 INVITE_PREFIX = "diloco:"
 ASK_AGAIN = "Ask the organiser for the invite again."
 AMENDMENT_CONTEXT = b"diloco-peer amendment\0"  # a signature made for anything else is worth nothing here
-LEAST_MOMENTUM = 1e-3
-"""But for none at all: a delayed momentum divides by it."""
+AMENDMENT_LIMIT = 512  # bytes of its content: a heartbeat has two amendments
+AMENDMENTS_LIMIT = 64  # of a run: its headers have all of them
 
 
 class SignedManifest(Value):
@@ -187,31 +198,22 @@ def _signed_bytes(name: str, organiser: str, content: bytes) -> bytes:
     return SIGNING_CONTEXT + lengths + name.encode() + organiser.encode() + content
 
 
-def check_momentum(value: float) -> float:
-    """Return the momentum; 0 for -0, which is equal to it, and has other bytes. Raises: ValueError."""
-    if 0 < value < LEAST_MOMENTUM:
-        raise ValueError(f"a momentum of {value:g} is too small; use 0, or {LEAST_MOMENTUM:g} or more")
-    return value + 0.0
-
-
 class Amendment(Value):
-    """The outer optimizer's learning rate, which a schedule goes on multiplying, and its momentum. Both stand in place
-    of the manifest's, whatever earlier amendments said."""
+    """A change of a run that goes on. The training side knows the meaning of its `content`, which stands in place of
+    all that earlier amendments had."""
 
-    number: Annotated[int, Field(strict=True, ge=1, lt=2**62)]
-    learning_rate: Annotated[float, Field(strict=True, gt=0, le=100, allow_inf_nan=False)]
-    momentum: Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False), AfterValidator(check_momentum)]
+    number: Annotated[int, Field(strict=True, ge=1, le=AMENDMENTS_LIMIT)]
+    content: Annotated[bytes, Field(strict=True, max_length=AMENDMENT_LIMIT)]
     signature: Signature
 
     @classmethod
-    def sign(cls, run: str, number: int, learning_rate: float, momentum: float, organiser: Identity) -> Self:
-        """Sign an amendment as the organiser. Raises: ValueError when a value is out of bounds."""
-        unsigned = bytes(SIGNATURE_BYTES)
-        checked = cls(number=number, learning_rate=learning_rate, momentum=momentum, signature=unsigned)
-        return checked.model_copy(update={"signature": organiser.sign(checked._text(run))})
+    def sign(cls, run: str, number: int, content: bytes, organiser: Identity) -> Self:
+        """Sign an amendment as the organiser. Raises: ValueError when the content is too long."""
+        unsigned = cls(number=number, content=content, signature=bytes(SIGNATURE_BYTES))
+        return unsigned.model_copy(update={"signature": organiser.sign(unsigned._text(run))})
 
     def __str__(self) -> str:
-        return f"amendment {self.number} (outer learning rate {self.learning_rate:g}, momentum {self.momentum:g})"
+        return f"amendment {self.number} {printable(self.content.decode(errors='replace'))}"
 
     def is_signed(self, run: str, organiser: str) -> bool:
         """Return whether the organiser has signed it for this run."""
@@ -219,12 +221,19 @@ class Amendment(Value):
 
     def _text(self, run: str) -> bytes:
         """Return the bytes that the organiser signs."""
-        return AMENDMENT_CONTEXT + pack_plain([run, self.number, self.learning_rate, self.momentum])
+        return AMENDMENT_CONTEXT + pack_plain([run, self.number, self.content])
 
 
-# Heartbeats and headers repeat the same one, and a signature costs 0.1 ms to check: two of each of 10,000 peers fit.
-# The key is what is signed, byte for byte: values that are equal may differ there.
-@lru_cache(maxsize=32_768)
+class LoggedAmendment(Value):
+    """An amendment that an entry has taken in, and the `cursor` after it: the first sample number that was in no lease
+    yet."""
+
+    amendment: Amendment
+    cursor: Count
+
+
+# Heartbeats and headers repeat the same few, and a signature costs 0.1 ms to check.
+@lru_cache(maxsize=4096)
 def _is_signed(text: bytes, signature: bytes, organiser: str) -> bool:
     return verify(organiser, text, signature)
 

@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 
 from peers.values.chunks import PayloadSize, Sum
 from peers.values.leases import SampleRange
-from peers.values.manifest import Amendment
+from peers.values.manifest import Amendment, LoggedAmendment
 from peers.values.wire import Buffer
 
 Blocks: TypeAlias = Buffer
@@ -36,12 +36,19 @@ async def captures_nothing(fragment: int) -> None:
 @dataclass(frozen=True)
 class InnerLoop:
     """What one peer trains for one outer step: from the theta after `index` entries, at most `steps` inner steps on a
-    lease's samples, in their order. `tokens` is what the log's lineage has trained before that."""
+    lease's samples, in their order. `tokens` is what the log's lineage has trained before that, and `amendments` are
+    what it has taken in until then: the last one is in force in that outer step, also for work that comes late."""
 
     index: int
     samples: tuple[SampleRange, ...]
     steps: int
     tokens: int
+    amendments: tuple[LoggedAmendment, ...] = ()
+
+    @property
+    def amendment(self) -> Amendment | None:
+        """The amendment in force."""
+        return self.amendments[-1].amendment if self.amendments else None
 
 
 @dataclass(frozen=True)
@@ -116,8 +123,8 @@ class ReplicatedState(Protocol):
     async def apply(
         self, payload: Blocks, index: int, fragment: int = 0, *, amendment: Amendment | None = None
     ) -> None:
-        """Take outer step `index` of one fragment from the payload's bytes, whole or not at all, with the learning rate
-        and the momentum of the `amendment` that the log has in force there; None: with the manifest's.
+        """Take outer step `index` of one fragment from the payload's bytes, whole or not at all, with what the
+        `amendment` sets that the log has in force there; None: with the manifest's values.
 
         Raises: BadBlocksError, and changes nothing.
         """

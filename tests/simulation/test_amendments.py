@@ -30,7 +30,7 @@ SETTINGS = RunSettings(
 
 
 def amendment(number: int = 1, learning_rate: float = 0.4, by: Identity = ORGANISER) -> Amendment:
-    return Amendment.sign("simulated", number, learning_rate, 0.9, by)
+    return Amendment.sign("simulated", number, b"%g" % learning_rate, by)
 
 
 def swarm_of(number: int, settings: RunSettings = SETTINGS, seed: int = 1) -> Swarm:
@@ -100,7 +100,7 @@ def test_a_leader_that_leaves_it_out_delays_it_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    "made_up", [amendment(by=STRANGER), Amendment.sign("another", 1, 0.4, 0.9, ORGANISER)], ids=["forged", "of another"]
+    "made_up", [amendment(by=STRANGER), Amendment.sign("another", 1, b"0.4", ORGANISER)], ids=["forged", "of another"]
 )
 def test_a_leader_that_makes_one_up_gets_no_entry(made_up: Amendment) -> None:
     """Its members refuse it, as they do whatever can lead to no entry, and turn to the next leader."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from opendiloco.config.overrides import Overrides
 from opendiloco.storage.loading import resume
 from peers.driver.driver import Driver
 from peers.log.folder import ENTRIES, LogFolder, read_chain
@@ -169,7 +170,9 @@ def test_an_amendment_is_in_force_for_all_fragments_and_after_a_restart(tmp_path
         async with swarm(tmp_path) as run:
             volunteers = [await run.start(name) for name in NAMES]
             await past(volunteers, 1)
-            signed = Amendment.sign(STREAMING.run, 1, 0.1, 0.2, ORGANISER)
+            signed = Amendment.sign(
+                STREAMING.run, 1, Overrides(outer_learning_rate=0.1, outer_momentum=0.2).content, ORGANISER
+            )
             volunteers[1].driver.handle(AmendmentSeen(signed))
             await wait_until(
                 volunteers,

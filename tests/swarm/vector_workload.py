@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from opendiloco.config.optimizers import OuterOptimizerSection
+from opendiloco.config.overrides import Overrides
 from opendiloco.kernels import INT8, quantize_difference
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.outer import OuterState
@@ -99,7 +100,7 @@ class VectorWorkload:
         *,
         amendment: Amendment | None = None,
     ) -> None:
-        self.state.apply(self.fragments[fragment].checked(payload), index, fragment, amendment)
+        self.state.apply(self.fragments[fragment].checked(payload), index, fragment, Overrides.read(amendment))
         self.may_go_on[fragment].set()
 
     async def unchanged(self, index: int, fragment: int) -> None:

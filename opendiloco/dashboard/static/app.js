@@ -139,16 +139,11 @@ function alerts(run) {
   if (run.disagreements.length) {
     say("bad", `The peers disagree at outer step ${run.disagreements.join(", ")}: their log or state digests differ.`);
   }
-  const { amendment, proposed } = run.outer_optimizer;
-  if (amendment) say("", `In force: ${valuesOf(amendment)}.`);
-  if (proposed) say("", `Waits for an entry to take it in: ${valuesOf(proposed)}.`);
+  for (const line of run.amended) say("", `${capital(line)}.`);
   const { signed } = run;
   if (signed) say("good", `Archives have signed outer step ${signed.outer_step} (${signed.log_digest.slice(0, 8)}).`);
   return found;
 }
-
-const valuesOf = (one) =>
-  `amendment ${one.number} of the organiser, outer learning rate ${one.learning_rate}, outer momentum ${one.momentum}`;
 
 function showLosses() {
   const { training, held_out: heldOut } = known.losses;
@@ -278,11 +273,9 @@ function detail(row) {
     element("p", { textContent: `${capital(facts.join("; "))}.` }), element("ul", {}, ...lines)];
 }
 
-// What the organiser changes of the outer optimizer with an entry.
-function changeOf({ index, change }) {
-  const [rate, momentum] = [change.learning_rate, change.momentum].map(([old, value]) => old === value ? `${value}, as before` : `${value} instead of ${old}`);
-  return `Amendment ${change.number} of the organiser: from outer step ${index + 2} on the outer learning rate is ${rate}, and the outer momentum ${momentum}.`;
-}
+// What the organiser's amendment changes with an entry.
+const changeOf = ({ index, change }) =>
+  `Amendment ${change.number} of the organiser, from outer step ${index + 2} on: ${change.values}.`;
 
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
 

@@ -35,6 +35,7 @@ from opendiloco.tools.doctor.network import (
 )
 from opendiloco.tools.doctor.torch_probe import Gpu, Torch, installed_torch, probed_torch
 from opendiloco.tools.plan import PEERS_LIMIT, Links, PeerSection, Plan, duration, forecast, plan_of
+from opendiloco.view.run_view import RunView
 from opendiloco.volunteer.admission import enter, read_ticket
 from opendiloco.volunteer.volunteer import connected
 from opendiloco.workers.options import WorkerOptions, choose_devices
@@ -77,9 +78,10 @@ class _Speed:
     uncompiled: str = ""
 
 
-def _check_run(run: Run, positions: Sequence[int]) -> Finding:
-    """`positions` are the outer steps at which its peers say that they are."""
-    peers, outer_step, outer_steps = len(positions), max(positions, default=0), run.config.total_outer_steps
+def _check_run(view: RunView) -> Finding:
+    """Return how far a run is, as its peers say."""
+    run, outer_steps, peers = view.run, view.outer_steps, len(view.peers)
+    outer_step = max((beat.index for beat in view.peers), default=0)
     values = {"peers": peers, "outer_step": outer_step, "outer_steps": outer_steps}
     found = f"{run.run_id}: {peers} peer{'s' * (peers != 1)} there, outer step {outer_step} of {outer_steps}"
     if peers and outer_step >= outer_steps:
@@ -343,7 +345,7 @@ class Examination:
         away = (PeerState.LEAVING, PeerState.ARCHIVING)
         beats = [beat for beat in await transport.heartbeats(run_id) if beat.state not in away]
         self._others = [beat for beat in beats if beat.peer != self._key.peer_id]
-        self._tell(_check_run(run, [beat.index for beat in self._others]), admission)
+        self._tell(_check_run(RunView(run, self._others)), admission)
         opened: Run | None = None
         try:
             opened = run.with_own(self._settings.own_files)

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from math import inf, nan
+from math import nan
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from pydantic import ValidationError
 
 from opendiloco.cli import main
 from opendiloco.cli.run import _check_key, _give_amendment, _next_amendment
-from opendiloco.config.optimizers import OuterOptimizerSection
 from opendiloco.config.run_config import RunConfig
+from opendiloco.errors import AmendmentError
 from opendiloco.run import Run
-from opendiloco.view.run_view import Amended
+from opendiloco.view.amended import Amended
+from opendiloco.view.run_view import RunView
 from peers.errors import ManifestError, SwarmUnreachableError
 from peers.network.channel import PeerUnreachableError
 from peers.network.known_runs import KnownRuns
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
-from peers.values.manifest import Amendment, Invite
+from peers.values.manifest import AMENDMENTS_LIMIT, Amendment, Invite
+from tests.opendiloco.training.recorded_run import amendment as sign
 from tests.opendiloco.view.test_agreement import beat
 
 ORGANISER, STRANGER = Identity.generate(), Identity.generate()
@@ -35,7 +36,11 @@ def run(small_config: RunConfig) -> Run:
 
 
 def amendment(run: Run, number: int, learning_rate: float = 0.4, by: Identity = ORGANISER) -> Amendment:
-    return Amendment.sign(run.run_id, number, learning_rate, 0.5, by)
+    return sign(run, number, by, outer_learning_rate=learning_rate, outer_momentum=0.5)
+
+
+def next_amendment(run: Run, beats: Sequence[Heartbeat], **changes: object) -> Amendment:
+    return _next_amendment(RunView(run, beats), ORGANISER, changes)
 
 
 def saying(peer: str, tokens: int = 0, state: PeerState = PeerState.TRAINING, **said: Any) -> Heartbeat:
@@ -47,7 +52,9 @@ def test_without_amendments_the_manifests_values_are_in_force(run: Run) -> None:
     for beats in ([], [saying("a")]):
         seen = Amended.seen_in(run, beats)
         assert (seen, seen.lines()) == (Amended(None, None), [])
-        assert seen.plain(run) == {"learning_rate": 0.7, "momentum": 0.6, "amendment": None, "proposed": None}
+        plain = seen.plain(run.config)
+        assert (plain["outer_learning_rate"], plain["outer_momentum"]) == (0.7, 0.6)
+        assert plain["amendment"] is plain["proposed"] is None
 
 
 def test_what_is_in_force_is_what_the_peer_that_is_furthest_on_says(run: Run) -> None:
@@ -55,12 +62,12 @@ def test_what_is_in_force_is_what_the_peer_that_is_furthest_on_says(run: Run) ->
     seen = Amended.seen_in(run, [saying("a", 10), saying("b", 20, amendment=second, proposed=third)])
     assert seen == Amended(second, third)
     assert seen.lines() == [
-        "in force: amendment 2 (outer learning rate 0.4, momentum 0.5)",
-        "waits for an entry: amendment 3 (outer learning rate 0.1, momentum 0.5)",
+        "in force: amendment 2 (outer learning rate 0.4, outer momentum 0.5)",
+        "waits for an entry: amendment 3 (outer learning rate 0.1, outer momentum 0.5)",
     ]
-    plain = seen.plain(run)
-    assert (plain["learning_rate"], plain["momentum"]) == (0.4, 0.5)
-    assert plain["proposed"] == {"number": 3, "learning_rate": 0.1, "momentum": 0.5}
+    plain = seen.plain(run.config)
+    assert (plain["outer_learning_rate"], plain["outer_momentum"]) == (0.4, 0.5)
+    assert plain["proposed"] == {"number": 3, "outer_learning_rate": 0.1, "outer_momentum": 0.5}
     assert Amended.seen_in(run, [saying("a", 30), saying("b", 20, amendment=second)]) == Amended(None, second)
 
 
@@ -69,53 +76,133 @@ def test_what_the_organiser_has_not_signed_is_passed_over(run: Run) -> None:
     assert Amended.seen_in(run, [saying("a", amendment=forged, proposed=forged)]) == Amended(None, None)
 
 
+def test_what_this_version_does_not_understand_is_named_as_such(run: Run) -> None:
+    later = Amendment.sign(run.run_id, 4, b'{"loss_scale":2}', ORGANISER)
+    seen = Amended.seen_in(run, [saying("a", amendment=later)])
+    assert seen.lines() == ["in force: amendment 4 (this version does not understand it: upgrade diloco-peer)"]
+    plain = seen.plain(run.config)
+    assert plain["amendment"] == {"number": 4, "problem": "this version does not understand it: upgrade diloco-peer"}
+
+
 # What is signed ------------------------------------------------------------------------------------------------
 def test_what_is_not_given_stays_as_it_is(run: Run) -> None:
-    first = _next_amendment(run, ORGANISER, [], 0.4, None)
-    assert (first.number, first.learning_rate, first.momentum) == (1, 0.4, 0.6)
+    first = next_amendment(run, [], outer_learning_rate=0.4)
+    assert (first.number, first.content) == (1, b'{"outer_learning_rate":0.4}')
     assert first.is_signed(run.run_id, ORGANISER.peer_id)
-    second = _next_amendment(run, ORGANISER, [saying("a", proposed=first)], None, 0.8)
-    assert (second.number, second.learning_rate, second.momentum) == (2, 0.4, 0.8)
-    third = _next_amendment(run, ORGANISER, [saying("a", amendment=second), saying("b", amendment=first)], 0.2, None)
-    assert (third.number, third.learning_rate, third.momentum) == (3, 0.2, 0.8)
+    second = next_amendment(run, [saying("a", proposed=first)], outer_momentum=0.8)
+    assert (second.number, second.content) == (2, b'{"outer_learning_rate":0.4,"outer_momentum":0.8}')
+    third = next_amendment(run, [saying("a", amendment=second), saying("b", amendment=first)], outer_learning_rate=0.2)
+    assert (third.number, third.content) == (3, b'{"outer_learning_rate":0.2,"outer_momentum":0.8}')
 
 
 @pytest.mark.parametrize(
-    ("learning_rate", "momentum", "message"),
+    ("name", "value", "message"),
     [
-        (200.0, None, r"outer_optimizer.learning_rate = 200.0: too large. Use 100.0 or less"),
-        (0.0, None, r"outer_optimizer.learning_rate = 0.0: too small"),
-        (nan, None, r"outer_optimizer.learning_rate = nan"),
-        (None, 1.0, r"outer_optimizer.momentum = 1.0: too large"),
+        ("outer_learning_rate", 200.0, r"the amendment: outer_learning_rate = 200.0: too large. Use 100.0 or less"),
+        ("outer_learning_rate", 0.0, r"outer_learning_rate = 0.0: too small"),
+        ("outer_learning_rate", nan, r"outer_learning_rate = nan"),
+        ("outer_momentum", 1.0, r"outer_momentum = 1.0: too large"),
+        ("outer_momentum", 1e-20, r"outer_momentum: a momentum of 1e-20 is too small; use 0, or 0.001 or more"),
     ],
 )
 def test_values_that_run_toml_could_not_have_are_refused_in_its_words(
-    learning_rate: float | None, momentum: float | None, message: str, run: Run
+    name: str, value: float, message: str, run: Run
 ) -> None:
     with pytest.raises(ManifestError, match=message):
-        _next_amendment(run, ORGANISER, [], learning_rate, momentum)
+        next_amendment(run, [], **{name: value})
 
 
 @pytest.mark.parametrize(
-    ("learning_rate", "momentum"),
-    [(1e-30, 0.0), (100.0, 0.999), (0.0, 0.9), (101.0, 0.9), (0.7, 1.0), (0.7, -0.1), (nan, 0.5), (inf, 0.5)],
+    ("changes", "content"),
+    [
+        ({"outer_steps": 7}, b'{"outer_steps":7}'),
+        (
+            {"decay": {"after": None, "outer_steps": 3}},
+            b'{"decay":{"after":6,"outer_steps":3},"outer_steps":9}',
+        ),
+        (
+            {"decay": {"after": 8, "outer_steps": 3}, "outer_steps": 10},
+            b'{"decay":{"after":8,"outer_steps":3},"outer_steps":10}',
+        ),
+    ],
 )
-def test_peers_bounds_are_those_of_run_toml(learning_rate: float, momentum: float, run: Run) -> None:
-    def is_amendment() -> bool:
-        try:
-            Amendment.sign(run.run_id, 1, learning_rate, momentum, ORGANISER)
-        except ValidationError:
-            return False
-        return True
+def test_a_decay_begins_at_once_and_ends_the_run_unless_more_is_said(
+    changes: dict[str, object], content: bytes, run: Run
+) -> None:
+    assert next_amendment(run, [saying("a"), saying("b")], **changes).content == content
 
-    def is_section() -> bool:
-        try:
-            OuterOptimizerSection(learning_rate=learning_rate, momentum=momentum)
-        except ValidationError:
-            return False
-        return True
 
-    assert is_amendment() == is_section()
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"outer_steps": 5}, r"outer_steps = 5: the run has taken 5 outer steps. Use 6 or more"),
+        ({"decay": {"after": 5, "outer_steps": 3}}, r"decay.after = 5: the run has taken 5 outer steps. Use 6 or more"),
+        ({"decay": {"after": 6, "outer_steps": 0}}, r"decay.outer_steps = 0: too small. Use 1 or more"),
+        (
+            {"outer_steps": 9},
+            r"schedule ends after 26 inner steps, and the run after 36; nothing is learned from there",
+        ),
+        ({"decay": {"after": 6, "outer_steps": 3}, "outer_steps": 20}, r"schedule ends after 36 inner steps, .* 80"),
+    ],
+)
+def test_what_has_passed_or_would_train_with_a_rate_of_0_is_refused(
+    changes: dict[str, object], message: str, run: Run
+) -> None:
+    with pytest.raises(ManifestError, match=message):
+        next_amendment(run, [saying("a"), saying("b")], **changes)
+
+
+@pytest.fixture
+def mixed(small_content: dict[str, Any]) -> Run:
+    sources = [{"source": name, "weight": weight} for name, weight in (("stdlib", 3), ("code", 1), ("code", 0))]
+    return Run.sign(RunConfig.from_manifest_content(small_content | {"data": {"sources": sources}}), ORGANISER)
+
+
+def test_sources_that_are_not_named_keep_their_weight(mixed: Run) -> None:
+    first = next_amendment(mixed, [], weights=[("stdlib", 0.0), ("#3", 2.5)])
+    assert first.content == b'{"weights":[0.0,1.0,2.5]}'
+    second = next_amendment(mixed, [saying("a", amendment=first)], weights=[("#2", 0.0)])
+    assert second.content == b'{"weights":[0.0,0.0,2.5]}'
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([("cod", 1.0)], r"no sources of the run have the name 'cod'. Name one of: #1 stdlib, #2 code, #3 code"),
+        ([("code", 1.0)], r"2 sources of the run have the name 'code'"),
+        ([("#4", 1.0)], r"no sources"),
+        ([("stdlib", -1.0)], r"weights.0 = -1.0: too small"),
+        ([("stdlib", nan)], r"weights.0 = nan: not finite"),
+        ([("stdlib", 0.0), ("#2", 0.0)], r"weights: all weights are 0"),
+    ],
+)
+def test_a_mixture_that_the_run_cannot_have_is_refused(
+    weights: list[tuple[str, float]], message: str, mixed: Run
+) -> None:
+    with pytest.raises(ManifestError, match=message):
+        next_amendment(mixed, [], weights=weights)
+
+
+def test_a_run_is_amended_so_often_and_no_more(run: Run) -> None:
+    last = amendment(run, AMENDMENTS_LIMIT)
+    with pytest.raises(ManifestError, match="amended 64 times"):
+        next_amendment(run, [saying("a", amendment=last)], outer_momentum=0.1)
+
+
+def test_a_run_that_has_taken_its_last_outer_step_is_not_amended(run: Run) -> None:
+    beats = [beat("a", 7), beat("b", 7)]
+    for changes in ({"outer_steps": 20}, {"outer_momentum": 0.1}):
+        with pytest.raises(ManifestError, match="has taken its last outer step, and no entry follows"):
+            next_amendment(run, beats, **changes)
+    longer = sign(run, 1, ORGANISER, decay={"after": 8, "outer_steps": 2}, outer_steps=10)
+    going_on = [one.model_copy(update={"amendment": longer}) for one in beats]
+    assert next_amendment(run, going_on, outer_momentum=0.1).number == 2
+
+
+def test_nothing_is_amended_on_top_of_what_is_not_understood(run: Run) -> None:
+    later = Amendment.sign(run.run_id, 4, b'{"loss_scale":2}', ORGANISER)
+    with pytest.raises(AmendmentError, match="Upgrade diloco-peer"):
+        next_amendment(run, [saying("a", amendment=later)], outer_momentum=0.8)
 
 
 def test_only_the_organiser_signs(run: Run) -> None:
@@ -157,7 +244,7 @@ def amended(network: Network, run: Run, monkeypatch: pytest.MonkeyPatch) -> tupl
 
     monkeypatch.setattr("opendiloco.volunteer.volunteer.connected", connected)
     monkeypatch.setattr("opendiloco.run.find_run", found)
-    return asyncio.run(_give_amendment(Invite(run.run_id, ()), ORGANISER, 0.4, None))
+    return asyncio.run(_give_amendment(Invite(run.run_id, ()), ORGANISER, {"outer_learning_rate": 0.4}))
 
 
 def test_it_is_given_to_all_peers_that_train(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,4 +270,4 @@ def test_it_is_an_error_where_nobody_takes_it(run: Run, monkeypatch: pytest.Monk
 def test_the_command_wants_to_know_what_to_change(run: Run) -> None:
     result = CliRunner().invoke(main, ["run", "amend", "--run", run.run_id])
     assert result.exit_code == 2
-    assert "--outer-lr, --outer-momentum or both" in result.output
+    assert "say what is to change" in result.output

@@ -37,9 +37,9 @@ from peers.transfer.payloads import serve_payloads
 from peers.transfer.snapshots import Snapshot, serve_snapshots
 from peers.values.chunks import chunk_digests
 from peers.values.identity import Identity
-from peers.values.manifest import Amendment, Invite, SignedManifest
+from peers.values.manifest import Invite, SignedManifest
 from peers.values.wire import digest_of, unpack
-from tests.opendiloco.training.recorded_run import RecordedRun, record
+from tests.opendiloco.training.recorded_run import RecordedRun, amendment, record
 from tests.peers.fakes import FakeTransport
 from tests.peers.heartbeats import beat
 
@@ -211,19 +211,48 @@ def test_an_object_per_state(recorded: RecordedRun, network: Network) -> None:
 def test_amendments_are_told_where_they_begin_to_count(small_config: RunConfig, network: Network) -> None:
     organiser = Identity.generate()
     run = Run.sign(small_config, organiser)
-    first, second = (Amendment.sign(run.run_id, number, rate, 0.5, organiser) for number, rate in ((1, 0.4), (2, 0.2)))
+    first, second = (
+        amendment(run, number, organiser, outer_learning_rate=rate, outer_momentum=0.5)
+        for number, rate in ((1, 0.4), (2, 0.2))
+    )
     network.recorded = record(run, np.ones(VALUES, np.float32), ENTRIES, amendments={0: first, 2: second})
     network.said = dict.fromkeys("ab", network.recorded.states[-1].state_digest)
     result = follow(network.recorded, "--until", ENTRIES)
     assert result.exit_code == 0, result.output
     assert [line for line in result.stdout.splitlines() if "amendment" in line] == [
-        "outer step 1: from the next one on, by amendment 1, the outer learning rate is 0.4 instead of 0.7; "
-        "the outer momentum is 0.5 instead of 0.6",
-        "outer step 3: from the next one on, by amendment 2, the outer learning rate is 0.2 instead of 0.4; "
-        "the outer momentum is 0.5, as before",
+        "outer step 1: from the next one on, by amendment 1: outer learning rate 0.4 instead of 0.7, "
+        "outer momentum 0.5 instead of 0.6",
+        "outer step 3: from the next one on, by amendment 2: outer learning rate 0.2 instead of 0.4",
     ]
     [told, _] = [one for one in news(follow(network.recorded, "--until", 3, "--json")) if one["event"] == "amendment"]
-    assert told == {"event": "amendment", "outer_step": 1, "number": 1, "learning_rate": 0.4, "momentum": 0.5}
+    assert told == {
+        "event": "amendment",
+        "outer_step": 1,
+        "number": 1,
+        "outer_learning_rate": 0.4,
+        "outer_momentum": 0.5,
+        "inner_learning_rate_factor": 1.0,
+        "decay": None,
+        "outer_steps": 7,
+        "weights": [1.0],
+    }
+
+
+@pytest.mark.parametrize(("outer_steps", "last"), [(2, 2), (1, 2), (20, ENTRIES)])
+def test_it_ends_with_the_run_as_the_log_has_amended_it(
+    outer_steps: int, last: int, small_content: dict[str, Any], network: Network
+) -> None:
+    """The second entry takes the amendment in, so that the run ends there at the earliest."""
+    organiser = Identity.generate()
+    run = Run.sign(RunConfig.from_manifest_content(small_content | {"outer_steps": ENTRIES - 1}), organiser)
+    taken_in = {1: amendment(run, 1, organiser, outer_steps=outer_steps)}
+    network.recorded = record(run, np.ones(VALUES, np.float32), ENTRIES, amendments=taken_in)
+    network.said = dict.fromkeys("ab", network.recorded.states[-1].state_digest)
+    until = () if last < ENTRIES else ("--until", ENTRIES)
+    result = follow(network.recorded, *until)
+    assert result.exit_code == 0, result.output
+    entries = [line for line in result.stdout.splitlines() if "peers 2" in line]
+    assert entries[-1].startswith(f"outer step {last}: ")
 
 
 def test_a_peer_with_another_state_is_named_and_the_exit_code_says_so(recorded: RecordedRun, network: Network) -> None:

@@ -28,7 +28,15 @@ from peers.values.identity import Identity
 from peers.values.manifest import Amendment
 from peers.values.signed_heads import SignedHead, pack_heads
 from peers.values.wire import digest_of, pack
-from tests.opendiloco.training.recorded_run import BLOCK_BYTES, IDENTITIES, PEERS, RecordedRun, certificate, record
+from tests.opendiloco.training.recorded_run import (
+    BLOCK_BYTES,
+    IDENTITIES,
+    PEERS,
+    RecordedRun,
+    amendment,
+    certificate,
+    record,
+)
 from tests.peers.logs import next_header
 
 ENTRIES_OF_RUN = 5
@@ -95,7 +103,7 @@ def test_amendments_are_verified_and_shown(small_config: RunConfig, tmp_path: Pa
     """From the manifest, from a checkpoint at which one is in force, and by the log alone."""
     run = Run.sign(small_config, ORGANISER)
     signed = {
-        index: Amendment.sign(run.run_id, number, learning_rate, 0.5, ORGANISER)
+        index: amendment(run, number, ORGANISER, outer_learning_rate=learning_rate, outer_momentum=0.5)
         for index, number, learning_rate in ((1, 1, 0.4), (3, 7, 0.2))
     }
     amended = record(run, initial_theta(small_config), ENTRIES_OF_RUN, amendments=signed)
@@ -111,9 +119,34 @@ def test_amendments_are_verified_and_shown(small_config: RunConfig, tmp_path: Pa
         last = f"entries {index} to 4" if index < 4 else "entry 4"
         assert f"verified: states, from the checkpoint of outer step {index} on: {last}" in said
     lines = log("show", "--folder", folder.path).stdout.splitlines()
-    assert [line.rpartition("amended to ")[2] for line in lines] == ["-", "0.4 0.5", "0.4 0.5", "0.2 0.5", "0.2 0.5"]
+    first, second = (
+        f"amendment {number} (outer learning rate {rate}, outer momentum 0.5)" for number, rate in ((1, 0.4), (7, 0.2))
+    )
+    assert [line.rpartition("in force ")[2] for line in lines] == ["-", first, first, second, second]
     shown = json.loads(log("show", "--folder", folder.path, "--json").stdout)
-    assert shown[2]["amendment"] == {"number": 1, "learning_rate": 0.4, "momentum": 0.5}
+    assert shown[2]["amendment"] == {"number": 1, "outer_learning_rate": 0.4, "outer_momentum": 0.5}
+
+
+def test_states_that_follow_from_an_amendment_that_is_not_understood_are_not_verified(
+    small_config: RunConfig, tmp_path: Path
+) -> None:
+    run = Run.sign(small_config, ORGANISER)
+    later = Amendment.sign(run.run_id, 1, b'{"loss_scale":2}', ORGANISER)
+    log_state, headers = run.settings.empty_log, record(run, initial_theta(small_config), 2)
+    folder = RunFolder.open(run, "peer", tmp_path)
+    kept = LogFolder.open(folder.log, log_state, BLOCK_BYTES)
+    for index in range(2):
+        log_state = log_state.in_state(headers.states[index].state_digest)
+        taken_in = later if index == 0 else None
+        header = next_header(
+            log_state, headers.headers[index].roster, headers.payloads[index].digest, amendment=taken_in
+        )
+        kept.append(header, None, headers.payloads[index], certificate(log_state, header))
+        log_state = log_state.append(header)
+    result = log("verify", "--folder", folder.path)
+    assert result.exit_code == 3
+    assert "Upgrade diloco-peer" in result.stderr
+    assert "does not understand it" in log("show", "--folder", folder.path).stdout
 
 
 # Show -------------------------------------------------------------------------------------------------------------
@@ -124,7 +157,7 @@ def test_show_prints_a_line_per_entry(folder: RunFolder, recorded: RecordedRun) 
     header, state = recorded.headers[3], recorded.states[4].state_digest
     assert lines[3] == (
         f"entry 3, peers 2, tokens 256, in all 1,024, payload {header.payload.hex()[:8]}, "
-        f"header {header.digest.hex()[:8]}, state {state.hex()[:8]}, amended to -"
+        f"header {header.digest.hex()[:8]}, state {state.hex()[:8]}, in force -"
     )
 
 
@@ -146,7 +179,7 @@ def test_show_has_a_table_for_a_terminal(recorded: RecordedRun, capsys: pytest.C
 
     _print_table([_cells(Entry.whole(header, None), header) for header in recorded.headers[:2]])
     heading, first, _ = capsys.readouterr().out.splitlines()
-    assert heading.split() == ["entry", "peers", "tokens", "in", "all", "payload", "header", "state", "amended", "to"]
+    assert heading.split() == ["entry", "peers", "tokens", "in", "all", "payload", "header", "state", "in", "force"]
     assert first.split()[-3:] == [recorded.headers[0].digest.hex()[:8], "-", "-"]
 
 

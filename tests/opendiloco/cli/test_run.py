@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from opendiloco.cli import main
 from opendiloco.cli.run import _beyond_schedules, _check, _next_lines
+from opendiloco.config.overrides import NO_OVERRIDES
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from peers.values.identity import Identity
@@ -99,7 +100,7 @@ def test_a_run_that_is_longer_than_a_schedule_is_warned_of(
     content = small_content | {"outer_steps": outer_steps, "schedule": schedule}
     content["training"] = small_content["training"] | {"inner_steps": 10}
     content["outer_optimizer"] = {"schedule": outer_schedule}
-    said = list(_beyond_schedules(RunConfig.from_manifest_content(content)))
+    said = list(_beyond_schedules(RunConfig.from_manifest_content(content), NO_OVERRIDES))
     assert (len(said), warned in "".join(said)) == (bool(warned), True)
 
 
@@ -108,7 +109,7 @@ def test_the_example_is_a_run_that_can_be_created(tmp_path: Path) -> None:
     assert done.exit_code == 0
     (tmp_path / "run.toml").write_text(done.stdout)
     config = RunConfig.from_toml(tmp_path / "run.toml")
-    assert list(_beyond_schedules(config)) == []
+    assert list(_beyond_schedules(config, NO_OVERRIDES)) == []
     assert {source.source for source in config.data.all_sources} == {"stdlib"}, "nothing is downloaded"
 
 

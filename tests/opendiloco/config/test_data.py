@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from opendiloco.config.data import MixturePhase
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.corpus import Document
 from opendiloco.data.sample_order import HeldOutWindows, Mixture, Windows
@@ -92,6 +93,24 @@ def test_the_short_form_reads_what_a_table_reads(small_content: dict[str, Any]) 
     short = load(small_content, source=source, held_out=0.2)
     long = load(small_content, sources=[{"source": source, "weight": 3}], held_out=0.2)
     assert np.array_equal(short.samples.read(np.arange(300)), long.samples.read(np.arange(300)))
+
+
+def test_a_source_with_weight_0_is_open_and_read_once_that_is_amended(
+    small_content: dict[str, Any], tmp_path: Path
+) -> None:
+    """Evaluation goes on with the manifest's mixture, so that losses can be compared."""
+    sources = [write_letters(tmp_path / "a", "a", 60), write_letters(tmp_path / "b", "b", 20) | {"weight": 0}]
+    data, alone = (
+        load(small_content, sources=sources, held_out=0.2),
+        load(small_content, sources=sources[:1], held_out=0.2),
+    )
+    numbers = np.arange(60)
+    assert np.array_equal(data.samples.read(numbers), alone.samples.read(numbers))
+    spread = data.held_out.spread(1000)
+    assert np.array_equal(data.held_out.read(spread), alone.held_out.read(alone.held_out.spread(1000)))
+    data.samples.mix([MixturePhase(20, (0, 1))])
+    assert set(data.samples.read(np.arange(20, 40)).flatten().tolist()) <= {ord("b"), 256, 257, 258}
+    assert np.array_equal(data.samples.read(numbers[:20]), alone.samples.read(numbers[:20]))
 
 
 def test_held_out_windows_are_evenly_spread_and_none_is_read_twice() -> None:

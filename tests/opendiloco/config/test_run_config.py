@@ -74,7 +74,12 @@ def test_the_schedule_gives_the_number_of_outer_steps_unless_the_file_does(small
         ("tokenizer", {"end": "</s>"}, 'tokenizer: path, end and digest go with kind = "pretrained" or "file"'),
         ("data.sources", [{"source": "a"}], "data: both source and [[data.sources]] are given; write source into"),
         ("data", {"sources": [{"source": "a", "weihgt": 1}]}, "data.sources.0.weihgt = 1: unknown key. Did you mean w"),
-        ("data", {"sources": [{"source": "a", "weight": 0}]}, "data.sources.0.weight = 0: too small. Use a number abo"),
+        ("data", {"sources": [{"source": "a", "weight": -1}]}, "data.sources.0.weight = -1: too small. Use 0"),
+        (
+            "data",
+            {"sources": [{"source": "a", "weight": 0}]},
+            "data: all weights are 0, so nothing would be read; give",
+        ),
         ("data", {"sources": [{"source": ""}]}, "data.sources.0.source = '': empty. Give a name or path."),
         ("data", {"sources": [{"source": "a"}] * 65}, "data.sources = "),
         ("data", {"sources": "a"}, "data.sources = 'a': not a list."),

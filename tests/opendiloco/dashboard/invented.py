@@ -22,6 +22,7 @@ from peers.values.leases import SampleRange
 from peers.values.manifest import Amendment
 from peers.values.signed_heads import NOTHING_SIGNED
 from peers.values.wire import digest_of
+from tests.opendiloco.training.recorded_run import amendment
 from tests.peers.logs import certificate, next_header
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -140,8 +141,9 @@ class Story:
         elif index > 10:
             self.invented.add([PEERS[0], PEERS[1], PEERS[3]], gone=[PEERS[2]] if index == 11 else [])
         else:
-            amendment = Amendment.sign(self.run.run_id, 1, 0.5, 0.8, IDENTITIES[0]) if index == AMENDED else None
-            self.invented.add(everybody, amendment=amendment)
+            values = {"outer_learning_rate": 0.5, "outer_momentum": 0.8}
+            taken_in = amendment(self.run, 1, IDENTITIES[0], **values) if index == AMENDED else None
+            self.invented.add(everybody, amendment=taken_in)
 
     def loss(self, step: float, peer: int = 0) -> float:
         return 1.6 + 3.8 * math.exp(-step / 5) + 0.06 * math.sin(7 * step + peer)

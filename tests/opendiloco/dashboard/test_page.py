@@ -85,10 +85,10 @@ def test_rounds_are_read_with_the_keyboard(port: int) -> None:
         for _ in range(4):
             await page.press("ArrowLeft")
         await page.until("document.querySelector('#round-detail').innerText.includes('Outer step 6')")
-        assert "from outer step 7 on the outer learning rate is 0.5 instead of 0.7, and the outer momentum 0.8" in (
+        assert "from outer step 7 on: outer learning rate 0.5 instead of 0.7, outer momentum 0.8 instead of 0.6" in (
             await page.evaluate("document.querySelector('#round-detail').innerText")
         )
-        assert "In force: amendment 1 of the organiser" in await page.evaluate(
+        assert "In force: amendment 1 (outer learning rate 0.5, outer momentum 0.8)" in await page.evaluate(
             "document.querySelector('#alerts').innerText"
         )
         await page.press("End")

@@ -17,7 +17,6 @@ from opendiloco.view.chronicle import Chronicle
 from opendiloco.view.run_view import LARGEST_LOSS, LARGEST_RATE, RunView
 from peers.log.folder import RunLog
 from peers.presence.heartbeat import HeldOutLoss, PeerState
-from peers.values.manifest import Amendment
 from peers.values.wire import digest_of
 from tests.opendiloco.dashboard.invented import (
     AMENDED,
@@ -31,6 +30,7 @@ from tests.opendiloco.dashboard.invented import (
     invented_run,
     said,
 )
+from tests.opendiloco.training.recorded_run import amendment
 
 
 @pytest.fixture(scope="module")
@@ -67,29 +67,26 @@ def test_entries_say_how_many_have_signed_them(story: Story) -> None:
 def test_an_amendment_is_told_of_the_entry_that_takes_it_in(story: Story) -> None:
     found = sections(view_of(story))
     assert {row["index"]: row["change"] for row in found["rounds"]["rows"] if row["change"]} == {
-        AMENDED: {"number": 1, "learning_rate": [0.7, 0.5], "momentum": [0.6, 0.8]}
+        AMENDED: {
+            "number": 1,
+            "values": "outer learning rate 0.5 instead of 0.7, outer momentum 0.8 instead of 0.6",
+        }
     }
-    in_force = {"number": 1, "learning_rate": 0.5, "momentum": 0.8}
-    assert found["run"]["outer_optimizer"] == {
-        "learning_rate": 0.5,
-        "momentum": 0.8,
-        "amendment": in_force,
-        "proposed": None,
-    }
+    assert found["run"]["amended"] == ["in force: amendment 1 (outer learning rate 0.5, outer momentum 0.8)"]
 
 
 def test_what_is_in_force_says_the_log_and_only_without_one_the_peers(story: Story) -> None:
     run, end = story.run, story.invented.end
-    other = Amendment.sign(run.run_id, 2, 0.1, 0.8, IDENTITIES[0])
-    forged = Amendment.sign(run.run_id, 3, 0.1, 0.8, IDENTITIES[1])
+    other = amendment(run, 2, IDENTITIES[0], outer_learning_rate=0.1)
+    forged = amendment(run, 3, IDENTITIES[1], outer_learning_rate=0.2)
     told = []
     for log in (story.invented.log, None):
         view = RunHistory(run)
         view.observe([said(run, end, PEERS[0], amendment=other), said(run, end, PEERS[1], proposed=forged)], NOW)
         view.read(log)
-        told.append(sections(view)["run"]["outer_optimizer"])
-    assert [(one["amendment"]["number"], one["learning_rate"]) for one in told] == [(1, 0.5), (2, 0.1)]
-    assert [one["proposed"] and one["proposed"]["number"] for one in told] == [2, None]
+        told.append(sections(view)["run"]["amended"])
+    first, second = "amendment 1 (outer learning rate 0.5, outer momentum 0.8)", "amendment 2 (outer learning rate 0.1)"
+    assert told == [[f"in force: {first}", f"waits for an entry: {second}"], [f"in force: {second}"]]
 
 
 def test_contributions_are_the_tokens_that_count(story: Story) -> None:

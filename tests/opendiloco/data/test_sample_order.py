@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendiloco.data.sample_order import Mixture, Numbers, SampleOrder, Shuffled, Windows, _Permutation
+from opendiloco.config.data import MixturePhase
+from opendiloco.data.sample_order import Mixture, Mixtures, Numbers, SampleOrder, Shuffled, Windows, _Permutation
 
 SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
@@ -72,6 +73,44 @@ def test_a_number_far_away_costs_no_more_than_a_near_one() -> None:
     sources, positions = Mixture([1, 2]).assign(np.array([3 * 10**17, 3 * 10**17 + 1]))
     assert sources.tolist() == [1, 0]
     assert positions.tolist() == [2 * 10**17, 10**17]
+
+
+PHASES = st.lists(
+    st.tuples(st.integers(1, 40), st.lists(st.integers(0, 5), min_size=3, max_size=3).filter(any)), max_size=4
+)
+
+
+@given(st.lists(st.integers(0, 5), min_size=3, max_size=3).filter(any), PHASES)
+def test_where_the_mixture_changes_each_source_goes_on_where_it_is(
+    shares: list[int], later: list[tuple[int, list[int]]]
+) -> None:
+    """No sample is dealt twice, and none is left out; each phase has its proportions from its first number on."""
+    phases = [MixturePhase(0, tuple(shares))]
+    for length, other in later:
+        phases.append(MixturePhase(phases[-1].first + length, tuple(other)))
+    end = phases[-1].first + 3 * sum(phases[-1].shares)
+    sources, positions = Mixtures(phases).assign(np.arange(end))
+    for source in range(3):
+        assert positions[sources == source].tolist() == list(range(int(np.sum(sources == source))))
+    for phase, stop in zip(phases, [*(one.first for one in phases[1:]), end], strict=True):
+        alone, _ = Mixture(phase.shares).assign(np.arange(stop - phase.first))
+        assert np.array_equal(sources[phase.first : stop], alone)
+    there = np.array([end - 1, 0, end // 2])
+    found = Mixtures(phases).assign(there)
+    assert [each.tolist() for each in found] == [sources[there].tolist(), positions[there].tolist()]
+
+
+def test_a_mixture_that_follows_is_known_at_once_and_changes_nothing_that_came_before() -> None:
+    sources = [Shuffled.whole(windows_of(20), 1), Shuffled.whole(windows_of(50, 1000), 2)]
+    plain, changed = SampleOrder(sources, Mixture([2, 1])), SampleOrder(sources, Mixture([2, 1]))
+    changed.mix([MixturePhase(31, (0, 1))])
+    before = np.arange(31)
+    assert np.array_equal(changed.read(before), plain.read(before))
+    assert np.all(changed.read(np.arange(31, 60))[:, 0] >= 1000)
+    changed.mix([MixturePhase(31, (0, 1)), MixturePhase(40, (1, 0))])
+    assert np.all(changed.read(np.arange(40, 60))[:, 0] < 1000)
+    changed.mix([])
+    assert np.array_equal(changed.read(np.arange(60)), plain.read(np.arange(60)))
 
 
 def test_every_source_of_a_mixture_has_epochs_of_its_own() -> None:

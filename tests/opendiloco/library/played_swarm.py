@@ -39,7 +39,7 @@ class PlayedSwarm(SwarmThread):
         self.left = asyncio.Event()
         run = self.run_of_it
         worker = await asyncio.to_thread(self.worker_of, run)
-        self.workload = Workload(worker, run.config, run_is_over=worker.end)
+        self.workload = Workload(worker, run.config, run_is_over=worker.run_is_over)
         call = asyncio.get_running_loop().call_soon_threadsafe
 
         def leave() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from opendiloco.config.overrides import NO_OVERRIDES
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
@@ -57,8 +58,11 @@ def loop_in(
         for batch in diloco.batches():
             watch(diloco)
             step = diloco.outer_step * config.training.inner_steps + diloco.inner_step
-            replica._inner_step(lambda: False, batch.numpy(), step, 0)
+            factor = diloco.learning_rate_factor
+            replica._inner_step(lambda: False, batch.numpy(), step, 0, NO_OVERRIDES)
+            assert replica.learning_rate == pytest.approx(factor * replica._optimizer.param_groups[0]["initial_lr"])
         assert diloco.finished
+        assert (diloco.learning_rate_factor, diloco.outer_step) == (0, len(LEASES))
         [swarm] = played.swarms
         final = np.zeros_like(diloco._worker.vectors.theta)
         replica.store(final)

@@ -19,6 +19,8 @@ from opendiloco.volunteer.local_workload import Workload
 from peers.presence.heartbeat import HeldOutLoss
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
+from peers.values.manifest import Amendment, LoggedAmendment
+from peers.values.system import cancel_and_wait
 from peers.values.workload import InnerLoop, Progress, Trained
 from tests.opendiloco.workers.trainings import NotingTracker
 
@@ -126,6 +128,28 @@ def test_what_was_stopped_before_it_began_is_passed_over() -> None:
     assert found[0].work.index == 1
 
 
+@pytest.mark.parametrize(
+    ("amended", "index", "is_over"),
+    [(b"", 6, False), (b"", 7, True), (b'{"outer_steps":9}', 7, False), (b'{"outer_steps":9}', 9, True)],
+)
+def test_a_run_is_over_when_the_amendment_in_force_says_so(amended: bytes, index: int, is_over: bool) -> None:
+    worker = new_worker()
+    config = new_run().config.model_copy(update={"outer_steps": 7})
+    workload = Workload(worker, config, run_is_over=worker.run_is_over)
+    amendment = Amendment(number=1, content=amended or b"{}", signature=bytes(64))
+
+    async def scenario() -> None:
+        work = InnerLoop(index, LEASE, 4, 0, (LoggedAmendment(amendment=amendment, cursor=0),) if amended else ())
+        training = asyncio.create_task(workload.run_inner_loop(work, lambda progress: None))
+        async with asyncio.timeout(SECONDS):
+            found = await asyncio.to_thread(worker.next_outer_step)
+        assert (found is None) == is_over
+        assert worker.outer_steps_taken == (index if is_over else 0)
+        await cancel_and_wait(training)
+
+    asyncio.run(scenario())
+
+
 def test_the_end_of_the_run_and_what_went_wrong_are_heard_each_time() -> None:
     over, broken = new_worker(), new_worker()
     over.end()
@@ -140,7 +164,7 @@ def test_the_end_of_the_run_and_what_went_wrong_are_heard_each_time() -> None:
 def test_a_loop_takes_its_turns_to_evaluate_and_draws_curves(found: HeldOut | None) -> None:
     """Before the outer step that it is asked for; what it does not know is not drawn."""
     worker, tracker, heard = new_worker(), NotingTracker(), list[HeldOutLoss]()
-    workload = Workload(worker, new_run().config, run_is_over=worker.end)
+    workload = Workload(worker, new_run().config, run_is_over=worker.run_is_over)
     worker.telemetry.trackers.append(tracker)
     workload.is_our_turn, workload.on_evaluated = lambda: True, heard.append
     evaluated = list[None]()

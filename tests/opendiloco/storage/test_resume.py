@@ -17,10 +17,9 @@ from peers.log.folder import PAYLOADS, LogFolder, RunLog, payload_path
 from peers.transfer.snapshots import Snapshot
 from peers.values.chunks import Payload
 from peers.values.identity import Identity
-from peers.values.manifest import Amendment
 from peers.values.wire import digest_of
 from peers.values.workload import SnapshotError
-from tests.opendiloco.training.recorded_run import BLOCK_BYTES, RecordedRun, record
+from tests.opendiloco.training.recorded_run import BLOCK_BYTES, RecordedRun, amendment, record
 from tests.opendiloco.volunteer.test_local_workload import StateOnly
 from tests.peers.logs import next_header
 
@@ -69,7 +68,7 @@ def test_amendments_are_replayed_with_the_log(
     """A checkpoint's last header says what is in force there."""
     organiser = Identity.generate()
     run = Run.sign(small_config, organiser)
-    signed = {index: Amendment.sign(run.run_id, index, 0.4 / index, 0.5, organiser) for index in (1, 3)}
+    signed = {index: amendment(run, index, organiser, outer_learning_rate=0.4 / index) for index in (1, 3)}
     amended = record(run, np.ones(VALUES, np.float32), ENTRIES, amendments=signed)
     log = LogFolder.open(tmp_path, amended.empty_log, BLOCK_BYTES)
     amended.fill(log)

@@ -9,6 +9,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from opendiloco import kernels
+from opendiloco.config.overrides import Overrides
 from opendiloco.config.run_config import RunConfig
 from opendiloco.kernels import quantize_difference
 from opendiloco.run import Run
@@ -71,12 +72,17 @@ def record(
         log = log.in_state(recorded.states[-1].state_digest)
         header = next_header(log, roster(run.config, log), payload.digest, amendment=amendments.get(index))
         recorded.certificates.append(certificate(log, header))
-        state.apply(average, index, amendment=log.amendment)
+        state.apply(average, index, overrides=Overrides.of(log.amendment, run.config))
         log = log.append(header)
         recorded.headers.append(header)
         recorded.payloads.append(payload)
         recorded.states.append(saved(state, header))
     return recorded
+
+
+def amendment(run: Run, number: int, by: Identity, **values: object) -> Amendment:
+    """Return an amendment that sets these values."""
+    return Amendment.sign(run.run_id, number, Overrides.model_validate(values).content, by)
 
 
 def certificate(log: LogState, header: Header, signers: Sequence[Identity] = IDENTITIES) -> Certificate:

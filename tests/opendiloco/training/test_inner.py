@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opendiloco.config.overrides import NO_OVERRIDES, Decay, Overrides
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
@@ -108,6 +109,21 @@ def test_the_learning_rate_goes_by_the_runs_tokens_if_the_schedule_does(small_co
             rates.append(replica.learning_rate)
     expected = [0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.8, 0.9, 1, 1, 0.5, 0]
     assert rates == pytest.approx([0.01 * factor for factor in expected])
+
+
+def test_an_amendment_lowers_the_learning_rate_and_begins_its_decay(small_config: RunConfig) -> None:
+    def rates(overrides: Overrides) -> list[float]:
+        replica, theta = make_replica(small_config)
+        steps = replica.inner_steps(theta, 1, (SampleRange(0, 8),), 4, overrides=overrides)
+        return [replica.learning_rate for _ in steps]
+
+    assert rates(Overrides(inner_learning_rate_factor=0.25)) == [0.25 * rate for rate in rates(NO_OVERRIDES)]
+    assert rates(Overrides(inner_learning_rate_factor=1.0)) == rates(NO_OVERRIDES)
+    decayed = rates(Overrides(inner_learning_rate_factor=0.5, decay=Decay(after=1, outer_steps=2)))
+    shares = (0.875, 0.75, 0.625, 0.5)
+    assert decayed == pytest.approx(
+        [0.5 * share * rate for share, rate in zip(shares, rates(NO_OVERRIDES), strict=True)]
+    )
 
 
 def test_the_z_loss_is_added_where_it_is_wanted() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from opendiloco.config.optimizers import OuterScheduleSection, ScheduleSection
+from opendiloco.config.overrides import Decay
 from opendiloco.config.run_config import RunConfig
 from opendiloco.training.outer import learning_rate_factor
 from peers.errors import ManifestError
@@ -33,6 +34,24 @@ def test_a_decay_has_the_shape_that_it_is_given() -> None:
     assert sqrt == pytest.approx([1, 1, 0.6, 1 - 0.8 * math.sqrt(0.5), 1 - 0.8 * math.sqrt(0.75), 0.2, 0.2])
     cosine = factors(ScheduleSection.model_validate(ends | {"decay_shape": "cosine"}), 7)
     assert cosine == pytest.approx([1, 1, 0.6 + 0.4 * math.sqrt(0.5), 0.6, 0.6 - 0.4 * math.sqrt(0.5), 0.2, 0.2])
+
+
+def test_another_decay_stands_in_place_of_the_schedules_own() -> None:
+    schedule = ScheduleSection(warmup_steps=2, stable_steps=4, decay_steps=2, final_fraction=0.2)
+
+    def with_decay(decay: Decay, steps: int, schedule: ScheduleSection = schedule) -> list[float]:
+        return [learning_rate_factor(schedule, done, decay.fraction(2, done)) for done in range(1, steps + 1)]
+
+    early = with_decay(Decay(after=2, outer_steps=2), 9)
+    assert early == pytest.approx([0.5, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+    late = with_decay(Decay(after=5, outer_steps=1), 13)
+    assert late == pytest.approx([0.5, *[1] * 9, 0.6, 0.2, 0.2])
+    warming = with_decay(Decay(after=0, outer_steps=2), 5)
+    assert warming == pytest.approx([0.5, 1, 0.4, 0.2, 0.2]), "the warmup comes first"
+    constant = with_decay(Decay(after=1, outer_steps=1), 4, ScheduleSection(kind="constant", warmup_steps=0))
+    assert constant == pytest.approx([1, 1, 0.5, 0])
+    shaped = schedule.model_copy(update={"decay_shape": "sqrt"})
+    assert with_decay(Decay(after=1, outer_steps=2), 4, shaped)[3] == pytest.approx(1 - 0.8 * math.sqrt(0.5))
 
 
 def test_a_cosine_follows_its_warmup_at_once() -> None:

@@ -7,9 +7,9 @@ from blake3 import blake3
 
 from opendiloco import kernels
 from opendiloco.config.optimizers import OuterOptimizerSection, OuterScheduleSection
+from opendiloco.config.overrides import Overrides
 from opendiloco.training.outer import OuterState
 from peers.values.chunks import digest_of_state
-from peers.values.manifest import Amendment
 
 
 def test_the_outer_step_is_torchs_nesterov_sgd_on_the_decoded_average() -> None:
@@ -102,12 +102,12 @@ def test_an_amendment_stands_in_place_of_the_manifests_values_and_the_schedule_g
     of_run = OuterState(np.ones(5, np.float32), OuterOptimizerSection(learning_rate=1.0, schedule=schedule))
     amended = OuterOptimizerSection(learning_rate=0.4, momentum=0.5, schedule=schedule)
     expected = OuterState(np.ones(5, np.float32), amended)
-    amendment = Amendment(number=1, learning_rate=0.4, momentum=0.5, signature=bytes(64))
+    overrides = Overrides(outer_learning_rate=0.4, outer_momentum=0.5)
     payload = kernels.Payload(kernels.INT8, 5)
     kernels.quantize(np.arange(5, dtype=np.float32), payload)
     for index in range(4):
-        assert of_run.learning_rate(index, amendment) == expected.learning_rate(index)
-        of_run.apply(payload, index, amendment=amendment)
+        assert of_run.learning_rate(index, overrides) == expected.learning_rate(index)
+        of_run.apply(payload, index, overrides=overrides)
         expected.apply(payload, index)
         assert of_run.digest() == expected.digest()
     of_run.apply(payload, 4)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from opendiloco import kernels
+from opendiloco.config.overrides import NO_OVERRIDES, Decay, Overrides
 from opendiloco.config.run_config import RunConfig
 from opendiloco.model.build import with_sizes_named
 from opendiloco.model.layout import Layout
@@ -26,7 +27,6 @@ from opendiloco.training.reference import Reference, StreamingDiLoCo, Work
 from peers.errors import ManifestError
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
-from peers.values.manifest import Amendment
 from tests.opendiloco.training import streaming_by_hand as by_hand
 from tests.opendiloco.training.streaming_by_hand import Case
 
@@ -54,7 +54,13 @@ class Toy:
         self.target = np.zeros(layout.size, np.float32)
 
     def inner_steps(
-        self, theta: Vector | None, index: int, lease: tuple[SampleRange, ...], steps: int, tokens: int
+        self,
+        theta: Vector | None,
+        index: int,
+        lease: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        overrides: Overrides,
     ) -> ToySteps:
         if theta is not None:
             self.weights[:] = theta
@@ -177,9 +183,9 @@ def decoded(payload: kernels.Payload) -> Vector:
 
 
 def algorithm_1(
-    config: RunConfig, amendments: Sequence[Amendment | None] = (None,) * len(ROSTERS)
+    config: RunConfig, overrides: Sequence[Overrides] = (NO_OVERRIDES,) * len(ROSTERS)
 ) -> Iterator[tuple[Vector, Vector]]:
-    """DiLoCo as arXiv 2311.08105 has it: each replica begins each outer step with theta. `amendments` are in force."""
+    """DiLoCo as arXiv 2311.08105 has it: each replica begins each outer step with theta. `overrides` are in force."""
     like = Reference(config)
     state = OuterState(like.state.theta.copy(), config.outer_optimizer)
     replicas: dict[str, ModelReplica] = {}
@@ -195,7 +201,12 @@ def algorithm_1(
             if each.replica not in replicas:
                 replicas[each.replica] = like.build_replica()
             replica = replicas[each.replica]
-            trained = replica.train(state.theta, index, each.samples, each.steps, tokens)
+            inner_steps = replica.inner_steps(
+                state.theta, index, each.samples, each.steps, tokens, overrides=overrides[index]
+            )
+            for _ in inner_steps:
+                pass
+            trained = inner_steps.trained
             replica.store(local)
             left_out[each.replica] = share * left_out_before.get(each.replica, np.zeros_like(local))
             kernels.quantize_difference(state.theta, local, payload, residual=left_out[each.replica])
@@ -205,7 +216,7 @@ def algorithm_1(
         kernels.finish_average(sums, total, payload)
         for name in left_out if payload.format is kernels.SPARSE else ():
             left_out[name] += np.where(decoded(payload) == 0, sent[name], np.float32(0))
-        state.apply(payload, index, amendment=amendments[index])
+        state.apply(payload, index, overrides=overrides[index])
         tokens += total
         yield state.theta.copy(), state.momentum.copy()
 
@@ -230,17 +241,22 @@ def test_one_fragment_without_overlap_is_plain_diloco(
 
 def test_the_reference_steps_with_what_the_log_amends(small_content: dict[str, Any]) -> None:
     config = model_config(small_content)
-    lowered = [Amendment(number=1, learning_rate=rate, momentum=0.5, signature=bytes(64)) for rate in (0.4, 0.2)]
-    amendments = [None, None, *(lowered[index % 2] for index in range(2, len(ROSTERS)))]
+    lowered = [
+        Overrides(outer_learning_rate=0.4, outer_momentum=0.5),
+        Overrides(outer_learning_rate=0.2, inner_learning_rate_factor=0.5, decay=Decay(after=2, outer_steps=2)),
+    ]
+    overrides = [NO_OVERRIDES, NO_OVERRIDES, *(lowered[index % 2] for index in range(2, len(ROSTERS)))]
     reference, states = Reference(config), list[Vector]()
-    for roster, amendment, (theta, momentum) in zip(ROSTERS, amendments, algorithm_1(config, amendments), strict=True):
-        reference.amendment = amendment
+    for roster, in_force, (theta, momentum) in zip(ROSTERS, overrides, algorithm_1(config, overrides), strict=True):
+        reference.overrides = in_force
         reference.outer_step(roster)
         assert np.array_equal(reference.state.theta, theta)
         assert np.array_equal(reference.state.momentum, momentum)
         states.append(theta)
     plain = [theta for theta, _ in algorithm_1(config)]
-    assert [np.array_equal(*both) for both in zip(states, plain, strict=True)] == [one is None for one in amendments]
+    assert [np.array_equal(*both) for both in zip(states, plain, strict=True)] == [
+        one == NO_OVERRIDES for one in overrides
+    ]
 
 
 def weights_of(reference: Reference, name: str) -> Vector:

@@ -6,15 +6,19 @@ import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
-from opendiloco.view.run_view import LARGEST_RATE, RunView, plain_peer
+from opendiloco.view.run_view import LARGEST_RATE, RunView, plain_peer, row_of
 from peers.presence.heartbeat import PeerState
 from peers.values.identity import Identity
+from peers.values.manifest import Amendment
+from tests.opendiloco.training.recorded_run import amendment
 from tests.opendiloco.view.test_agreement import beat
+
+ORGANISER = Identity.generate()
 
 
 @pytest.fixture
 def run(small_config: RunConfig) -> Run:
-    return Run.sign(small_config, Identity.generate())
+    return Run.sign(small_config, ORGANISER)
 
 
 def test_fewer_than_half_of_the_peers_cannot_say_that_a_run_is_further_on_or_finished(run: Run) -> None:
@@ -23,6 +27,18 @@ def test_fewer_than_half_of_the_peers_cannot_say_that_a_run_is_further_on_or_fin
     assert (view.outer_step, view.is_finished) == (3, False)
     done = [beat(peer, run.config.total_outer_steps) for peer in "ab"]
     assert RunView(run, [*done, beat("c", 2)]).is_finished
+
+
+def test_a_run_is_as_long_as_the_amendment_in_force_says(run: Run) -> None:
+    longer = amendment(run, 1, ORGANISER, outer_steps=9)
+    beats = [beat(peer, 7).model_copy(update={"amendment": longer}) for peer in "ab"]
+    view = RunView(run, beats)
+    assert (view.outer_steps, view.is_finished, row_of(beats[0], run.config).cells[4]) == (9, False, "7/9")
+    assert RunView(run, [one.model_copy(update={"index": 9}) for one in beats]).is_finished
+    forged = amendment(run, 1, Identity.generate(), outer_steps=9)
+    assert RunView(run, [beat(peer, 7).model_copy(update={"amendment": forged}) for peer in "ab"]).is_finished
+    later = Amendment.sign(run.run_id, 2, b'{"outer_hours":9}', ORGANISER)
+    assert RunView(run, [beat("a", 3).model_copy(update={"amendment": later})]).outer_steps == 7
 
 
 def test_without_anybody_at_work_a_run_is_as_far_as_is_known(run: Run) -> None:

@@ -32,7 +32,7 @@ def says(swarm: Swarm, name: str, run: Run, index: int, digest: bytes | None = N
 
 
 async def track(swarm: Swarm, last: int, audit: Audit | None = None) -> list[Reached | Disagreement]:
-    return [news async for news in states_until(last, swarm.following, audit or Audit(), POLL)]
+    return [news async for news in states_until(lambda _: last, swarm.following, audit or Audit(), POLL)]
 
 
 def steps(news: list[Reached | Disagreement]) -> list[tuple[int, bool, int]]:
@@ -115,7 +115,7 @@ def test_the_heavier_lineage_is_gone_over_to_even_if_it_is_shorter(entries: int)
         swarm, light, heavy = Swarm(), Run(3, b"light", 10), Run(entries, b"heavy", 100)
         await swarm.add("a", Donor(light, frozen=3))
         says(swarm, "a", light, 3)
-        tracker = states_until(9, swarm.following, Audit(), POLL)
+        tracker = states_until(lambda _: 9, swarm.following, Audit(), POLL)
         assert steps([await anext(tracker)])[0][:2] == (3, True)
         await swarm.add("b", Donor(heavy, frozen=entries - 1))
         says(swarm, "b", heavy, entries)

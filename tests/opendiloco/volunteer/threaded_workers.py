@@ -34,8 +34,7 @@ class ThreadedWorkers(ThreadedWorker):
 
     def __init__(self, config: RunConfig, overlap: int | None = None) -> None:
         """It merges averages after `overlap` inner steps, or as many as the run says."""
-        super().__init__(config.streaming.overlap if overlap is None else overlap)
-        self.config = config
+        super().__init__(config, overlap)
         self.held_out_digest = ""
         self.telemetry = Telemetry(config.training.inner_steps)
         self.went_on = False
@@ -62,6 +61,7 @@ class ThreadedWorkers(ThreadedWorker):
             if command.goes_on:
                 raise WorkersRestartedError
         self.went_on = command.goes_on
+        self.data.samples.mix(command.mixtures)
         return await asyncio.to_thread(self._loops.run, command)
 
     async def evaluate(self, windows: int) -> Evaluated:

@@ -10,7 +10,7 @@ from peers.log.chain import Chain, Entry, header_of, outcome_of
 from peers.log.header import Header
 from peers.log.state import LogError, LogState
 from peers.values.identity import Identity
-from peers.values.manifest import Amendment
+from peers.values.manifest import AMENDMENTS_LIMIT, Amendment, LoggedAmendment
 from peers.values.wire import pack, unpack
 from tests.peers.logs import LOG, PAYLOAD, RUN, member, next_header
 
@@ -19,7 +19,7 @@ EMPTY = replace(LOG, organiser=ORGANISER.peer_id)
 
 
 def amendment(number: int = 1, learning_rate: float = 0.4, by: Identity = ORGANISER) -> Amendment:
-    return Amendment.sign(RUN, number, learning_rate, 0.9, by)
+    return Amendment.sign(RUN, number, b"%g" % learning_rate, by)
 
 
 def entry(log: LogState, taken_in: Amendment | None = None) -> Header:
@@ -39,7 +39,8 @@ def cycle(log: LogState, taken_in: Amendment | None = None) -> LogState:
 
 def changed(header: Header, named: Amendment | None) -> Header:
     fields = {field: getattr(header, field) for field in Header.model_fields}
-    return Header(**(fields | {"amendment": named}))
+    amendments = None if named is None else (LoggedAmendment(amendment=named, cursor=header.cursor),)
+    return Header(**(fields | {"amendments": amendments}))
 
 
 @pytest.mark.parametrize("fragments", [1, 3])
@@ -54,6 +55,38 @@ def test_it_is_in_force_from_the_next_cycle_on_until_another_one_is(fragments: i
     assert log.amendment == amendment(5, 0.1), "numbers may be left out"
 
 
+def test_headers_have_all_of_them_and_the_first_sample_that_nobody_had_when_each_came() -> None:
+    first = cycle(cycle(EMPTY), amendment(2))
+    assert first.last is not None
+    log = cycle(cycle(first), amendment(5))
+    assert log.last is not None
+    second = log.last.cursor
+    assert first.last.cursor < second
+    assert [(one.amendment, one.cursor) for one in cycle(log).amendments] == [
+        (amendment(2), first.last.cursor),
+        (amendment(5), second),
+    ]
+
+
+def test_a_header_has_room_for_all_amendments_of_a_run() -> None:
+    log = EMPTY
+    for number in range(1, AMENDMENTS_LIMIT + 1):
+        log = cycle(log, amendment(number))
+    assert len(log.amendments) == AMENDMENTS_LIMIT
+    with pytest.raises(ValueError, match="number"):
+        amendment(AMENDMENTS_LIMIT + 1)
+
+
+@pytest.mark.parametrize("change", [{"cursor": 0}, {"amendment": amendment(1, 0.5)}])
+def test_no_header_changes_what_earlier_ones_say(change: dict[str, object]) -> None:
+    header = entry(cycle(cycle(EMPTY, amendment(1)), amendment(2)))
+    first, second = header.amendments or ()
+    fields = {field: getattr(header, field) for field in Header.model_fields}
+    forged = Header(**(fields | {"amendments": (first.model_copy(update=change), second)}))
+    with pytest.raises(LogError, match="amendments"):
+        cycle(cycle(EMPTY, amendment(1)), amendment(2)).append(forged)
+
+
 def test_the_first_entry_may_have_one() -> None:
     assert cycle(EMPTY, amendment()).amendment == amendment()
 
@@ -66,7 +99,7 @@ def test_nothing_is_replayed_and_of_two_with_one_number_the_first_counts(given: 
 
 
 @pytest.mark.parametrize(
-    "forged", [amendment(by=STRANGER), Amendment.sign("another", 1, 0.4, 0.9, ORGANISER)], ids=["forged", "another's"]
+    "forged", [amendment(by=STRANGER), Amendment.sign("another", 1, b"0.4", ORGANISER)], ids=["forged", "another's"]
 )
 def test_nobody_else_amends_a_run(forged: Amendment) -> None:
     with pytest.raises(LogError, match="amendment 1 is not signed by the run's organiser"):

@@ -13,9 +13,11 @@ from peers.log.chain import follow, outcome_of
 from peers.log.header import Assignment, Bystander, Exclusion, Fault, Header, Member, Tenure
 from peers.log.state import LogError, take_order
 from peers.values.leases import SampleRange, prefix, sample_count
-from peers.values.manifest import Amendment
+from peers.values.manifest import Amendment, LoggedAmendment
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.logs import LOG, MANIFEST, PAYLOAD, STATE, first_log, member, next_header
+
+AMENDMENT = Amendment(number=1, content=b"0.4", signature=bytes(64))
 
 
 def test_first_position_is_the_manifest() -> None:
@@ -88,7 +90,7 @@ def test_every_field_of_a_header_counts_in_its_digest() -> None:
             "faults": (Fault(peer="z", kind="averages", proof=bytes(32)),),
             "excluded": (Exclusion(peer="z", until=7),),
             "bystanders": (Bystander(peer="z", incarnation=7),),
-            "amendment": Amendment(number=1, learning_rate=0.4, momentum=0.9, signature=bytes(64)),
+            "amendments": (LoggedAmendment(amendment=AMENDMENT, cursor=7),),
             "leader": "z",
         }
         changed = Header(**(fields | {field: others.get(field, 12345)}))

@@ -20,7 +20,7 @@ RUN = MANIFEST.run_id
 
 
 def amendment(number: int = 1, learning_rate: float = 0.4, by: Identity = ORGANISER) -> Amendment:
-    return Amendment.sign(RUN, number, learning_rate, 0.9, by)
+    return Amendment.sign(RUN, number, b"%g" % learning_rate, by)
 
 
 def node() -> KnownRuns:

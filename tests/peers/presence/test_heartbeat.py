@@ -21,7 +21,8 @@ from peers.presence.heartbeat import (
     PeerState,
     SignedHeartbeat,
 )
-from peers.values.identity import Identity
+from peers.values.identity import SIGNATURE_BYTES, Identity
+from peers.values.manifest import AMENDMENT_LIMIT, AMENDMENTS_LIMIT, Amendment
 from peers.values.wire import PROTOCOL_VERSION, check_team, decode, pack
 
 IDENTITY = Identity.generate()
@@ -64,6 +65,8 @@ def test_largest_heartbeat_fits() -> None:
     counts: dict[str, Any] = dict.fromkeys(("sequence", "index", "lineage_tokens", "inner_step", "roster_size"), most)
     held_out = HeldOutLoss(index=most, loss=1e300)
     addresses = ("/" + "x" * 199,) * 8
+    amendment = Amendment(number=AMENDMENTS_LIMIT, content=bytes(AMENDMENT_LIMIT), signature=bytes(SIGNATURE_BYTES))
+    counts |= {"amendment": amendment, "proposed": amendment}
     largest = heartbeat(run="r" * 128, addresses=addresses, team="t" * 32, held_out=held_out, **counts)
     signed = largest.sign(IDENTITY)
     assert len(signed) <= SIZE_LIMIT

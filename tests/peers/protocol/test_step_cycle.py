@@ -29,7 +29,7 @@ from peers.protocol.events import (
 from peers.protocol.pacemaker import death
 from peers.protocol.states import State
 from peers.values.identity import Identity
-from peers.values.manifest import Amendment
+from peers.values.manifest import Amendment, LoggedAmendment
 from peers.values.workload import Progress, Trained
 from tests.peers.builders import LEASES, Rig, certified, of, propose, roster, sends, trained
 from tests.peers.heartbeats import beat
@@ -242,7 +242,7 @@ AMENDABLE = replace(SETTINGS, organiser=ORGANISER.peer_id)
 
 
 def amendment(number: int = 1, learning_rate: float = 0.4, by: Identity = ORGANISER) -> Amendment:
-    return Amendment.sign(RUN, number, learning_rate, 0.9, by)
+    return Amendment.sign(RUN, number, b"%g" % learning_rate, by)
 
 
 def amended(taken_in: Amendment | None) -> LogState:
@@ -287,7 +287,9 @@ def test_r18_a_member_votes_for_what_the_organiser_has_signed_and_it_is_in_force
     try:
         header = rig.log.next_header(roster(rig.log), PAYLOAD, "a", amendment=amendment(by=by))
     except ValueError:
-        header = rig.next_header().model_copy(update={"amendment": amendment(by=by)})
+        header = rig.next_header().model_copy(
+            update={"amendments": (LoggedAmendment(amendment=amendment(by=by), cursor=0),)}
+        )
     effects = rig.hear("a", propose(header, round=rig.peer.exchange.round, marks=rig.marks))
     assert bool(sends(effects, Vote)) is (by is ORGANISER)
     if by is ORGANISER:

@@ -235,7 +235,7 @@ def test_one_amendment_is_in_force_for_all_fragments_of_a_cycle() -> None:
     async def scenario() -> None:
         workload, amendment = (
             FragmentedWorkload(),
-            Amendment(number=1, learning_rate=0.4, momentum=0.9, signature=bytes(64)),
+            Amendment(number=1, content=b"0.4", signature=bytes(64)),
         )
         whole = {fragment: bytes(payload(0, fragment).data) for fragment in range(FRAGMENTS)}
         await step(workload, 0, whole, None)

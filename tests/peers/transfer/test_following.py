@@ -177,7 +177,7 @@ def test_a_follower_steps_with_what_the_log_amends(frozen: int) -> None:
     """Also one that begins with a snapshot in which an amendment is in force."""
     organiser = Identity.generate()
     settings = replace(UNSIGNED, organiser=organiser.peer_id)
-    signed = {index: Amendment.sign(RUN, index, 0.4 / index, 0.9, organiser) for index in (2, 4)}
+    signed = {index: Amendment.sign(RUN, index, b"%g" % (0.4 / index), organiser) for index in (2, 4)}
     run = Run(7, log=settings.empty_log, amendments=signed)
 
     async def scenario() -> None:

@@ -26,9 +26,11 @@ from opendiloco.tools.doctor.machine import check_disk, check_memory
 from opendiloco.tools.doctor.network import Bandwidth
 from opendiloco.tools.doctor.torch_probe import Gpu
 from opendiloco.tools.plan import Peer, Plan, forecast
+from opendiloco.view.run_view import RunView
 from opendiloco.workers.needs import UTILISATION, needs_of
 from peers.values.identity import Identity
 from peers.values.workload import Progress
+from tests.opendiloco.view.test_agreement import beat
 from tests.swarm.cli_processes import SMALL_RUN
 
 PASS, WARN, FAIL, SKIPPED = Verdict
@@ -48,7 +50,8 @@ def assert_finding(finding: Finding, verdict: Verdict, says: str) -> None:
 )
 def test_a_run(positions: list[int], verdict: Verdict, says: str, config: RunConfig) -> None:
     run = Run.sign(config.model_copy(update={"outer_steps": 12}), Identity.generate())
-    assert_finding(_check_run(run, positions), verdict, says)
+    beats = [beat(f"peer{number}", index) for number, index in enumerate(positions)]
+    assert_finding(_check_run(RunView(run, beats)), verdict, says)
 
 
 @pytest.mark.parametrize(
