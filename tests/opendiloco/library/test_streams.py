@@ -59,7 +59,7 @@ def loop_in(
             watch(diloco)
             step = diloco.outer_step * config.training.inner_steps + diloco.inner_step
             factor = diloco.learning_rate_factor
-            replica._inner_step(lambda: False, batch.numpy(), step, 0, NO_OVERRIDES)
+            replica._inner_step(lambda: False, NO_OVERRIDES, batch.numpy(), step, 0)
             assert replica.learning_rate == pytest.approx(factor * replica._optimizer.param_groups[0]["initial_lr"])
         assert diloco.finished
         assert (diloco.learning_rate_factor, diloco.outer_step) == (0, len(LEASES))
