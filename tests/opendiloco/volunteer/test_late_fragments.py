@@ -16,7 +16,9 @@ from opendiloco.training.reference import Reference, Work
 from opendiloco.volunteer.local_workload import LocalWorkload
 from peers.protocol.weights import aged
 from peers.values.leases import SampleRange, sample_count
+from peers.values.manifest import LoggedAmendment
 from peers.values.workload import InnerLoop, Progress, Reduction, Trained
+from tests.opendiloco.volunteer.test_late_work import logged
 from tests.opendiloco.volunteer.threaded_workers import ThreadedWorkers
 
 TOKENS = 16
@@ -50,9 +52,11 @@ def ignore(progress: Progress) -> None:
 
 
 class Swarm:
-    """Takes what a peer has learned of a fragment in the outer step that the rosters say, and no sooner."""
+    """Takes what a peer has learned of a fragment in the outer step that the rosters say, and no sooner. The first
+    entries take in the `amendments`, one each."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, amendments: Sequence[LoggedAmendment] = ()) -> None:
+        self.amendments = amendments
         self.peers = {name: LocalWorkload(ThreadedWorkers(config), config) for name in "ab"}
         self.fragments = len(self.peers["a"].fragments)
         self.trainings: dict[str, asyncio.Task[Trained]] = {}
@@ -84,7 +88,7 @@ class Swarm:
             await self.turns[name, fragment].wait()
             self.given[name, fragment].set_result(bytes(await self.peers[name].contribution(fragment)))
 
-        loop = InnerLoop(index, each.samples, each.steps, self.tokens)
+        loop = InnerLoop(index, each.samples, each.steps, self.tokens, tuple(self.amendments[:index]))
         trained = await self.peers[name].run_inner_loop(loop, ignore, take)
         await take(self.fragments - 1)
         return trained
@@ -96,10 +100,12 @@ class Swarm:
             tokens = TOKENS * sample_count(each.samples)
             weighted.append((await self.given[each.replica, fragment], aged(tokens, each.age)))
         payload = bytes(await self.peers["a"].reduce(Reduction(weighted, 0, fragment=fragment, index=index)))
+        in_force = self.amendments[:index][-1].amendment if self.amendments[:index] else None
         for name, peer in self.peers.items():
             counts = name in [each.replica for each in present]
             keeps_work = not (counts and fragment == self.fragments - 1)
-            await peer.apply(payload, index, fragment, keeps_work=keeps_work, counts=counts)
+            kept = {"keeps_work": keeps_work, "counts": counts}
+            await peer.apply(payload, index, fragment, **kept, amendment=in_force)
 
     async def run(self) -> list[bytes]:
         digests = [await self.outer_step(index, roster) for index, roster in enumerate(OUTER_STEPS)]
@@ -124,5 +130,21 @@ def test_a_slow_peers_work_counts_for_each_fragment_as_in_the_reference(
 
     async def story() -> None:
         assert await Swarm(config).run() == expected
+
+    asyncio.run(asyncio.wait_for(story(), 60.0))
+
+
+def test_a_run_that_streams_goes_on_where_its_last_entry_makes_it_longer(small_content: dict[str, Any]) -> None:
+    """In its last outer step nothing is awaited any more; it then is none."""
+    config = config_of(small_content, {}, {"overlap": 2, "alpha": 0.5}).model_copy(update={"outer_steps": 3})
+    values: list[dict[str, object]] = [{}, {"inner_learning_rate_factor": 0.5}, {"outer_steps": len(OUTER_STEPS)}]
+    amendments = [logged(number, 16 * number, each) for number, each in enumerate(values, 1)]
+    reference, expected = Reference(config), list[bytes]()
+    for index, roster in enumerate(OUTER_STEPS):
+        reference.amend(amendments[:index])
+        expected.append(reference.outer_step(roster))
+
+    async def story() -> None:
+        assert await Swarm(config, amendments).run() == expected
 
     asyncio.run(asyncio.wait_for(story(), 60.0))
