@@ -18,7 +18,7 @@ def test_a_process_that_is_alone_asks_nobody() -> None:
     assert ranks.from_first(lambda: 3) == ranks.sum(3) == 3
     assert ranks.spread(3.0) == 0
     with pytest.raises(KeyError):
-        ranks.from_first(lambda: {}["nothing"])
+        ranks.from_first(lambda: dict[str, int]()["nothing"])
     ranks.part()
 
 
