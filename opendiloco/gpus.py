@@ -28,7 +28,10 @@ OLD_CARDS = (
 )
 INSTALL_TORCH = "Install a build of torch for this GPU (pytorch.org says how), into the environment of diloco-peer."
 ON_CPU = "Or train on the CPU: --device cpu."
-DEVICE_FAILURE = re.compile(r"\b(cuda error|xid|ecc|cu(blas|dnn)_status_(execution_failed|internal_error))\b", re.I)
+DEVICE_FAILURE = re.compile(
+    r"\b(cuda error(?!.*device-side assert)|xid \d|ecc error|cu(blas|dnn)_status_(execution_failed|internal_error))",
+    re.IGNORECASE,
+)
 """How CUDA's libraries begin to say that a GPU, its driver or a kernel on it has failed."""
 NO_KERNELS = re.compile(r"kernel image|\bptx\b", re.I)
 """How CUDA says that a program was built for other GPUs."""

@@ -111,6 +111,8 @@ def _verify(
             f"the log in {path} is not what its digests say, from entry {index} on: {what}.",
             "`diloco-peer join` leaves out what is damaged, and gets it from other peers if there are any.",
         )
+    if findings.not_understood is not None:
+        raise findings.not_understood
 
 
 def _find_log(run: str | None, folder: Path | None) -> Path:

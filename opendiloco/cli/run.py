@@ -495,6 +495,8 @@ async def _give_amendment(invite: Invite, key: Identity, changes: Mapping[str, A
         _check_key(run, key)
         view = RunView(run, await transport.heartbeats(run.run_id))
         signed = _next_amendment(view, key, changes)
+        if rise := _rise(view, signed):
+            click.echo(f"warning: {rise}", err=True)
         at_work = sorted(view.trainers, key=lambda beat: beat.lineage_tokens, reverse=True)
         there = [beat.peer for beat in at_work[:GIVEN_TO] if await transport.connect(beat.peer, beat.addresses)]
         told = await give(transport.call, run.run_id, signed, there)
@@ -572,6 +574,24 @@ def _with_weights(
     return tuple(weights)
 
 
+def _rise(view: RunView, amendment: Amendment) -> str:
+    """Return a warning where an amendment raises the inner learning rate, as a decay that begins anew does; else
+    nothing."""
+    from opendiloco.config.overrides import Overrides
+    from opendiloco.training.outer import inner_learning_rate_factor
+
+    config, step = view.run.config, (view.outer_step + 1) * view.run.config.training.inner_steps
+    latest = view.amended.proposed or view.amended.in_force
+    if config.schedule.unit == "tokens":
+        return ""  # they are not known here
+    before, after = (
+        inner_learning_rate_factor(config, Overrides.of(each, config), step, 0) for each in (latest, amendment)
+    )
+    if after <= before:
+        return ""
+    return f"the inner learning rate rises from {before:.3g} to {after:.3g} of its peak; --inner-lr-factor lowers it."
+
+
 def _objection(view: RunView, overrides: Overrides, changes: Mapping[str, Any]) -> str:
     """Return why it is too late for these changes, or nothing would be learned by them; empty: neither."""
     taken, first = view.outer_step, view.outer_step + 1
@@ -581,8 +601,10 @@ def _objection(view: RunView, overrides: Overrides, changes: Mapping[str, Any]) 
         return ""
     if "decay" in changes and overrides.decay is not None and overrides.decay.after < first:
         return f"decay.after = {overrides.decay.after}: the run has taken {taken} outer steps. Use {first} or more."
-    if overrides.total_outer_steps(view.run.config) < first:
-        return f"outer_steps = {overrides.outer_steps}: the run has taken {taken} outer steps. Use {first} or more."
+    streams = not view.run.config.streaming.is_plain  # its last cycle is another one from the beginning
+    least = first + streams
+    if overrides.total_outer_steps(view.run.config) < least:
+        return f"outer_steps = {overrides.outer_steps}: the run has taken {taken} outer steps. Use {least} or more."
     if beyond := next(_beyond_schedules(view.run.config, overrides), None):
         return f"{beyond}; nothing is learned from there on. Give fewer --outer-steps, or --decay-steps, too."
     return ""

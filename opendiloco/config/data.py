@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
@@ -38,7 +38,8 @@ def _check_revision(value: str) -> str:
     return value
 
 
-def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
+@lru_cache(maxsize=256)  # a run that was amended asks again and again
+def shares_of(weights: tuple[float, ...]) -> tuple[int, ...]:
     """Return the smallest whole numbers with the proportions of these weights (of the decimals as written).
 
     Raises: ValueError when no source has any, or when the proportions come true after too many samples only.
@@ -46,8 +47,10 @@ def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
     if not any(weights):
         raise ValueError("all weights are 0, so nothing would be read; give one source more")
     exact = [Fraction(repr(weight)) for weight in weights]
-    whole = [int(weight * math.lcm(*(other.denominator for other in exact))) for weight in exact]
-    shares = tuple(share // math.gcd(*whole) for share in whole)
+    denominator = math.lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * denominator) for weight in exact]
+    divisor = math.gcd(*whole)
+    shares = tuple(share // divisor for share in whole)
     if sum(shares) > LONGEST_CYCLE:
         raise ValueError(
             f"the weights' proportions come true only every {sum(shares)} samples, more than {LONGEST_CYCLE}; "

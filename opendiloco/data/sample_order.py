@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -101,6 +102,11 @@ class Mixture:
         return cycles * self.shares + np.bincount(self._source[:rest], minlength=len(self.shares))
 
 
+@lru_cache(maxsize=64)
+def _mixture_of(shares: tuple[int, ...]) -> Mixture:
+    return Mixture(shares)
+
+
 class Mixtures:
     """Deals numbers by one mixture after another. Each phase counts from its first number on, and each source goes on
     where the phases before have left it: no sample of a source is dealt twice, and none is left out."""
@@ -109,7 +115,7 @@ class Mixtures:
         """The first phase begins with number 0, and each later one after the one before."""
         self.phases = tuple(phases)
         self._firsts = np.array([phase.first for phase in phases], np.int64)
-        self._mixtures = [Mixture(phase.shares) for phase in phases]
+        self._mixtures = [_mixture_of(phase.shares) for phase in phases]
         self._dealt = [np.zeros(len(phases[0].shares), np.int64)]
         """How many samples of each source come before each phase."""
         for mixture, (before, after) in zip(self._mixtures, pairwise(phases), strict=False):

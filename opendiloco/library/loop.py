@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from opendiloco.library.text import RunsText
 from opendiloco.model.layout import Layout
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
-from opendiloco.training.inner import inner_learning_rate_factor
+from opendiloco.training.outer import inner_learning_rate_factor
 from opendiloco.training.streaming import Cycles
 from opendiloco.view.curves import configuration_of
 from opendiloco.volunteer.interrupts import RememberedInterrupt
@@ -41,6 +42,10 @@ Found = TypeVar("Found")
 
 BEFORE_EXIT: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
 """Has Python call a function before it ends; `atexit` alone does so when executors, which leaving needs, have ended."""
+
+
+MOST_DRAWS = 20
+"""Times that a batch comes again while no inner step is taken, as when a gradient scaler skips some."""
 
 
 class BetweenSteps(NamedTuple):
@@ -241,7 +246,8 @@ class DiLoCo:
     def report(self, loss: torch.Tensor | float, tokens: int | None = None) -> None:
         """Take the loss of the inner step under way, to be shown to others; and this process's tokens, where the
         model's calls do not show them."""
-        self._loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        self._loss = value if math.isfinite(value) else None
         if tokens is not None:
             self._tokens.say(tokens)
 
@@ -250,19 +256,37 @@ class DiLoCo:
         sequence_length + 1). Processes that share the model get equal shares of each batch, of which the first one
         reads all; where it cannot be divided, a share has a window of another one.
 
-        Each batch is for one inner step. The next shard of a source with shards is tokenized meanwhile, by a process
-        that ends with this iterator, or when the loop leaves. Raises: DataError.
+        Each batch is for one inner step, and comes again until the optimizer has taken one. The next shard of a source
+        with shards is tokenized meanwhile, by a process that ends with this iterator, or when the loop leaves. Raises:
+        DataError; LoopError when no step is ever taken.
         """
         run = self.run.with_data(self._text.folders)
         with closing(Ahead(run.config)) as ahead:
             self._until_leaving.callback(ahead.close)  # an iterator may outlive its loop
             self._ranks.from_first(lambda: self._open_text(run, ahead))
+            place, draws = (-1, -1), 0
             while self._work is not None:
                 self._interrupt.raise_again()
+                here = self.outer_step, self.inner_step
+                place, draws = here, draws + 1 if here == place else 1
+                if draws > MOST_DRAWS:
+                    raise LoopError(
+                        f"batches() was asked {draws} times for inner step {self.inner_step + 1} of outer step "
+                        f"{self.outer_step}, and the inner optimizer has taken no step.",
+                        "Each batch is for one step: call inner_optimizer.step() for each, and accumulate gradients "
+                        "within a batch. If the loss is not finite, lower the learning rate or clip gradients.",
+                    )
+                if draws > 1 and self._ranks.from_first(self._is_passed_over):
+                    self._begin_outer_step()
+                    continue
                 windows = self._ranks.from_first(self._next_windows)
                 is_counted = self._ranks.is_first  # for all: what is in two shares counts once
                 self._tokens.say(len(windows) * run.config.training.sequence_length if is_counted else 0)
                 yield self._ranks.piece(windows)
+
+    def _is_passed_over(self) -> bool:
+        """Return whether the swarm has moved on, in the first process."""
+        return self._outer_step is not None and self._outer_step.is_void
 
     def _open_text(self, run: Run, ahead: Ahead) -> None:
         self._text.open(run, self._worker, ahead.tokenize)

@@ -3,6 +3,7 @@ replica of the run's, and the tokens that pass through it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -157,7 +158,10 @@ class LoopReplica:
             return
         total = sum(float(copy.sum(dtype=torch.float64)) for copy in copies)
         scale = sum(float(copy.abs().sum(dtype=torch.float64)) for copy in copies)
-        if not self._ranks.spread(total) <= SAME * scale:
+        apart = self._ranks.spread(total)
+        if not math.isfinite(scale):
+            raise LoopError("the trained weights hold NaN or infinity.", "Lower the learning rate, or clip gradients.")
+        if not apart <= SAME * scale:
             raise LoopError(
                 f"the weights of the loop's {self._ranks.size} processes have become different ones.",
                 "Average gradients: wrap the model in DistributedDataParallel, or share it by FSDP2.",

@@ -15,6 +15,8 @@ from opendiloco.errors import LoopError, first_line
 
 Found = TypeVar("Found")
 
+MEETING = timedelta(minutes=10)
+"""Within which all processes have to come: one may have failed before."""
 LONGEST_WAIT = timedelta(days=7)
 """For which processes wait for the first one, which waits for the swarm. One that dies is noticed at once."""
 
@@ -40,7 +42,8 @@ class Ranks:
         """Begin to talk. Waits until all processes have come."""
         if self.size > 1:
             with _told_of_deaths():
-                self._group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
+                self._group = dist.new_group(backend="gloo", timeout=MEETING)
+                dist.distributed_c10d._set_pg_timeout(LONGEST_WAIT, self._group)
 
     def part(self) -> None:
         """Talk no more. Others that wait for this process get an error."""

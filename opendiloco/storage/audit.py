@@ -18,6 +18,7 @@ from opendiloco.config.model import check_initial_weights
 from opendiloco.config.overrides import Overrides
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.own_files import OwnFiles
+from opendiloco.errors import AmendmentError
 from opendiloco.run import Run
 from opendiloco.storage.loading import Checkpoint, Checkpoints
 from opendiloco.storage.run_folder import RunFolder
@@ -43,6 +44,8 @@ class Findings:
     verified: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     unverified: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     wrong: list[tuple[int, str]] = field(default_factory=list)
+    not_understood: AmendmentError | None = None
+    """Why states are not computed from some entry on, though all is here that they follow from."""
 
     def is_verified(self, what: str, index: int) -> None:
         self.verified[what].add(index)
@@ -123,6 +126,9 @@ class _States:
         except BadBlocksError as error:
             findings.wrong.append((entry.index, f"its payload cannot be applied: {error}"))
             self._broken = f"which follow from the wrong entry {entry.index}"
+        except AmendmentError as error:
+            findings.not_understood = error
+            self._broken = "which follow from an amendment that this version does not understand"
 
 
 def _check_signatures(entry: Entry, header: Header, before: LogState, findings: Findings) -> None:

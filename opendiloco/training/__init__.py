@@ -6,10 +6,10 @@ the peer process uses, do not.
 Other rooms import:
 codec: BlockCodec, RunRounding
 evaluation: EVALUATED_AT_ONCE, generate_sample, held_out_loss
-inner: InnerStep, InnerSteps, ModelReplica, inner_learning_rate_factor
+inner: InnerStep, InnerSteps, ModelReplica
 moments_file: NO_STEP, digest_place, header_of, read_header
 optimizers: FUSED_ON, check_inner_optimizer
-outer: LocalState, Measuring, OuterState, OuterStepTaken
+outer: LocalState, Measuring, OuterState, OuterStepTaken, inner_learning_rate_factor
 streaming: Cycles, FragmentWork
 team: Team, choose_device, compiling_lacks, device_name, fill_untrained, forget_peak_memory, has_bf16, has_fast_fp16,
     has_other_tensors, peak_memory, shard_model

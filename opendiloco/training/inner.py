@@ -32,7 +32,7 @@ from opendiloco.model.loss import CompiledLoss, packing_known, predicted_tokens,
 from opendiloco.model.parameters import STAGED_VALUES, Shards, layout_of, local_part, trainable
 from opendiloco.shared_memory import Vector
 from opendiloco.training.optimizers import build_inner_optimizer, read_state, write_state
-from opendiloco.training.outer import learning_rate_factor
+from opendiloco.training.outer import inner_learning_rate_factor
 from opendiloco.training.team import Team
 from opendiloco.training.trials import attending_by, compiled_blocks
 from peers.values.leases import SampleRange, prefix
@@ -155,15 +155,6 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def inner_learning_rate_factor(config: RunConfig, overrides: Overrides, step: int, tokens: int) -> float:
-    """Return the factor of the inner learning rate in inner step `step` of the run, counted from 0, after which
-    `tokens` are trained."""
-    done, decay = tokens if config.schedule.unit == "tokens" else step + 1, overrides.decay
-    decayed = None if decay is None else decay.fraction(config.training.inner_steps, step + 1)
-    factor, lowered = learning_rate_factor(config.schedule, done, decayed), overrides.inner_learning_rate_factor
-    return factor if lowered is None else factor * lowered
-
-
 # The replica ----------------------------------------------------------------------------------------------------------
 LONG_AGO = 64
 """Outer steps. Moments that were kept before them are of quite another theta, so the first steps are smaller."""
@@ -174,19 +165,27 @@ class LossScale:
     halved where they overflow, and the batch is computed again; it is doubled after `STEADY` inner steps without."""
 
     STEADY = 200
+    ATTEMPTS = 4
+    """Times that a batch is computed again. One that overflows even then is skipped, like any whose gradient is not
+    finite: no factor may help it."""
     LARGEST = 2.0**24
 
     def __init__(self, factor: float = 2.0**16) -> None:
         """All factors are powers of two, so that dividing by them rounds nothing."""
         self.factor = factor
         self._steps = 0  # since it changed
+        self._attempts = 0  # at the present batch
 
     def overflows(self, loss: float, norm: float) -> bool:
         """Take in a batch's loss and its gradient's norm. Return whether it is to be computed again, with less."""
-        if math.isfinite(loss) and not math.isfinite(norm) and self.factor > 1:
-            self.factor, self._steps = self.factor / 2, 0
-            return True
-        self._steps += 1
+        if math.isfinite(loss) and not math.isfinite(norm):
+            self._steps, self._attempts = 0, self._attempts + 1
+            if self.factor > 1 and self._attempts <= self.ATTEMPTS:
+                self.factor /= 2
+                return True
+            self._attempts = 0
+            return False
+        self._steps, self._attempts = self._steps + 1, 0
         if self._steps == self.STEADY:
             self.factor, self._steps = min(2 * self.factor, self.LARGEST), 0
         return False
@@ -361,7 +360,7 @@ class ModelReplica:
             own_square = own_norm.double().square() if self._team.is_in_first_replica else 0.0  # others have the same
             loss, square, stop = self._team.sums([own_loss, own_square, stop_wanted()])
             norm = math.sqrt(square)
-            if self._loss_scale is None or not self._loss_scale.overflows(loss, norm):
+            if self._loss_scale is None or not self._loss_scale.overflows(loss, norm) or stop:
                 break
         if math.isfinite(loss) and math.isfinite(norm):
             clip = self._config.training.gradient_clip

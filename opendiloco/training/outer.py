@@ -61,6 +61,15 @@ def learning_rate_factor(schedule: OuterScheduleSection, done: int, decayed: flo
     return 1.0 - _SHAPES[schedule.shape](decayed) * (1.0 - schedule.final_fraction)
 
 
+def inner_learning_rate_factor(config: RunConfig, overrides: Overrides, step: int, tokens: int) -> float:
+    """Return the factor of the inner learning rate in inner step `step` of the run, counted from 0, after which
+    `tokens` are trained."""
+    done, decay = tokens if config.schedule.unit == "tokens" else step + 1, overrides.decay
+    decayed = None if decay is None else decay.fraction(config.training.inner_steps, step + 1)
+    factor, lowered = learning_rate_factor(config.schedule, done, decayed), overrides.inner_learning_rate_factor
+    return factor if lowered is None else factor * lowered
+
+
 def _half_cosine(fraction: float) -> float:
     """(1 - cos(pi * fraction)) / 2, by the cosine's series, whose last term here is below the last bit."""
     if fraction >= 1.0:

@@ -10,7 +10,7 @@ import math
 import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -217,11 +217,12 @@ def _works(team: Team, error: Exception | None) -> bool:
 
 def _empty(folder: Path) -> None:
     """Remove all that is in a folder, as far as that is possible."""
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
@@ -241,14 +242,20 @@ def document_attention(replica: ModelReplica, team: Team, end: int, cache: Path 
     if team.device.type not in FLEX_ON or compiling_lacks(team.device) is not None:
         return None
     at_stage(TRYING_ATTENTION)
+    loss = replica.compiled_loss
     problems: list[Exception | None] = []
 
     def attempt() -> Exception | None:
+        if loss is not None:
+            loss.error = None
         problems.append(_problem_with_flex(replica, team.device, end))
-        return None if isinstance(problems[-1], _OtherLossError) else problems[-1]
+        problem = None if isinstance(problems[-1], _OtherLossError) else problems[-1]
+        return problem or (None if loss is None else loss.error)
 
     _tried_twice(team, cache, attempt)
     if team.smallest(problems[-1] is None):
+        if loss is not None:
+            loss.say_why_not()
         return FLEX
     problem = "another worker needs it." if problems[-1] is None else first_line(problems[-1])
     at_stage(f"attention is computed between documents, too, and masked: {problem}")

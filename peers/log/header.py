@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Literal, TypeAlias
+from itertools import pairwise
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from peers.values.leases import PIECE_LIMIT
 from peers.values.manifest import AMENDMENTS_LIMIT, Amendment, LoggedAmendment
@@ -142,6 +143,15 @@ class Header(Value):
     excluded: Annotated[tuple[Exclusion, ...], Field(max_length=EXCLUSION_LIMIT)] = ()
     bystanders: Annotated[tuple[Bystander, ...], Field(max_length=BYSTANDER_LIMIT)] = ()
     amendments: Annotated[tuple[LoggedAmendment, ...], Field(min_length=1, max_length=AMENDMENTS_LIMIT)] | None = None
+
+    @model_validator(mode="after")
+    def _amendments_are_in_order(self) -> Self:
+        logged = self.amendments or ()
+        ordered = all(one.amendment.number < other.amendment.number for one, other in pairwise(logged))
+        cursors = [*(one.cursor for one in logged), self.cursor]
+        if not ordered or cursors != sorted(cursors):
+            raise ValueError("amendments: numbers or cursors are out of order")
+        return self
 
     @cached_property
     def digest(self) -> bytes:

@@ -32,7 +32,7 @@ from peers.values.wire import (
     unpack,
 )
 
-SIZE_LIMIT = 4096  # bytes, signature included
+SIZE_LIMIT = 6144  # bytes, signature included
 ADDRESS_LENGTH = 256  # characters; a relayed address names two peers
 ENDPOINT_LENGTH = 64  # characters
 NAMED_PEERS = 16  # that a heartbeat names at most for each kind of reachability

@@ -12,9 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 from opendiloco.cli import main
-from opendiloco.cli.run import _check_key, _give_amendment, _next_amendment
+from opendiloco.cli.run import _check_key, _give_amendment, _next_amendment, _rise
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import AmendmentError
+from opendiloco.model.build import with_sizes_named
 from opendiloco.run import Run
 from opendiloco.view.amended import Amended
 from opendiloco.view.run_view import RunView
@@ -150,6 +151,31 @@ def test_what_has_passed_or_would_train_with_a_rate_of_0_is_refused(
 ) -> None:
     with pytest.raises(ManifestError, match=message):
         next_amendment(run, [saying("a"), saying("b")], **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rises"),
+    [
+        ({"outer_learning_rate": 0.4}, False),
+        ({"decay": {"after": None, "outer_steps": 3}}, True),
+        ({"decay": {"after": None, "outer_steps": 3}, "inner_learning_rate_factor": 0.01}, False),
+    ],
+)
+def test_a_decay_that_begins_anew_and_so_raises_the_learning_rate_is_warned_of(
+    changes: dict[str, object], rises: bool, run: Run
+) -> None:
+    beats = [saying("a"), saying("b")]
+    warning = _rise(RunView(run, beats), next_amendment(run, beats, **changes))
+    assert ("the inner learning rate rises from" in warning) == rises
+
+
+def test_a_run_that_streams_ends_after_the_next_cycle_at_the_earliest(small_content: dict[str, Any]) -> None:
+    """Its last cycle ends with a final synchronisation, which the cycle under way was not begun with."""
+    streaming = {"layers_per_fragment": 1, "overlap": 1}
+    config = with_sizes_named(RunConfig.from_manifest_content(small_content | {"streaming": streaming}))
+    run = Run.sign(config, ORGANISER)
+    with pytest.raises(ManifestError, match=r"outer_steps = 6: the run has taken 5 outer steps. Use 7 or more"):
+        next_amendment(run, [saying("a"), saying("b")], outer_steps=6)
 
 
 @pytest.fixture

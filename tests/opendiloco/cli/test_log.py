@@ -146,6 +146,7 @@ def test_states_that_follow_from_an_amendment_that_is_not_understood_are_not_ver
     result = log("verify", "--folder", folder.path)
     assert result.exit_code == 3
     assert "Upgrade diloco-peer" in result.stderr
+    assert "an amendment that this version does not understand" in result.stdout
     assert "does not understand it" in log("show", "--folder", folder.path).stdout
 
 

@@ -103,6 +103,7 @@ def test_the_values_in_force_are_the_manifests_where_nothing_else_is_set(small_c
         "weights": [1.0],
     }
     assert NO_OVERRIDES.values(small_config) == manifests
+    assert manifests.keys() == Overrides.model_fields.keys(), "all that can be amended is shown"
     set_here = Overrides(outer_momentum=0.0, decay=Decay(after=3, outer_steps=2), outer_steps=5)
     changed = {"outer_momentum": 0.0, "decay": {"after": 3, "outer_steps": 2}, "outer_steps": 5}
     assert set_here.values(small_config) == manifests | changed

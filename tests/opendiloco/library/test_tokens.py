@@ -14,6 +14,7 @@ from opendiloco.errors import LoopError
 from opendiloco.library import DiLoCo
 from opendiloco.library.model import TokenCounter
 from opendiloco.model.build import build_model
+from opendiloco.run import Run
 from peers.values.leases import SampleRange
 from tests.opendiloco.library.played_swarm import PlayedSwarm, playing
 
@@ -137,3 +138,34 @@ def test_a_loop_that_shows_no_tokens_ends_with_what_to_do(small_content: dict[st
     with pytest.raises(LoopError, match="inner step 1 of outer step 0 has trained 0 tokens") as caught:
         train(config_of(small_content), step)
     assert "diloco.report(loss, tokens=" in caught.value.remedy
+
+
+def test_a_loss_that_is_not_finite_is_not_told(small_content: dict[str, Any]) -> None:
+    """Heartbeats hold finite losses alone; a gradient scaler may skip the step."""
+    ids = torch.randint(0, 256, (2, 16))
+
+    def step(diloco: DiLoCo, model: Any) -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        diloco.report(float("nan"))
+
+    swarm = train(config_of(small_content), step)
+    assert [each.loss for each in swarm.progress] == [None] * 4
+    assert [each.loss for each in swarm.trained] == [0.0]
+
+
+def test_a_loop_that_never_steps_ends_with_what_to_do(
+    small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(small_content)
+    model = build_model(config, ByteTokenizer())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monkeypatch.setattr(Run, "with_data", lambda run, folders: run)
+    drawn = list[torch.Tensor]()
+    with (
+        pytest.raises(LoopError, match="asked 21 times for inner step 1 of outer step 0") as caught,
+        playing(config, [LEASE]),
+        DiLoCo(model, optimizer, run="diloco:small-1", evaluates=False) as diloco,
+    ):
+        drawn.extend(diloco.batches())
+    assert len(drawn) == 20
+    assert "Each batch is for one step" in caught.value.remedy

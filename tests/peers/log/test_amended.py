@@ -11,7 +11,7 @@ from peers.log.header import Header
 from peers.log.state import LogError, LogState
 from peers.values.identity import Identity
 from peers.values.manifest import AMENDMENTS_LIMIT, Amendment, LoggedAmendment
-from peers.values.wire import pack, unpack
+from peers.values.wire import WireError, pack, unpack
 from tests.peers.logs import LOG, PAYLOAD, RUN, member, next_header
 
 ORGANISER, STRANGER = Identity.of_seed(bytes(32)), Identity.of_seed(bytes(31) + b"1")
@@ -148,3 +148,20 @@ def test_a_header_that_is_taken_on_trust_names_no_forged_one() -> None:
     assert not EMPTY.may_end_with(forged, ())
     with pytest.raises(LogError, match="its amendment is not signed"):
         Chain(EMPTY).add(Entry.whole(forged, None))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "cursors"), [((1, 1), (0, 20)), ((2, 1), (0, 20)), ((1, 2), (20, 0)), ((1, 2), (0, 2**40))]
+)
+def test_no_header_names_amendments_out_of_order(numbers: tuple[int, ...], cursors: tuple[int, ...]) -> None:
+    """Samples would be other text than for others, where a header is taken on trust."""
+    good, logged = (
+        entry(EMPTY),
+        [
+            LoggedAmendment(amendment=amendment(number), cursor=cursor)
+            for number, cursor in zip(numbers, cursors, strict=True)
+        ],
+    )
+    wrong = good.model_copy(update={"amendments": tuple(logged)})
+    with pytest.raises(WireError, match="out of order"):
+        unpack(Header, pack(wrong), 1 << 20)

@@ -14,8 +14,10 @@ from pydantic import ValidationError
 
 from peers.errors import RemoteProtocolError
 from peers.presence.heartbeat import (
+    NAMED_PEERS,
     SIGNING_CONTEXT,
     SIZE_LIMIT,
+    TAIL,
     Heartbeat,
     HeldOutLoss,
     PeerState,
@@ -23,6 +25,7 @@ from peers.presence.heartbeat import (
 )
 from peers.values.identity import SIGNATURE_BYTES, Identity
 from peers.values.manifest import AMENDMENT_LIMIT, AMENDMENTS_LIMIT, Amendment
+from peers.values.tickets import SHOWN_BYTES
 from peers.values.wire import PROTOCOL_VERSION, check_team, decode, pack
 
 IDENTITY = Identity.generate()
@@ -67,6 +70,12 @@ def test_largest_heartbeat_fits() -> None:
     addresses = ("/" + "x" * 199,) * 8
     amendment = Amendment(number=AMENDMENTS_LIMIT, content=bytes(AMENDMENT_LIMIT), signature=bytes(SIGNATURE_BYTES))
     counts |= {"amendment": amendment, "proposed": amendment}
+    counts |= {
+        "relays": addresses[:3],
+        "relayed": ("x" * TAIL,) * NAMED_PEERS,
+        "unreached": ("y" * TAIL,) * NAMED_PEERS,
+    }
+    counts |= {"trouble": "t" * 250, "ticket": bytes(SHOWN_BYTES), "endpoints": ("[2001:db8::5]:31338",) * 8}
     largest = heartbeat(run="r" * 128, addresses=addresses, team="t" * 32, held_out=held_out, **counts)
     signed = largest.sign(IDENTITY)
     assert len(signed) <= SIZE_LIMIT
