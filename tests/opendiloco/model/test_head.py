@@ -166,7 +166,14 @@ def by_hand(model: Any, mask: bool, z_loss: float) -> tuple[float, list[Any]]:
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize(
-    ("family", "backend"), [("llama", "inductor"), ("gemma2", "aot_eager"), ("cohere", "aot_eager"), ("phi", "eager")]
+    ("family", "backend"),
+    [
+        pytest.param("llama", "inductor", marks=pytest.mark.thorough),
+        ("llama", "aot_eager"),
+        ("gemma2", "aot_eager"),
+        ("cohere", "aot_eager"),
+        ("phi", "eager"),
+    ],
 )
 @pytest.mark.parametrize(("mask", "z_loss"), [(False, 0.0), (True, 1e-2)])
 def test_a_compiled_loss_is_that_of_whole_logits(
