@@ -108,7 +108,8 @@ def draw_life(seed: int, fragments: int = 1, kinds: tuple[str, ...] = ()) -> Lif
 
 
 def _draw_malice(draw: random.Random, seed: int, peers: int, fragments: int, kinds: tuple[str, ...]) -> Life:
-    """Draw a life with liars. Of those whom no blow meets more than half are honest: so they must get on."""
+    """Draw a life with liars. Of those whom no blow meets more than half are honest, and of all more than half are
+    honest and keep their votes: so they must get on. Liars may vote for nothing."""
     names = [f"peer{number}" for number in range(peers)]
     deceits = draw_deceits(draw, names, kinds)
     honest = [name for name in names if name not in {deceit.peer for deceit in deceits}]
@@ -120,9 +121,12 @@ def _draw_malice(draw: random.Random, seed: int, peers: int, fragments: int, kin
         suspicion=draw.choice([0, 0, 0.01]),
     )
     victims = honest[: peers - 2 * len(deceits) - 1]
-    blows = []
+    blows, losers, spare = [], set[str](), len(honest) - peers // 2 - 1
     for _ in range(draw.randint(0, 2) if victims else 0):
         kind, victim = draw.choice(HARD + KILL + SOFT), draw.choice(victims)
+        if kind == "lose":
+            kind = "lose" if len(losers | {victim}) <= spare else "kill"
+            losers |= {victim} if kind == "lose" else set()
         blows.append(Blow(kind, victim, draw.randint(1, 150), draw.uniform(0.1, 25.0)))
     timing = draw.choice((*TIMINGS, IMPATIENT))
     return Life(seed, peers, faults, tuple(blows), timing, fragments, deceits, draw.choice((1.0, 1.0, FAST)))
