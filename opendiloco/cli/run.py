@@ -527,7 +527,7 @@ def _next_amendment(view: RunView, key: Identity, changes: Mapping[str, Any]) ->
     from opendiloco.config.section import describe_validation_error
     from peers.values.manifest import AMENDMENTS_LIMIT, Amendment
 
-    run, latest, values = view.run, view.amended.proposed or view.amended.in_force, dict(changes)
+    run, latest, values = view.run, view.amended.latest, dict(changes)
     before = Overrides.of(latest, run.config)
     if (decay := changes.get("decay")) is not None and decay["after"] is None:
         values["decay"] = decay | {"after": view.outer_step + 1}
@@ -581,11 +581,11 @@ def _rise(view: RunView, amendment: Amendment) -> str:
     from opendiloco.training.outer import inner_learning_rate_factor
 
     config, step = view.run.config, (view.outer_step + 1) * view.run.config.training.inner_steps
-    latest = view.amended.proposed or view.amended.in_force
     if config.schedule.unit == "tokens":
         return ""  # they are not known here
     before, after = (
-        inner_learning_rate_factor(config, Overrides.of(each, config), step, 0) for each in (latest, amendment)
+        inner_learning_rate_factor(config, Overrides.of(each, config), step, 0)
+        for each in (view.amended.latest, amendment)
     )
     if after <= before:
         return ""

@@ -102,9 +102,7 @@ class Mixture:
         return cycles * self.shares + np.bincount(self._source[:rest], minlength=len(self.shares))
 
 
-@lru_cache(maxsize=64)
-def _mixture_of(shares: tuple[int, ...]) -> Mixture:
-    return Mixture(shares)
+_mixture_of = lru_cache(maxsize=64)(Mixture)
 
 
 class Mixtures:

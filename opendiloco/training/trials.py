@@ -37,10 +37,13 @@ if TYPE_CHECKING:
 class _Trial:
     """A pass forward in which each block also trains, by itself, on what it is given there; so does a compiled loss.
 
-    With an `attention`, the model attends by that implementation. `error` is the first one of this worker.
+    With an `attention`, the model attends by that implementation. `error` is the first one of this worker's blocks. A
+    loss that was given up is tried anew.
     """
 
     def __init__(self, replica: ModelReplica, attention: str | None = None) -> None:
+        if replica.compiled_loss is not None:
+            replica.compiled_loss.error = None
         self.error: Exception | None = None
         self._replica = replica
         self._attention = attention
@@ -168,8 +171,6 @@ def keep_compiled_if_it_works(replica: ModelReplica, team: Team, cache: Path | N
 
     def attempt() -> Exception | None:
         trial = _Trial(replica)
-        if loss is not None:
-            loss.error = None
         for windows in _trial_windows(replica, team.device):
             trial.loss(windows)
         errors.append(trial.error)
@@ -246,8 +247,6 @@ def document_attention(replica: ModelReplica, team: Team, end: int, cache: Path 
     problems: list[Exception | None] = []
 
     def attempt() -> Exception | None:
-        if loss is not None:
-            loss.error = None
         problems.append(_problem_with_flex(replica, team.device, end))
         problem = None if isinstance(problems[-1], _OtherLossError) else problems[-1]
         return problem or (None if loss is None else loss.error)

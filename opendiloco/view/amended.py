@@ -48,6 +48,11 @@ class Amended:
         latest = newest(in_force, *known)
         return cls(in_force, latest if latest is not in_force else None)
 
+    @property
+    def latest(self) -> Amendment | None:
+        """Return the newest amendment that peers know."""
+        return self.proposed or self.in_force
+
     def lines(self) -> list[str]:
         """Return what is to be told to people: nothing, where the manifest's values are in force."""
         lines = [f"in force: {amendment_in_words(self.in_force)}"] if self.in_force else []

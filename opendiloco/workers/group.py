@@ -111,8 +111,9 @@ class WorkerGroup:
             self.end_rest()
         self._trainings += 1
         number, overlap = self._trainings, self.overlap.steps
-        given = {"number": number, "overlap": overlap, "from_local": from_local, "goes_on": goes_on}
-        command = RunInnerLoop.of(work, self._config, **given)
+        command = RunInnerLoop.of(
+            work, self._config, number=number, overlap=overlap, from_local=from_local, goes_on=goes_on
+        )
 
         def on_step(step: InnerStepDone) -> None:
             self.telemetry.progressed(work.index, step)

@@ -220,10 +220,11 @@ class Worker:
 
         at_stage("importing transformers")
         with _nothing_collected():
-            from opendiloco.model.parameters import multiplied_weights, transformer_blocks
+            from opendiloco.model.parameters import multiplied_weights
             from opendiloco.model.utilisation import flops_per_token
             from opendiloco.training.inner import ModelReplica
             from opendiloco.training.team import Team
+            from opendiloco.training.trials import compiled_blocks
             from opendiloco.workers.assembly import assemble_model, in_fitting_precision
 
         self._team = Team.meet(
@@ -255,7 +256,7 @@ class Worker:
             held_out_digest=held_out.digest(windows),
             bytes_per_token=held_out.bytes_per_token(windows, self._tokenizer),
             fragments=tuple((part.start, part.stop) for part in layout.fragments),
-            is_compiled=any("forward" in vars(block) for block in transformer_blocks(model)),
+            is_compiled=bool(compiled_blocks(model)),
             uncompiled=uncompiled,
         )
         _freeze()
@@ -379,24 +380,6 @@ def _own_cache(folder: str | None) -> Path | None:
 
 
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """While it imports, Python would look for garbage again and again among half a million objects, of which most stay:
-    a tenth of the time. It looks once instead, at the end, and never again at what it finds in use."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        _freeze()
-        gc.enable()
-
-
-def _freeze() -> None:
-    """Collect Python's garbage now, and never look again at what is in use."""
-    gc.collect()
-    gc.freeze()
-
-
-@contextmanager
 def _collected_by_hand() -> Iterator[None]:
     """Have Python collect no garbage by itself: that takes long, and all workers wait for the one that does so."""
     gc.disable()
@@ -404,6 +387,23 @@ def _collected_by_hand() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """While it imports, Python would look for garbage again and again among half a million objects, of which most stay:
+    a tenth of the time. It looks once instead, at the end, and never again at what it finds in use."""
+    with _collected_by_hand():
+        try:
+            yield
+        finally:
+            _freeze()
+
+
+def _freeze() -> None:
+    """Collect Python's garbage now, and never look again at what is in use."""
+    gc.collect()
+    gc.freeze()
 
 
 # Training ------------------------------------------------------------------------------------------------------------

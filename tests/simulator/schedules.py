@@ -124,9 +124,10 @@ def _draw_malice(draw: random.Random, seed: int, peers: int, fragments: int, kin
     blows, losers, spare = [], set[str](), len(honest) - peers // 2 - 1
     for _ in range(draw.randint(0, 2) if victims else 0):
         kind, victim = draw.choice(HARD + KILL + SOFT), draw.choice(victims)
-        if kind == "lose":
-            kind = "lose" if len(losers | {victim}) <= spare else "kill"
-            losers |= {victim} if kind == "lose" else set()
+        if kind == "lose" and len(losers | {victim}) > spare:
+            kind = "kill"
+        elif kind == "lose":
+            losers.add(victim)
         blows.append(Blow(kind, victim, draw.randint(1, 150), draw.uniform(0.1, 25.0)))
     timing = draw.choice((*TIMINGS, IMPATIENT))
     return Life(seed, peers, faults, tuple(blows), timing, fragments, deceits, draw.choice((1.0, 1.0, FAST)))
