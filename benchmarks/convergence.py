@@ -1,75 +1,116 @@
 """How well DiLoCo learns, in all its forms: `python -m benchmarks.convergence`.
 
-A small Llama is trained on the source of Python's standard library, byte by byte, by several methods: from the same
-warm weights, on the same samples, for as many tokens, once for each seed (of the initial weights and of the samples'
-order). What is compared is the loss of theta on held-out text, seed by seed. Each training runs in one process.
+A small Llama is trained from scratch on the source of Python's standard library, byte by byte, by several methods, on
+the same samples, for as many tokens, once for each seed (of the initial weights and of the samples' order). The loss
+of theta on held-out text is compared, seed by seed. Each training runs in one process; its result is added to
+--results, and what is there already is not trained again.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import multiprocessing
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import torch
 
-from benchmarks.methods import EXACT, Course, Method, Setting, train, warm_start
+from benchmarks.methods import EXACT, Curve, Method, Setting, key_of, train
 from benchmarks.plots import Panel, Point, svg
 from benchmarks.reporting import Bar, json_option, report
-from opendiloco.shared_memory import Vector
 
-MUON = {
-    "kind": "muon",
-    "learning_rate": Setting.learning_rate,
-    "scale": "match_rms_adamw",
-    "adamw": {"learning_rate": Setting.learning_rate},
+SETTINGS = {
+    "1m": Setting(),
+    # Twenty tokens for each parameter, as Chinchilla's law advises. They want a larger corpus than the default one.
+    "15m": Setting(
+        hidden_size=384, layers=8, heads=6, windows_per_step=128, sequence_length=512, steps=4500, precision="bf16"
+    ),
+    "300m": Setting(
+        hidden_size=1024,
+        layers=24,
+        heads=16,
+        windows_per_step=512,
+        sequence_length=1024,
+        steps=11500,
+        warmup=1000,
+        learning_rate=6e-4,
+        precision="bf16",
+    ),
+    "quick": Setting(
+        hidden_size=16,
+        layers=3,
+        windows_per_step=16,
+        sequence_length=32,
+        steps=12,
+        warmup=2,
+        held_out_windows=8,
+        evaluations=2,
+    ),
 }
-
-
-def streaming(overlap: int, **changes: Any) -> dict[str, Any]:
-    return changes | {"streaming": {"layers_per_fragment": Setting.layers // 2, "overlap": overlap}}
-
-
 E3M0: dict[str, Any] = {"codec": {"kind": "e3m0"}}
-# Error feedback stands for the outer momentum, as in SparseLoCo.
-SPARSE = {"codec": {"kind": "sparse"}, "outer_optimizer": {"learning_rate": 2.0, "momentum": 0.0}}
-# One block after the other, from the first one on, and plain averages, as in the paper.
-FEDPART = {
-    "streaming": {"layers_per_fragment": 1, "pattern": "sequential", "embeddings": "ends"},
-    "outer_optimizer": {"learning_rate": 1.0, "momentum": 0.0},
-}
-ASYNCHRONOUS: dict[str, Any] = {"rounds": {"policy": "asynchronous"}}
-DELAYED = ASYNCHRONOUS | {"outer_optimizer": {**Setting().outer, "momentum_every": 2}}
-METHODS = (
-    Method("one worker, all tokens", "steps"),
-    Method("data-parallel", "batches"),
-    Method("data-parallel, Muon", "batches", {"inner_optimizer": MUON}),
-    Method("one worker, its share of tokens", "alone"),
-    Method("DiLoCo fp32", idea={"codec": EXACT}),
-    Method("DiLoCo int8"),
-    Method("DiLoCo e3m0", changes=E3M0),
-    Method("DiLoCo int8, Muon", changes={"inner_optimizer": MUON}),
-    Method("Streaming int8, τ = 0", changes=streaming(0)),
-    Method("Streaming int8, τ = 1", changes=streaming(1)),
-    Method("Streaming int8, τ = 5", changes=streaming(5)),
-    Method("Streaming int8, τ = 1 and 5", changes=streaming(1), overlaps=(1, 5)),
-    Method("Streaming e3m0, τ = 1", changes=streaming(1, **E3M0)),
-    Method("DiLoCo sparse", changes=SPARSE),
-    Method("FedPart int8", changes=FEDPART, freezes=True),
-    Method("4 replicas int8", times=2),
-    Method("4 replicas fp32", idea={"codec": EXACT}, times=2),
-    Method("4 replicas fp32, one often absent", absent=True, idea={"codec": EXACT}, times=2),
-    Method("4 replicas int8, two with half the steps", times=2, slow=2),
-    Method("4 replicas int8, two late", changes=ASYNCHRONOUS, times=2, late=2),
-    Method("4 replicas int8, two late, momentum every 2", changes=DELAYED, times=2, late=2),
-)
-BASE = "DiLoCo fp32"
+
+
+def muon(setting: Setting) -> dict[str, Any]:
+    rate = setting.learning_rate
+    sizes = {"learning_rate": rate, "scale": "match_rms_adamw", "adamw": {"learning_rate": rate}}
+    return {"inner_optimizer": {"kind": "muon", **sizes}}
+
+
+def methods_of(setting: Setting) -> list[Method]:
+    """Return the rows of the table, in the order in which they are trained: those that decide the most first."""
+    blocks = -(-setting.layers // 2)  # so there are two fragments of blocks, and one of embeddings
+
+    def streaming(overlap: int, alpha: float | None = None, **changes: Any) -> dict[str, Any]:
+        merged = {} if alpha is None else {"alpha": alpha}
+        return changes | {"streaming": {"layers_per_fragment": blocks, "overlap": overlap, **merged}}
+
+    def outer(learning_rate: float, momentum: float) -> Method:
+        table = {"outer_optimizer": {"learning_rate": learning_rate, "momentum": momentum}}
+        return Method(f"DiLoCo fp32, outer {learning_rate:g} and {momentum:g}", changes=table, idea={"codec": EXACT})
+
+    methods = [
+        Method(DATA_PARALLEL, "batches"),
+        Method(BASE, idea={"codec": EXACT}),
+        Method("DiLoCo int8"),
+        Method("Streaming e3m0, τ = 1", changes=streaming(1, **E3M0)),
+        outer(0.4, 0.9),
+        outer(0.7, 0.6),
+        outer(1.0, 0.0),
+        Method("DiLoCo e3m0", changes=E3M0),
+        Method("4 replicas int8", replicas=4),
+        Method("8 replicas int8", replicas=8),
+        Method("DiLoCo int8, H = 20", inner_steps=20),
+        Method("DiLoCo int8, H = 500", inner_steps=500),
+        Method("Streaming int8, τ = 1", changes=streaming(1)),
+        Method("Streaming int8, τ = 5", changes=streaming(5)),
+        Method("Streaming int8, τ = 0", changes=streaming(0)),
+        Method("Streaming int8, τ = 1, alpha 0", changes=streaming(1, 0.0)),
+        Method("Streaming int8, τ = 5, alpha 0", changes=streaming(5, 0.0)),
+        Method("DiLoCo e3m0, average in fp32", changes=E3M0, encodes_average=False),
+        Method("one worker, its share of tokens", "alone"),
+        Method("data-parallel, Muon", "batches", changes=muon(setting)),
+        Method("DiLoCo int8, Muon", changes=muon(setting)),
+        # Error feedback stands for the outer momentum, as in SparseLoCo.
+        Method(
+            "DiLoCo sparse",
+            changes={"codec": {"kind": "sparse"}, "outer_optimizer": {"learning_rate": 2.0, "momentum": 0.0}},
+        ),
+        Method("4 replicas int8, two with half the steps", replicas=4, slow=2),
+        Method("4 replicas int8, two late", replicas=4, late=2, changes={"rounds": {"policy": "asynchronous"}}),
+    ]
+    # The quick setting has fewer inner steps in all than one outer step of the others.
+    if setting.steps < 500:
+        methods = [replace(method, inner_steps=min(method.inner_steps // 10, 6)) for method in methods]
+    return methods
+
+
+DATA_PARALLEL, BASE = "data-parallel", "DiLoCo fp32"
 BARS = (
     ("DiLoCo int8", BASE, 0.998),
     ("DiLoCo e3m0", BASE, 0.99),
@@ -77,125 +118,168 @@ BARS = (
     ("Streaming int8, τ = 0", "DiLoCo int8", 0.995),
     ("Streaming int8, τ = 1", "DiLoCo int8", 0.995),
 )
-"""A method, the one that it is held against, and how much of that one's loss its own may be at the most, inverted."""
+"""A method, the one that it is compared with, and the least ratio of the latter's loss to the former's."""
 PANELS = {
-    "workers": {
-        "data-parallel": "data-parallel",
-        "one, all": "one worker, all tokens",
-        "one, share": "one worker, its share of tokens",
-        "DiLoCo": BASE,
-    },
+    "replicas, int8": {"2": "DiLoCo int8", "4": "4 replicas int8", "8": "8 replicas int8"},
+    "inner steps, int8": {"H = 20": "DiLoCo int8, H = 20", "100": "DiLoCo int8", "500": "DiLoCo int8, H = 500"},
     "codecs": {"fp32": BASE, "int8": "DiLoCo int8", "e3m0": "DiLoCo e3m0", "e3m0, τ = 1": "Streaming e3m0, τ = 1"},
     "streaming, int8": {"DiLoCo": "DiLoCo int8"} | {f"τ = {tau}": f"Streaming int8, τ = {tau}" for tau in (0, 1, 5)},
 }
-QUICK = Setting(
-    hidden_size=16, sequence_length=32, inner_steps=6, outer_steps=2, warm_steps=6, windows=8, evaluations=2, warmup=2
-)
+STUDENT = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""The 97.5 % quantile of Student's t distribution, by degrees of freedom, from 0."""
 
-Courses = Mapping[str, Sequence[Course]]
-"""Of each method, what came of it with each seed."""
-Task = TypeVar("Task")
-Result = TypeVar("Result")
+Curves = Mapping[str, Mapping[int, Curve]]
+"""Results by method and by seed."""
 
 
+# Results --------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Training:
-    """One training that is to be done, in whatever process."""
+class Results:
+    """A file of results, one JSON line for each training. Lines of other settings and methods are left as they are."""
 
-    method: Method
+    path: Path
     setting: Setting
-    seed: int
-    warm: Vector
+
+    def read(self, methods: Sequence[Method]) -> dict[str, dict[int, Curve]]:
+        """Return the curves of these methods; of those that were trained twice the later one."""
+        names = {key_of(method, self.setting): method.name for method in methods}
+        curves: dict[str, dict[int, Curve]] = {}
+        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
+            result = json.loads(line)
+            name = names.get(result["key"])
+            if name is not None:
+                points = tuple((tokens, loss) for tokens, loss in result["points"])
+                curve = Curve(points, result["peak_bytes"], result["sent_bytes"])
+                curves.setdefault(name, {})[result["seed"]] = curve
+        return curves
+
+    def add(self, method: Method, seed: int, curve: Curve) -> None:
+        about = {"method": method.name, "seed": seed, "torch": torch.__version__, "key": key_of(method, self.setting)}
+        sent = {"peak_bytes": curve.peak_bytes, "sent_bytes": curve.sent_bytes}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(about | sent | {"points": curve.points}, ensure_ascii=False) + "\n")
 
 
-def make_warm(task: tuple[Setting, int]) -> Vector:
+def _train(method: Method, setting: Setting, seed: int) -> Curve:
     torch.set_num_threads(1)
-    return warm_start(*task)
+    return train(method, setting, seed)
 
 
-def make_course(task: Training) -> Course:
-    torch.set_num_threads(1)
-    course = train(task.method, task.setting, task.seed, task.warm)
-    click.echo(f"seed {task.seed}: {task.method.name}: {course.loss:.4f}", err=True)
-    return course
-
-
-@contextmanager
-def spread_over(jobs: int) -> Iterator[Callable[[Callable[[Task], Result], Iterable[Task]], Iterable[Result]]]:
-    """Yield what `map` is, with so many processes; with one job it is `map`."""
-    if jobs == 1:
-        yield map
-        return
+def train_missing(results: Results, methods: Sequence[Method], seeds: int, jobs: int) -> None:
+    """Train what the file has no result of, `jobs` at a time: the first seed of all methods before the next seed."""
+    curves = results.read(methods)
+    missing = [(one, seed) for seed in range(seeds) for one in methods if seed not in curves.get(one.name, {})]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        yield pool.map
+        tasks = {pool.submit(_train, method, results.setting, seed): (method, seed) for method, seed in missing}
+        for task in as_completed(tasks):
+            method, seed = tasks[task]
+            results.add(method, seed, task.result())
+            click.echo(f"seed {seed}: {method.name}: {task.result().loss:.4f}", err=True)
 
 
-def measure(setting: Setting, seeds: int, jobs: int) -> Courses:
-    with spread_over(jobs) as each:
-        warm = list(each(make_warm, [(setting, seed) for seed in range(seeds)]))
-    tasks = [Training(method, setting, seed, warm[seed]) for seed in range(seeds) for method in METHODS]
-    with spread_over(jobs) as each:
-        done = list(each(make_course, tasks))
-    return {method.name: done[number :: len(METHODS)] for number, method in enumerate(METHODS)}
+# The table ------------------------------------------------------------------------------------------------------------
+def interval(curves: Curves, name: str, base: str) -> tuple[float, float, float] | None:
+    """Return by how many percent a method's loss is above another one's: the mean over the seeds that both have, and
+    the ends of its 95 % interval (of Student's t; NaN for one seed). None where no seed is in both."""
+    own, other = curves.get(name, {}), curves.get(base, {})
+    above = [100 * (own[seed].loss / other[seed].loss - 1) for seed in sorted(own.keys() & other.keys())]
+    if not above:
+        return None
+    mean = statistics.mean(above)
+    freedom = min(len(above), len(STUDENT)) - 1
+    half = STUDENT[freedom] * statistics.stdev(above) / math.sqrt(len(above)) if freedom else math.nan
+    return mean, mean - half, mean + half
 
 
-def ratios(courses: Courses, name: str, base: str) -> list[float]:
-    """Return a method's loss as a part of another one's, with each seed."""
-    return [own.loss / other.loss for own, other in zip(courses[name], courses[base], strict=True)]
-
-
-def row(courses: Courses, name: str) -> dict[str, Any]:
-    """Return a line of the table. `spread`, `from` and `to` are over the seeds."""
-    losses = [course.loss for course in courses[name]]
-    against = [100 * (ratio - 1) for ratio in ratios(courses, name, BASE)]
+def row(curves: Curves, name: str) -> dict[str, Any]:
+    """Return a line of the table; its figures are means over the seeds."""
+    own = curves.get(name, {})
+    above = interval(curves, name, BASE)
     return {
         "method": name,
-        "loss": statistics.mean(losses),
-        "spread": max(losses) - min(losses),
-        f"% above {BASE}": round(statistics.mean(against), 2),
-        "from": round(min(against), 2),
-        "to": round(max(against), 2),
-        "most at once, kB": courses[name][0].peak_bytes / 1e3,
-        "sent, MB": courses[name][0].sent_bytes / 1e6,
+        "seeds": len(own),
+        "loss": statistics.mean(curve.loss for curve in own.values()) if own else None,
+        f"% above {BASE}": round(above[0], 2) if above else None,
+        "95 % interval": f"{above[1]:+.2f} … {above[2]:+.2f}" if above and above[1] == above[1] else "",
+        "most at once, kB": max(curve.peak_bytes for curve in own.values()) / 1e3 if own else None,
+        "sent, MB": max(curve.sent_bytes for curve in own.values()) / 1e6 if own else None,
     }
 
 
-def plot(courses: Courses) -> str:
+def bars_of(curves: Curves) -> list[Bar]:
+    """Return the bars of which there is an interval. One is met if the whole interval is on its good side."""
+    bars = []
+    for name, base, least in BARS:
+        above = interval(curves, name, base)
+        if above is not None and above[1] == above[1]:
+            worst, best = (1 / (1 + percent / 100) for percent in (above[2], above[1]))
+            bars.append(Bar(f"{base}'s loss / that of {name}", worst, least, digits=4, best=best))
+    return bars
+
+
+def plot(curves: Curves) -> str:
     """Return means over the seeds as SVG."""
 
     def curve(name: str) -> list[Point]:
-        points = zip(*(course.curve for course in courses[name]), strict=True)
-        return [(tokens[0][0] / 1e3, statistics.mean(loss for _, loss in tokens)) for tokens in points]
+        of_seeds = zip(*(curve.points for curve in curves[name].values()), strict=True)
+        return [(points[0][0] / 1e6, statistics.mean(loss for _, loss in points)) for points in of_seeds]
 
-    level = "data-parallel in the end", curve("data-parallel")[-1][1]
-    panels = [
-        Panel(title, {label: curve(name) for label, name in lines.items()}, level) for title, lines in PANELS.items()
-    ]
+    level = "data-parallel in the end", curve(DATA_PARALLEL)[-1][1]
+    panels = []
+    for title, lines in PANELS.items():
+        present = {label: curve(name)[1:] for label, name in lines.items() if name in curves}
+        if present:
+            panels.append(Panel(title, present, level))
     lowest = min(loss for panel in panels for line in panel.lines.values() for _, loss in line)
-    bottom = min(0.97 * level[1], lowest)
-    return svg(panels, "thousand tokens since the warm start; loss on held-out text, nats per byte", bottom)
+    bottom = 0.99 * min(level[1], lowest)
+    return svg(panels, "million tokens; loss on held-out text, nats per byte", bottom)
 
 
 @click.command(help=__doc__)
+@click.option("--size", type=click.Choice(list(SETTINGS)), default="1m", show_default=True, help="Parameters.")
+@click.option("--data", "source", default="stdlib", show_default=True, help="The corpus, as data.source of run.toml.")
+@click.option("--device", default="cpu", show_default=True)
 @click.option("--seeds", default=3, show_default=True)
 @click.option("--jobs", default=1, show_default=True, help="Trainings at the same time, each on one core.")
-@click.option("--quick", is_flag=True, help="See that it runs: a tiny model, and a few steps.")
+@click.option("--only", multiple=True, metavar="NAME", help="Train this method alone (may be given several times).")
+@click.option(
+    "--results",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path(__file__).parent / "convergence.jsonl",
+    show_default="benchmarks/convergence.jsonl",
+    help="Where results are kept.",
+)
+@click.option("--no-training", is_flag=True, help="Only print what there are results of.")
 @json_option
 @click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw an SVG here.")
-def main(seeds: int, jobs: int, quick: bool, json_file: Path | None, plot_file: Path | None) -> None:
-    setting = QUICK if quick else Setting()
-    courses = measure(setting, seeds, jobs)
-    bars = [
-        Bar(f"{base}'s loss / that of {name}", 1 / statistics.mean(ratios(courses, name, base)), least, digits=4)
-        for name, base, least in BARS
-    ]
+def main(
+    size: str,
+    source: str,
+    device: str,
+    seeds: int,
+    jobs: int,
+    only: tuple[str, ...],
+    results: Path,
+    no_training: bool,
+    json_file: Path | None,
+    plot_file: Path | None,
+) -> None:
+    setting = replace(SETTINGS[size], source=source, device=device)
+    methods, kept = methods_of(setting), Results(results, setting)
+    names = [method.name for method in methods]
+    if unknown := [name for name in only if name not in names]:
+        raise click.BadParameter(f"there is no {unknown[0]!r}. There are: {'; '.join(names)}.", param_hint="--only")
+    if not no_training:
+        chosen = [method for method in methods if not only or method.name in only]
+        train_missing(kept, chosen, seeds, jobs)
+    curves = kept.read(methods)
     title = (
-        f"convergence: {setting.replicas} replicas, {setting.outer_steps} outer steps of {setting.inner_steps} inner "
-        f"steps, {setting.steps * setting.tokens_per_step:,} tokens, {seeds} seeds"
+        f"convergence: {size} parameters from scratch, {setting.tokens:,} tokens; 2 replicas and 100 inner steps "
+        "unless said otherwise"
     )
-    report(title, [row(courses, method.name) for method in METHODS], bars, json_file)
+    report(title, [row(curves, name) for name in names], bars_of(curves), json_file)
     if plot_file:
-        plot_file.write_text(plot(courses), encoding="utf-8")
+        plot_file.write_text(plot(curves), encoding="utf-8")
 
 
 if __name__ == "__main__":

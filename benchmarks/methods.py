@@ -2,68 +2,73 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-import numpy as np
+import torch
 
-from benchmarks.freezing import FreezingReference
 from opendiloco.config.run_config import RunConfig
-from opendiloco.kernels import FORMATS
-from opendiloco.model.layout import Layout
+from opendiloco.kernels import FORMATS, Rounding
 from opendiloco.shared_memory import Vector
-from opendiloco.training.reference import Codec, Member, Reference, Work
+from opendiloco.training.reference import Codec, Reference, Work
 from peers.values.leases import SamplePool
 
 Point = tuple[float, float]
-"""Tokens that all replicas have trained since the warm start, and the loss on held-out text."""
-SMALL_CHUNKS = 64
-"""Chunks of a small payload (docs/protocol.md, The exchange)."""
-MODEL = {"model_type": "llama", "vocab_size": 259, "num_attention_heads": 4, "tie_word_embeddings": True}
+"""Tokens that all replicas have trained, and the loss on held-out text."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all methods have in common. A replica's batch is `batch_size` windows of `sequence_length` tokens."""
+    """The model, the data and the tokens, which all methods have in common."""
 
-    hidden_size: int = 64
-    layers: int = 6
-    batch_size: int = 4
-    sequence_length: int = 64
-    replicas: int = 2
-    inner_steps: int = 20
-    outer_steps: int = 50
-    warm_steps: int = 400
+    hidden_size: int = 128
+    layers: int = 5
+    heads: int = 4
+    windows_per_step: int = 16
+    """Windows that all replicas together train while each makes an inner step."""
+    sequence_length: int = 128
+    steps: int = 2500
+    """Inner steps of each replica."""
+    warmup: int = 100
     learning_rate: float = 3e-3
-    outer: Mapping[str, float] = field(default_factory=lambda: {"learning_rate": 0.4, "momentum": 0.9})
-    windows: int = 512
+    outer: Mapping[str, float] = field(default_factory=lambda: {"learning_rate": 0.7, "momentum": 0.9})
+    source: str = "stdlib"
+    precision: str = "fp32"
+    held_out_windows: int = 512
     evaluations: int = 5
-    warmup: int = 20
+    device: str = "cpu"
+    series: int = 1
+    """Raised when a change of ours makes trainings compute anything else, so that old results are not compared with new
+    ones."""
 
     @property
-    def steps(self) -> int:
-        """Return how many inner steps a replica makes."""
-        return self.inner_steps * self.outer_steps
+    def tokens(self) -> int:
+        """Return how many tokens all replicas train in all."""
+        return self.steps * self.windows_per_step * self.sequence_length
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Return how many tokens all replicas train while each makes an inner step."""
-        return self.replicas * self.batch_size * self.sequence_length
-
-    def config(self, seed: int, steps: int, batch: int = 1, **changes: Any) -> RunConfig:
-        """Return the run with this seed, for so many inner steps of `batch` replicas' batches each."""
-        sizes = {"hidden_size": self.hidden_size, "num_hidden_layers": self.layers}
-        width = {"intermediate_size": 8 * (self.hidden_size * 11 // 32), "max_position_embeddings": 128}
+    def config(self, seed: int, steps: int, inner_steps: int, batch_size: int, changes: Mapping[str, Any]) -> RunConfig:
+        """Return the run with this seed, whose replicas make `steps` inner steps of `batch_size` windows each."""
+        model = {
+            "model_type": "llama",
+            "vocab_size": 259,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "intermediate_size": 8 * (self.hidden_size * 11 // 32),
+            "max_position_embeddings": self.sequence_length,
+            "tie_word_embeddings": True,
+        }
         content: dict[str, Any] = {
             "name": "convergence",
-            "model": {"config": MODEL | sizes | width, "init_seed": seed},
-            "data": {"source": "stdlib", "shuffle_seed": seed},
+            "model": {"config": model, "init_seed": seed},
+            "data": {"source": self.source, "shuffle_seed": seed},
             "training": {
-                "inner_steps": self.inner_steps,
-                "batch_size": batch * self.batch_size,
+                "inner_steps": inner_steps,
+                "batch_size": batch_size,
                 "sequence_length": self.sequence_length,
+                "precision": self.precision,
             },
             "inner_optimizer": {"learning_rate": self.learning_rate},
             "schedule": {
@@ -73,68 +78,58 @@ class Setting:
                 "final_fraction": 0.1,
             },
             "outer_optimizer": dict(self.outer),
-            "evaluation": {"windows": self.windows},
+            "evaluation": {"windows": self.held_out_windows},
         }
-        return RunConfig.from_manifest_content(content | changes)
+        return RunConfig.from_manifest_content(content | dict(changes))
 
 
 @dataclass(frozen=True)
 class Method:
     """One way to train.
 
-    "replicas": DiLoCo. The others are one worker each: "batches", data-parallel, has all replicas' batches in each of
-    its steps; "steps" takes them one after the other; "alone" has those of one replica only.
+    "replicas": DiLoCo, where replicas divide each step's windows among them. The others are one worker: "batches",
+    data-parallel, has all windows in each of its steps; "alone" has those of one replica only.
     """
 
     name: str
-    kind: Literal["replicas", "batches", "steps", "alone"] = "replicas"
+    kind: Literal["replicas", "batches", "alone"] = "replicas"
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Tables of run.toml that are other than the setting's."""
+    replicas: int = 2
+    inner_steps: int = 100
     idea: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `Reference`: an outer optimizer, a codec or a pattern in place of the run's. Worker processes import
     them, so they are functions of a module, or `partial` of such."""
-    freezes: bool = False
-    """Whether in each outer step one fragment alone learns, and is exchanged."""
-    overlaps: Sequence[int] = ()
-    """The replicas' own overlaps."""
-    times: int = 1
-    """How many times as many replicas there are as in the setting, each with so much fewer inner steps."""
+    encodes_average: bool = True
     slow: int = 0
-    """How many of them are half as fast as the others: in each outer step they make half of the inner steps."""
+    """How many replicas are half as fast as the others: in each outer step they make half of the inner steps."""
     late: int = 0
-    """Instead, how many make all of them, so that what they learn counts an outer step later, with its age."""
-    absent: bool = False
-    """Whether the last replica is absent from a quarter of the chunks, and from every other outer step as a whole."""
+    """Instead, how many make all of them, so that what they learned counts an outer step later, with its age."""
 
-    def adapt(self, setting: Setting) -> Setting:
-        """Return the setting with this method's replicas, and as many outer steps as all the tokens take."""
-        replicas = self.times * setting.replicas
-        share = (replicas - (self.slow + self.late) / 2) / replicas
-        return replace(
-            setting,
-            replicas=replicas,
-            inner_steps=setting.inner_steps // self.times,
-            outer_steps=math.ceil(setting.outer_steps / share),
-        )
+    def outer_steps(self, setting: Setting) -> int:
+        """Return how many outer steps train all of the setting's tokens."""
+        share = (self.replicas - (self.slow + self.late) / 2) / self.replicas
+        return round(setting.steps / self.inner_steps / share)
 
-    @property
-    def reference(self) -> type[Reference]:
-        """Return what trains by this method."""
-        return AbsentReference if self.absent else FreezingReference if self.freezes else Reference
+
+def key_of(method: Method, setting: Setting) -> str:
+    """Return all that a training's result depends on but its seed, as a string."""
+    return json.dumps([asdict(setting), asdict(method)], sort_keys=True, default=repr)
 
 
 @dataclass(frozen=True)
-class Course:
-    """What came of one training. `peak_bytes` is the most that a replica sends at one inner step, `sent_bytes` what it
+class Curve:
+    """The result of one training. `peak_bytes` is the most that a replica sends at one inner step, `sent_bytes` what it
     sends in all."""
 
-    curve: tuple[Point, ...]
+    points: tuple[Point, ...]
     peak_bytes: int
     sent_bytes: int
 
     @property
     def loss(self) -> float:
-        return self.curve[-1][1]
+        """Return the last one, in nats per token."""
+        return self.points[-1][1]
 
 
 def unchanged(values: Vector) -> Vector:
@@ -146,86 +141,59 @@ EXACT = Codec(encode=unchanged, decode=unchanged)
 """Pseudo-gradients are averaged in fp32."""
 
 
-class AbsentReference(Reference):
-    """DiLoCo where a quarter of the last replica's chunks never arrive, each time others."""
+class ExactAverageReference(Reference):
+    """DiLoCo where contributions are encoded and their average is not, as in Streaming DiLoCo's paper."""
 
-    def mean(self, fragment: int, members: Sequence[Member], sent: Sequence[Vector]) -> Vector:
-        total, weights = np.zeros_like(sent[0]), np.zeros_like(sent[0])
-        for member, values in zip(members, sent, strict=True):
-            weight = np.float32(member.tokens) * self._presence(member, fragment, values.size)
-            total += weight * values
-            weights += weight
-        return np.asarray(total / weights)
-
-    def _presence(self, member: Member, fragment: int, size: int) -> Vector:
-        """Return 1 for each value of a fragment that a member brings, and 0 for the others."""
-        if member.work.replica != max(self.members):
-            return np.ones(size, np.float32)
-        drawn = np.random.default_rng((self.index, fragment)).permutation(SMALL_CHUNKS) >= SMALL_CHUNKS // 4
-        return np.repeat(drawn, -(-size // SMALL_CHUNKS))[:size].astype(np.float32)
+    def _codec_with(self, rounding: Rounding) -> Codec:
+        return super()._codec_with(rounding)._replace(encodes_average=False)
 
 
-def warm_start(setting: Setting, seed: int) -> Vector:
-    """Return weights that one worker has trained with all replicas' batches."""
-    reference = Reference(setting.config(seed, setting.warm_steps, setting.replicas))
-    for _ in _straight(reference, setting.warm_steps, SamplePool()):
-        pass
-    return reference.state.theta
-
-
-def train(method: Method, setting: Setting, seed: int, warm: Vector) -> Course:
-    """Train by one method from warm weights, on the samples that follow those that these have been trained on."""
-    pool = SamplePool(setting.warm_steps * setting.replicas * setting.batch_size)
-    total = setting.steps * setting.tokens_per_step
-    setting = method.adapt(setting)
-    steps = setting.steps * (setting.replicas if method.kind == "steps" else 1)
-    config = setting.config(seed, steps, setting.replicas if method.kind == "batches" else 1, **method.changes)
-    reference = method.reference(config, **method.idea)
-    layout, theta = reference.layout, reference.state.theta
-    for there, here in zip(Layout([(each.name, each.shape) for each in layout]), layout, strict=True):
-        theta[here.slice] = warm[there.slice]
+def train(method: Method, setting: Setting, seed: int) -> Curve:
+    """Train by one method, from the seed's initial weights on, on the seed's samples."""
     is_diloco = method.kind == "replicas"
-    cycles = _cycles(reference, method, setting, pool) if is_diloco else _straight(reference, steps, pool)
-    all_cycles = steps // setting.inner_steps
-    every = -(-all_cycles // setting.evaluations)
-    curve = [(0.0, reference.held_out_loss())]
+    batch_size = setting.windows_per_step // (1 if method.kind == "batches" else method.replicas)
+    outer_steps = method.outer_steps(setting)
+    steps = outer_steps * method.inner_steps
+    config = setting.config(seed, steps, method.inner_steps, batch_size, method.changes)
+    kind = Reference if method.encodes_average else ExactAverageReference
+    reference = kind(config, device=torch.device(setting.device), **method.idea)
+    cycles = _cycles(reference, method, outer_steps) if is_diloco else _straight(reference, outer_steps)
+    every = -(-outer_steps // setting.evaluations)
+    points = [(0.0, reference.held_out_loss())]
     for cycle in cycles:
-        if cycle % every == 0 or cycle == all_cycles:
-            curve.append((total * cycle / all_cycles, reference.held_out_loss()))
+        if cycle % every == 0 or cycle == outer_steps:
+            points.append((setting.tokens * cycle / outer_steps, reference.held_out_loss()))
     if not is_diloco:
-        sent = 4 * layout.parameter_count if method.kind == "batches" else 0
-        return Course(tuple(curve), sent, steps * sent)
-    values = [fragment.stop - fragment.start for fragment in layout.fragments]
+        sent = 4 * reference.layout.parameter_count if method.kind == "batches" else 0
+        return Curve(tuple(points), sent, steps * sent)
+    values = [fragment.stop - fragment.start for fragment in reference.layout.fragments]
     # A codec in Python counts as if it sent fp32.
     sizes = [4 * each if "codec" in method.idea else FORMATS[config.codec.kind].payload_size(each) for each in values]
-    cycles_of_each = setting.outer_steps / (len(sizes) if method.freezes else 1)
-    return Course(tuple(curve), max(sizes), round(cycles_of_each * sum(sizes)))
+    return Curve(tuple(points), max(sizes), outer_steps * sum(sizes))
 
 
-def _cycles(reference: Reference, method: Method, setting: Setting, pool: SamplePool) -> Iterator[int]:
+def _cycles(reference: Reference, method: Method, outer_steps: int) -> Iterator[int]:
     """Take all outer steps of all replicas; yield how many have been taken."""
-    for cycle, roster in enumerate(_rosters(method, setting, pool), 1):
+    for cycle, roster in enumerate(_rosters(method, outer_steps, reference.config.training.batch_size), 1):
         reference.outer_step(roster)
         yield cycle
 
 
-def _rosters(method: Method, setting: Setting, pool: SamplePool) -> Iterator[list[Work]]:
-    """Yield who is part of each outer step. The last replicas are slow, or late: of two late ones one is part of every
-    other outer step, and one of those between."""
-    even = setting.replicas - method.slow - method.late
+def _rosters(method: Method, outer_steps: int, batch_size: int) -> Iterator[list[Work]]:
+    """Yield the members of each outer step. The last replicas are slow, or late: of two late ones one is a member of
+    every other outer step, and one of those between."""
+    pool, even = SamplePool(), method.replicas - method.slow - method.late
     under_way: dict[int, Work] = {}  # for the next outer step
-    for cycle in range(setting.outer_steps):
+    for cycle in range(outer_steps):
         done, under_way = under_way, {}
         roster = list(done.values())
-        for number in range(setting.replicas):
+        for number in range(method.replicas):
             is_even = number < even
-            if method.absent and number == setting.replicas - 1 and cycle % 2:
-                continue
             if number in done or (method.late and not is_even and number % 2 > cycle):
                 continue
-            steps = setting.inner_steps if is_even or method.late else setting.inner_steps // 2
-            (lease,), pool = pool.deal([steps * setting.batch_size])
-            work = Work(f"{number}", lease, steps, method.overlaps[number] if method.overlaps else None)
+            steps = method.inner_steps if is_even or method.late else method.inner_steps // 2
+            (lease,), pool = pool.deal([steps * batch_size])
+            work = Work(f"{number}", lease, steps)
             if is_even or method.slow:
                 roster.append(work)
             else:
@@ -233,10 +201,10 @@ def _rosters(method: Method, setting: Setting, pool: SamplePool) -> Iterator[lis
         yield roster
 
 
-def _straight(reference: Reference, steps: int, pool: SamplePool) -> Iterator[int]:
+def _straight(reference: Reference, cycles: int) -> Iterator[int]:
     """Train one worker on and on; yield, after as many steps as an outer step has, how often so far."""
-    replica, training = reference.build_replica(), reference.config.training
-    for index in range(steps // training.inner_steps):
+    replica, training, pool = reference.build_replica(), reference.config.training, SamplePool()
+    for index in range(cycles):
         (lease,), pool = pool.deal([training.inner_steps * training.batch_size])
         begin_with = None if index else reference.state.theta
         for _ in replica.inner_steps(begin_with, index, lease, training.inner_steps).every():

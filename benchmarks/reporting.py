@@ -34,13 +34,16 @@ class Bar:
     at_least: float
     digits: int = 2
     """Of the ratio behind the point, as it is printed."""
+    best: float | None = None
+    """The other end of an interval that `ratio` is the lower end of. A bar inside the interval is undecided."""
 
     @property
     def is_met(self) -> bool:
         return self.ratio >= self.at_least
 
     def __str__(self) -> str:
-        verdict = "met" if self.is_met else "MISSED"
+        undecided = self.best is not None and self.best >= self.at_least
+        verdict = "met" if self.is_met else "UNDECIDED" if undecided else "MISSED"
         return f"{self.name}: {self.ratio:.{self.digits}f}, bar {self.at_least:g}: {verdict}"
 
 
@@ -83,7 +86,7 @@ def report(title: str, rows: Sequence[Mapping[str, Any]], bars: Sequence[Bar], j
     missed = [bar for bar in bars if not bar.is_met]
     for bar in bars:
         console.print(str(bar), highlight=False)
-    summary = "all bars met" if not missed else f"{len(missed)} of {len(bars)} bars MISSED"
+    summary = "all bars met" if not missed else f"{len(missed)} of {len(bars)} bars not met"
     verdict = "; ".join(str(bar) for bar in missed) or "no bar was missed"
     if bars:
         console.print(f"verdict: {summary}: {verdict}", highlight=False, soft_wrap=True)

@@ -42,11 +42,13 @@ from opendiloco.training.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.outer import OuterState
 from opendiloco.training.streaming import Cycles
+from opendiloco.training.team import Team
 from peers.protocol.weights import aged
 from peers.values.chunks import digest_of_state
 from peers.values.leases import SampleRange
 from peers.values.manifest import LoggedAmendment
 
+CPU = torch.device("cpu")
 OuterOptimizer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """An optimizer's class, or a function that makes one. It is called once for each fragment, with theta's tensors in the
 model's shapes. `step` finds their pseudo-gradients, averaged, where gradients are."""
@@ -290,7 +292,7 @@ class StreamingDiLoCo:
 
 
 class Reference(StreamingDiLoCo):
-    """A run with all its replicas on this CPU, each with an inner optimizer of its own."""
+    """A run with all its replicas in this process, each with an inner optimizer of its own."""
 
     def __init__(
         self,
@@ -299,18 +301,21 @@ class Reference(StreamingDiLoCo):
         outer_optimizer: OuterOptimizer | None = None,
         codec: Codec | None = None,
         pattern: Pattern | None = None,
+        device: torch.device = CPU,
     ) -> None:
-        """See `StreamingDiLoCo`. The fragments are the run's unless a pattern is given.
+        """See `StreamingDiLoCo`. The fragments are the run's unless a pattern is given. All replicas train on `device`;
+        a swarm's bits are those of the CPU.
 
         Raises: ArgumentError for an argument of no use; ManifestError; DataError.
         """
         self._tokenizer: Tokenizer = build_tokenizer(config.tokenizer)
         self._data: TrainingData = load_data(config, self._tokenizer)
-        model = build_model(config, self._tokenizer)
+        self._team = Team(device)
+        model = build_model(config, self._tokenizer).to(device)
         layout = layout_of(model, config.streaming)
         if pattern is not None:
             layout = cut(layout, pattern)
-        self._judge = ModelReplica(config, model, self._data.samples, layout=layout)
+        self._judge = ModelReplica(config, model, self._data.samples, self._team, layout=layout)
         theta: Vector = np.zeros(layout.size, np.float32)
         self._judge.store(theta)
         super().__init__(config, layout, theta, self.build_replica, outer_optimizer, codec)
@@ -325,12 +330,12 @@ class Reference(StreamingDiLoCo):
         self._judge.load(self.state.theta)
         model, windows, precision = self._judge.model, self.config.evaluation.windows, self._judge.precision
         at_once = min(self.config.training.batch_size, EVALUATED_AT_ONCE)
-        return held_out_loss(model, self._data.held_out, windows, at_once, precision)[0]
+        return held_out_loss(model, self._data.held_out, windows, at_once, precision, self._team)[0]
 
     def build_replica(self) -> ModelReplica:
         """Return a replica with the run's initial weights and an inner optimizer of its own."""
-        model = build_model(self.config, self._tokenizer)
-        return ModelReplica(self.config, model, self._data.samples, layout=self.layout)
+        model = build_model(self.config, self._tokenizer).to(self._team.device)
+        return ModelReplica(self.config, model, self._data.samples, self._team, layout=self.layout)
 
 
 # What may be given ----------------------------------------------------------------------------------------------------
