@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from opendiloco.config.data import TokenizerSection
 from opendiloco.config.model import ModelSection
+from opendiloco.config.overrides import why_not_followed
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.hub import is_local_path
 from opendiloco.data.own_files import OwnFiles, is_local, volunteered
@@ -82,6 +83,7 @@ class Run:
             run=self.run_id,
             manifest_digest=self.manifest.digest,
             organiser=self.manifest.organiser,
+            why_not_followed=lambda amendment: why_not_followed(amendment, self.config),
             inner_steps=training.inner_steps,
             samples_per_lease=training.inner_steps * training.batch_size,
             tokens_per_sample=training.sequence_length,

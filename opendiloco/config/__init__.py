@@ -3,7 +3,7 @@
 Other rooms import:
 data: BYTE_TOKENIZER_SIZE, DataSection, MixturePhase, STANDARD_LIBRARY, SourceSection, TokenizerSection
 model: ModelSection, check_initial_weights, digest_of_weights, read_model_values
-overrides: NO_OVERRIDES, Overrides, bare_in_words, mixture_phases, value_in_words
+overrides: NO_OVERRIDES, Overrides, bare_in_words, mixture_phases, value_in_words, why_not_followed
 optimizers: AdafactorSection, AdamWSection, AdamWSettings, InnerOptimizerSection, MuonSection, OuterOptimizerSection,
     OuterScheduleSection, TorchSection
 run_config: CodecSection, EvaluationSection, RunConfig, StreamingSection, TrainingSection, misfit

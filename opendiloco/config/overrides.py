@@ -122,6 +122,15 @@ class Overrides(Section):
         }
 
 
+def why_not_followed(amendment: Amendment, config: RunConfig) -> str:
+    """Return why this version cannot follow an amendment of a run, and the remedy; empty: it can."""
+    try:
+        Overrides.of(amendment, config)
+    except AmendmentError as error:
+        return str(error)
+    return ""
+
+
 NO_OVERRIDES = Overrides()
 """The manifest's values are in force."""
 

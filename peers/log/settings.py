@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from peers.log.state import LogState, Quorum
+from peers.values.manifest import Amendment
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class RunSettings:
     """Inner steps for which a peer goes on training while a fragment is averaged."""
     organiser: str = ""
     """The peer whose amendments the log takes in."""
+    why_not_followed: Callable[[Amendment], str] = field(default=lambda amendment: "", compare=False)
+    """Returns why this version cannot follow an amendment; empty: it can."""
     quorum: Quorum = Quorum.MAJORITY
     """The share of the voters that decides."""
 

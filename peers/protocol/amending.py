@@ -6,25 +6,29 @@ another one leads.
 
 from __future__ import annotations
 
+from peers.log.settings import RunSettings
 from peers.log.state import LogState
 from peers.values.manifest import Amendment, newest
 
 
 class Amending:
-    """The newest amendment that this peer has heard of."""
+    """The newest amendment that this peer has heard of and can follow. `refused` is the newest that it cannot."""
 
-    def __init__(self, run: str, organiser: str) -> None:
-        self._run = run
-        self._organiser = organiser
+    def __init__(self, settings: RunSettings) -> None:
+        self.refused: Amendment | None = None
+        self._settings = settings
         self._newest: Amendment | None = None
 
     def hear(self, amendment: Amendment | None) -> bool:
-        """Take in an amendment. Return whether it is newer than ours and the organiser's."""
-        if amendment is None or newest(self._newest, amendment) is self._newest:
+        """Take in an amendment. Return whether it is the organiser's, and newer than those that were known."""
+        if amendment is None or newest(self._newest, self.refused, amendment) is not amendment:
             return False
-        if not amendment.is_signed(self._run, self._organiser):
+        if not amendment.is_signed(self._settings.run, self._settings.organiser):
             return False
-        self._newest = amendment
+        if self._settings.why_not_followed(amendment):
+            self.refused = amendment
+        else:
+            self._newest = amendment
         return True
 
     def proposed(self, log: LogState) -> Amendment | None:

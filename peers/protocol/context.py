@@ -46,7 +46,7 @@ class Context:
         self.pace = Pace.of(settings)
         self.payloads = payloads
         self.evidence = Evidence(settings, keys.verify, payloads)
-        self.amending = Amending(settings.run, settings.organiser)
+        self.amending = Amending(settings)
         if record is None or record.left is not None:
             record = VotingRecord(run=settings.run, peer=me, incarnation=start)
         self.votes = OwnVotes(self, record)

@@ -41,7 +41,9 @@ MISSED_ATTEMPTS = 1 << 16
 """Attempts of a view that its leader may have forgotten, since it started again."""
 AGAIN = 2.0
 """Pauses between repeated messages after which a member that does not answer is told again."""
-STRANGER = Refusal.STRANGER.value
+STRANGER, NOT_FOLLOWED = Refusal.STRANGER.value, Refusal.NOT_FOLLOWED.value
+ANSWERED = {Refusal.NOT_GONE, Refusal.NOT_ALONE, Refusal.OLD_BALLOT, Refusal.OTHER_VOTE}
+"""Refusals after which the same is proposed in another ballot, or with more voters kept."""
 REFUSALS = {refusal.value: refusal for refusal in Refusal}
 
 
@@ -293,7 +295,8 @@ class Leader:
         seat = self._seat
         log, faults = seat.here, self._context.evidence.provable(seat.log, self._replica.lineage, round.peers)
         gone = self._gone([*round.peers, *(fault.peer for fault in faults)], group)
-        amendment = self._context.amending.proposed(seat.log) if seat.log.closes else None
+        amends = seat.log.closes and not self.readiness.is_amendment_left_out
+        amendment = self._context.amending.proposed(seat.log) if amends else None
         leader = self._context.me if seat.log.closes else None
         try:
             return round.entry(log, absent, payload, leader, faults, gone, amendment)
@@ -358,7 +361,7 @@ class Leader:
         }
         if Refusal.HAS_WORK in refusals or self._does_without_strangers(propose, ready):
             self._drop()
-        elif refusals & {Refusal.NOT_GONE, Refusal.NOT_ALONE, Refusal.OLD_BALLOT, Refusal.OTHER_VOTE}:
+        elif self._does_without_amendment(propose, ready) or refusals & ANSWERED:
             self._propose_anew(propose, refusals)
 
     def _do_without_signers(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
@@ -406,6 +409,14 @@ class Leader:
         strangers = self._named_by_enough(unheard)
         self.readiness.strangers |= strangers
         return bool(strangers)
+
+    def _does_without_amendment(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
+        """Leave out an amendment that some voters cannot follow, if these keep the proposal from a quorum (R18). Return
+        whether it is left out."""
+        refused = [peer for peer, said in ready.items() if said.refused == propose.ballot]
+        unable = {peer: [NOT_FOLLOWED] for peer in refused if ready[peer].reason == NOT_FOLLOWED}
+        self.readiness.is_amendment_left_out |= bool(self._named_by_enough(unable))
+        return self.readiness.is_amendment_left_out and bool(unable)
 
     def _propose_anew(self, propose: Propose, refusals: set[Refusal]) -> None:
         """Propose the same in another ballot; without the say of peers that are heard after all, if that is news."""

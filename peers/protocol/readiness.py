@@ -27,6 +27,8 @@ class Readiness:
         self.awaited = Awaited(context.me, log, context.settings)
         self.strangers: set[str] = set()
         """Newcomers that too many voters do not hear: this entry is made without them."""
+        self.is_amendment_left_out = False
+        """Whether too many voters cannot follow the amendment that waits: this entry is made without it."""
         self.false_locks: dict[str, Certified] = {}
         """The last lock that each peer has shown, and that nothing proves."""
         self._context = context

@@ -471,6 +471,9 @@ class EntryRound(StateMachine):
             return objection
         if self.log.closes and header.leader != self._notes.told_by:
             return Objection(Refusal.DOES_NOT_FOLLOW)
+        taken_in = self.log.taken_in(header)
+        if taken_in is not None and self._context.settings.why_not_followed(taken_in):
+            return Objection(Refusal.NOT_FOLLOWED)
         if not group and (heard := self._forgotten(header)):
             return Objection(Refusal.NOT_GONE, named=heard)
         if strangers := self._strangers(header):

@@ -356,9 +356,13 @@ class StepCycle:
     # For others -----------------------------------------------------------------------------------------------
     def hear_amendments(self, amendments: Iterable[Amendment | None]) -> None:
         """Take in what the organiser has signed, to tell others of it, and to put it into an entry when we lead."""
-        news = [amendment for amendment in amendments if self._context.amending.hear(amendment)]
-        if news and (proposed := self._context.amending.proposed(self.replica.log)) is not None:
-            self._context.emit(Note("info", f"the organiser has signed {proposed}; it waits for an entry"))
+        amending, settings = self._context.amending, self._context.settings
+        for news in [amendment for amendment in amendments if amendment and amending.hear(amendment)]:
+            if news == amending.refused:
+                reason = settings.why_not_followed(news)
+                self._context.emit(Note("warning", f"{reason} This peer does not vote for it."))
+            elif news == amending.proposed(self.replica.log):
+                self._context.emit(Note("info", f"the organiser has signed {news}; it waits for an entry"))
 
     def inquire(self, round: EntryRound) -> None:
         """As a leader, ask whether others have made the entry already."""

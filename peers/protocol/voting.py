@@ -74,6 +74,7 @@ class Refusal(StrEnum):
     UNPROVEN_FAULT = "the voter has not seen the proof of a fault that the header names"  # R5.8
     HAS_WORK = "the voter has trained the fragment that the header skips"  # R5.9
     NOT_ALONE = "the voter hears a quorum, or its owner waits for one"  # R5.11
+    NOT_FOLLOWED = "the voter cannot follow the amendment that the header takes in"  # R5.10
 
 
 LASTING = frozenset({Refusal.NO_PAYLOAD, Refusal.NOT_ALONE})

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 from peers.log.settings import RunSettings, Timing
+from peers.protocol.amending import Amending
 from peers.protocol.events import AmendmentSeen
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment
@@ -154,3 +155,23 @@ def test_random_lives_with_amendments(fragments: int, seeds: int) -> None:
         (last,) = in_force(swarms[0].living)
         amended += last is not None
     assert amended == seeds
+
+
+@pytest.mark.parametrize(
+    ("fragments", "unable"),
+    [(1, ["peer3"]), (3, ["peer1", "peer2", "peer3"]), (1, ["peer0", "peer1", "peer2", "peer3"])],
+)
+def test_an_amendment_that_too_many_cannot_follow_stays_out_and_the_run_goes_on(
+    unable: list[str], fragments: int
+) -> None:
+    swarm = swarm_of(4, replace(SETTINGS, fragments=fragments))
+    for name in unable:
+        context = swarm.peers[name].peer._context
+        context.settings = replace(context.settings, why_not_followed=lambda amendment: "It is too new.")
+        context.amending = Amending(context.settings)
+    before = swarm.longest
+    for name in swarm.peers:
+        give(swarm, name, amendment())
+    assert swarm.run(600.0, until=lambda: swarm.longest >= before + 8 and agreed(swarm)), "the run goes on"
+    is_quorum_able = len(unable) == 1
+    assert in_force(swarm.living) == ({amendment()} if is_quorum_able else {None})

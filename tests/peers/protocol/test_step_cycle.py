@@ -28,6 +28,7 @@ from peers.protocol.events import (
 )
 from peers.protocol.pacemaker import death
 from peers.protocol.states import State
+from peers.protocol.voting import Refusal
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment, LoggedAmendment
 from peers.values.workload import Progress, Trained
@@ -251,7 +252,7 @@ def amended(taken_in: Amendment | None) -> LogState:
 
 
 def test_r18_the_newest_amendment_waits_until_the_log_has_it() -> None:
-    known = Amending(RUN, ORGANISER.peer_id)
+    known = Amending(AMENDABLE)
     assert known.proposed(amended(None)) is None
     assert known.hear(amendment(2))
     for other in (amendment(1), amendment(2, 0.5), None, amendment(3, by=STRANGER)):
@@ -277,6 +278,29 @@ def test_r18_a_peer_hears_of_it_in_heartbeats_or_from_its_own_machine(field: str
     assert any("it waits for an entry" in note.text for note in of(rig.effects, Note))
     hears(rig, amendment())
     assert not of(rig.effects, Note), "it is said once"
+
+
+def test_r18_a_peer_warns_once_of_an_amendment_that_it_cannot_follow_and_keeps_the_one_before() -> None:
+    settings = replace(AMENDABLE, why_not_followed=lambda given: "It is too new." * (given.number > 1))
+    rig = Rig("c", "ab", settings).joined()
+    rig.do(AmendmentSeen(amendment(1)))
+    rig.do(AmendmentSeen(amendment(2)))
+    assert [(note.level, note.text) for note in of(rig.effects, Note)] == [
+        ("warning", "It is too new. This peer does not vote for it.")
+    ]
+    rig.do(AmendmentSeen(amendment(2)))
+    assert not of(rig.effects, Note)
+    assert rig.peer.proposed_amendment == amendment(1)
+
+
+def test_r5_a_member_does_not_vote_for_an_amendment_that_it_cannot_follow() -> None:
+    settings = replace(AMENDABLE, why_not_followed=lambda given: "It is too new.")
+    rig = Rig("c", "ab", settings).joined().trained().exchanging().whole()
+    assert rig.peer.exchange is not None
+    header = rig.log.next_header(roster(rig.log), PAYLOAD, "a", amendment=amendment())
+    effects = rig.hear("a", propose(header, round=rig.peer.exchange.round, marks=rig.marks))
+    assert not sends(effects, Vote)
+    assert Refusal.NOT_FOLLOWED.value in [ready.reason for _, ready in sends(effects, Ready)]
 
 
 @pytest.mark.parametrize("by", [ORGANISER, STRANGER], ids=["signed", "forged"])
