@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from opendiloco.config.run_config import RunConfig
+from opendiloco.model.build import sized_skeleton
+from opendiloco.model.parameters import layout_of
 from opendiloco.training.optimizers import check_inner_optimizer
 
 ROOT = Path(__file__).parents[3]
@@ -41,6 +43,33 @@ def test_a_recipe_has_the_numbers_of_its_source_and_can_be_trained(name: str) ->
     outer = config.outer_optimizer
     assert (config.training.inner_steps, outer.learning_rate, outer.momentum) == PUBLISHED[name]
     check_inner_optimizer(config.inner_optimizer)
+
+
+UNITS = {"M": 1e6, "B": 1e9}
+
+
+@pytest.mark.parametrize("row", re.findall(r"^\| (\d+[MB]) \| (.+) \| ([\d.]+[MB]) \|$", PAGE, re.MULTILINE))
+def test_a_size_of_streaming_diloco_has_as_many_parameters_as_its_name_says(row: tuple[str, str, str]) -> None:
+    """And about twenty tokens for each, which is what the paper's token budgets go by."""
+    scale, shape, tokens = row
+    width, blocks, heads, inner = map(int, shape.split(" | "))
+    assert (width, inner) == (64 * heads, pytest.approx(8 / 3 * width, rel=0.02))
+    model = {
+        "model_type": "qwen3",
+        "vocab_size": 32000,
+        "hidden_size": width,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": 64,
+        "intermediate_size": inner,
+        "tie_word_embeddings": True,
+    }
+    content = tomllib.loads((ROOT / "examples" / "tiny.toml").read_text(encoding="utf-8"))
+    parameters = layout_of(sized_skeleton(RunConfig.from_manifest_content(content | {"model": {"config": model}})))
+    said, budget = (float(text[:-1]) * UNITS[text[-1]] for text in (scale, tokens))
+    assert parameters.parameter_count == pytest.approx(said, rel=0.3)
+    assert budget / parameters.parameter_count == pytest.approx(19, abs=2.5)
 
 
 def test_all_recipes_of_the_page_are_known() -> None:
