@@ -9,6 +9,11 @@ from peers.log.state import LogState, Quorum
 from peers.values.manifest import Amendment
 
 
+def follow_all(_: Amendment) -> str:
+    """Return no reason: every amendment can be followed."""
+    return ""
+
+
 @dataclass(frozen=True)
 class Timing:
     """All in seconds on each peer's own monotonic clock; clocks of different peers are never compared.
@@ -62,7 +67,7 @@ class RunSettings:
     """Inner steps for which a peer goes on training while a fragment is averaged."""
     organiser: str = ""
     """The peer whose amendments the log takes in."""
-    why_not_followed: Callable[[Amendment], str] = field(default=lambda amendment: "", compare=False)
+    why_not_followed: Callable[[Amendment], str] = field(default=follow_all, compare=False)
     """Returns why this version cannot follow an amendment; empty: it can."""
     quorum: Quorum = Quorum.MAJORITY
     """The share of the voters that decides."""

@@ -11,14 +11,16 @@ import zlib
 from collections.abc import Sequence
 from typing import Protocol, get_type_hints
 
-from peers.log.header import Position
+from peers.log.header import MEMBER_LIMIT, Position
 from peers.log.lineage import Lineage
 from peers.log.state import LogError, LogState
-from peers.messages.messages import KINDS, Certified, Message, Unread
+from peers.messages.messages import KINDS, Certified, Message, Ready, Unread
 from peers.messages.short_forms import FORMS, Form
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, decode, from_plain, pack_plain
 
 DEFLATED_FROM = 256  # bytes of a message's body
+REPEATED_BYTES = 4096
+"""Length of the longest Ready that is remembered as it was read."""
 PLACE = len(Position.model_fields)  # that a body begins with
 
 
@@ -152,6 +154,8 @@ class Packer:
         self._peer = peer
         self._run = peer.log.run
         self._last: dict[type[Message], tuple[Message, bytes]] = {}  # the last one of each kind, as it was packed
+        self._here = peer.log
+        self._read_here: dict[bytes, Message | Unread | None] = {}
 
     def pack(self, message: Message) -> bytes:
         """Raises: LogError when the message is about a position that is not in our recent log any more."""
@@ -162,11 +166,19 @@ class Packer:
         return packed
 
     def unpack(self, data: bytes) -> Message | Unread | None:
-        """Return what `unpack_message` does. Raises: WireError."""
+        """Return what `unpack_message` does. A Ready that is said again at the same place is not read again: members
+        repeat theirs until they are answered, and a leader has a thousand of them. Raises: WireError."""
+        if self._here is not self._peer.log:
+            self._here, self._read_here = self._peer.log, {}
+        if data in self._read_here:
+            return self._read_here[data]
         kind, position, values = open_envelope(self._run, data)
         # A certificate of an older position may be the other branch of a fork (R9).
         is_read = kind is Certified or position.is_in_cycle_of(self._peer.log.position)
-        return _understand(kind, position, values, self.log_at(position) if is_read else None)
+        message = _understand(kind, position, values, self.log_at(position) if is_read else None)
+        if kind is Ready and len(data) <= REPEATED_BYTES and len(self._read_here) < MEMBER_LIMIT:
+            self._read_here[data] = message
+        return message
 
     def log_at(self, position: Position) -> LogState | None:
         """Return the log as it was at a recent position: when a message leaves, an entry may have come already."""

@@ -117,6 +117,17 @@ def test_what_is_told_to_many_is_packed_once() -> None:
     assert packer.unpack(packer.pack(later)) == later
 
 
+def test_a_ready_that_is_said_again_is_read_once_and_anew_after_an_entry() -> None:
+    here = AtEnd(HERE, Lineage(HERE))
+    packer, said = Packer(here), pack_message(RUN, ready(HERE, "a"), HERE)
+    first = packer.unpack(said)
+    assert first == ready(HERE, "a")
+    assert packer.unpack(said) is first
+    assert packer.unpack(pack_message(RUN, ready(HERE, "b"), HERE)) == ready(HERE, "b")
+    here.log = BEYOND
+    assert packer.unpack(said) is not first
+
+
 def test_a_message_about_two_positions_is_not_packed() -> None:
     elsewhere = round_of(BEYOND).name
     with pytest.raises(LogError, match="in a message about"):
