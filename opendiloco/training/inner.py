@@ -31,9 +31,15 @@ from opendiloco.model.layout import Layout
 from opendiloco.model.loss import CompiledLoss, packing_known, predicted_tokens, router_loss_weight, window_loss
 from opendiloco.model.parameters import STAGED_VALUES, Shards, layout_of, local_part, trainable
 from opendiloco.shared_memory import Vector
-from opendiloco.training.optimizers import build_inner_optimizer, read_state, write_state
+from opendiloco.training.optimizers import (
+    build_inner_optimizer,
+    read_state,
+    step_if,
+    steps_without_waiting,
+    write_state,
+)
 from opendiloco.training.outer import inner_learning_rate_factor
-from opendiloco.training.team import Team
+from opendiloco.training.team import Team, read_later
 from opendiloco.training.trials import attending_by, compiled_blocks
 from peers.values.leases import SampleRange, prefix
 from peers.values.workload import Trained
@@ -349,6 +355,7 @@ class ModelReplica:
         factor = inner_learning_rate_factor(self._config, overrides, step, tokens) * self._rewarmup()
         for group in self._optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
+        waits = not steps_without_waiting(self._optimizer)
         while True:
             self._optimizer.zero_grad(set_to_none=True)
             own_loss = self._add_gradient(batch)
@@ -358,15 +365,23 @@ class ModelReplica:
                 torch._foreach_mul_(gradients, 1 / self._loss_scale.factor)
             own_norm = torch.nn.utils.get_total_norm(gradients)
             own_square = own_norm.double().square() if self._team.is_in_first_replica else 0.0  # others have the same
-            loss, square, stop = self._team.sums([own_loss, own_square, stop_wanted()])
-            norm = math.sqrt(square)
+            numbers = self._team.sums_on_device([own_loss, own_square, stop_wanted()])
+            total_norm = numbers[1].sqrt_()
+            read = read_later(numbers)
+            if not waits:
+                self._clip(parameters, total_norm)
+                step_if(self._optimizer, numbers[:2].isfinite().all())
+            loss, norm, stop = read()
             if self._loss_scale is None or not self._loss_scale.overflows(loss, norm) or stop:
                 break
-        if math.isfinite(loss) and math.isfinite(norm):
-            clip = self._config.training.gradient_clip
-            torch.nn.utils.clip_grads_with_norm_(parameters, clip, torch.tensor(norm, dtype=torch.float32))
+        if waits and math.isfinite(loss) and math.isfinite(norm):
+            self._clip(parameters, total_norm)
             self._optimizer.step()
         return loss, norm, stop > 0
+
+    def _clip(self, parameters: Sequence[torch.nn.Parameter], total_norm: torch.Tensor) -> None:
+        """Clip the gradient by its norm, a number on the device."""
+        torch.nn.utils.clip_grads_with_norm_(parameters, self._config.training.gradient_clip, total_norm.float())
 
     def loss(self, windows: torch.Tensor, slope: float | None = None) -> torch.Tensor:
         """Return the mean training loss of windows of token ids, of shape (batch, window_length). For `slope` see

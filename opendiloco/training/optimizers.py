@@ -80,6 +80,18 @@ def build_inner_optimizer(model: torch.nn.Module, section: InnerOptimizerSection
     return optimizer
 
 
+def steps_without_waiting(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `step_if` can have this optimizer leave a step out. torch's fused AdamW can."""
+    return type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
+
+
+def step_if(optimizer: Any, is_wanted: torch.Tensor) -> None:
+    """Take a step, which changes nothing unless `is_wanted`: a bool on the device, for which the host does not wait."""
+    optimizer.found_inf = (~is_wanted).float()  # torch's name for it: with a 1, fused kernels write nothing
+    optimizer.step()
+    del optimizer.found_inf
+
+
 def check_inner_optimizer(section: InnerOptimizerSection) -> None:
     """Raise ManifestError unless torch has this optimizer with these options."""
     build_inner_optimizer(torch.nn.Linear(1, 1), section)

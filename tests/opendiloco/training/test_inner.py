@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ from opendiloco.model import loss as losses
 from opendiloco.model.build import build_model
 from opendiloco.model.loss import window_loss
 from opendiloco.shared_memory import Vector
+from opendiloco.training import inner, optimizers
 from opendiloco.training.inner import InnerStep, LossScale, ModelReplica, _on_device
 from opendiloco.training.team import Team
 from opendiloco.workers.assembly import checkpoint_activations
@@ -237,20 +238,87 @@ def test_a_batch_in_parts_is_the_batch_up_to_rounding(small_content: dict[str, A
         assert np.array_equal(locals_[0], locals_[1])
 
 
-def test_an_inner_step_waits_for_the_device_once(small_config: RunConfig) -> None:
-    """Loss and norm stay there until all numbers are asked for together, however many micro-batches there are."""
-    asked = list[list[bool]]()
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_inner_step_waits_for_the_device_once(
+    small_config: RunConfig, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and norm stay there until all numbers are read together, however many micro-batches there are. A fused
+    AdamW is told to step before that, and has been when they are read."""
+    monkeypatch.setattr(optimizers, "FUSED_ON", {"cpu"} if fused else set())
+    done = list[object]()
 
-    class Noting(Team):
-        def sums(self, values: Sequence[float | torch.Tensor]) -> list[float]:
-            asked.append([isinstance(value, torch.Tensor) for value in values])
-            return super().sums(values)
+    def noting_read(numbers: torch.Tensor) -> Callable[[], list[float]]:
+        def read() -> list[float]:
+            done.append("read")
+            return numbers.tolist()
 
+        done.append(len(numbers))
+        return read
+
+    monkeypatch.setattr(inner, "read_later", noting_read)
     whole, theta = make_replica(small_config)
-    samples, team = load_data(small_config, ByteTokenizer()).samples, Noting(torch.device("cpu"))
-    replica = ModelReplica(small_config, whole.model, samples, team, micro_batch=1)
+    samples = load_data(small_config, ByteTokenizer()).samples
+    replica = ModelReplica(small_config, whole.model, samples, micro_batch=1)
+    replica._optimizer.register_step_pre_hook(lambda *arguments: done.append("step"))
+    replica.load(theta)
+    for step in range(2):
+        replica._inner_step(lambda: False, NO_OVERRIDES, samples.read(np.arange(2)), step, 0)
+    assert done == [3, *(["step", "read"] if fused else ["read", "step"])] * 2
+    if fused:
+        monkeypatch.setattr(inner, "read_later", lambda numbers: lambda: [1.0, 1.0, 0.0])
+        batch = samples.read(np.arange(2))
+        with Unwaiting():  # type: ignore[no-untyped-call]
+            replica._inner_step(lambda: False, NO_OVERRIDES, batch, 2, 0)
+
+
+def of_optimizer(replica: ModelReplica) -> list[torch.Tensor]:
+    return [value.clone() for values in replica._optimizer.state.values() for value in values.values()]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_fused_step_that_waits_for_no_loss_is_the_step_that_waits(
+    small_content: dict[str, Any], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, also where a loss or a gradient is no number and the step is left out."""
+    training = small_content["training"] | {"precision": precision}
+    config = RunConfig.from_manifest_content(small_content | {"training": training})
+    monkeypatch.setattr(optimizers, "FUSED_ON", {"cpu"})
+    weights, states = list[Vector](), list[list[torch.Tensor]]()
+    for waits in (False, True):
+        if waits:
+            monkeypatch.setattr(inner, "steps_without_waiting", lambda optimizer: False)
+        replica, theta = make_replica(config)
+        Stumbling(replica.model, 2, 4)
+        assert replica.train(theta, 0, (SampleRange(0, 16),), 8).skipped == 2
+        weights.append(np.empty_like(theta))
+        replica.store(weights[-1])
+        states.append(of_optimizer(replica))
+    assert np.array_equal(weights[0], weights[1])
+    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+
+
+@pytest.mark.parametrize("no_number", ["loss", "gradient"])
+def test_a_fused_step_that_is_left_out_changes_nothing(
+    small_config: RunConfig, no_number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither weights nor moments, nor how often the optimizer has stepped."""
+    monkeypatch.setattr(optimizers, "FUSED_ON", {"cpu"})
+    replica, theta = make_replica(small_config)
     replica.train(theta, 0, (SampleRange(0, 4),), 2)
-    assert asked == [[True, True, False]] * 2
+    before, moments, after = np.empty_like(theta), of_optimizer(replica), np.empty_like(theta)
+    replica.store(before)
+    if no_number == "loss":
+        Stumbling(replica.model, 1)
+    else:
+        replica.model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
+    batch = replica._samples.read(np.arange(2))
+    loss, norm, _ = replica._inner_step(lambda: False, NO_OVERRIDES, batch, 2, 0)
+    assert math.isfinite(loss) == (no_number == "gradient")
+    assert not math.isfinite(norm)
+    replica.store(after)
+    assert np.array_equal(before, after)
+    assert all(torch.equal(one, other) for one, other in zip(moments, of_optimizer(replica), strict=True))
+    assert {float(values["step"]) for values in replica._optimizer.state.values()} == {2.0}
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3])
@@ -404,9 +472,11 @@ def test_gradients_in_fp16_that_would_be_zero_are_there_with_a_loss_scale(small_
     assert float((with_scale != 0).float().mean()) > 0.9
 
 
+@pytest.mark.parametrize("fused", [False, True])
 def test_what_overflows_is_computed_again_with_a_smaller_factor_and_no_step_is_lost(
-    small_content: dict[str, Any],
+    small_content: dict[str, Any], fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(optimizers, "FUSED_ON", {"cpu"} if fused else set())
     weights = []
     for factor in (2.0**16, 2.0**21):
         replica, theta = half_replica(in_bf16(small_content), torch.float16)

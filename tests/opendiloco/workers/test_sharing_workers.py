@@ -144,6 +144,44 @@ def test_what_sharing_workers_take_is_what_the_formula_says(
     assert 1.15 * plain < whole_gradients < whole_layers / 1.1
 
 
+FUSED = """
+import numpy as np
+from opendiloco.training import inner, optimizers
+from opendiloco.config.overrides import NO_OVERRIDES
+
+optimizers.FUSED_ON = {"cpu"}
+
+def stumbling(module, inputs, output):
+    calls.append(rank)
+    if rank == 1 and len(calls) == 2:
+        output.logits = output.logits * float("nan")
+
+found = []
+for steps_without_waiting in (inner.steps_without_waiting, lambda optimizer: False):
+    inner.steps_without_waiting, calls = steps_without_waiting, []
+    model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(), None)
+    model.register_forward_hook(stumbling)
+    made, local = ModelReplica(config, model, samples, team), np.zeros_like(theta)
+    trained = made.train(theta, 0, (SampleRange(0, 16),), 4)
+    made.store(local)
+    steps = {float(values["step"]) for values in made._optimizer.state.values()}
+    moments = [float(values["exp_avg"].to_local().double().sum()) for values in made._optimizer.state.values()]
+    found.append([trained.skipped, sorted(steps), trained.loss, trained.gradient_norm, local.tolist(), moments])
+end(found)
+"""
+
+
+def test_sharing_workers_leave_out_the_same_fused_step(
+    small_content: dict[str, Any], tmp_path: Path, ranks: Ranks
+) -> None:
+    """The loss of one of them is no number, which each learns from numbers on its own device."""
+    first, second = pair(ranks, tmp_path, content_with(small_content, 16), FUSED)
+    for unwaiting, waiting in (first, second):
+        assert unwaiting == waiting
+        assert unwaiting[:2] == [1, [3.0]]
+    assert first[0][2:4] == second[0][2:4]
+
+
 BY_PIECES = """
 from opendiloco.model import loss as losses
 found = []
