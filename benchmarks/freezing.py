@@ -18,8 +18,8 @@ class FrozenReplica(ModelReplica):
 
     learning = 0
 
-    def _add_gradient(self, batch: NDArray[np.int64]) -> torch.Tensor:
-        loss = super()._add_gradient(batch)
+    def add_gradient(self, batch: NDArray[np.int64]) -> torch.Tensor:
+        loss = super().add_gradient(batch)
         learning = {parameter.name for parameter in self.layout.fragment(self.learning)}
         for name, parameter in self._parameters().items():
             if name not in learning:

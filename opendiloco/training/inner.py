@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,6 +221,7 @@ class ModelReplica:
         self.model = model
         self.layout = layout_of(model, config.streaming) if layout is None else layout
         self.micro_batch = micro_batch
+        self.uncompiled_micro_batch: int | None = None  # where fewer fit uncompiled; see enlarge_micro_batch
         self.attention: str | None = None  # to train with, if not the model's own; see document_attention
         self.compiled_loss = CompiledLoss() if compiled_blocks(model) else None
         self._config = config
@@ -231,7 +233,6 @@ class ModelReplica:
         self._optimizer = build_inner_optimizer(self.model, config.inner_optimizer)
         is_fp16 = config.training.precision == "bf16" and self._team.half == torch.float16
         self._loss_scale = LossScale() if is_fp16 else None
-        self._router_loss = router_loss_weight(model)
         self._warmed_up: int | None = None  # inner steps of `rewarmup_steps`
         self._kept_at: int | None = None  # outer steps taken when the moments that it goes on with were kept
 
@@ -358,7 +359,7 @@ class ModelReplica:
         waits = not steps_without_waiting(self._optimizer)
         while True:
             self._optimizer.zero_grad(set_to_none=True)
-            own_loss = self._add_gradient(batch)
+            own_loss = self.add_gradient(batch)
             parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
             gradients = [local_part(parameter.grad) for parameter in parameters]
             if self._loss_scale is not None:
@@ -387,10 +388,11 @@ class ModelReplica:
         """Return the mean training loss of windows of token ids, of shape (batch, window_length). For `slope` see
         `window_loss`."""
         z_loss, end = self._config.training.z_loss, self._samples.document_end
+        router_loss = router_loss_weight(self.model)
         with self.precision(), packing_known(end is not None):
-            return window_loss(self.model, windows, end, z_loss, self._router_loss, slope, self.compiled_loss)
+            return window_loss(self.model, windows, end, z_loss, router_loss, slope, self.compiled_loss)
 
-    def _add_gradient(self, batch: NDArray[np.int64]) -> torch.Tensor:
+    def add_gradient(self, batch: NDArray[np.int64]) -> torch.Tensor:
         """Backward passes on this worker's piece of a batch; returns its part of the batch's mean loss.
 
         FSDP2 averages the gradients of the workers, so each has its own times their number. Nothing here waits for the
@@ -417,11 +419,18 @@ class ModelReplica:
     def _micro_batches(self, batch: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], bool]]:
         """Yield this worker's piece in parts, and whether each is the last. Workers have as many parts each, since each
         forward pass is a collective; some are empty. What is trained on in place of an empty one counts nothing.
+
+        A batch that is smaller than the run's ends with windows of which no such number was tried. They are computed
+        uncompiled, so there are fewer of them in a part.
         """
-        own, largest = batch[self._team.piece(len(batch))], self._team.largest_piece(len(batch))
+        count = len(batch)
+        own, largest = batch[self._team.piece(count)], self._team.largest_piece(count)
         size = self.micro_batch or largest
-        for start in range(0, largest, size):
-            yield own[start : start + size], start + size >= largest
+        rest = size if count == self._config.training.batch_size else self.uncompiled_micro_batch or size
+        filled = count // self._team.size // size * size  # windows of each worker in parts that all of them fill
+        starts = [*range(0, filled, size), *range(filled, largest, rest)]
+        for start, end in pairwise([*starts, largest]):
+            yield own[start:end], end == largest
 
     @property
     def tried_sizes(self) -> tuple[int, ...]:

@@ -224,7 +224,7 @@ class Worker:
             from opendiloco.model.utilisation import flops_per_token
             from opendiloco.training.inner import ModelReplica
             from opendiloco.training.team import Team
-            from opendiloco.training.trials import compiled_blocks
+            from opendiloco.training.trials import compiled_blocks, enlarge_micro_batch
             from opendiloco.workers.assembly import assemble_model, in_fitting_precision
 
         self._team = Team.meet(
@@ -242,6 +242,9 @@ class Worker:
         uncompiled = ""
         if command.options.trains:
             uncompiled = self._try_what_is_compiled()
+            if command.options.micro_batch is None:
+                works = enlarge_micro_batch(self._replica, self._config.training.batch_size, self._team)
+                uncompiled = uncompiled if works else self._try_what_is_compiled()
         self.inner_loops = InnerLoops(
             self._config, self._replica, self._team, self._vectors, channel, self._carry_out_asides
         )
@@ -253,6 +256,7 @@ class Worker:
             device_name=device_name(device),
             flops_per_token=flops_per_token(model.config, multiplied_weights(model), length),
             micro_batch=self._replica.micro_batch,
+            uncompiled_micro_batch=self._replica.uncompiled_micro_batch or self._replica.micro_batch,
             held_out_digest=held_out.digest(windows),
             bytes_per_token=held_out.bytes_per_token(windows, self._tokenizer),
             fragments=tuple((part.start, part.stop) for part in layout.fragments),
@@ -280,7 +284,8 @@ class Worker:
         return keep_compiled_if_it_works(self._replica, self._team, self._cache)
 
     def _choose_micro_batch(self) -> int:
-        """Return what this machine's owner says; else as many windows as fit, up to what the run recommends."""
+        """Return what this machine's owner says; else as many windows as fit, up to what the run recommends. Those of
+        GPUs may become more, once it is known what they take in training."""
         from opendiloco.training.trials import fitting_micro_batch
 
         piece = self._team.largest_piece(self._config.training.batch_size)
@@ -329,7 +334,7 @@ class Worker:
         """Each worker reads its piece of the windows; each forward pass takes all of them."""
         from opendiloco.training.evaluation import held_out_loss
 
-        windows, at_once = command.windows, self.description.micro_batch
+        windows, at_once = command.windows, self.description.uncompiled_micro_batch
         with self._replica.showing(self._vectors.theta) as model:
             precision = self._replica.precision
             loss, tokens = held_out_loss(model, self._data.held_out, windows, at_once, precision, self._team)

@@ -334,6 +334,28 @@ def test_the_sizes_that_are_tried_are_those_of_a_batchs_first_and_last_windows(
         assert replica.tried_sizes == (tuple(parts) if len(parts) == 1 else (parts[0], parts[-1]))
 
 
+@pytest.mark.parametrize("shares", [1, 2, 3])
+def test_windows_of_which_no_such_number_was_tried_are_no_more_than_fit_uncompiled(
+    small_content: dict[str, Any], shares: int
+) -> None:
+    training = small_content["training"] | {"batch_size": 24}
+    config = RunConfig.from_manifest_content(small_content | {"training": training})
+    whole, _ = make_replica(config)
+    for count, micro_batch, few in product((24, 23, 19, 13, 7, 1), (8, 5, 4), (1, 2, 3)):
+        counts, own = set[int](), 0
+        for rank in range(shares):
+            replica = ModelReplica(config, whole.model, whole._samples, Team(CPU, rank, shares), micro_batch)
+            replica.uncompiled_micro_batch = few
+            parts = list(replica._micro_batches(np.arange(count)[:, None]))
+            sizes = [len(part) for part, _ in parts]
+            assert all(size <= few or size in replica.tried_sizes for size in sizes), (count, sizes)
+            assert np.concatenate([part for part, _ in parts]).ravel().tolist() == [*range(own, own + sum(sizes))]
+            assert [is_last for _, is_last in parts] == [False] * (len(parts) - 1) + [True]
+            counts.add(len(parts))
+            own += sum(sizes)
+        assert (own, len(counts)) == (count, 1), "all windows, and as many parts on each worker"
+
+
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_weights_are_cast_once_for_all_micro_batches_with_the_same_result(
     small_content: dict[str, Any], checkpoints: bool, monkeypatch: pytest.MonkeyPatch
@@ -352,7 +374,7 @@ def test_weights_are_cast_once_for_all_micro_batches_with_the_same_result(
             monkeypatch.setattr(torch, "autocast", lambda *args, **options: nullcontext())
             monkeypatch.setattr(replica, "precision", lambda alone=alone: alone("cpu", torch.bfloat16))
         with Casting(whole.model.lm_head.weight.shape) as casting:
-            replica._add_gradient(whole._samples.read(np.arange(4)))
+            replica.add_gradient(whole._samples.read(np.arange(4)))
         monkeypatch.undo()
         gradients.append([parameter.grad for parameter in whole.model.parameters()])
         casts.append(casting.count)
@@ -409,7 +431,7 @@ def test_gradients_of_all_micro_batches_are_asked_for_without_waiting(
     if mask:
         batch[1, 5] = ByteTokenizer.end  # others may have one or not
     with Unwaiting():  # type: ignore[no-untyped-call]
-        replica._add_gradient(batch)
+        replica.add_gradient(batch)
     with pytest.raises(AssertionError, match="waits"), Unwaiting():  # type: ignore[no-untyped-call]
         window_loss(replica.model, torch.from_numpy(batch), ByteTokenizer.end)  # nobody says what it is given
 

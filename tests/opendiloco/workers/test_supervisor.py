@@ -59,9 +59,11 @@ def quiet(stage: str, share: float | None) -> None:
 
 
 class Played(WorkerProcess):
-    """Of two workers the second can take `windows` at once; the first then waits for it in a collective."""
+    """Of two workers the second can take `windows` at once; the first then waits for it in a collective. No more than
+    `uncompiled` have been tried uncompiled."""
 
     windows = 0
+    uncompiled = 100
     all: ClassVar[list[Played]] = []
     deaths: ClassVar[dict[int, int]] = {}
     """Of requests, counted from 1 by each worker's group, which worker dies in it."""
@@ -91,6 +93,7 @@ class Played(WorkerProcess):
                 device_name="cpu",
                 flops_per_token=100.0,
                 micro_batch=min(command.options.micro_batch or 8, 8),
+                uncompiled_micro_batch=min(command.options.micro_batch or 8, 8, self.uncompiled),
                 held_out_digest="ab" * 32,
                 bytes_per_token=1.0,
                 fragments=((0, 4),),
@@ -177,6 +180,24 @@ def test_the_first_time_all_start_again_with_half_the_micro_batch(
         asyncio.run(story())
     assert "ran out of memory. The workers start again with 4 windows at once instead of 8" in caplog.text
     assert "1 inner steps were skipped" in caplog.text
+
+
+def test_who_has_tried_more_windows_goes_back_to_those_of_before_and_then_to_half(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To have tried them costs no restart, and not the one with half as many."""
+    monkeypatch.setattr(Played, "uncompiled", 3)
+
+    async def story() -> None:
+        group = await started(small_config, windows=1)
+        for _ in range(2):
+            with pytest.raises(WorkersRestartedError):
+                await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        assert (await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
+        assert [one.configured.options.micro_batch for one in Played.all] == [100, 100, 3, 3, 1, 1]
+        await group.close()
+
+    asyncio.run(story())
 
 
 def test_the_second_time_is_an_error_that_names_the_remedy(small_config: RunConfig) -> None:
