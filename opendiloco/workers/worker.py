@@ -220,7 +220,7 @@ class Worker:
 
         at_stage("importing transformers")
         with _nothing_collected():
-            from opendiloco.model.parameters import multiplied_weights
+            from opendiloco.model.parameters import multiplied_weights, pin
             from opendiloco.model.utilisation import flops_per_token
             from opendiloco.training.inner import ModelReplica
             from opendiloco.training.team import Team
@@ -239,6 +239,7 @@ class Worker:
         at_stage("trying how many windows fit")
         self._replica.micro_batch = self._choose_micro_batch()
         self._vectors = SharedVectors(command.memory, self._replica.layout.size)
+        pin(self._vectors.both, device)
         uncompiled = ""
         if command.options.trains:
             uncompiled = self._try_what_is_compiled()
