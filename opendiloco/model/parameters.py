@@ -168,6 +168,10 @@ class Shards:
         row_size = math.prod(parameter.shape[1:])
         return slice(parameter.offset + rows.start * row_size, parameter.offset + rows.stop * row_size)
 
+    def slices(self) -> list[slice]:
+        """Return where this worker's parts of all parameters lie in a flat vector."""
+        return [self.slice_of(parameter) for parameter in self._layout]
+
     @torch.no_grad()
     def load(self, flat: Vector, tensors: Mapping[str, torch.Tensor]) -> None:
         """flat → tensors, which have the parameters' names and shapes: whole tensors, or this worker's DTensors."""

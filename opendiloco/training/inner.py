@@ -279,15 +279,16 @@ class ModelReplica:
         """Merge theta into this worker's part of a fragment's weights, which keep a share of `alpha`; see `merge`."""
         self._shards_of(fragment).merge(theta, self._parameters(), alpha)
 
-    def keep_moments(self, path: Path, run: str, index: int) -> None:
-        """Write the inner optimizer's state into a file, after `index` outer steps of a run: this worker's part of it,
-        unless another replica does.
+    def keep_moments(self, path: Path, run: str, index: int) -> Callable[[], None]:
+        """Return a function that writes the inner optimizer's present state into a file, after `index` outer steps of a
+        run: this worker's part of it, unless another replica does. Training may go on meanwhile.
 
         Raises: SnapshotError when there is none, or torch has it in a form that no file holds; OSError.
         """
         said = self._kept_by(run) | {"index": str(index), "warmed_up": str(self._warmed_up or 0)}
-        if self._team.is_in_first_replica:
-            write_state(path, self._optimizer, self._parameters(), self._shards, said)
+        if not self._team.is_in_first_replica:
+            return lambda: None
+        return write_state(path, self._optimizer, self._parameters(), self._shards, said)
 
     def recall_moments(self, path: Path, run: str) -> None:
         """Go on with what such a file has. Where another worker cannot read it, this one begins anew, too: otherwise

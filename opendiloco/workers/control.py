@@ -215,7 +215,7 @@ class AtStage(Reply):
 
 class MoveMoments(Command):
     """Have the inner optimizer's state of a run in a file (see training/moments_file.py), or from there. A worker that
-    is alone does it between two inner steps. Answered by `MomentsMoved`."""
+    is alone does it between two inner steps, and all write a copy while they train. Answered by `MomentsMoved`."""
 
     path: str
     run: str

@@ -311,16 +311,29 @@ class Supervisor:
     async def _move(self, command: MoveMoments) -> None:
         """Have workers move moments, one request after another, each to its end even if the caller is cancelled.
 
-        Training of a single worker need not end for it; that of several must, since they are not at the same step at
-        the same time.
+        Training of a single worker need not end for it. That of several must, since they are not at the same step at
+        the same time; once all have the command, the next request may follow it.
         """
-        move, alone = partial(self._move_now, command), len(self.workers) == 1
-        await asyncio.shield(self.requests.keep(move()) if alone else self.requests.add(move))
+        if len(self.workers) == 1:
+            move = self.requests.keep(self._move_now(command))
+        else:
+            move = await asyncio.shield(self.requests.add(partial(self._begin_move, command)))
+        await asyncio.shield(move)
 
-    async def _move_now(self, command: MoveMoments) -> None:
+    async def _begin_move(self, command: MoveMoments) -> asyncio.Task[None]:
+        """Return the move, once workers have the command."""
+        are_given = asyncio.Event()
+        move = self.requests.keep(self._move_now(command, are_given))
+        await are_given.wait()
+        return move
+
+    async def _move_now(self, command: MoveMoments, are_given: asyncio.Event | None = None) -> None:
         """Return once all workers have answered. Raises: what one of them does."""
         async with self._moving:
-            moves = [worker.move_moments(command) for worker in self.workers]
+            moves = [asyncio.ensure_future(worker.move_moments(command)) for worker in self.workers]
+            await asyncio.sleep(0)  # in which each sends the command
+            if are_given is not None:
+                are_given.set()
             moved = await asyncio.gather(*moves, return_exceptions=True)
         problems = [said for said in moved if isinstance(said, BaseException)]
         if problems and isinstance(problems[0], WorkerDeathError) and not self.death.done():

@@ -55,13 +55,15 @@ def _serve(channel: ControlChannel) -> None:
             if isinstance(command, control.Configure):
                 device = command.device
                 worker = Worker(command, channel)
-                reply: control.ControlMessage = worker.description
+                reply: control.ControlMessage | None = worker.description
             elif isinstance(command, control.CountDevices):
                 reply = _count_devices()
             elif worker is None:
                 raise WorkerError("the worker is not configured yet.", "This is a bug; report it.")
             else:
                 reply = worker.carry_out(command)
+                if reply is None:
+                    continue
         except Exception as error:
             reply = _describe_failure(error, device)
         channel.send(reply)
@@ -295,8 +297,8 @@ class Worker:
         most = min(self._config.training.micro_batch or piece, piece)
         return fitting_micro_batch(self._replica, most, self._team, self._options.trains)
 
-    def carry_out(self, command: control.Command) -> control.ControlMessage:
-        """Carry out one command; return the reply."""
+    def carry_out(self, command: control.Command) -> control.ControlMessage | None:
+        """Carry out one command; return the reply. Those that move moments are answered when that is done."""
         match command:
             case control.RunInnerLoop():
                 self._data.samples.mix(command.mixtures)
@@ -318,18 +320,32 @@ class Worker:
             return
         with suppress(queue.Empty):
             while True:
-                self._channel.send(self.carry_out(self._channel.commands.get_nowait()))
+                if (reply := self.carry_out(self._channel.commands.get_nowait())) is not None:
+                    self._channel.send(reply)
 
-    def _move_moments(self, command: control.MoveMoments) -> control.MomentsMoved:
+    def _move_moments(self, command: control.MoveMoments) -> control.MomentsMoved | None:
+        """Move moments, and return the reply. Those that were copied are written by a thread, which replies."""
+        write = None
         try:
             match command:
                 case control.KeepMoments():
-                    self._replica.keep_moments(Path(command.path), command.run, command.index)
+                    write = self._replica.keep_moments(Path(command.path), command.run, command.index)
                 case control.RecallMoments():
                     self._replica.recall_moments(Path(command.path), command.run)
         except Exception as error:  # a failure to move moments must not stop training
             return control.MomentsMoved(problem=str(error))
-        return control.MomentsMoved()
+        if write is None:
+            return control.MomentsMoved()
+        threading.Thread(target=self._write_moments, args=(write,), daemon=True).start()
+        return None
+
+    def _write_moments(self, write: Callable[[], None]) -> None:
+        problem = None
+        try:
+            write()
+        except Exception as error:
+            problem = str(error)
+        self._channel.send(control.MomentsMoved(problem=problem))
 
     def _evaluate(self, command: control.Evaluate) -> control.Evaluated:
         """Each worker reads its piece of the windows; each forward pass takes all of them."""

@@ -349,7 +349,7 @@ def test_moments_of_a_fused_step_are_those_of_any_other(
             replica.recall_moments(files[0], "run")
         else:
             replica.train(theta, 1, (SampleRange(0, 4),), 2)
-        replica.keep_moments(file, "run", 2)
+        replica.keep_moments(file, "run", 2)()
     first, second = map(load_file, files)
     assert first.keys() == second.keys()
     for name, values in first.items():

@@ -27,6 +27,7 @@ from opendiloco.workers.control import (
     FragmentStored,
     Generated,
     InnerStepDone,
+    MoveMoments,
     Report,
     RunInnerLoop,
     WorkerDeathError,
@@ -198,6 +199,41 @@ def test_who_has_tried_more_windows_goes_back_to_those_of_before_and_then_to_hal
         await group.close()
 
     asyncio.run(story())
+
+
+def test_workers_that_share_a_model_train_while_they_write_moments(
+    small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are given the command before the training that follows, and not in the midst of one."""
+    given, exchange = list[tuple[str, int]](), Played.exchange
+
+    async def story() -> None:
+        are_written = asyncio.Event()
+
+        async def move_moments(self: Played, command: MoveMoments) -> None:
+            given.append(("moments", self.configured.rank))
+            await are_written.wait()
+
+        async def exchange_noted(self: Played, command: ControlMessage, *arguments: Any) -> Any:
+            if isinstance(command, RunInnerLoop):
+                given.append(("training", self.configured.rank))
+            return await exchange(self, command, *arguments)
+
+        monkeypatch.setattr(Played, "move_moments", move_moments)
+        monkeypatch.setattr(Played, "exchange", exchange_noted)
+        group = await started(small_config, windows=100)
+        before = asyncio.create_task(group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore))
+        await asyncio.sleep(0)
+        kept = asyncio.create_task(group.supervisor.keep_moments(tmp_path / "moments", "run", 1))
+        assert (await before).samples == LEASE
+        assert (await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
+        assert not kept.done()
+        are_written.set()
+        await kept
+        await group.close()
+
+    asyncio.run(story())
+    assert [what for what, _ in given] == ["training"] * 2 + ["moments"] * 2 + ["training"] * 2
 
 
 def test_the_second_time_is_an_error_that_names_the_remedy(small_config: RunConfig) -> None:
