@@ -32,9 +32,9 @@ class SharedVectors:
 
     def __init__(self, descriptor: int, size: int) -> None:
         memory = mmap.mmap(descriptor, 2 * VALUE_BYTES * size)
-        both = np.frombuffer(memory, np.float32)
-        self.theta: Vector = both[:size]
-        self.local: Vector = both[size:]
+        self.both: Vector = np.frombuffer(memory, np.float32)
+        self.theta: Vector = self.both[:size]
+        self.local: Vector = self.both[size:]
 
     @classmethod
     def create(cls, size: int) -> Self:

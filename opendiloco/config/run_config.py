@@ -153,8 +153,9 @@ class TrainingSection(Section):
     gradients.
 
     `micro_batch` and `activation_checkpointing` are what the organiser recommends for the machines that are expected:
-    how many windows a worker puts through the model at once at most, and whether it computes activations again. They
-    change memory and speed, and no result but by rounding; a machine's owner may choose otherwise.
+    how many windows a worker puts through the model at once, and whether it computes activations again. A CPU takes no
+    more than these windows; a GPU begins with them, and takes more where they fit. Both change memory and speed, and no
+    result but by rounding; a machine's owner may choose otherwise.
     """
 
     inner_steps: Positive

@@ -8,7 +8,7 @@ export: CurvePoint, Dtype, RunFacts, export_model
 layout: Layout, Parameter
 loss: CompiledLoss, in_pieces_of, packing_known, positions_at_once, predicted_tokens, router_loss_weight, window_loss,
     with_forward
-parameters: STAGED_VALUES, Shards, is_all_trained, layout_of, local_part, merge, multiplied_weights, shard_rows,
+parameters: STAGED_VALUES, Shards, is_all_trained, layout_of, local_part, merge, multiplied_weights, pin, shard_rows,
     trainable, transformer_blocks
 utilisation: Precision, flops_per_token, peak_tokens_per_second
 """

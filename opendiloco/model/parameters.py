@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -139,14 +140,14 @@ def _numbered(numbers: Sequence[int]) -> tuple[int, ...]:
 # That holds for anything shaped like the parameters, an optimizer's moments for example.
 
 STAGED_VALUES = 2**24
-"""Length of the pinned buffer between shared memory and a GPU."""
+"""Length of the pinned buffer between a GPU and memory that is not pinned."""
 
 
 class Shards:
     """Worker `rank`'s part of each parameter, where `workers` share them.
 
-    With a `staging` buffer (fp32, of one dimension) all values pass through it: copies between a GPU and memory that is
-    not pinned are slow.
+    With a `staging` buffer (fp32, of one dimension) values pass through it between a GPU and memory that is not pinned:
+    to and from that, copies are slow.
     """
 
     def __init__(self, layout: Layout, rank: int = 0, workers: int = 1, staging: torch.Tensor | None = None) -> None:
@@ -167,24 +168,40 @@ class Shards:
         row_size = math.prod(parameter.shape[1:])
         return slice(parameter.offset + rows.start * row_size, parameter.offset + rows.stop * row_size)
 
+    def slices(self) -> list[slice]:
+        """Return where this worker's parts of all parameters lie in a flat vector."""
+        return [self.slice_of(parameter) for parameter in self._layout]
+
     @torch.no_grad()
     def load(self, flat: Vector, tensors: Mapping[str, torch.Tensor]) -> None:
         """flat → tensors, which have the parameters' names and shapes: whole tensors, or this worker's DTensors."""
-        for values, own in self._pairs(flat, tensors):
-            own.copy_(values if self.staging is None else self.staging[: len(values)].copy_(values))
+        with self._stage_for(flat) as stage:
+            for values, own in self._pairs(flat, tensors):
+                own.copy_(values if stage is None else stage[: len(values)].copy_(values), non_blocking=stage is None)
 
     @torch.no_grad()
     def store(self, tensors: Mapping[str, torch.Tensor], flat: Vector) -> None:
         """tensors → flat: this worker's part of it, and nothing else."""
-        for values, own in self._pairs(flat, tensors):
-            values.copy_(own if self.staging is None else self.staging[: len(values)].copy_(own))
+        with self._stage_for(flat) as stage:
+            for values, own in self._pairs(flat, tensors):
+                values.copy_(own if stage is None else stage[: len(values)].copy_(own), non_blocking=stage is None)
 
     @torch.no_grad()
     def merge(self, flat: Vector, tensors: Mapping[str, torch.Tensor], alpha: float) -> None:
         """Merge flat into tensors, which keep a share of `alpha`, as `merge` does."""
-        for values, own in self._pairs(flat, tensors):
-            staged = values if self.staging is None else self.staging[: len(values)].copy_(values)
-            merge(own, staged.to(own.device), alpha)
+        with self._stage_for(flat) as stage:
+            for values, own in self._pairs(flat, tensors):
+                staged = values if stage is None else stage[: len(values)].copy_(values)
+                merge(own, staged.to(own.device, non_blocking=stage is None), alpha)
+
+    @contextmanager
+    def _stage_for(self, flat: Vector) -> Iterator[torch.Tensor | None]:
+        """Yield the buffer through which values have to pass; None where they need none. Copies are done in the end."""
+        if self.staging is None or not _is_pinned(flat):
+            yield self.staging
+        else:
+            yield None
+            _wait_for_gpu()
 
     def _pairs(self, flat: Vector, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Views of the vector and of the tensors, of one shape each; none longer than the staging buffer."""
@@ -195,6 +212,26 @@ class Shards:
                 yield values.view(own.shape), own
             else:
                 yield from zip(values.split(len(self.staging)), own.view(-1).split(len(self.staging)), strict=True)
+
+
+def pin(memory: Vector, device: torch.device) -> None:
+    """Let a GPU read and write this memory by itself, for as long as the process lives: the memory must not be unmapped
+    before. Where the driver refuses, nothing changes, and values pass through staging buffers."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
+    except RuntimeError:
+        with suppress(RuntimeError):  # CUDA also keeps the error for the next kernel's launch, which would fail
+            torch.zeros(1, device=device)
+
+
+def _is_pinned(flat: Vector) -> bool:
+    return torch.from_numpy(flat).is_pinned()
+
+
+def _wait_for_gpu() -> None:
+    torch.cuda.current_stream().synchronize()
 
 
 def shard_rows(rows: int, rank: int, workers: int) -> slice:

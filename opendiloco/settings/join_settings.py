@@ -294,7 +294,7 @@ class _WorkerSettings(Settings):
     micro_batch: int | None = setting(
         "Put N windows through the model at once, for less memory.",
         None,
-        shown="what fits, up to what the run says",
+        shown="what fits; on the CPU no more than the run says",
         least=1,
     )
     activation_checkpointing: bool | None = setting(

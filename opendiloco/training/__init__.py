@@ -13,5 +13,6 @@ outer: LocalState, Measuring, OuterState, OuterStepTaken, inner_learning_rate_fa
 streaming: Cycles, FragmentWork
 team: Team, choose_device, compiling_lacks, device_name, fill_untrained, forget_peak_memory, has_bf16, has_fast_fp16,
     has_other_tensors, peak_memory, shard_model
-trials: compile_blocks, compiled_blocks, document_attention, fitting_micro_batch, keep_compiled_if_it_works
+trials: compile_blocks, compiled_blocks, document_attention, enlarge_micro_batch, fitting_micro_batch,
+    keep_compiled_if_it_works
 """

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +32,15 @@ from opendiloco.model.layout import Layout
 from opendiloco.model.loss import CompiledLoss, packing_known, predicted_tokens, router_loss_weight, window_loss
 from opendiloco.model.parameters import STAGED_VALUES, Shards, layout_of, local_part, trainable
 from opendiloco.shared_memory import Vector
-from opendiloco.training.optimizers import build_inner_optimizer, read_state, write_state
+from opendiloco.training.optimizers import (
+    build_inner_optimizer,
+    read_state,
+    step_if,
+    steps_without_waiting,
+    write_state,
+)
 from opendiloco.training.outer import inner_learning_rate_factor
-from opendiloco.training.team import Team
+from opendiloco.training.team import Team, read_later
 from opendiloco.training.trials import attending_by, compiled_blocks
 from peers.values.leases import SampleRange, prefix
 from peers.values.workload import Trained
@@ -214,6 +221,7 @@ class ModelReplica:
         self.model = model
         self.layout = layout_of(model, config.streaming) if layout is None else layout
         self.micro_batch = micro_batch
+        self.uncompiled_micro_batch: int | None = None  # where fewer fit uncompiled; see enlarge_micro_batch
         self.attention: str | None = None  # to train with, if not the model's own; see document_attention
         self.compiled_loss = CompiledLoss() if compiled_blocks(model) else None
         self._config = config
@@ -225,7 +233,6 @@ class ModelReplica:
         self._optimizer = build_inner_optimizer(self.model, config.inner_optimizer)
         is_fp16 = config.training.precision == "bf16" and self._team.half == torch.float16
         self._loss_scale = LossScale() if is_fp16 else None
-        self._router_loss = router_loss_weight(model)
         self._warmed_up: int | None = None  # inner steps of `rewarmup_steps`
         self._kept_at: int | None = None  # outer steps taken when the moments that it goes on with were kept
 
@@ -272,15 +279,16 @@ class ModelReplica:
         """Merge theta into this worker's part of a fragment's weights, which keep a share of `alpha`; see `merge`."""
         self._shards_of(fragment).merge(theta, self._parameters(), alpha)
 
-    def keep_moments(self, path: Path, run: str, index: int) -> None:
-        """Write the inner optimizer's state into a file, after `index` outer steps of a run: this worker's part of it,
-        unless another replica does.
+    def keep_moments(self, path: Path, run: str, index: int) -> Callable[[], None]:
+        """Return a function that writes the inner optimizer's present state into a file, after `index` outer steps of a
+        run: this worker's part of it, unless another replica does. Training may go on meanwhile.
 
         Raises: SnapshotError when there is none, or torch has it in a form that no file holds; OSError.
         """
         said = self._kept_by(run) | {"index": str(index), "warmed_up": str(self._warmed_up or 0)}
-        if self._team.is_in_first_replica:
-            write_state(path, self._optimizer, self._parameters(), self._shards, said)
+        if not self._team.is_in_first_replica:
+            return lambda: None
+        return write_state(path, self._optimizer, self._parameters(), self._shards, said)
 
     def recall_moments(self, path: Path, run: str) -> None:
         """Go on with what such a file has. Where another worker cannot read it, this one begins anew, too: otherwise
@@ -349,33 +357,43 @@ class ModelReplica:
         factor = inner_learning_rate_factor(self._config, overrides, step, tokens) * self._rewarmup()
         for group in self._optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
+        waits = not steps_without_waiting(self._optimizer)
         while True:
             self._optimizer.zero_grad(set_to_none=True)
-            own_loss = self._add_gradient(batch)
+            own_loss = self.add_gradient(batch)
             parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
             gradients = [local_part(parameter.grad) for parameter in parameters]
             if self._loss_scale is not None:
                 torch._foreach_mul_(gradients, 1 / self._loss_scale.factor)
             own_norm = torch.nn.utils.get_total_norm(gradients)
             own_square = own_norm.double().square() if self._team.is_in_first_replica else 0.0  # others have the same
-            loss, square, stop = self._team.sums([own_loss, own_square, stop_wanted()])
-            norm = math.sqrt(square)
+            numbers = self._team.sums_on_device([own_loss, own_square, stop_wanted()])
+            total_norm = numbers[1].sqrt_()
+            read = read_later(numbers)
+            if not waits:
+                self._clip(parameters, total_norm)
+                step_if(self._optimizer, numbers[:2].isfinite().all())
+            loss, norm, stop = read()
             if self._loss_scale is None or not self._loss_scale.overflows(loss, norm) or stop:
                 break
-        if math.isfinite(loss) and math.isfinite(norm):
-            clip = self._config.training.gradient_clip
-            torch.nn.utils.clip_grads_with_norm_(parameters, clip, torch.tensor(norm, dtype=torch.float32))
+        if waits and math.isfinite(loss) and math.isfinite(norm):
+            self._clip(parameters, total_norm)
             self._optimizer.step()
         return loss, norm, stop > 0
+
+    def _clip(self, parameters: Sequence[torch.nn.Parameter], total_norm: torch.Tensor) -> None:
+        """Clip the gradient by its norm, a number on the device."""
+        torch.nn.utils.clip_grads_with_norm_(parameters, self._config.training.gradient_clip, total_norm.float())
 
     def loss(self, windows: torch.Tensor, slope: float | None = None) -> torch.Tensor:
         """Return the mean training loss of windows of token ids, of shape (batch, window_length). For `slope` see
         `window_loss`."""
         z_loss, end = self._config.training.z_loss, self._samples.document_end
+        router_loss = router_loss_weight(self.model)
         with self.precision(), packing_known(end is not None):
-            return window_loss(self.model, windows, end, z_loss, self._router_loss, slope, self.compiled_loss)
+            return window_loss(self.model, windows, end, z_loss, router_loss, slope, self.compiled_loss)
 
-    def _add_gradient(self, batch: NDArray[np.int64]) -> torch.Tensor:
+    def add_gradient(self, batch: NDArray[np.int64]) -> torch.Tensor:
         """Backward passes on this worker's piece of a batch; returns its part of the batch's mean loss.
 
         FSDP2 averages the gradients of the workers, so each has its own times their number. Nothing here waits for the
@@ -402,11 +420,18 @@ class ModelReplica:
     def _micro_batches(self, batch: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], bool]]:
         """Yield this worker's piece in parts, and whether each is the last. Workers have as many parts each, since each
         forward pass is a collective; some are empty. What is trained on in place of an empty one counts nothing.
+
+        A batch that is smaller than the run's ends with windows of which no such number was tried. They are computed
+        uncompiled, so there are fewer of them in a part.
         """
-        own, largest = batch[self._team.piece(len(batch))], self._team.largest_piece(len(batch))
+        count = len(batch)
+        own, largest = batch[self._team.piece(count)], self._team.largest_piece(count)
         size = self.micro_batch or largest
-        for start in range(0, largest, size):
-            yield own[start : start + size], start + size >= largest
+        rest = size if count == self._config.training.batch_size else self.uncompiled_micro_batch or size
+        filled = count // self._team.size // size * size  # windows of each worker in parts that all of them fill
+        starts = [*range(0, filled, size), *range(filled, largest, rest)]
+        for start, end in pairwise([*starts, largest]):
+            yield own[start:end], end == largest
 
     @property
     def tried_sizes(self) -> tuple[int, ...]:

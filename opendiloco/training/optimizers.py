@@ -29,7 +29,7 @@ from opendiloco.errors import MachineError, first_line
 from opendiloco.model.layout import Layout
 from opendiloco.model.parameters import Shards
 from opendiloco.quantities import VALUE_BYTES
-from opendiloco.shared_memory import Vector
+from opendiloco.shared_memory import Vector, available_memory
 from opendiloco.training.moments_file import FORMAT, NO_STEP, UNSEALED, header_of, read_header
 from peers.errors import ManifestError
 from peers.values.wire import printable
@@ -44,6 +44,9 @@ RESERVED = frozenset({"params", "lr", "foreach", "fused", "capturable", "differe
 FUSED_ON = {"cuda"}
 """Devices on which AdamW makes its step in one kernel. The others' steps take memory for themselves: on the CPU for one
 parameter at a time; on a GPU, where torch would step all parameters together, for a whole copy of them."""
+
+ROOM_OF_COPY = 2
+"""Times the bytes of a copy of the state, which are to be free before it is made: the peer process takes some, too."""
 
 Groups = list[dict[str, Any]]
 
@@ -78,6 +81,18 @@ def build_inner_optimizer(model: torch.nn.Module, section: InnerOptimizerSection
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
+
+
+def steps_without_waiting(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `step_if` can have this optimizer leave a step out. torch's fused AdamW can."""
+    return type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
+
+
+def step_if(optimizer: Any, is_wanted: torch.Tensor) -> None:
+    """Take a step, which changes nothing unless `is_wanted`: a bool on the device, for which the host does not wait."""
+    optimizer.found_inf = (~is_wanted).float()  # torch's name for it: with a 1, fused kernels write nothing
+    optimizer.step()
+    del optimizer.found_inf
 
 
 def check_inner_optimizer(section: InnerOptimizerSection) -> None:
@@ -199,27 +214,37 @@ def write_state(
     parameters: Mapping[str, torch.Tensor],
     shards: Shards,
     metadata: dict[str, str],
-) -> None:
-    """Write an optimizer's state into a file: each worker its rows, the first all else. The file has its whole length
-    and room at once, and no digest yet.
+) -> Callable[[], None]:
+    """Return a function that writes an optimizer's present state into a file: each worker its rows, the first all else.
+    Training may go on before it is called, and beside it. The file has its whole length and room at once, and no digest
+    yet. Where main memory has no room for a copy of the state, it is written now, and nothing is left to do.
 
-    Raises: SnapshotError when there is nothing to keep, or what a file cannot hold; OSError.
+    Raises: SnapshotError when there is nothing to keep, or what a file cannot hold; OSError. So does the function.
     """
     tensors = dict(_tensors(optimizer, parameters))
     if not tensors:
         raise SnapshotError(NO_STEP)
     layout = Layout([(name, tuple(tensor.shape)) for name, tensor in tensors.items()])
     header = header_of(layout, metadata | {"format": FORMAT, "torch": _torch_version(), "digest": UNSEALED})
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        os.posix_fallocate(descriptor, 0, len(header) + VALUE_BYTES * layout.size)
-        if shards.rank == 0:
-            os.pwrite(descriptor, header, 0)
-    finally:
-        os.close(descriptor)
-    flat = _mapped(path, len(header), layout, "r+")
-    for way in _ways(layout, parameters, shards, reads=False):
-        way.store(tensors, flat)
+    ways = list(_ways(layout, parameters, shards, reads=False))
+    if ROOM_OF_COPY * VALUE_BYTES * layout.size > available_memory():
+        flat = _created(path, header, layout, shards.rank)
+        for way in ways:
+            way.store(tensors, flat)
+        return lambda: None
+    copied: Vector = np.empty(
+        layout.size, np.float32
+    )  # takes memory where something is written, for this worker's rows
+    for way in ways:
+        way.store(tensors, copied)
+    parts = [part for way in ways for part in way.slices()]
+
+    def write() -> None:
+        flat = _created(path, header, layout, shards.rank)
+        for part in parts:
+            flat[part] = copied[part]
+
+    return write
 
 
 def read_state(
@@ -286,6 +311,18 @@ def _ways(layout: Layout, parameters: Mapping[str, torch.Tensor], own: Shards, r
     yield own.of(layout.part(cut))
     if reads or own.rank == 0:
         yield Shards(layout.part({tensor.name for tensor in layout} - cut), staging=own.staging)
+
+
+def _created(path: Path, header: bytes, layout: Layout, rank: int) -> Vector:
+    """Return the values of a new file, or of one that another worker has made."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        os.posix_fallocate(descriptor, 0, len(header) + VALUE_BYTES * layout.size)
+        if rank == 0:
+            os.pwrite(descriptor, header, 0)
+    finally:
+        os.close(descriptor)
+    return _mapped(path, len(header), layout, "r+")
 
 
 def _mapped(path: Path, start: int, layout: Layout, mode: Any) -> Vector:

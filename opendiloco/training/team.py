@@ -15,8 +15,9 @@ import os
 import re
 import resource
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import reduce
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -193,11 +194,17 @@ class Team:
 
         This process waits once for the device, however many values are still being computed there.
         """
-        return [sum(column) for column in self._gather(values)]
+        if self.mesh is None and not any(isinstance(value, torch.Tensor) for value in values):
+            return [float(value) for value in values]
+        return [float(value) for value in self.sums_on_device(values).tolist()]
+
+    def sums_on_device(self, values: Sequence[Value]) -> torch.Tensor:
+        """Return the same sums as a vector of fp64 on the device, without waiting for it."""
+        return reduce(torch.add, self._gather(values))
 
     def smallest(self, value: int) -> int:
         """Return the smallest of all workers' values."""
-        return int(min(self._gather([value])[0]))
+        return int(value) if self.mesh is None else int(min(self._gather([value])).item())
 
     def take_from_first(self, tensor: torch.Tensor) -> None:
         """Overwrite a tensor with worker 0's."""
@@ -207,22 +214,37 @@ class Team:
     def wait_for_all(self) -> None:
         self.sums([0.0])
 
-    def _gather(self, values: Sequence[Value]) -> list[list[float]]:
-        """Return every worker's values, ordered by rank: a list for each value."""
-        if self.mesh is None and not any(isinstance(value, torch.Tensor) for value in values):
-            return [[float(value)] for value in values]
+    def _gather(self, values: Sequence[Value]) -> list[torch.Tensor]:
+        """Return every worker's values, ordered by rank: a vector of fp64 on the device for each worker."""
         own = torch.stack([self._on_device(value) for value in values])
         if self.mesh is None:
-            return [[value] for value in own.tolist()]
+            return [own]
         everyones = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(everyones, own)
-        return [list(column) for column in torch.stack(everyones).T.tolist()]
+        return everyones
 
     def _on_device(self, value: Value) -> torch.Tensor:
         """Return a value as a tensor of fp64. A number is filled in, since a copy would wait for the device."""
         if isinstance(value, torch.Tensor):
             return value.to(self.device, torch.float64)
         return torch.full((), float(value), dtype=torch.float64, device=self.device)
+
+
+def read_later(numbers: torch.Tensor) -> Callable[[], list[float]]:
+    """Begin to copy a vector to the host. Return a function that waits for it and returns its numbers.
+
+    It does not wait for what a GPU was given after this call.
+    """
+    if numbers.device.type != "cuda":
+        return numbers.tolist
+    copied, there = torch.cuda.Event(), numbers.to("cpu", non_blocking=True)  # torch takes pinned memory for that
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return there.tolist()
+
+    return read
 
 
 # The model that they share --------------------------------------------------------------------------------------------

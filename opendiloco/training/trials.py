@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from opendiloco.errors import first_line
 from opendiloco.host_memory import MOMENTS_BYTES, HostMemory
 from opendiloco.model.loss import in_pieces_of, positions_at_once, with_forward
-from opendiloco.model.parameters import transformer_blocks
+from opendiloco.model.parameters import local_part, transformer_blocks
 from opendiloco.quantities import VALUE_BYTES
 from opendiloco.shared_memory import available_memory
 from opendiloco.stages import COMPILING, COMPILING_AGAIN, NOT_COMPILING, TRYING_ATTENTION, at_stage
@@ -319,6 +320,83 @@ def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: b
     return max(1, fitting)
 
 
+MEASURED_ON = {"cuda"}
+"""Devices whose training itself is measured: there all is known that takes memory."""
+MEASURED_SHARE = 0.8
+"""Of the memory that is left, what windows may take by that. The rest is for gaps between tensors, and for what other
+programs take later."""
+
+
+def enlarge_micro_batch(replica: ModelReplica, batch_size: int, team: Team) -> bool:
+    """Let more windows through the model at once, up to a worker's whole piece of a batch, where they fit by what
+    training takes as it is now: compiled, and by the attention that was chosen. Workers call this together.
+
+    Return False when more were tried and do not work: then as many as before are to be compiled again.
+
+    A worker that is alone tries more in passes as in training, until no half as many more fit. Workers that share a
+    model would wait for one that runs out of memory in such a pass. So they try more once, block by block; when memory
+    runs out in an inner step, they are started again with as many windows as before.
+    """
+    proven, piece = replica.micro_batch, team.largest_piece(batch_size)
+    if team.device.type not in MEASURED_ON or proven is None:
+        return True
+    replica.uncompiled_micro_batch = proven
+    fitting = _fitting_as_trained(replica, batch_size, proven, team)
+    while 2 * (more := _evenly(fitting, piece)) >= 3 * proven:
+        at_stage(f"trying {more} windows at once")
+        replica.micro_batch = more
+        torch.compiler.reset()  # what is compiled for a second size is compiled for any size, which is slower
+        works = _all_blocks_train(replica, team)
+        if works and team.size > 1:
+            return True
+        fitting = _fitting_as_trained(replica, batch_size, more, team) if works else 0
+        if fitting < more:  # moments come on top of what was tried
+            replica.micro_batch = proven
+            torch.compiler.reset()
+            return False
+        proven = more
+    return True
+
+
+def _evenly(fitting: int, piece: int) -> int:
+    """Return the size of as few parts of a piece as fit, all as large as each other."""
+    return math.ceil(piece / math.ceil(piece / fitting)) if fitting else 0
+
+
+def _all_blocks_train(replica: ModelReplica, team: Team) -> bool:
+    """Return whether each block of each worker trains on as many windows as are to go through the model at once."""
+    trial, works = _Trial(replica, replica.attention), True
+    try:
+        for windows in _trial_windows(replica, team.device):
+            trial.loss(windows)
+    except torch.OutOfMemoryError:  # of the loss, which comes after all that workers wait for
+        works = False
+    return bool(team.smallest(works and trial.error is None))
+
+
+def _fitting_as_trained(replica: ModelReplica, batch_size: int, at_once: int, team: Team) -> int:
+    """Return how many windows fit, the same number on all workers, by the gradient of two parts of `at_once` windows;
+    0 if that cannot be computed. What does not grow with them is counted as if it did, but for gradients."""
+    ids = np.arange(replica.window_length) % replica.model.config.vocab_size
+    batch = np.tile(ids, (min(2 * at_once * team.size, batch_size), 1))
+    try:
+        with torch.random.fork_rng([team.device] if team.device.type == "cuda" else []):
+            replica.add_gradient(batch)  # libraries keep what they take the first time
+            replica.model.zero_grad(set_to_none=True)
+            room = _free_memory(team) - _taken_later(replica, team, trains=True)
+            peak = peak_while(lambda: replica.add_gradient(batch), team.device)
+        grown = [local_part(one.grad) for one in replica.model.parameters() if one.grad is not None]
+        gradients = sum(gradient.nbytes for gradient in grown)
+        each = math.ceil(max(1, peak - gradients) / at_once)
+        return team.smallest(max(0, int(MEASURED_SHARE * (room - gradients))) // each)
+    except Exception:  # libraries say in their own ways that memory has run out
+        if team.size > 1:
+            raise  # the others wait
+        return 0
+    finally:
+        replica.model.zero_grad(set_to_none=True)
+
+
 def _taken_later(replica: ModelReplica, team: Team, trains: bool) -> int:
     """Return this worker's share of the bytes that nobody has taken yet when workers have tried a window: moments,
     where there is training; in main memory also what the peer process takes."""
@@ -362,7 +440,7 @@ def _free_memory(team: Team) -> int:
     return torch.cuda.mem_get_info(team.device)[0] + unused
 
 
-def peak_while(work: Callable[[], None], device: torch.device) -> int:
+def peak_while(work: Callable[[], object], device: torch.device) -> int:
     """Return the most bytes of this device that tensors made by `work` take at any time."""
     if device.type == "cuda":
         forget_peak_memory(device)

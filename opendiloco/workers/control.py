@@ -215,7 +215,7 @@ class AtStage(Reply):
 
 class MoveMoments(Command):
     """Have the inner optimizer's state of a run in a file (see training/moments_file.py), or from there. A worker that
-    is alone does it between two inner steps. Answered by `MomentsMoved`."""
+    is alone does it between two inner steps, and all write a copy while they train. Answered by `MomentsMoved`."""
 
     path: str
     run: str
@@ -243,9 +243,10 @@ class Configured(Reply):
     """The worker is ready. `parameters` is the length of theta: all trainable values, and what pads fragments.
 
     `device_name` is the GPU's as torch has it, or "cpu"; `flops_per_token` see model/utilisation.py; `micro_batch`
-    windows go through the model at once. `held_out_digest` is that of the windows that evaluation reads, and
-    `bytes_per_token` how much text a token of theirs stands for. `fragments` says where each lies in theta: its first
-    value, and where it ends. `is_compiled`: its blocks are, for training; `uncompiled` says why not, if they should be.
+    windows go through the model at once, uncompiled at most `uncompiled_micro_batch`. `held_out_digest` is that of the
+    windows that evaluation reads, and `bytes_per_token` how much text a token of theirs stands for. `fragments` says
+    where each lies in theta: its first value, and where it ends. `is_compiled`: its blocks are, for training;
+    `uncompiled` says why not, if they should be.
     """
 
     parameters: int
@@ -253,6 +254,7 @@ class Configured(Reply):
     device_name: str
     flops_per_token: float | None
     micro_batch: int
+    uncompiled_micro_batch: int
     held_out_digest: str
     bytes_per_token: float
     fragments: tuple[tuple[int, int], ...]

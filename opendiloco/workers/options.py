@@ -27,7 +27,7 @@ class WorkerOptions:
 
     `cpu_workers` counts on the CPU, `gpus` (None: all) on GPUs. Each worker has `threads` CPU threads, also to draw the
     initial weights (None: see `choose_threads`, and all cores to draw; 1 by default: more sum in another order).
-    `micro_batch` windows go through the model at once (None: as many as fit, up to what the run recommends).
+    `micro_batch` windows go through the model at once (None: as many as fit, on the CPU no more than the run says).
     `activation_checkpointing` None: as the run recommends. `compile` None: on GPUs. With `tf32`, GPUs multiply in TF32
     where the run says fp32. With `whole_gradients`, workers that share a model keep their gradients whole until a
     batch's last window; with `whole_layers` also its layers, from the forward to the backward pass. They share it

@@ -82,7 +82,6 @@ class Supervisor:
         """What to raise once the workers are dead, and none take their place."""
         self._config = config
         self._options = options
-        self._micro_batch = 0
         self.uncompiled = ""
         """Why the present workers train uncompiled blocks, where compiled ones would be faster."""
         self._lost: DilocoPeerError | None = None  # why the present workers are of no use any more
@@ -161,9 +160,9 @@ class Supervisor:
             self._options = replace(self._options, compile=False)
             self.uncompiled = f"the compiler has not come to an end in {COMPILING_SECONDS / 60:.0f} minutes."
             return await self._start_again()
-        self._micro_batch = answers[0].micro_batch
+        self._restarts.started(answers[0].micro_batch, answers[0].uncompiled_micro_batch)
         if self._options.micro_batch is None and self._options.trains:
-            _tell_micro_batch(self._config.training, len(self.workers), self._micro_batch)
+            _tell_micro_batch(self._config.training, len(self.workers), answers[0].micro_batch)
         self._tell_of_compiling(answers)
         HEALTH.well("workers")
         return answers[0]
@@ -251,7 +250,7 @@ class Supervisor:
             while True:
                 if self._is_closing:
                     raise error
-                micro_batch = self._restarts.after(error, self._micro_batch, is_starting)
+                micro_batch = self._restarts.after(error, is_starting)
                 if micro_batch is not None:
                     self._options = replace(self._options, micro_batch=micro_batch)
                 try:
@@ -312,16 +311,29 @@ class Supervisor:
     async def _move(self, command: MoveMoments) -> None:
         """Have workers move moments, one request after another, each to its end even if the caller is cancelled.
 
-        Training of a single worker need not end for it; that of several must, since they are not at the same step at
-        the same time.
+        Training of a single worker need not end for it. That of several must, since they are not at the same step at
+        the same time; once all have the command, the next request may follow it.
         """
-        move, alone = partial(self._move_now, command), len(self.workers) == 1
-        await asyncio.shield(self.requests.keep(move()) if alone else self.requests.add(move))
+        if len(self.workers) == 1:
+            move = self.requests.keep(self._move_now(command))
+        else:
+            move = await asyncio.shield(self.requests.add(partial(self._begin_move, command)))
+        await asyncio.shield(move)
 
-    async def _move_now(self, command: MoveMoments) -> None:
+    async def _begin_move(self, command: MoveMoments) -> asyncio.Task[None]:
+        """Return the move, once workers have the command."""
+        are_given = asyncio.Event()
+        move = self.requests.keep(self._move_now(command, are_given))
+        await are_given.wait()
+        return move
+
+    async def _move_now(self, command: MoveMoments, are_given: asyncio.Event | None = None) -> None:
         """Return once all workers have answered. Raises: what one of them does."""
         async with self._moving:
-            moves = [worker.move_moments(command) for worker in self.workers]
+            moves = [asyncio.ensure_future(worker.move_moments(command)) for worker in self.workers]
+            await asyncio.sleep(0)  # in which each sends the command
+            if are_given is not None:
+                are_given.set()
             moved = await asyncio.gather(*moves, return_exceptions=True)
         problems = [said for said in moved if isinstance(said, BaseException)]
         if problems and isinstance(problems[0], WorkerDeathError) and not self.death.done():
@@ -409,7 +421,7 @@ def _tell_micro_batch(training: TrainingSection, workers: int, micro_batch: int)
     """Log how many windows go through the model at once, where that is not each worker's whole piece of a batch."""
     piece = -(-training.batch_size // workers)
     if micro_batch < piece:
-        wish = "as the run recommends at most" if micro_batch == training.micro_batch else "for want of memory"
+        wish = "as the run recommends" if micro_batch == training.micro_batch else "for want of memory"
         logger.info(
             "each worker puts %d of its %d windows through the model at once, %s; --micro-batch says otherwise",
             *(micro_batch, piece, wish),
@@ -472,31 +484,38 @@ class _Watchdog:
 
 
 class _Restarts:
-    """Up to `allowed` restarts in a row; and once, after a device ran out of memory, half the micro-batch instead."""
+    """Up to `allowed` restarts in a row. After a device ran out of memory, instead, one with as many windows at once as
+    fit uncompiled, if these are fewer, and one with half as many."""
 
     def __init__(self, allowed: int) -> None:
         self._allowed = self.left = allowed
+        self._micro_batch = self._fewer = 0
         self._has_halved = False
 
     def begin_anew(self) -> None:
         """All went well: count from none."""
         self.left = self._allowed
 
-    def after(self, error: DilocoPeerError, micro_batch: int, is_starting: bool) -> int | None:
+    def started(self, micro_batch: int, uncompiled: int) -> None:
+        """Workers have started that put so many windows through the model at once, and so many uncompiled."""
+        self._micro_batch, self._fewer = micro_batch, uncompiled
+
+    def after(self, error: DilocoPeerError, is_starting: bool) -> int | None:
         """Return the windows at once with which to start the next workers; None: as many as before.
 
-        The present ones failed with `error` at `micro_batch` windows, perhaps while `is_starting`. Raises: the error,
-        when there is to be no other start.
+        The present ones failed with `error`, perhaps while `is_starting`. Raises: the error, when there is to be no
+        other start.
         """
-        is_short = isinstance(error, DeviceMemoryError)
-        if is_short and not self._has_halved and micro_batch > 1:
-            self._has_halved = True
-            half = micro_batch // 2
+        is_short, before = isinstance(error, DeviceMemoryError), self._micro_batch
+        if is_short and (self._fewer < before or (not self._has_halved and before > 1)):
+            if self._fewer == before:
+                self._fewer, self._has_halved = before // 2, True
+            self._micro_batch = self._fewer
             logger.warning(
                 "%s The workers start again with %d windows at once instead of %d; --micro-batch %d does so at once.",
-                *(error.message, half, micro_batch, half),
+                *(error.message, self._fewer, before, self._fewer),
             )
-            return half
+            return self._fewer
         if not self.left or (is_short and not is_starting):
             raise error
         self.left -= 1

@@ -55,13 +55,15 @@ def _serve(channel: ControlChannel) -> None:
             if isinstance(command, control.Configure):
                 device = command.device
                 worker = Worker(command, channel)
-                reply: control.ControlMessage = worker.description
+                reply: control.ControlMessage | None = worker.description
             elif isinstance(command, control.CountDevices):
                 reply = _count_devices()
             elif worker is None:
                 raise WorkerError("the worker is not configured yet.", "This is a bug; report it.")
             else:
                 reply = worker.carry_out(command)
+                if reply is None:
+                    continue
         except Exception as error:
             reply = _describe_failure(error, device)
         channel.send(reply)
@@ -220,11 +222,11 @@ class Worker:
 
         at_stage("importing transformers")
         with _nothing_collected():
-            from opendiloco.model.parameters import multiplied_weights
+            from opendiloco.model.parameters import multiplied_weights, pin
             from opendiloco.model.utilisation import flops_per_token
             from opendiloco.training.inner import ModelReplica
             from opendiloco.training.team import Team
-            from opendiloco.training.trials import compiled_blocks
+            from opendiloco.training.trials import compiled_blocks, enlarge_micro_batch
             from opendiloco.workers.assembly import assemble_model, in_fitting_precision
 
         self._team = Team.meet(
@@ -239,9 +241,13 @@ class Worker:
         at_stage("trying how many windows fit")
         self._replica.micro_batch = self._choose_micro_batch()
         self._vectors = SharedVectors(command.memory, self._replica.layout.size)
+        pin(self._vectors.both, device)
         uncompiled = ""
         if command.options.trains:
             uncompiled = self._try_what_is_compiled()
+            if command.options.micro_batch is None:
+                works = enlarge_micro_batch(self._replica, self._config.training.batch_size, self._team)
+                uncompiled = uncompiled if works else self._try_what_is_compiled()
         self.inner_loops = InnerLoops(
             self._config, self._replica, self._team, self._vectors, channel, self._carry_out_asides
         )
@@ -253,6 +259,7 @@ class Worker:
             device_name=device_name(device),
             flops_per_token=flops_per_token(model.config, multiplied_weights(model), length),
             micro_batch=self._replica.micro_batch,
+            uncompiled_micro_batch=self._replica.uncompiled_micro_batch or self._replica.micro_batch,
             held_out_digest=held_out.digest(windows),
             bytes_per_token=held_out.bytes_per_token(windows, self._tokenizer),
             fragments=tuple((part.start, part.stop) for part in layout.fragments),
@@ -280,7 +287,8 @@ class Worker:
         return keep_compiled_if_it_works(self._replica, self._team, self._cache)
 
     def _choose_micro_batch(self) -> int:
-        """Return what this machine's owner says; else as many windows as fit, up to what the run recommends."""
+        """Return what this machine's owner says; else as many windows as fit, up to what the run recommends. Those of
+        GPUs may become more, once it is known what they take in training."""
         from opendiloco.training.trials import fitting_micro_batch
 
         piece = self._team.largest_piece(self._config.training.batch_size)
@@ -289,8 +297,8 @@ class Worker:
         most = min(self._config.training.micro_batch or piece, piece)
         return fitting_micro_batch(self._replica, most, self._team, self._options.trains)
 
-    def carry_out(self, command: control.Command) -> control.ControlMessage:
-        """Carry out one command; return the reply."""
+    def carry_out(self, command: control.Command) -> control.ControlMessage | None:
+        """Carry out one command; return the reply. Those that move moments are answered when that is done."""
         match command:
             case control.RunInnerLoop():
                 self._data.samples.mix(command.mixtures)
@@ -312,24 +320,38 @@ class Worker:
             return
         with suppress(queue.Empty):
             while True:
-                self._channel.send(self.carry_out(self._channel.commands.get_nowait()))
+                if (reply := self.carry_out(self._channel.commands.get_nowait())) is not None:
+                    self._channel.send(reply)
 
-    def _move_moments(self, command: control.MoveMoments) -> control.MomentsMoved:
+    def _move_moments(self, command: control.MoveMoments) -> control.MomentsMoved | None:
+        """Move moments, and return the reply. Those that were copied are written by a thread, which replies."""
+        write = None
         try:
             match command:
                 case control.KeepMoments():
-                    self._replica.keep_moments(Path(command.path), command.run, command.index)
+                    write = self._replica.keep_moments(Path(command.path), command.run, command.index)
                 case control.RecallMoments():
                     self._replica.recall_moments(Path(command.path), command.run)
         except Exception as error:  # a failure to move moments must not stop training
             return control.MomentsMoved(problem=str(error))
-        return control.MomentsMoved()
+        if write is None:
+            return control.MomentsMoved()
+        threading.Thread(target=self._write_moments, args=(write,), daemon=True).start()
+        return None
+
+    def _write_moments(self, write: Callable[[], None]) -> None:
+        problem = None
+        try:
+            write()
+        except Exception as error:
+            problem = str(error)
+        self._channel.send(control.MomentsMoved(problem=problem))
 
     def _evaluate(self, command: control.Evaluate) -> control.Evaluated:
         """Each worker reads its piece of the windows; each forward pass takes all of them."""
         from opendiloco.training.evaluation import held_out_loss
 
-        windows, at_once = command.windows, self.description.micro_batch
+        windows, at_once = command.windows, self.description.uncompiled_micro_batch
         with self._replica.showing(self._vectors.theta) as model:
             precision = self._replica.precision
             loss, tokens = held_out_loss(model, self._data.held_out, windows, at_once, precision, self._team)

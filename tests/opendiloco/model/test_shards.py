@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from opendiloco.model import parameters
 from opendiloco.model.layout import Layout
-from opendiloco.model.parameters import Shards, shard_rows
+from opendiloco.model.parameters import Shards, pin, shard_rows
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [
     ("even", (6, 4)),
@@ -46,6 +47,61 @@ def test_a_vector_survives_its_way_through_all_shards_to_the_last_bit(workers: i
         shards.load(theta, tensors)
         shards.store(tensors, local)
     assert np.array_equal(local.view(np.uint32), bits)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_values_of_pinned_memory_go_straight_and_are_there_in_the_end(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU copies them when it comes to it, which is waited for once."""
+    layout, staging, waits = Layout(SHAPES), torch.full((5,), np.nan), list[str]()
+    bits = np.random.default_rng(1).integers(0, 2**32, layout.size, np.uint32)
+    theta, local = bits.view(np.float32), np.zeros(layout.size, np.float32)
+    monkeypatch.setattr(parameters, "_is_pinned", lambda flat: flat is not local)
+    monkeypatch.setattr(parameters, "_wait_for_gpu", lambda: waits.append("waited"))
+    for rank in range(workers):
+        shards, tensors = Shards(layout, rank, workers, staging), own_tensors(layout, rank, workers)
+        shards.load(theta, tensors)
+        merged = own_tensors(layout, rank, workers)
+        shards.merge(theta, merged, 0.0)
+        assert staging.isnan().all()
+        assert waits == ["waited"] * 2
+        assert all(torch.equal(merged[name].view(torch.int32), own.view(torch.int32)) for name, own in tensors.items())
+        shards.store(tensors, local)  # which is not pinned
+        shards.store(tensors, theta)
+        assert waits == ["waited"] * 3
+        waits.clear()
+        staging.fill_(np.nan)
+    assert np.array_equal(local.view(np.uint32), bits)
+    assert np.array_equal(theta.view(np.uint32), bits)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_driver_that_pins_no_shared_memory_is_left_alone(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has noted of that is taken off it, or the next kernel would fail."""
+    calls, launched, memory = list[object](), list[torch.device](), np.zeros(3, np.float32)
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+            calls.append((address, size, flags))
+            return 0 if works else 801
+
+    def check(error: int) -> None:
+        if error:
+            raise RuntimeError("operation not supported")
+
+    def zeros(count: int, device: torch.device) -> None:
+        launched.append(device)
+        raise RuntimeError("operation not supported")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    pin(memory, torch.device("cpu"))
+    assert calls == []
+    pin(memory, gpu := torch.device("cuda"))
+    assert calls == [(memory.ctypes.data, 12, 0)]
+    assert launched == ([] if works else [gpu])
 
 
 def test_a_worker_writes_only_what_is_its_own() -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ from opendiloco.model import loss as losses
 from opendiloco.model.build import build_model
 from opendiloco.model.loss import window_loss
 from opendiloco.shared_memory import Vector
+from opendiloco.training import inner, optimizers
 from opendiloco.training.inner import InnerStep, LossScale, ModelReplica, _on_device
 from opendiloco.training.team import Team
 from opendiloco.workers.assembly import checkpoint_activations
@@ -237,20 +238,87 @@ def test_a_batch_in_parts_is_the_batch_up_to_rounding(small_content: dict[str, A
         assert np.array_equal(locals_[0], locals_[1])
 
 
-def test_an_inner_step_waits_for_the_device_once(small_config: RunConfig) -> None:
-    """Loss and norm stay there until all numbers are asked for together, however many micro-batches there are."""
-    asked = list[list[bool]]()
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_inner_step_waits_for_the_device_once(
+    small_config: RunConfig, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and norm stay there until all numbers are read together, however many micro-batches there are. A fused
+    AdamW is told to step before that, and has been when they are read."""
+    monkeypatch.setattr(optimizers, "FUSED_ON", {"cpu"} if fused else set())
+    done = list[object]()
 
-    class Noting(Team):
-        def sums(self, values: Sequence[float | torch.Tensor]) -> list[float]:
-            asked.append([isinstance(value, torch.Tensor) for value in values])
-            return super().sums(values)
+    def noting_read(numbers: torch.Tensor) -> Callable[[], list[float]]:
+        def read() -> list[float]:
+            done.append("read")
+            return numbers.tolist()
 
+        done.append(len(numbers))
+        return read
+
+    monkeypatch.setattr(inner, "read_later", noting_read)
     whole, theta = make_replica(small_config)
-    samples, team = load_data(small_config, ByteTokenizer()).samples, Noting(torch.device("cpu"))
-    replica = ModelReplica(small_config, whole.model, samples, team, micro_batch=1)
+    samples = load_data(small_config, ByteTokenizer()).samples
+    replica = ModelReplica(small_config, whole.model, samples, micro_batch=1)
+    replica._optimizer.register_step_pre_hook(lambda *arguments: done.append("step"))
+    replica.load(theta)
+    for step in range(2):
+        replica._inner_step(lambda: False, NO_OVERRIDES, samples.read(np.arange(2)), step, 0)
+    assert done == [3, *(["step", "read"] if fused else ["read", "step"])] * 2
+    if fused:
+        monkeypatch.setattr(inner, "read_later", lambda numbers: lambda: [1.0, 1.0, 0.0])
+        batch = samples.read(np.arange(2))
+        with Unwaiting():  # type: ignore[no-untyped-call]
+            replica._inner_step(lambda: False, NO_OVERRIDES, batch, 2, 0)
+
+
+def of_optimizer(replica: ModelReplica) -> list[torch.Tensor]:
+    return [value.clone() for values in replica._optimizer.state.values() for value in values.values()]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_fused_step_that_waits_for_no_loss_is_the_step_that_waits(
+    small_content: dict[str, Any], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, also where a loss or a gradient is no number and the step is left out."""
+    training = small_content["training"] | {"precision": precision}
+    config = RunConfig.from_manifest_content(small_content | {"training": training})
+    monkeypatch.setattr(optimizers, "FUSED_ON", {"cpu"})
+    weights, states = list[Vector](), list[list[torch.Tensor]]()
+    for waits in (False, True):
+        if waits:
+            monkeypatch.setattr(inner, "steps_without_waiting", lambda optimizer: False)
+        replica, theta = make_replica(config)
+        Stumbling(replica.model, 2, 4)
+        assert replica.train(theta, 0, (SampleRange(0, 16),), 8).skipped == 2
+        weights.append(np.empty_like(theta))
+        replica.store(weights[-1])
+        states.append(of_optimizer(replica))
+    assert np.array_equal(weights[0], weights[1])
+    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+
+
+@pytest.mark.parametrize("no_number", ["loss", "gradient"])
+def test_a_fused_step_that_is_left_out_changes_nothing(
+    small_config: RunConfig, no_number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither weights nor moments, nor how often the optimizer has stepped."""
+    monkeypatch.setattr(optimizers, "FUSED_ON", {"cpu"})
+    replica, theta = make_replica(small_config)
     replica.train(theta, 0, (SampleRange(0, 4),), 2)
-    assert asked == [[True, True, False]] * 2
+    before, moments, after = np.empty_like(theta), of_optimizer(replica), np.empty_like(theta)
+    replica.store(before)
+    if no_number == "loss":
+        Stumbling(replica.model, 1)
+    else:
+        replica.model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
+    batch = replica._samples.read(np.arange(2))
+    loss, norm, _ = replica._inner_step(lambda: False, NO_OVERRIDES, batch, 2, 0)
+    assert math.isfinite(loss) == (no_number == "gradient")
+    assert not math.isfinite(norm)
+    replica.store(after)
+    assert np.array_equal(before, after)
+    assert all(torch.equal(one, other) for one, other in zip(moments, of_optimizer(replica), strict=True))
+    assert {float(values["step"]) for values in replica._optimizer.state.values()} == {2.0}
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3])
@@ -264,6 +332,28 @@ def test_the_sizes_that_are_tried_are_those_of_a_batchs_first_and_last_windows(
         replica = ModelReplica(config, whole.model, whole._samples, Team(CPU, rank, shares), micro_batch)
         parts = [max(1, len(part)) for part, _ in replica._micro_batches(np.empty((batch_size, 0), np.int64))]
         assert replica.tried_sizes == (tuple(parts) if len(parts) == 1 else (parts[0], parts[-1]))
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3])
+def test_windows_of_which_no_such_number_was_tried_are_no_more_than_fit_uncompiled(
+    small_content: dict[str, Any], shares: int
+) -> None:
+    training = small_content["training"] | {"batch_size": 24}
+    config = RunConfig.from_manifest_content(small_content | {"training": training})
+    whole, _ = make_replica(config)
+    for count, micro_batch, few in product((24, 23, 19, 13, 7, 1), (8, 5, 4), (1, 2, 3)):
+        counts, own = set[int](), 0
+        for rank in range(shares):
+            replica = ModelReplica(config, whole.model, whole._samples, Team(CPU, rank, shares), micro_batch)
+            replica.uncompiled_micro_batch = few
+            parts = list(replica._micro_batches(np.arange(count)[:, None]))
+            sizes = [len(part) for part, _ in parts]
+            assert all(size <= few or size in replica.tried_sizes for size in sizes), (count, sizes)
+            assert np.concatenate([part for part, _ in parts]).ravel().tolist() == [*range(own, own + sum(sizes))]
+            assert [is_last for _, is_last in parts] == [False] * (len(parts) - 1) + [True]
+            counts.add(len(parts))
+            own += sum(sizes)
+        assert (own, len(counts)) == (count, 1), "all windows, and as many parts on each worker"
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
@@ -284,7 +374,7 @@ def test_weights_are_cast_once_for_all_micro_batches_with_the_same_result(
             monkeypatch.setattr(torch, "autocast", lambda *args, **options: nullcontext())
             monkeypatch.setattr(replica, "precision", lambda alone=alone: alone("cpu", torch.bfloat16))
         with Casting(whole.model.lm_head.weight.shape) as casting:
-            replica._add_gradient(whole._samples.read(np.arange(4)))
+            replica.add_gradient(whole._samples.read(np.arange(4)))
         monkeypatch.undo()
         gradients.append([parameter.grad for parameter in whole.model.parameters()])
         casts.append(casting.count)
@@ -341,7 +431,7 @@ def test_gradients_of_all_micro_batches_are_asked_for_without_waiting(
     if mask:
         batch[1, 5] = ByteTokenizer.end  # others may have one or not
     with Unwaiting():  # type: ignore[no-untyped-call]
-        replica._add_gradient(batch)
+        replica.add_gradient(batch)
     with pytest.raises(AssertionError, match="waits"), Unwaiting():  # type: ignore[no-untyped-call]
         window_loss(replica.model, torch.from_numpy(batch), ByteTokenizer.end)  # nobody says what it is given
 
@@ -404,9 +494,11 @@ def test_gradients_in_fp16_that_would_be_zero_are_there_with_a_loss_scale(small_
     assert float((with_scale != 0).float().mean()) > 0.9
 
 
+@pytest.mark.parametrize("fused", [False, True])
 def test_what_overflows_is_computed_again_with_a_smaller_factor_and_no_step_is_lost(
-    small_content: dict[str, Any],
+    small_content: dict[str, Any], fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(optimizers, "FUSED_ON", {"cpu"} if fused else set())
     weights = []
     for factor in (2.0**16, 2.0**21):
         replica, theta = half_replica(in_bf16(small_content), torch.float16)

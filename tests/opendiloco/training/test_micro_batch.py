@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from opendiloco.config.run_config import RunConfig
@@ -215,6 +217,123 @@ def test_what_the_logits_of_a_piece_take_is_what_the_formula_says(
     assert peak == pytest.approx(memory.training, rel=0.1)
 
 
+# By what training takes -----------------------------------------------------------------------------------------------
+class Device:
+    """Memory that windows fill as they train: `fixed` bytes whatever their number, and `each`. Beyond `limit` windows
+    there is none."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, replica: ModelReplica, fixed: int, each: int, limit: int
+    ) -> None:
+        self.gradients, self.tried = 4 * replica.layout.size, list[int | None]()
+        add_gradient = replica.add_gradient
+
+        def limited(batch: NDArray[np.int64]) -> torch.Tensor:
+            self.tried.append(replica.micro_batch)
+            assert len(batch) in (2 * (replica.micro_batch or 0), 24)
+            if (replica.micro_batch or 0) > limit:
+                raise torch.OutOfMemoryError("full")
+            return add_gradient(batch)
+
+        def peak_of(work: Callable[[], None], device: torch.device) -> int:
+            work()
+            return self.gradients + fixed + each * (replica.micro_batch or 0)
+
+        monkeypatch.setattr(trials, "MEASURED_ON", {"cpu"})
+        monkeypatch.setattr(trials, "peak_while", peak_of)
+        monkeypatch.setattr(trials, "_taken_later", lambda replica, team, trains: 7)
+        monkeypatch.setattr(replica, "add_gradient", limited)
+        self._monkeypatch = monkeypatch
+
+    def has_room_for(self, byte_count: int) -> None:
+        """Beside gradients, moments and what is kept free."""
+        free = 7 + self.gradients + round(byte_count / trials.MEASURED_SHARE) + 1
+        self._monkeypatch.setattr(trials, "_free_memory", lambda team: free)
+
+
+@pytest.mark.parametrize(
+    ("room", "expected", "tried"),
+    [
+        (100 + 2 * 1000, 2, [2]),
+        (100 + 3 * 1000, 2, [2]),  # 2.9 by the first look
+        (100 + 4 * 1000, 3, [2, 3]),
+        (100 + 8 * 1000, 6, [2, 6]),  # 7 would be four parts, too
+        (100 + 24 * 1000, 12, [2, 12]),  # 22 would be two parts, too
+        (10**9, 24, [2, 24]),
+    ],
+)
+def test_more_windows_go_through_at_once_where_training_shows_that_they_fit(
+    small_config: RunConfig, room: int, expected: int, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = with_training(small_config, batch_size=24)
+    replica = replica_of(config)
+    replica.micro_batch = 2
+    device = Device(monkeypatch, replica, fixed=100, each=1000, limit=24)
+    device.has_room_for(room)
+    before = [tensor.clone() for tensor in replica.model.state_dict().values()]
+    assert trials.enlarge_micro_batch(replica, 24, TEAM)
+    assert (replica.micro_batch, replica.uncompiled_micro_batch) == (expected, 2)
+    assert device.tried == [size for size in tried for _ in range(2)]
+    after = replica.model.state_dict().values()
+    assert all(torch.equal(tensor, as_before) for tensor, as_before in zip(after, before, strict=True))
+    assert all(parameter.grad is None for parameter in replica.model.parameters())
+
+
+def test_what_does_not_grow_with_the_windows_is_told_from_them_by_a_second_look(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = replica_of(with_training(small_config, batch_size=24))
+    replica.micro_batch = 1
+    device = Device(monkeypatch, replica, fixed=3000, each=1000, limit=24)
+    device.has_room_for(3000 + 13 * 1000)
+    assert trials.enlarge_micro_batch(replica, 24, TEAM)
+    assert replica.micro_batch == 8  # as 12 would be, in 2 parts: 1 → 4 → 8 of 13
+    assert device.tried == [1, 1, 4, 4, 8, 8]
+
+
+def test_more_windows_that_do_not_fit_after_all_are_given_up(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = replica_of(with_training(small_config, batch_size=24))
+    replica.micro_batch = 2
+    device = Device(monkeypatch, replica, fixed=0, each=1000, limit=11)
+    device.has_room_for(24 * 1000)
+    assert not trials.enlarge_micro_batch(replica, 24, TEAM)
+    assert replica.micro_batch == 2
+    assert device.tried == [2, 2, 24]
+    assert all(parameter.grad is None for parameter in replica.model.parameters())
+    replica.micro_batch = 12
+    assert trials.enlarge_micro_batch(replica, 24, TEAM), "not even as many as before, which training finds"
+    assert replica.micro_batch == 12
+
+
+def test_more_windows_with_which_a_block_fails_are_given_up(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = replica_of(with_training(small_config, batch_size=24))
+    replica.micro_batch = 2
+    device = Device(monkeypatch, replica, fixed=0, each=1000, limit=24)
+    device.has_room_for(24 * 1000)
+    block = replica.model.model.layers[0]
+    forward = block.forward
+
+    def failing(states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        if len(states) > 2:
+            raise RuntimeError("this kernel takes no more than two")
+        return forward(states, *arguments, **options)
+
+    block.forward = failing
+    assert not trials.enlarge_micro_batch(replica, 24, TEAM)
+    assert replica.micro_batch == 2
+    assert device.tried == [2, 2]
+
+
+def test_a_cpu_keeps_the_windows_that_its_trial_has_found(replica: ModelReplica) -> None:
+    replica.micro_batch = 1
+    assert trials.enlarge_micro_batch(replica, 8, TEAM)
+    assert (replica.micro_batch, replica.uncompiled_micro_batch) == (1, None)
+
+
 @pytest.mark.parametrize("trained", ["fresh", "recalled"])
 def test_moments_of_a_fused_step_are_those_of_any_other(
     small_config: RunConfig, tmp_path: Path, trained: str, monkeypatch: pytest.MonkeyPatch
@@ -230,7 +349,7 @@ def test_moments_of_a_fused_step_are_those_of_any_other(
             replica.recall_moments(files[0], "run")
         else:
             replica.train(theta, 1, (SampleRange(0, 4),), 2)
-        replica.keep_moments(file, "run", 2)
+        replica.keep_moments(file, "run", 2)()
     first, second = map(load_file, files)
     assert first.keys() == second.keys()
     for name, values in first.items():

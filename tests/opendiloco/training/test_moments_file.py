@@ -33,6 +33,7 @@ from opendiloco.storage.files import moments_name
 from opendiloco.storage.loading import check_moments_file, newest_moments
 from opendiloco.storage.run_folder import RunFolder
 from opendiloco.storage.writer import KeepingPlan, _finish
+from opendiloco.training import optimizers
 from opendiloco.training.inner import LONG_AGO, ModelReplica
 from opendiloco.training.moments_file import digest_place, header_of
 from opendiloco.training.team import Team, shard_model
@@ -70,7 +71,7 @@ def test_values_begin_where_any_reader_can_map_them(name: str) -> None:
 def keep(replica: ModelReplica, folder: Path, index: int = 6) -> Path:
     """Write a whole file, as workers and the process after them do."""
     path = folder / moments_name(index, PEER)
-    replica.keep_moments(path.with_name(path.name + PARTIAL), RUN, index)
+    replica.keep_moments(path.with_name(path.name + PARTIAL), RUN, index)()
     _finish(path, None)
     return path
 
@@ -157,6 +158,28 @@ def test_who_has_made_no_step_keeps_nothing(small_config: RunConfig, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_has_the_moments_of_when_they_were_kept_whenever_it_is_written(
+    small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on in between, also to the next file. Where memory has no room for a copy, the file is there at
+    once, with the same bits."""
+    replica, theta = trained(small_config)
+    free, names, writes = [2**40], ("first", "second"), list[Callable[[], None]]()
+    monkeypatch.setattr(optimizers, "available_memory", lambda: free[0])
+    for name in names:
+        writes.append(replica.keep_moments(tmp_path / name, RUN, 6))
+        free[0] = 0
+        replica.keep_moments(tmp_path / f"{name} at once", RUN, 6)
+        free[0] = 2**40
+        replica.train(theta, 6, NEXT, 3)
+    assert {path.name for path in tmp_path.iterdir()} == {"first at once", "second at once"}
+    for write in reversed(writes):
+        write()
+    files = [(tmp_path / name).read_bytes() for name in names]
+    assert files == [(tmp_path / f"{name} at once").read_bytes() for name in names]
+    assert files[0] != files[1]
+
+
 # However many workers ------------------------------------------------------------------------------------------------
 @pytest.fixture
 def fake_teams() -> Iterator[Callable[[int], Team]]:
@@ -197,7 +220,7 @@ def test_three_workers_read_and_write_what_one_does(
                 if expected.ndim:
                     expected = expected.chunk(3)[rank] if rank < len(expected.chunk(3)) else expected[:0]
                 assert torch.equal(local_part(value), expected), (name, key)
-        part.keep_moments(partial, RUN, 6)
+        part.keep_moments(partial, RUN, 6)()
     place = digest_place(path.read_bytes())
     first, second = bytearray(path.read_bytes()), bytearray(partial.read_bytes())
     first[place : place + 64] = second[place : place + 64] = b"0" * 64
@@ -264,7 +287,7 @@ class Workers:
         self.recalled: list[Path] = []
 
     async def keep_moments(self, path: Path, run: str, index: int) -> None:
-        self._replica.keep_moments(path, run, index)
+        self._replica.keep_moments(path, run, index)()
 
     async def recall_moments(self, path: Path, run: str) -> None:
         self._replica.recall_moments(path, run)

@@ -64,6 +64,44 @@ def test_a_worker_tries_with_the_weights_that_it_trains(
     assert np.array_equal(tried, [theta])
 
 
+@pytest.mark.parametrize(("works", "compiled"), [(True, 1), (False, 2)])
+def test_a_worker_compiles_again_after_a_size_that_did_not_work(
+    small_config: RunConfig, works: bool, compiled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, sizes = [0], list[int]()
+
+    def keep(replica: ModelReplica, team: Team, cache: Path | None) -> str:
+        tried[0] += 1
+        return ""
+
+    def enlarge(replica: ModelReplica, batch_size: int, team: Team) -> bool:
+        sizes.append(batch_size)
+        if works:
+            replica.micro_batch, replica.uncompiled_micro_batch = 2, 1
+        return works
+
+    monkeypatch.setattr(trials, "keep_compiled_if_it_works", keep)
+    monkeypatch.setattr(trials, "enlarge_micro_batch", enlarge)
+    for micro_batch in (None, 1):  # of which the second is the owner's word
+        memory = create_memory_file()
+        reserve(memory, initial_theta(small_config).size)
+        configure = Configure(
+            manifest_content=small_config.to_manifest_content(),
+            options=WorkerOptions(device="cpu", micro_batch=micro_batch),
+            device="cpu",
+            rank=0,
+            workers=1,
+            memory=memory,
+            port=0,
+            fresh=False,
+        )
+        worker = Worker(configure, ControlChannel(socket.socketpair()[0]))
+        if micro_batch is None:
+            assert (tried[0], sizes) == (compiled, [2])
+            assert (worker.description.micro_batch, worker.description.uncompiled_micro_batch) == (2, 1 if works else 2)
+    assert (tried[0], sizes) == (compiled + 1, [2])
+
+
 @pytest.mark.parametrize(("tf32", "precision"), [(True, "high"), (False, "highest")])
 def test_a_worker_multiplies_as_precisely_as_its_owner_says(
     small_config: RunConfig, tf32: bool, precision: str
@@ -133,6 +171,36 @@ def test_nothing_is_compiled_after_the_trial(small_content: dict[str, Any], monk
     replica.train(theta, 0, (SampleRange(16, 25),), 2)  # its last batch has one window
     held_out_loss(model, data.held_out, 8, 7)
     assert len(graphs) == tried
+
+
+def test_more_windows_are_compiled_for_as_if_there_had_been_no_fewer(
+    small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For their number alone, which makes faster kernels than for any; and training compiles nothing more."""
+    sizes, others = list[int](), list[object]()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        sizes.append(max(len(one) for one in inputs if isinstance(one, torch.Tensor) and one.ndim == 3))
+        others.extend(one for one in inputs if not isinstance(one, torch.Tensor))  # how many there are
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr(trials, "MEASURED_ON", {"cpu"})
+    monkeypatch.setattr(trials, "_free_memory", lambda team: 2**40)
+    torch.compiler.reset()
+    config = RunConfig.from_manifest_content(
+        small_content | {"training": small_content["training"] | {"batch_size": 8}}
+    )
+    team, samples = Team(torch.device("cpu")), load_data(config, ByteTokenizer()).samples
+    model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(compile=True), None)
+    replica = ModelReplica(config, model, samples, team, micro_batch=2)
+    trials.keep_compiled_if_it_works(replica, team)
+    assert trials.enlarge_micro_batch(replica, 8, team)
+    assert replica.micro_batch == 8
+    tried = len(sizes)
+    assert (set(sizes), others) == ({2, 8}, [])
+    replica.train(initial_theta(config), 0, (SampleRange(0, 20),), 3)  # the last batch has four windows
+    assert len(sizes) == tried
 
 
 @pytest.mark.parametrize("failures", [1, 2])

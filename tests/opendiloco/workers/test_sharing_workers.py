@@ -113,13 +113,13 @@ def taken(options):
     memory = worker_memory(build_skeleton(config, ByteTokenizer()), config.training, "cpu", team.shards, options, True)
     model = assemble_model(config, ByteTokenizer(), team, options, None)
     made, peak = ModelReplica(config, model, samples, team, 1, options.reduces_once), Peak()
-    add_gradient = made._add_gradient
+    add_gradient = made.add_gradient
 
     def noticed(batch):
         with peak:
             return add_gradient(batch)
 
-    made._add_gradient = noticed
+    made.add_gradient = noticed
     made.train(theta, 0, (SampleRange(0, 8),), 2)
     moments = MOMENTS_BYTES * memory.trained // 2  # nobody touches them meanwhile
     return peak.bytes + moments, replace(memory, gathering_on_cpu=0).training  # the gaps are no tensors
@@ -142,6 +142,84 @@ def test_what_sharing_workers_take_is_what_the_formula_says(
         formulas.append(formula)
     plain, whole_gradients, whole_layers = formulas
     assert 1.15 * plain < whole_gradients < whole_layers / 1.1
+
+
+FUSED = """
+import numpy as np
+from opendiloco.training import inner, optimizers
+from opendiloco.config.overrides import NO_OVERRIDES
+
+optimizers.FUSED_ON = {"cpu"}
+
+def stumbling(module, inputs, output):
+    calls.append(rank)
+    if rank == 1 and len(calls) == 2:
+        output.logits = output.logits * float("nan")
+
+found = []
+for steps_without_waiting in (inner.steps_without_waiting, lambda optimizer: False):
+    inner.steps_without_waiting, calls = steps_without_waiting, []
+    model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(), None)
+    model.register_forward_hook(stumbling)
+    made, local = ModelReplica(config, model, samples, team), np.zeros_like(theta)
+    trained = made.train(theta, 0, (SampleRange(0, 16),), 4)
+    made.store(local)
+    steps = {float(values["step"]) for values in made._optimizer.state.values()}
+    moments = [float(values["exp_avg"].to_local().double().sum()) for values in made._optimizer.state.values()]
+    found.append([trained.skipped, sorted(steps), trained.loss, trained.gradient_norm, local.tolist(), moments])
+end(found)
+"""
+
+
+def test_sharing_workers_leave_out_the_same_fused_step(
+    small_content: dict[str, Any], tmp_path: Path, ranks: Ranks
+) -> None:
+    """The loss of one of them is no number, which each learns from numbers on its own device."""
+    first, second = pair(ranks, tmp_path, content_with(small_content, 16), FUSED)
+    for unwaiting, waiting in (first, second):
+        assert unwaiting == waiting
+        assert unwaiting[:2] == [1, [3.0]]
+    assert first[0][2:4] == second[0][2:4]
+
+
+ENLARGED = """
+from opendiloco.training import trials
+
+trials.MEASURED_ON, found = {"cpu"}, []
+for share, fails in ((1.0, False), (0.5, False), (1.0, True)):
+    model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(), None)
+    made = ModelReplica(config, model, samples, team, micro_batch=1)
+    block = transformer_blocks(model)[0]
+    forward = block.forward
+
+    def failing(states, *arguments, **options):
+        if rank == 1 and len(states) > 1:
+            raise torch.OutOfMemoryError("full")
+        return forward(states, *arguments, **options)
+
+    if fails:
+        block.forward = failing
+    gradients, room = 4 * sum(one.to_local().numel() for one in model.parameters()), 8 * 1000
+    trials._taken_later = lambda replica, team, trains: 0
+    trials._free_memory = lambda team: gradients + (room * (share if rank else 1.0)) / trials.MEASURED_SHARE + 1
+    trials.peak_while = lambda work, device: (work(), gradients + 1000 * made.micro_batch)[1]
+    works = trials.enlarge_micro_batch(made, config.training.batch_size, team)
+    loss = made.train(theta, 0, (SampleRange(0, 32),), 2).loss
+    found.append([works, made.micro_batch, made.uncompiled_micro_batch, loss])
+end(found)
+"""
+
+
+def test_sharing_workers_put_as_many_more_windows_through_as_fit_on_each(
+    small_content: dict[str, Any], tmp_path: Path, ranks: Ranks
+) -> None:
+    """And none where a block of one of them fails with more."""
+    content = content_with(small_content, 16, num_hidden_layers=2)
+    content["training"]["batch_size"] = 16
+    first, second = pair(ranks, tmp_path, content, ENLARGED)
+    assert first == second
+    assert [found[:3] for found in first] == [[True, 8, 1], [True, 4, 1], [False, 1, 1]]
+    assert [found[3] for found in first] == pytest.approx([first[0][3]] * 3, abs=1e-6)
 
 
 BY_PIECES = """

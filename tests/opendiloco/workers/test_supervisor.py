@@ -27,6 +27,7 @@ from opendiloco.workers.control import (
     FragmentStored,
     Generated,
     InnerStepDone,
+    MoveMoments,
     Report,
     RunInnerLoop,
     WorkerDeathError,
@@ -59,9 +60,11 @@ def quiet(stage: str, share: float | None) -> None:
 
 
 class Played(WorkerProcess):
-    """Of two workers the second can take `windows` at once; the first then waits for it in a collective."""
+    """Of two workers the second can take `windows` at once; the first then waits for it in a collective. No more than
+    `uncompiled` have been tried uncompiled."""
 
     windows = 0
+    uncompiled = 100
     all: ClassVar[list[Played]] = []
     deaths: ClassVar[dict[int, int]] = {}
     """Of requests, counted from 1 by each worker's group, which worker dies in it."""
@@ -91,6 +94,7 @@ class Played(WorkerProcess):
                 device_name="cpu",
                 flops_per_token=100.0,
                 micro_batch=min(command.options.micro_batch or 8, 8),
+                uncompiled_micro_batch=min(command.options.micro_batch or 8, 8, self.uncompiled),
                 held_out_digest="ab" * 32,
                 bytes_per_token=1.0,
                 fragments=((0, 4),),
@@ -177,6 +181,59 @@ def test_the_first_time_all_start_again_with_half_the_micro_batch(
         asyncio.run(story())
     assert "ran out of memory. The workers start again with 4 windows at once instead of 8" in caplog.text
     assert "1 inner steps were skipped" in caplog.text
+
+
+def test_who_has_tried_more_windows_goes_back_to_those_of_before_and_then_to_half(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To have tried them costs no restart, and not the one with half as many."""
+    monkeypatch.setattr(Played, "uncompiled", 3)
+
+    async def story() -> None:
+        group = await started(small_config, windows=1)
+        for _ in range(2):
+            with pytest.raises(WorkersRestartedError):
+                await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        assert (await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
+        assert [one.configured.options.micro_batch for one in Played.all] == [100, 100, 3, 3, 1, 1]
+        await group.close()
+
+    asyncio.run(story())
+
+
+def test_workers_that_share_a_model_train_while_they_write_moments(
+    small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are given the command before the training that follows, and not in the midst of one."""
+    given, exchange = list[tuple[str, int]](), Played.exchange
+
+    async def story() -> None:
+        are_written = asyncio.Event()
+
+        async def move_moments(self: Played, command: MoveMoments) -> None:
+            given.append(("moments", self.configured.rank))
+            await are_written.wait()
+
+        async def exchange_noted(self: Played, command: ControlMessage, *arguments: Any) -> Any:
+            if isinstance(command, RunInnerLoop):
+                given.append(("training", self.configured.rank))
+            return await exchange(self, command, *arguments)
+
+        monkeypatch.setattr(Played, "move_moments", move_moments)
+        monkeypatch.setattr(Played, "exchange", exchange_noted)
+        group = await started(small_config, windows=100)
+        before = asyncio.create_task(group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore))
+        await asyncio.sleep(0)
+        kept = asyncio.create_task(group.supervisor.keep_moments(tmp_path / "moments", "run", 1))
+        assert (await before).samples == LEASE
+        assert (await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
+        assert not kept.done()
+        are_written.set()
+        await kept
+        await group.close()
+
+    asyncio.run(story())
+    assert [what for what, _ in given] == ["training"] * 2 + ["moments"] * 2 + ["training"] * 2
 
 
 def test_the_second_time_is_an_error_that_names_the_remedy(small_config: RunConfig) -> None:

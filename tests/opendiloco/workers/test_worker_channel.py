@@ -5,18 +5,38 @@ from __future__ import annotations
 import gc
 import queue
 import socket
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from opendiloco.config.run_config import RunConfig
+from opendiloco.model.build import initial_theta
+from opendiloco.shared_memory import create_memory_file, reserve
+from opendiloco.training import optimizers
 from opendiloco.training.inner import InnerStep, ReplicaTrained
+from opendiloco.training.moments_file import NO_STEP
 from opendiloco.training.team import Team
-from opendiloco.workers.control import ControlMessage, CountDevices, EndInnerLoop, Hold, RunInnerLoop
-from opendiloco.workers.worker import COLLECTED_EVERY, ControlChannel, InnerLoops
+from opendiloco.workers.control import (
+    Configure,
+    ControlMessage,
+    CountDevices,
+    EndInnerLoop,
+    Hold,
+    InnerLoopDone,
+    KeepMoments,
+    MomentsMoved,
+    RecallMoments,
+    Reply,
+    RunInnerLoop,
+)
+from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.worker import COLLECTED_EVERY, ControlChannel, InnerLoops, Worker
 from peers.values.leases import SampleRange
 
 
@@ -103,3 +123,64 @@ def test_garbage_is_collected_after_the_same_inner_steps_on_all_workers(
         loops.run(command)
     assert collected == [COLLECTED_EVERY, 2 * COLLECTED_EVERY]
     assert gc.isenabled()
+
+
+def test_a_worker_trains_while_its_moments_are_written(
+    small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer process is told when the file is there, or what is wrong with it; the worker can go on with it then."""
+    created, may_write, disk_is_full = optimizers._created, threading.Event(), threading.Event()
+
+    def created_later(*arguments: Any) -> Any:
+        assert may_write.wait(60)
+        if disk_is_full.is_set():
+            raise OSError("no space left on device")
+        return created(*arguments)
+
+    monkeypatch.setattr(optimizers, "_created", created_later)
+    memory, (ours, theirs) = create_memory_file(), socket.socketpair()
+    reserve(memory, initial_theta(small_config).size)
+    configure = Configure(
+        manifest_content=small_config.to_manifest_content(),
+        options=WorkerOptions(device="cpu", micro_batch=2),
+        device="cpu",
+        rank=0,
+        workers=1,
+        memory=memory,
+        port=0,
+        fresh=True,
+    )
+    worker, replies = Worker(configure, ControlChannel(theirs)), map(Reply.parse, ours.makefile("rb"))
+
+    def train(number: int) -> None:
+        training = RunInnerLoop(number=number, index=number, samples=(SampleRange(0, 8),), steps=4, tokens=0)
+        assert isinstance(worker.carry_out(training), InnerLoopDone)
+
+    def keep(name: str) -> Reply | None:
+        return worker.carry_out(KeepMoments(path=str(tmp_path / name), run="run", index=1))
+
+    def moved() -> MomentsMoved:
+        return next(reply for reply in replies if isinstance(reply, MomentsMoved))
+
+    assert keep("too early") == MomentsMoved(problem=NO_STEP)
+    train(1)
+    assert keep("first") is None
+    train(2)
+    assert keep("second") is None
+    train(3)
+    assert list(tmp_path.iterdir()) == []
+    may_write.set()
+    assert [moved(), moved()] == [MomentsMoved()] * 2
+    steps = [
+        {float(values) for name, values in load_file(tmp_path / file).items() if name.endswith("/step")}
+        for file in ("first", "second")
+    ]
+    assert steps == [{4.0}, {8.0}]
+    assert worker.carry_out(RecallMoments(path=str(tmp_path / "first"), run="run")) == MomentsMoved()
+    assert keep("recalled") is None
+    assert moved() == MomentsMoved()
+    assert (tmp_path / "recalled").read_bytes() == (tmp_path / "first").read_bytes()
+    disk_is_full.set()
+    assert keep("third") is None
+    assert moved() == MomentsMoved(problem="no space left on device")
+    train(4)
