@@ -338,7 +338,7 @@ def enlarge_micro_batch(replica: ModelReplica, batch_size: int, team: Team) -> b
     runs out in an inner step, they are started again with as many windows as before.
     """
     proven, piece = replica.micro_batch, team.largest_piece(batch_size)
-    if team.device.type not in MEASURED_ON or proven is None:
+    if team.device.type not in MEASURED_ON or proven is None or proven >= piece:
         return True
     replica.uncompiled_micro_batch = proven
     fitting = _fitting_as_trained(replica, batch_size, proven, team)

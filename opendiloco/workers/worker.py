@@ -62,11 +62,10 @@ def _serve(channel: ControlChannel) -> None:
                 raise WorkerError("the worker is not configured yet.", "This is a bug; report it.")
             else:
                 reply = worker.carry_out(command)
-                if reply is None:
-                    continue
         except Exception as error:
             reply = _describe_failure(error, device)
-        channel.send(reply)
+        if reply is not None:
+            channel.send(reply)
 
 
 def _count_devices() -> control.DevicesCounted:

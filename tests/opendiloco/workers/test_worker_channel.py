@@ -156,7 +156,7 @@ def test_a_worker_trains_while_its_moments_are_written(
         training = RunInnerLoop(number=number, index=number, samples=(SampleRange(0, 8),), steps=4, tokens=0)
         assert isinstance(worker.carry_out(training), InnerLoopDone)
 
-    def keep(name: str) -> Reply | None:
+    def keep(name: str) -> ControlMessage | None:
         return worker.carry_out(KeepMoments(path=str(tmp_path / name), run="run", index=1))
 
     def moved() -> MomentsMoved:
