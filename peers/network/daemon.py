@@ -15,7 +15,7 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from enum import StrEnum
@@ -278,7 +278,6 @@ async def start_daemon(
     for task in (control._read_task, control._write_task):
         # asyncio prints a traceback for a failed task whose exception nobody takes.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-    control._handler = _until_it_breaks(control._handler)
     return daemon
 
 
@@ -303,19 +302,6 @@ async def _start(folder: Path, initial_peers: list[str], **options: Any) -> Daem
                 if attempt._child is not None:
                     await _to_the_end(_end(attempt, attempt._child.wait()))
             raise _start_error(str(error), initial_peers) from error
-
-
-def _until_it_breaks(handler: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """Return the handler so that a stream that breaks before it begins ends without a traceback of asyncio's."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await handler(reader, writer)
-        except (EOFError, ConnectionError) as error:
-            logger.debug("a stream broke: %r", error)
-            writer.close()
-
-    return serve
 
 
 async def _give_up(starting: asyncio.Future[Daemon]) -> None:
