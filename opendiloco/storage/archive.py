@@ -36,8 +36,8 @@ from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError, LogState
 from peers.messages.messages import Certified, Elsewhere, Inquire
 from peers.messages.packing import pack_message, unpack_message
+from peers.network.bootstrap import RunFailures
 from peers.network.channel import PeerUnreachableError, RefusalError
-from peers.network.run_failures import RunFailures
 from peers.network.transport import HivemindTransport
 from peers.presence.branches import state_told
 from peers.presence.heartbeat import Heartbeat, PeerState

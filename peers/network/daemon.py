@@ -32,13 +32,12 @@ from peers.errors import (
     quoted,
 )
 from peers.network.channel import PeerUnreachableError
-from peers.network.contacts import host_of, is_loopback
 from peers.network.hivemind_lite import load_hivemind
 from peers.network.own_network import network_at
-from peers.network.signals import signals_held_back
+from peers.network.sockets import host_of, is_loopback
 from peers.presence.heartbeat import ADDRESS_LENGTH
 from peers.values.identity import Identity, is_peer_id
-from peers.values.system import open_private, sweep_folders, temporary_folder
+from peers.values.system import open_private, signals_held_back, sweep_folders, temporary_folder
 
 logger = logging.getLogger(__name__)
 

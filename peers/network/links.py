@@ -13,14 +13,14 @@ from peers import metrics
 from peers.errors import RemoteProtocolError
 from peers.network.channel import Channel, PeerUnreachableError, RefusalError
 from peers.network.connection import HANDSHAKE_TIMEOUT, Connection, Credentials, greet, welcome
-from peers.network.contacts import Contact, is_local, is_loopback, may_be_dialled, own_endpoints
 from peers.network.data_port import LINK_INFO, UNKNOWN_OF_ONE_NETWORK, Hello, LinkInfo, Listener, Splicer, Strangers
-from peers.network.introductions import INTRODUCE, MEET, Arranging, AskInfo
+from peers.network.introductions import INTRODUCE, MEET, Arranging, AskInfo, Contact, may_be_dialled, own_endpoints
 from peers.network.link import CALLS, CONNECTIONS, Answer, Link, Serve, answer_calls
 from peers.network.own_network import network_of
-from peers.network.port_mapping import PortMapper
-from peers.network.sockets import dial, raise_file_limit
+from peers.network.port_mapping import Gateway, PortMapper
+from peers.network.sockets import dial, is_local, is_loopback, raise_file_limit
 from peers.network.throttle import Throttle
+from peers.network.upnp import Upnp
 from peers.values.identity import Identity
 from peers.values.system import cancel_and_wait
 from peers.values.wire import Reach, Value, pack, unpack_from
@@ -86,7 +86,7 @@ class Links:
             self.arranging.splicer = Splicer(settings.relay_limit * 1e6 / 8, self._room // 4)
         self._listener = Listener(hosts, settings.port, self._accept, self.arranging.splicer)
         if not all(map(is_loopback, hosts)):
-            self._mapper = PortMapper(self._listener.port)
+            self._mapper = PortMapper(self._listener.port, (Gateway(), Upnp()))
             self.start(self._mapper.run())
 
     async def close(self) -> None:

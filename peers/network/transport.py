@@ -17,7 +17,6 @@ from typing import Any, Self, TypeAlias
 from peers import metrics
 from peers.errors import AdmissionError, DilocoPeerError, LocalNetworkError, LocalProtocolError, RemoteProtocolError
 from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError, Serve, pull, serve_pull
-from peers.network.contacts import contacts_of, host_of, is_loopback, open_volunteers
 from peers.network.daemon import (
     NETWORK_ERRORS,
     Daemon,
@@ -32,9 +31,11 @@ from peers.network.data_port import LINK_INFO, PROBED_PORTS, LinkInfo, probe
 from peers.network.dht_node import DhtMembership, DhtNode
 from peers.network.discovery import PeerDiscovery
 from peers.network.first_contact import endpoint, first_contacts, reach
+from peers.network.introductions import contacts_of, open_volunteers
 from peers.network.known_runs import KnownRuns
 from peers.network.links import Links, LinkSettings
 from peers.network.own_network import is_behind_nat, watch_network
+from peers.network.sockets import host_of, is_loopback
 from peers.network.throttle import Caps, LinkTime, Throttle
 from peers.presence.beats import Beats
 from peers.presence.calls import BEAT, BEAT_BYTES, HEARTBEAT, SHORT, WHO, Beat, Request, tag_of

@@ -29,9 +29,9 @@ from peers.errors import (
 )
 from peers.network import dht_node, introductions
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError
-from peers.network.contacts import Contact
 from peers.network.daemon import sweep_sockets
-from peers.network.dht_storage import heartbeats_key
+from peers.network.dht_node import heartbeats_key
+from peers.network.introductions import Contact
 from peers.network.links import LinkSettings
 from peers.network.throttle import Caps
 from peers.network.transport import HivemindTransport

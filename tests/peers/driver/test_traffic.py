@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY
 
 from peers.driver import outgoing
 from peers.driver.outgoing import CHUNKS, CLOSING_TIME, StreamHeader
-from peers.driver.traffic import ADMISSION_TIMEOUT, Traffic
+from peers.driver.rounds import ADMISSION_TIMEOUT, Traffic
 from peers.errors import RemoteProtocolError
 from peers.messages.averages import Origin
 from peers.messages.rounds import Round, RoundName

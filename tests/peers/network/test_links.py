@@ -14,9 +14,8 @@ import pytest
 from peers.network import data_port, introductions, link, links
 from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.connection import Connection, Credentials, greet
-from peers.network.contacts import Contact
 from peers.network.data_port import LinkInfo, Seen, probe
-from peers.network.introductions import INTRODUCE, MEET, Arranging
+from peers.network.introductions import INTRODUCE, MEET, Arranging, Contact
 from peers.network.link import CONNECTIONS, Link
 from peers.network.links import LINK_TIMEOUT, MORE, UNKNOWN, Links, LinkSettings, _Way
 from peers.network.sockets import dial, listen

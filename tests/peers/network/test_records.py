@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.network.dht_storage import (
+from peers.network.dht_node import (
     CLOCK_TOLERANCE,
     MANIFEST_LIFETIME_LIMIT,
     RECORD_OVERHEAD,
