@@ -47,7 +47,7 @@ from peers.transfer.following import Doubts, next_in_log
 from peers.transfer.lineage_fetch import Compared, LineageFetch, Past, add_headers_before, serve_headers
 from peers.transfer.payloads import MissingProofs, PayloadError, Payloads, serve_payloads, serve_proofs
 from peers.transfer.snapshots import Snapshot, Vouched, ask_size, fetch_snapshot, serve_snapshots
-from peers.transfer.storage import FolderStorage
+from peers.transfer.storage import Storage
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
@@ -300,7 +300,7 @@ class ArchivedRun:
             found = await compare(index)
             return Vouched(found.theirs, partial(state_told, found.theirs, beats), least, is_wary=True)
 
-        storage = FolderStorage(self.folder.download, available_memory)
+        storage = Storage(self.folder.download, available_memory)
         async with self._room.held(self.run.run_id, self._snapshot_room):
             snapshot = await fetch_snapshot(
                 self._transport, donors, self.log.empty_log, least, vouch, storage, self._state_bytes

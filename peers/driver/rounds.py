@@ -64,7 +64,6 @@ class Traffic:
         self._transport = transport
         self._outgoing = [Outgoing(transport, each, host, self.uplink) for each in buffers]
         self.admissions = [Admission(host.peer, each, workload.squared_norm) for each in buffers]
-        self.buffers = buffers
         self._host = host
         self._from: dict[str, RateMeter] = {}
         self._receivers: dict[asyncio.Task[None], tuple[RoundName, str]] = {}
@@ -168,20 +167,16 @@ class _StreamArrivals:
         self._sender = sender
         self._round = round_name
         self._admission = traffic.admissions[round_name.position.fragment]
-        self._buffers = traffic.buffers[round_name.position.fragment]
-        self._spare = bytearray()
 
     def expect(self, header: bytes, length: int) -> bytearray:
         """Raises: RemoteProtocolError unless the frame announces a whole chunk of this run."""
         self._header = unpack_from(self._sender, ChunkHeader, header)
         self._admission.check_size(self._sender, self._header, length)
-        self._data = self._spare if len(self._spare) == length else self._buffers.room(length)
+        self._data = bytearray(length)
         self._began = now()
         return self._data
 
     def arrived(self) -> bool:
-        # Averages are copied to their place in the payload; blocks that are to be averaged are kept where they are.
-        self._spare = self._data if self._header.reduced else bytearray()
         return self._traffic.take(self._sender, self._round, self._header, self._data, now() - self._began)
 
 

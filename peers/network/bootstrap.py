@@ -11,7 +11,6 @@ import asyncio
 import logging
 import math
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -259,12 +258,8 @@ class RunFailures:
         self._failed.pop(run, None)
 
 
-LIST_RUNS = "list-runs"  # name of the call; payload: how many runs to leave out, in decimals; answer: a run id a line
-PAGE = 200  # runs in one answer
-RUNS_LIMIT = 1000
-"""Runs that are asked for at most."""
+LIST_RUNS = "list-runs"  # name of the call; payload: nothing, answer: a run id a line
 ASK_TIMEOUT = 20.0  # seconds for a call to a bootstrap node, which may be busy with many
-NUMBER = re.compile(rb"[0-9]{1,6}")
 ANNOUNCE_MANIFEST = "announce-manifest"  # name of the call; payload: a packed SignedManifest, answer: its run id
 MANIFEST_LIFETIME = 3600.0  # seconds that the DHT keeps a manifest
 REPUBLISH_INTERVAL = 300.0  # seconds; several chances within a lifetime
@@ -378,12 +373,9 @@ class _BootstrapNode:
         return manifest.run_id.encode()
 
     async def on_list(self, sender: str, payload: bytes) -> bytes:
-        """Return a page of the open runs, the newest first. Those by invitation are not listed."""
-        if not NUMBER.fullmatch(payload):
-            raise RefusalError("the number of runs to leave out is malformed")
-        first, admissions = int(payload), self.transport.runs.admissions
-        run_ids = [run_id for run_id in self.store.run_ids() if admissions.of(run_id) is None]
-        return "\n".join(run_ids[first : first + PAGE]).encode()
+        """Return the open runs, the newest first. Those by invitation are not listed."""
+        admissions = self.transport.runs.admissions
+        return "\n".join(run_id for run_id in self.store.run_ids() if admissions.of(run_id) is None).encode()
 
     async def keep_publishing(self) -> None:
         while True:
@@ -474,7 +466,7 @@ async def announce_manifest(
     return tuple(kept)
 
 
-async def listed_runs(transport: HivemindTransport, addresses: Sequence[str], limit: int = RUNS_LIMIT) -> list[str]:
+async def listed_runs(transport: HivemindTransport, addresses: Sequence[str], limit: int) -> list[str]:
     """Return the ids of at most `limit` runs that the nodes at these addresses remember, each once.
 
     Raises: SwarmUnreachableError when none of the nodes lists any runs.
@@ -483,7 +475,7 @@ async def listed_runs(transport: HivemindTransport, addresses: Sequence[str], li
     failures = []
     for address in addresses:
         try:
-            for run_id in await _list_of(transport, peer_id_of(address), limit):
+            for run_id in await _list_of(transport, peer_id_of(address)):
                 found.setdefault(run_id)
         except PeerUnreachableError as error:
             failures.append(str(error).rstrip("."))
@@ -495,17 +487,12 @@ async def listed_runs(transport: HivemindTransport, addresses: Sequence[str], li
     return list(found)[:limit]
 
 
-async def _list_of(transport: HivemindTransport, peer_id: str, limit: int) -> list[str]:
+async def _list_of(transport: HivemindTransport, peer_id: str) -> list[str]:
     """Return what one node lists. Raises: PeerUnreachableError, also for an answer that is malformed."""
-    run_ids: list[str] = []
-    while len(run_ids) < limit:
-        answer = await transport.call(peer_id, LIST_RUNS, str(len(run_ids)).encode(), ASK_TIMEOUT)
-        page = answer.decode("ascii", errors="replace").split()
-        if len(page) > PAGE or not all(map(RUN_ID.fullmatch, page)):
-            raise PeerUnreachableError(peer_id, "its list of runs is malformed")
-        run_ids += page
-        if len(page) < PAGE:
-            break
+    answer = await transport.call(peer_id, LIST_RUNS, b"", ASK_TIMEOUT)
+    run_ids = answer.decode("ascii", errors="replace").split()
+    if len(run_ids) > MANIFEST_LIMIT or not all(map(RUN_ID.fullmatch, run_ids)):
+        raise PeerUnreachableError(peer_id, "its list of runs is malformed")
     return run_ids
 
 

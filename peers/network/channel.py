@@ -1,7 +1,7 @@
-"""A byte stream between two peers: framing, permission before data, confirmation after it.
+"""A byte stream between two peers: framing, and permission before data.
 
-A stream starts with a prelude (magic, version, header length, data length) and the header. The other side reads no data
-before it has answered with a verdict, so that nothing is allocated for data that nobody asked for:
+A stream starts with a prelude (header length, data length) and the header. The other side reads no data before it has
+answered with a verdict, so that nothing is allocated for data that nobody asked for:
 
     pull     prelude header ──►   ◄── verdict, prelude header data
     chunks   prelude header, frame header data, frame header data … ──►   ◄── verdict, then one for each frame
@@ -24,9 +24,7 @@ from peers.values.wire import MESSAGE_LIMIT, Buffer, printable
 
 Serve: TypeAlias = Callable[[str, bytes], AbstractAsyncContextManager[tuple[bytes, Buffer]]]
 """(sender, header) -> header and data of the answer, for as long as they are sent; RefusalError refuses."""
-MAGIC = b"DLCP"
-VERSION = 2  # of streams: goes up when what follows the prelude changes
-PRELUDE = struct.Struct(">4sBIQ")  # magic, version, header length, data length
+PRELUDE = struct.Struct(">IQ")  # header length, data length
 HEADER_LIMIT = MESSAGE_LIMIT  # bytes; a snapshot's header carries the log's last one
 FRAME = struct.Struct(">IQ")  # header length, data length
 LAST_FRAME = 0xFFFFFFFF  # in place of a header's length: no frame follows
@@ -98,16 +96,14 @@ class Channel:
         if len(header) > HEADER_LIMIT:
             raise LocalProtocolError(f"a stream header of {len(header)} bytes exceeds {HEADER_LIMIT}")
         opening, self._opening = self._opening, b""
-        await self._send(opening + PRELUDE.pack(MAGIC, VERSION, len(header), length) + header)
+        await self._send(opening + PRELUDE.pack(len(header), length) + header)
 
     async def read_prelude(self) -> tuple[bytes, int]:
         """Return header and data length."""
         async with asyncio.timeout(STALL_TIMEOUT):  # for all of it, not for each byte
-            magic, version, header_length, length = PRELUDE.unpack(await self._read(PRELUDE.size))
-        if magic == MAGIC and version != VERSION:
-            raise RemoteProtocolError(self.peer, f"its streams are of version {version}; ours are of version {VERSION}")
-        if magic != MAGIC or header_length > HEADER_LIMIT:
-            raise RemoteProtocolError(self.peer, "its stream does not start with a valid prelude")
+            header_length, length = PRELUDE.unpack(await self._read(PRELUDE.size))
+        if header_length > HEADER_LIMIT:
+            raise RemoteProtocolError(self.peer, f"its header of {header_length} bytes exceeds {HEADER_LIMIT}")
         return await self._read(header_length), length
 
     async def accept(self) -> None:

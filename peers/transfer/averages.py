@@ -167,7 +167,7 @@ async def average_chunk(
     if not buffers.round(round_name) or not exchange.wants_own(chunk):
         return None
     contributions = buffers.contributions(round_name, chunk, me, reduce.weights)
-    room = buffers.room(len(contributions[0][0]))
+    room = bytearray(len(contributions[0][0]))
     try:
         averaged = await average(_reduction(reduce, contributions, buffers, room))
     except (BadBlocksError, DilocoPeerError) as error:
@@ -181,7 +181,7 @@ async def average_chunk(
     if not buffers.round(round_name) or not exchange.wants_own(chunk):
         return None
     digest = buffers.store(round_name, chunk, averaged)
-    buffers.release(round_name, chunk, room)
+    buffers.release(round_name, chunk)
     return ReducedArrived(round_name, me, chunk, reduce.absent, digest)
 
 

@@ -28,7 +28,7 @@ from peers.network.transport import HivemindTransport
 from peers.protocol.peer import Peer
 from peers.protocol.states import State
 from peers.transfer.snapshots import SNAPSHOT, SnapshotRequest
-from peers.transfer.storage import FolderStorage, Storage
+from peers.transfer.storage import Storage
 from peers.values.chunks import StateChunking
 from peers.values.identity import Identity
 from peers.values.wire import Buffer, digest_of, unpack
@@ -189,7 +189,7 @@ async def fetch_and_die(identity: Identity, contact: str, downloads: Path, chunk
         die()
 
     transport.after_each = tell
-    await drive(still_driver(identity, transport, FolderStorage(downloads, lambda: 1 << 40)), identity, transport)
+    await drive(still_driver(identity, transport, Storage(downloads, lambda: 1 << 40)), identity, transport)
 
 
 async def drive(
