@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from peers import metrics
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     from peers.network.transport import HivemindTransport
 
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from peers.driver.outgoing import CHUNKS, CLOSING_TIME, Outgoing, StreamHeader, Uplink
 from peers.errors import RemoteProtocolError
-from peers.network.channel import Channel, PeerUnreachableError, RefusalError, receive_chunks
+from peers.network.channel import Channel, Expect, PeerUnreachableError, RefusalError, receive_chunks
 from peers.network.rating import RATING, Rater
 from peers.network.throttle import MOST, RateMeter
 from peers.protocol.effects import SendChunk
@@ -122,7 +121,7 @@ class Traffic:
         finally:
             self._receivers.pop(task, None)
 
-    async def _admit(self, sender: str, packed: bytes) -> _StreamArrivals:
+    async def _admit(self, sender: str, packed: bytes) -> Expect:
         """Let a stream begin as soon as we are in its round, too: its leader may have told the sender first.
 
         Raises: RefusalError, RemoteProtocolError.
@@ -145,9 +144,17 @@ class Traffic:
         if sender not in self._from:
             self._from[sender] = RateMeter()
             self._from[sender].begin_round()
-        return _StreamArrivals(self, sender, round_name)
 
-    def take(self, sender: str, round_name: RoundName, header: ChunkHeader, data: bytearray, seconds: float) -> bool:
+        def expect(packed: bytes, length: int) -> tuple[bytearray, Callable[[], bool]]:
+            """Raises: RemoteProtocolError unless the frame announces a whole chunk of this run."""
+            header, began = unpack_from(sender, ChunkHeader, packed), now()
+            admission.check_size(sender, header, length)
+            data = bytearray(length)
+            return data, lambda: self._take(sender, round_name, header, data, now() - began)
+
+        return expect
+
+    def _take(self, sender: str, round_name: RoundName, header: ChunkHeader, data: bytearray, seconds: float) -> bool:
         """Take in a chunk that took so many seconds to come. Return whether the sender is rid of it."""
         self._downlink.passed(len(data), seconds)
         self._from[sender].passed(len(data), seconds)
@@ -157,27 +164,6 @@ class Traffic:
         if event is not None:
             self._host.handle(event)
         return is_taken
-
-
-class _StreamArrivals:
-    """The chunks that come on one stream: what is announced, and the memory for it."""
-
-    def __init__(self, traffic: Traffic, sender: str, round_name: RoundName) -> None:
-        self._traffic = traffic
-        self._sender = sender
-        self._round = round_name
-        self._admission = traffic.admissions[round_name.position.fragment]
-
-    def expect(self, header: bytes, length: int) -> bytearray:
-        """Raises: RemoteProtocolError unless the frame announces a whole chunk of this run."""
-        self._header = unpack_from(self._sender, ChunkHeader, header)
-        self._admission.check_size(self._sender, self._header, length)
-        self._data = bytearray(length)
-        self._began = now()
-        return self._data
-
-    def arrived(self) -> bool:
-        return self._traffic.take(self._sender, self._round, self._header, self._data, now() - self._began)
 
 
 class Scout:

@@ -2,7 +2,7 @@
 
 Other rooms import:
 bootstrap: NodeTask, RunFailures, announce_manifest, keep_announced, listed_runs, run_bootstrap
-channel: BYTES_UNDER_WAY, Channel, ChunkSender, Frame, LONGEST_HELD, PeerRefusedError, PeerUnreachableError,
+channel: BYTES_UNDER_WAY, Channel, ChunkSender, Expect, Frame, LONGEST_HELD, PeerRefusedError, PeerUnreachableError,
     Places, RefusalError, Serve, receive_chunks
 daemon: peer_id_of, require_free_port, sweep_sockets
 data_port: LINK_INFO, LinkInfo, PROBED_PORTS, Seen, probe

@@ -14,7 +14,7 @@ import struct
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.network.connection import Stream
@@ -85,7 +85,6 @@ class Channel:
         self.peer = peer
         self._stream = stream
         self._upload = upload
-        self._gives_way_to: LinkTime | None = None
         self._download = download
         self._opening = opening
         self.is_finished = False
@@ -177,20 +176,17 @@ class Channel:
             raise RemoteProtocolError(self.peer, "its answer to a frame is neither yes nor no")
         return answer == ACCEPTED
 
-    def give_way(self, link: LinkTime) -> None:
-        """From now on send data while the link is free, and else slowly."""
-        self._gives_way_to = link
-
     def close(self) -> None:
         """End the connection. What was written and not sent yet is never sent."""
         self._stream.transport.abort()
 
-    async def send_data(self, data: Buffer) -> None:
+    async def send_data(self, data: Buffer, gives_way_to: LinkTime | None = None) -> None:
+        """Send bytes as fast as our caps allow; with a link given, while that is free, and else slowly."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), self._upload.piece):
             piece = view[start : start + self._upload.piece]
-            if self._gives_way_to:
-                await self._gives_way_to.give_way(len(piece))
+            if gives_way_to:
+                await gives_way_to.give_way(len(piece))
             await self._upload.take(len(piece))
             await self._send(piece)
 
@@ -228,8 +224,8 @@ async def pull(channel: Channel, header: bytes, max_bytes: int) -> tuple[bytes, 
     return answer, data
 
 
-async def serve_pull(channel: Channel, serve: Serve) -> None:
-    """The other end of `pull`."""
+async def serve_pull(channel: Channel, serve: Serve, link: LinkTime) -> None:
+    """Be the other end of `pull`. Data is sent while no round is under way on the link, or slowly."""
     header, length = await channel.read_prelude()
     if length != 0:
         raise RemoteProtocolError(channel.peer, f"it announced {length} bytes of data with a request")
@@ -241,7 +237,7 @@ async def serve_pull(channel: Channel, serve: Serve) -> None:
             return
         await channel.accept()
         await channel.send_prelude(answer, memoryview(data).nbytes)
-        await channel.send_data(data)
+        await channel.send_data(data, link)
 
 
 class ChunkSender(Generic[Item]):
@@ -328,17 +324,12 @@ class ChunkSender(Generic[Item]):
             self._has_room.clear()
 
 
-class _Arrivals(Protocol):
-    """What becomes of the chunks of one stream."""
-
-    def expect(self, header: bytes, length: int) -> bytearray:
-        """Memory of this length for the data of the next frame. Raises: RemoteProtocolError, which ends the stream."""
-
-    def arrived(self) -> bool:
-        """That memory is filled. Whether it is of use here, and needs not be sent again."""
+Expect: TypeAlias = Callable[[bytes, int], tuple[bytearray, Callable[[], bool]]]
+"""(header, length) -> memory for the data of the next frame, and what to call once it is filled, which returns whether
+the data is of use here, and needs not be sent again. RemoteProtocolError ends the stream."""
 
 
-async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitable[_Arrivals]]) -> None:
+async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitable[Expect]]) -> None:
     """The receiving end, until the sender has sent its last frame or closes the stream.
 
     `admit` is asked with the sender and the stream's header, and returns when the sender may begin; RefusalError
@@ -346,13 +337,14 @@ async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitab
     """
     header, _ = await channel.read_prelude()
     try:
-        arrivals = await admit(channel.peer, header)
+        expect = await admit(channel.peer, header)
     except RefusalError as refusal:
         await channel.refuse_all(str(refusal))
     await channel.accept()
     while frame := await channel.read_frame_header():
-        await channel.read_data(arrivals.expect(*frame))
-        await channel.answer_frame(arrivals.arrived())
+        memory, arrived = expect(*frame)
+        await channel.read_data(memory)
+        await channel.answer_frame(arrived())
 
 
 class Places:

@@ -365,15 +365,9 @@ class HivemindTransport:
         async with self.stream(peer_id, f"pull/{name}") as channel, asyncio.timeout(timeout):
             return await pull(channel, header, max_bytes)
 
-    async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
-        """Answer `pull`s of this name; what `gives_way` is sent while no round is under way, or slowly."""
-
-        async def answer(channel: Channel) -> None:
-            if gives_way:
-                channel.give_way(self.no_round)
-            await serve_pull(channel, serve)
-
-        await self.on_stream(f"pull/{name}", answer)
+    async def on_pull(self, name: str, serve: Serve) -> None:
+        """Answer `pull`s of this name, while no round is under way, or slowly."""
+        await self.on_stream(f"pull/{name}", lambda channel: serve_pull(channel, serve, self.no_round))
 
     @asynccontextmanager
     async def stream(self, peer_id: str, protocol: str) -> AsyncIterator[Channel]:

@@ -243,7 +243,7 @@ async def serve_contributions(
         async with places.one_for(sender):
             yield pack(own.proof(request.chunk)), own.own_chunk(request.chunk)
 
-    await transport.on_pull(CONTRIBUTION, serve, gives_way=True)
+    await transport.on_pull(CONTRIBUTION, serve)
 
 
 async def ask_for_contributions(

@@ -134,13 +134,13 @@ class MeddlingTransport(HivemindTransport):
     async def meddled(self, data: Buffer) -> Buffer:
         raise NotImplementedError
 
-    async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
+    async def on_pull(self, name: str, serve: Serve) -> None:
         @asynccontextmanager
         async def meddle(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
             async with serve(sender, packed) as (answer, data):
                 yield answer, data if chunk_of(name, packed) is None else await self.meddled(data)
 
-        await super().on_pull(name, meddle if name == SNAPSHOT else serve, gives_way)
+        await super().on_pull(name, meddle if name == SNAPSHOT else serve)
 
 
 def die() -> None:

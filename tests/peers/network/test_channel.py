@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -203,8 +204,7 @@ class Counted(Throttle):
         self.taken.append(count)
 
 
-@pytest.mark.parametrize("gives_way", [False, True])
-def test_both_ends_ask_their_throttles_for_every_byte(gives_way: bool) -> None:
+def test_both_ends_ask_their_throttles_for_every_byte() -> None:
     """Of frames and of what is pulled alike; headers and answers don't count."""
     size, into = 3 * PIECE + 5, bytearray(3 * PIECE + 5)
 
@@ -216,8 +216,6 @@ def test_both_ends_ask_their_throttles_for_every_byte(gives_way: bool) -> None:
     async def both(send: Callable[[Channel], Awaitable[Any]], receive: Callable[[Channel], Awaitable[Any]]) -> None:
         upload, download = Counted(), Counted()
         left, right = await channels(upload, download)
-        if gives_way:
-            left.give_way(LinkTime())
         try:
             async with asyncio.timeout(DEADLINE):
                 await asyncio.gather(send(left), receive(right))
@@ -228,7 +226,9 @@ def test_both_ends_ask_their_throttles_for_every_byte(gives_way: bool) -> None:
         assert sum(download.taken) == size
 
     asyncio.run(both(lambda channel: channel.send_frame(b"", bytes(size)), read_frame))
-    asyncio.run(both(lambda channel: channel.send_data(bytes(size)), lambda channel: channel.read_data(into)))
+    receive = partial(Channel.read_data, buffer=into)
+    asyncio.run(both(partial(Channel.send_data, data=bytes(size)), receive))
+    asyncio.run(both(partial(Channel.send_data, data=bytes(size), gives_way_to=LinkTime()), receive))
 
 
 # Pulls ----------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ async def serve(sender: str, header: bytes) -> AsyncIterator[tuple[bytes, Buffer
 
 
 async def serve_one(channel: Channel) -> None:
-    await wire.serve_pull(channel, serve)
+    await wire.serve_pull(channel, serve, LinkTime())
 
 
 def test_pull_arrives_whole() -> None:

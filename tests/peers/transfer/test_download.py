@@ -84,7 +84,7 @@ class Donors:
     def check_admitted(self, run_id: str, peer_id: str) -> None:
         """Everybody may come in."""
 
-    async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
+    async def on_pull(self, name: str, serve: Serve) -> None:
         raise NotImplementedError
 
     def asked_of(self, donor: str) -> list[tuple[int, int]]:
