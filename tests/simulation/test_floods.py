@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from peers.network import dht_node
+from peers.network.daemon import load_hivemind
 from peers.network.dht_node import RECORDS, _BoundedStorage, heartbeats_key
-from peers.network.hivemind_lite import load_hivemind
 from peers.presence.meeting_place import ELDERS, STORE_SHARE
 
 RUN = "tiny-" + "a" * 32

@@ -8,9 +8,8 @@ from typing import cast
 import pytest
 
 from peers.network import dht_node
-from peers.network.daemon import Daemon
+from peers.network.daemon import Daemon, load_hivemind
 from peers.network.dht_node import RECORD_OVERHEAD, SLACK, DhtNode, _BoundedStorage, bounded, heartbeats_key
-from peers.network.hivemind_lite import load_hivemind
 from peers.network.known_runs import KnownRuns
 from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
