@@ -216,8 +216,6 @@ class ArchivedRun:
         donors = [beat.peer for beat in ahead]
         if not donors:
             return False
-        for beat in beats:
-            await self._transport.connect(beat.peer, beat.addresses)
         if self.end.last is None:  # nothing has come that fits the size that was told: it may have been a lie
             self.buffers = ()
         if not self.buffers:
