@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.network.dht_storage import (
+from peers.network.daemon import load_hivemind
+from peers.network.dht_node import (
     CLOCK_TOLERANCE,
     MANIFEST_LIFETIME_LIMIT,
     RECORD_OVERHEAD,
@@ -19,7 +20,6 @@ from peers.network.dht_storage import (
     heartbeats_key,
     manifest_key,
 )
-from peers.network.hivemind_lite import load_hivemind
 from peers.network.known_runs import Admissions
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
