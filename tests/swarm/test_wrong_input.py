@@ -186,20 +186,3 @@ def test_nowhere_to_write(place: Place) -> None:
     }
     for line, cause in zip(place.refuses_each(6, *commands), commands.values(), strict=True):
         assert cause in line
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["run", "create", TINY],
-        ["join"],
-        ["bootstrap"],
-        ["status", "--run", UNKNOWN, "--initial-peer", STRANGER, "--json", "--watch"],
-        ["train"],
-    ],
-)
-def test_wrong_usage(place: Place, arguments: list[str]) -> None:
-    finished = place.site.run(*arguments)
-    assert finished.code == 2
-    assert "Error: " in finished.err
-    assert "Traceback" not in finished.err
