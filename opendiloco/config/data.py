@@ -99,10 +99,11 @@ class SourceSection(Section):
 
     `subset`, `split`, `revision` and `column` choose a data set's rows and their text. Samples are taken in proportion
     to the `weight`s. One of 0 is for a source that the organiser may amend the run to read later, as for a cool-down.
-    A source with `streaming` is read without being downloaded first; one with `shards` is never read whole: its files
-    are dealt to so many shards, each shard gives `windows_per_shard` windows, and each peer reads the shards that its
-    samples are in. `digest` is that of all tokens of a source without shards (`data.token_files.digest_of_tokens`): a
-    peer with others is refused. `diloco-peer run create` fills it in where the source is a folder of tokens.
+    A source with `streaming` is read without being downloaded first; one with `shards` is never read whole: its files,
+    or parts of them, are dealt to so many shards, each shard gives `windows_per_shard` windows, and each peer reads
+    the shards that its samples are in. `digest` is that of all tokens of a source without shards
+    (`data.token_files.digest_of_tokens`): a peer with others is refused. `diloco-peer run create` fills it in where the
+    source is a folder of tokens.
     """
 
     source: Name

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from opendiloco.stages import at_stage, passing
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 SAVED = ("dataset_info.json", "dataset_dict.json")
 """Files of a folder that `datasets` has saved with `save_to_disk`: of one split, or of several."""
+WHOLE = slice(None)
 LONGEST = 1 << 27
 """Characters of a row's text, or its tokens: tokenizing takes some ten times the memory."""
 TEXT_OR_TOKENS = "Choose a column of text, or of lists of token ids."
@@ -111,9 +113,7 @@ class _Rows:
         """Yield all documents, or those of one of the source's shards. Raises: DataError."""
         section = self._section
         with _explained(section):
-            rows = self._load()
-            if shard is not None:
-                rows = rows.shard(num_shards=section.shards, index=shard)
+            rows = self._load() if shard is None else self._load_shard(shard)
             total = getattr(rows, "num_rows", None)  # a stream does not know
             for row in passing(rows, tokenizing(section, shard), total):
                 yield self._document(row[section.column])
@@ -139,14 +139,28 @@ class _Rows:
         ids = tokens.astype(np.int64)
         return Document(b"", ids.tobytes(), ids)
 
-    def _load(self) -> Any:
-        """Return all rows, with their column of text or tokens only.
+    def _load_shard(self, shard: int) -> Any:
+        """Return a shard's rows: those of whole files, or a part of one file where there are more shards than files.
+
+        A part is every n-th row group of a Parquet file, which is read without those between, or else every n-th row.
+        """
+        shards, rows = self._section.shards or 1, self._load()
+        if shards <= (files := rows.num_shards):
+            return rows.shard(num_shards=shards, index=shard)
+        first, file = divmod(shard, files)
+        part = slice(first, None, len(range(file, shards, files)))
+        if self._builder.name == "parquet":
+            return self._load(part).shard(num_shards=files, index=file)
+        return islice(rows.shard(num_shards=files, index=file), part.start, None, part.step)
+
+    def _load(self, part: slice = WHOLE) -> Any:
+        """Return all rows, or only this part of each Parquet file, with their column of text or tokens only.
 
         Raises: DataError when it is not there, or of a type that reading decodes: images, for instance, are fetched
         from the URLs or opened at the paths that are in their rows.
         """
         section = self._section
-        rows = self._open()
+        rows = self._open(part)
         types = rows.features
         columns = list(next(iter(rows), {}) if types is None else types)  # rows without types are not decoded
         if section.column not in columns:
@@ -162,13 +176,13 @@ class _Rows:
             )
         return rows.select_columns([section.column])
 
-    def _open(self) -> Any:
+    def _open(self, part: slice) -> Any:
         section = self._section
+        if self._builder.name == "parquet":
+            self._builder._generate_tables = partial(_parquet_tables, self._builder, section.source, part)
         if self.is_stream:
             at_stage(f"downloading {section.source}, as far as it is not here")
-            rows = self._builder.as_streaming_dataset(split=section.split)
-            _check_shards(section, rows.num_shards)
-            return rows
+            return self._builder.as_streaming_dataset(split=section.split)
         names = [f"*{file.rpartition('@')[2].partition('/')[2]}" for file in _data_files(self._builder)]
         here = is_local(section.source)
         with nullcontext() if here else downloading(section.source, "dataset", names):
@@ -191,13 +205,16 @@ class _SavedRows(_Rows):
         check_files(section.source, self._files)
         self.fingerprint = _facts([*self._files, str(self._folder / "state.json")])
 
-    def _open(self) -> Any:
+    def _load_shard(self, shard: int) -> Any:
+        rows = self._load()
+        _check_shards(self._section, rows.num_rows, "rows")
+        return rows.shard(num_shards=self._section.shards, index=shard)
+
+    def _open(self, part: slice) -> Any:
         import datasets
 
         # load_from_disk would also follow what state.json and dataset_info.json say of formats and types.
-        rows: Any = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in self._files])
-        _check_shards(self._section, rows.num_rows, "rows")
-        return rows
+        return datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in self._files])
 
 
 def tokenizing(section: SourceSection, shard: int | None) -> str:
@@ -290,20 +307,19 @@ def _open_builder(section: SourceSection) -> Any:
             f"data.source = {source!r} has files of the format {builder.name!r}.",
             f"Choose a data set of one of these: {', '.join(READ_FORMATS)}.",
         )
-    if builder.name == "parquet":
-        builder._generate_tables = partial(_parquet_tables, builder, source)
-    elif builder.name in ("json", "text"):
+    if builder.name in ("json", "text"):
         builder._generate_tables = partial(_tables_of_lines, builder._generate_tables, source)
     return builder
 
 
 def _parquet_tables(
-    builder: Any, source: str, files: Iterable[str], row_groups_list: Iterable[Iterable[int] | None]
+    builder: Any, source: str, part: slice, files: Iterable[str], row_groups_list: object = None
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield tables of Parquet files' rows, some megabytes at a time.
+    """Yield tables of Parquet files' rows, or of a part of each file, some megabytes at a time.
 
-    The library's own way reads a whole row group at once, and a file of some hundred bytes can hold one of many
-    gigabytes: of one long text that all rows refer to. Raises: DataError when a file becomes that much larger.
+    A part is every n-th row group; of a file with fewer than n row groups it is every n-th row. The library's own way
+    reads a whole row group at once, and a file of some hundred bytes can hold one of many gigabytes: of one long text
+    that all rows refer to. Raises: DataError when a file becomes that much larger.
     """
     import pyarrow as pa
     from datasets import DownloadConfig
@@ -311,14 +327,21 @@ def _parquet_tables(
     from datasets.utils.file_utils import xopen
     from pyarrow import parquet
 
-    for number, (file, groups) in enumerate(zip(files, row_groups_list, strict=True)):
+    for number, file in enumerate(files):
         with xopen(file, "rb", download_config=DownloadConfig(token=False)) as opened:
             most = PIECE_BYTES + PARQUET_GROWTH * opened.seek(0, os.SEEK_END)
             read, yielded, begun = 0, 0, list[Any]()
-            rows = parquet.ParquetFile(opened).iter_batches(ROWS_AT_ONCE, groups, builder.config.columns)
+            parquet_file = parquet.ParquetFile(opened)
+            groups, passed = range(parquet_file.num_row_groups), 0
+            by_rows = part != WHOLE and len(groups) < part.step
+            chosen = list(groups if by_rows else groups[part])
+            rows = parquet_file.iter_batches(ROWS_AT_ONCE, chosen, builder.config.columns)
             for place, batch in enumerate(rows):
-                begun.append(batch)
                 read += batch.nbytes
+                first, passed = passed, passed + batch.num_rows
+                if by_rows:
+                    batch = batch.filter(pa.array(np.arange(first, passed) % part.step == part.start))
+                begun.append(batch)
                 if read > most:
                     raise DataError(
                         f"data.source = {source!r}: the rows of {file} take more than {most:,} bytes, far more than "

@@ -17,7 +17,7 @@ from tests.swarm.cli_processes import LOOPBACK, Command, Site, announce_run, boo
 pytestmark = pytest.mark.swarm
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_volunteers_that_are_killed_again_and_again_go_on_with_their_lineage(tmp_path: Path, number: int) -> None:
     """R10. The first one is killed before a vote is on the disk, before it has left, and amid training; with a second
     one, that waits, since it decides nothing alone."""

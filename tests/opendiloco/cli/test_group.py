@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 
 import click
 import pytest
@@ -20,9 +20,12 @@ from opendiloco.cli import group
 from opendiloco.cli.group import EXIT_CODES
 from opendiloco.errors import DataError
 from peers.errors import DilocoPeerError
+from peers.values.identity import Identity
 from peers.values.wire import PROTOCOL_VERSION
 
 SLOW = {"torch", "hivemind", "transformers", "datasets", "pydantic", "numpy", "rich", "cryptography", "asyncio"}
+TINY = str(Path(__file__).parents[3] / "examples" / "tiny.toml")
+UNKNOWN = ("--run", "tiny-" + "a" * 32, "--initial-peer", f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}")
 COMMANDS = [
     [],
     ["demo"],
@@ -56,13 +59,14 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_help_imports_nothing_slow(command: list[str]) -> None:
-    code = f"import sys; from opendiloco.cli import main; main({[*command, '--help']}, standalone_mode=False)"
-    code += "; print('modules', *sys.modules)"
+def test_help_imports_nothing_slow() -> None:
+    """Of any command: all are asked in one process, which is to have none of these modules in the end."""
+    code = "import sys; from opendiloco.cli import main"
+    code += f"\nfor command in {COMMANDS}: main([*command, '--help'], standalone_mode=False)"
+    code += "\nprint('modules', *sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     help_text, _, modules = done.stdout.rpartition("modules ")
-    assert "Usage: " in help_text, done.stderr
+    assert help_text.count("Usage: ") == len(COMMANDS), done.stderr
     assert not SLOW & set(modules.split())
 
 
@@ -96,11 +100,10 @@ def test_commands_and_options_are_completed(typed: str, completed: str) -> None:
     assert f"plain,{completed}" in complete("bash_complete", words).stdout.splitlines()
 
 
-def complete(instruction: str, words: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """What the installed command says to a shell."""
-    code = "from opendiloco.cli import main; main(prog_name='diloco-peer')"
-    environment = os.environ | {"_DILOCO_PEER_COMPLETE": instruction} | (words or {})
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+def complete(instruction: str, words: dict[str, str] | None = None) -> Result:
+    """Return what the installed command says to a shell."""
+    environment = {"_DILOCO_PEER_COMPLETE": instruction} | (words or {})
+    return CliRunner().invoke(group.main, [], prog_name="diloco-peer", env=environment)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +120,18 @@ def test_what_is_misspelled_is_answered_with_what_is_spelled_alike(typed: list[s
     done = CliRunner().invoke(group.main, typed)
     assert done.exit_code == 2
     assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["run", "create", TINY], ["join"], ["bootstrap"], ["status", *UNKNOWN, "--json", "--watch"], ["train"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_wrong_usage_has_its_exit_code(arguments: list[str]) -> None:
+    done = CliRunner().invoke(group.main, arguments)
+    assert done.exit_code == 2
+    assert "Error: " in done.stderr
+    assert isinstance(done.exception, SystemExit), "not with a traceback"
 
 
 def test_help_shows_the_exit_codes() -> None:

@@ -25,7 +25,7 @@ def source(folder: Path, **keys: Any) -> SourceSection:
 pytestmark = pytest.mark.usefixtures("own_dataset_cache")
 
 
-def write_rows(folder: Path, kind: str, rows: list[str], name: str = "train") -> None:
+def write_rows(folder: Path, kind: str, rows: list[str], name: str = "train", rows_in_group: int | None = None) -> None:
     import pyarrow as pa
     from pyarrow import csv, feather, parquet
 
@@ -33,7 +33,7 @@ def write_rows(folder: Path, kind: str, rows: list[str], name: str = "train") ->
     path, table = folder / f"{name}.{kind}", pa.table({"body": rows, "number": list(range(len(rows)))})
     match kind:
         case "parquet":
-            parquet.write_table(table, path)
+            parquet.write_table(table, path, rows_in_group)
         case "csv":
             csv.write_csv(table, path)
         case "arrow":
@@ -91,19 +91,53 @@ def test_a_missing_text_is_an_empty_document(tmp_path: Path) -> None:
     assert texts(source(tmp_path)) == ["a", ""]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "txt"])
-def test_shards_are_disjoint_and_together_all_there_is(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "shards", "ninth"),
+    [
+        ("txt", 3, None),
+        ("parquet", 3, None),
+        ("parquet", 17, (3, 4, 5)),  # the second of three parts of a file of three row groups
+        ("parquet", 30, (1, 6)),  # the second of five
+        ("jsonl", 17, (1, 4, 7)),
+    ],
+)
+def test_shards_are_disjoint_and_together_all_there_is(
+    tmp_path: Path, kind: str, shards: int, ninth: tuple[int, ...] | None
+) -> None:
+    """Shards are whole files; or, where they are more than the seven files, parts of one: row groups, or rows."""
     for number in range(7):
         if kind == "txt":
             (tmp_path / f"{number}.txt").write_text(str(number), encoding="utf-8")
         else:
-            write_rows(tmp_path, kind, [f"{number} {row}" for row in range(3)], f"train-{number}")
-    section = source(tmp_path, column="body", shards=3, windows_per_shard=10)
-    shards = [texts(section, shard) for shard in range(3)]
-    assert all(shards)
-    assert sorted(text for shard in shards for text in shard) == sorted(texts(source(tmp_path, column="body")))
+            write_rows(tmp_path, kind, [f"{number} {row}" for row in range(9)], f"train-{number}", rows_in_group=3)
+    section = source(tmp_path, column="body", shards=shards, windows_per_shard=10)
+    read = [texts(section, shard) for shard in range(shards)]
+    assert all(read)
+    assert sorted(text for shard in read for text in shard) == sorted(texts(source(tmp_path, column="body")))
+    assert ninth is None or read[8] == [f"1 {row}" for row in ninth]
+
+
+def test_of_a_parquet_file_only_the_row_groups_of_a_shard_are_read(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    write_rows(tmp_path, "parquet", [f"{row:02}" * 1000 for row in range(30)], rows_in_group=3)
+    about = parquet.ParquetFile(tmp_path / "train.parquet").metadata
+    damaged = bytearray((tmp_path / "train.parquet").read_bytes())
+    for group in range(10):
+        if group % 5 != 2:
+            damaged[(start := about.row_group(group).column(0).data_page_offset) : start + 20] = bytes(20)
+    (tmp_path / "train.parquet").write_bytes(damaged)
+    section = source(tmp_path, column="body", shards=5, windows_per_shard=10)
+    assert [text[:2] for text in texts(section, 2)] == ["06", "07", "08", "21", "22", "23"]
+    with pytest.raises(DataError, match="cannot be loaded"):
+        texts(section, 1)
+
+
+def test_more_shards_than_texts(tmp_path: Path) -> None:
+    for number in range(7):
+        (tmp_path / f"{number}.txt").write_text(str(number), encoding="utf-8")
     with pytest.raises(DataError, match=r"data.shards = 8 of .*, which has 7 files") as caught:
-        texts(source(tmp_path, column="body", shards=8, windows_per_shard=10), 0)
+        texts(source(tmp_path, shards=8, windows_per_shard=10), 0)
     assert "use 7 shards or fewer" in caught.value.remedy
 
 

@@ -18,7 +18,7 @@ from peers.values.wire import pack
 
 RUN = "tiny-" + "a" * 32
 ORGANISER, ME, OTHER = (Identity.generate() for _ in range(3))
-LATER = int(time.time()) + 1000
+LATER = int(time.time()) + 10**6  # also where all tests take longer than usual
 
 
 def run_admission(revoked: tuple[bytes, ...] = ()) -> RunAdmission:
