@@ -14,7 +14,7 @@ import torch
 
 from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.host_memory import CONTEXT_BYTES, MOMENTS_BYTES, NCCL_BYTES, STATE_BYTES, HostMemory, WorkerMemory
-from opendiloco.model.loss import positions_at_once
+from opendiloco.model.loss import LEAST_LOGITS, in_pieces_of, positions_at_once
 from opendiloco.model.parameters import layout_of, multiplied_weights, transformer_blocks
 from opendiloco.model.utilisation import Precision, flops_per_token, peak_tokens_per_second
 from opendiloco.quantities import SECONDS_A_DAY, days_in_words, in_words
@@ -169,7 +169,8 @@ def worker_memory(
     gathered = sum(sizes) if options.whole_layers else sum(sizes) - sum(blocks) + sum(sorted(blocks)[-2:])
     head, embedding = skeleton.get_output_embeddings(), skeleton.get_input_embeddings()
     vocabulary, matrix = (head.out_features, head.weight.numel()) if isinstance(head, torch.nn.Linear) else (0, 0)
-    positions = min(positions_at_once(max(1, vocabulary), torch.device(device)), training.sequence_length)
+    with in_pieces_of(max(1, LEAST_LOGITS // max(1, vocabulary))):  # a GPU with more room has larger ones
+        positions = min(positions_at_once(max(1, vocabulary), torch.device(device)), training.sequence_length)
     is_tied = bool(matrix) and head.weight is embedding.weight
     copied = multiplied_weights(skeleton)
     if positions < training.sequence_length:  # by pieces, for which the head's matrix is copied alone

@@ -315,7 +315,7 @@ def test_the_command_says_it_without_a_network() -> None:
     assert done.exit_code == 0, done.output
     assert "10,211,381,248 parameters; 904 outer steps, 94,791,270,400 tokens of each peer" in done.output
     assert "H100: 203 GB of each GPU, and activations: it is too small" in done.output
-    assert "8 H100: 34.7 GB of each GPU, and activations; 23 days at 40% of its peak" in done.output
+    assert "8 H100: 34.1 GB of each GPU, and activations; 23 days at 40% of its peak" in done.output
 
 
 def test_of_a_small_run_it_says_what_a_person_can_read() -> None:
