@@ -28,7 +28,6 @@ from opendiloco.training.trials import compile_blocks
 from opendiloco.workers.needs import worker_memory
 from opendiloco.workers.options import WorkerOptions
 
-
 SHARE_OF_LOGITS = 0.25
 """Of the memory of a GPU that the model leaves, what the logits of a piece may take. The rest is for activations."""
 
@@ -132,9 +131,9 @@ def _check_memory(memory: WorkerMemory, team: Team, trains: bool, codec: CodecSe
     """Raise MachineError where main memory is too small. What activations take cannot be known, and comes on top."""
     host = HostMemory.of(memory.trained, codec)
     starting = host.shared + memory.evaluating  # the first worker's whole model
-    needed = host.most if trains else host.evaluating
+    replicas = team.size // team.shards
+    needed = host.most + memory.on_host * replicas if trains else host.evaluating
     if team.device.type == "cpu":
-        replicas = team.size // team.shards
         starting += memory.evaluating * replicas if team.mesh else 0
         needed += (memory.training if trains else memory.evaluating) * replicas
     check_available("Training this model" if trains else "Evaluating this model", max(starting, needed))
@@ -147,6 +146,6 @@ def _check_device(memory: WorkerMemory, team: Team, trains: bool) -> int:
     if needed > free:
         raise MachineError(
             f"{team.device} has {free / 2**20:.0f} MiB free; its part of the model takes {needed / 2**20:.0f} MiB.",
-            "Use more GPUs, or larger ones.",
+            "Use more GPUs, or larger ones; try --optimizer-state host or 8bit.",
         )
     return free - needed

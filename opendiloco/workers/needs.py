@@ -61,12 +61,12 @@ class Needs:
     @property
     def main_memory(self) -> int:
         """Of a machine that trains on GPUs."""
-        return self.host.most
+        return self.host.most + self.device.on_host
 
     @property
     def main_memory_on_cpu(self) -> int:
         """Of a machine that trains on its CPU."""
-        return self.host.most + self.on_cpu.training
+        return self.host.most + self.on_cpu.training + self.on_cpu.on_host
 
     @property
     def device_memory(self) -> int:
@@ -108,15 +108,15 @@ class Needs:
         return seconds, 8 * 2 * self.host.payload / seconds
 
 
-def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1) -> Needs:
+def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1, options: WorkerOptions | None = None) -> Needs:
     """Return what a run takes of a peer with so many GPUs, from the skeleton of its model."""
     training, layout = config.training, layout_of(skeleton, config.streaming)
     host = HostMemory.of(layout.size, config.codec)
     return Needs(
         gpus=gpus,
         host=host,
-        device=worker_memory(skeleton, training, "cuda", gpus),
-        on_cpu=worker_memory(skeleton, training, "cpu", 1),
+        device=worker_memory(skeleton, training, "cuda", gpus, options),
+        on_cpu=worker_memory(skeleton, training, "cpu", 1, options),
         tokens_per_outer_step=training.inner_steps * training.batch_size * training.sequence_length,
         outer_steps=config.total_outer_steps,
         precision=training.precision,
@@ -186,6 +186,7 @@ def worker_memory(
         tied=matrix if is_tied and not shared else 0,
         logits=positions * vocabulary * workers,
         is_fused=device in FUSED_ON,
+        optimizer_state=options.optimizer_state,
         copied=0 if shared or training.precision != "bf16" else copied,
         gathering_on_cpu=workers if shared and device == "cpu" else 0,
     )
