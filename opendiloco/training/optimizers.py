@@ -283,7 +283,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step of all parameters that have a gradient. A closure is not called."""
+        """Take a step of all parameters that have a gradient. A closure is not called."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
