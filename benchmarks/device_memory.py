@@ -5,7 +5,8 @@ time, since the formula leaves activations out. On a GPU, PyTorch's allocator sa
 `peak_memory_bytes` of a worker's report; on the CPU each tensor is noticed. CUDA's context is no tensor.
 
 `--cards` measures nothing: for GPUs of 8 to 24 GB it prints how many windows of a preset go through the model at once,
-by the formula, the sizes that tensors of a window would have, and the share of memory that `join` gives to windows.
+by the formula, the sizes that tensors of a window would have, and the shares of memory that `join` gives to logits and
+windows; of each two numbers the second is with activation checkpointing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import torch
@@ -25,14 +26,20 @@ from benchmarks.reporting import Bar, json_option, report, run_option
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer, build_tokenizer
 from opendiloco.data.training_data import load_data
-from opendiloco.host_memory import WorkerMemory
+from opendiloco.host_memory import LOGIT_BYTES, WorkerMemory
 from opendiloco.model.build import build_skeleton, initial_theta
-from opendiloco.model.loss import packing_known
+from opendiloco.model.loss import fitting_logits, packing_known
+from opendiloco.quantities import OptimizerState
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
 from opendiloco.training.trials import SHARE, fixed_and_each, peak_while
-from opendiloco.workers.assembly import assemble_model, checkpoint_activations, in_fitting_precision
-from opendiloco.workers.needs import needs_of, worker_memory
+from opendiloco.workers.assembly import (
+    SHARE_OF_LOGITS,
+    assemble_model,
+    checkpoint_activations,
+    in_fitting_precision,
+)
+from opendiloco.workers.needs import Needs, needs_of, worker_memory
 from opendiloco.workers.options import WorkerOptions
 from peers.values.leases import SampleRange
 
@@ -42,6 +49,7 @@ CARDS = 8, 12, 16, 24
 """GB, of 10⁹ bytes."""
 ON_CARDS = ("llama-15m", 1), ("llama-150m", 1), ("llama-1b", 1), ("llama-1b", 2), ("llama-1b", 4), ("llama-10b", 8)
 """Presets, and how many GPUs share them."""
+KEPT: tuple[OptimizerState, ...] = get_args(OptimizerState)
 WITHIN = 0.9
 """The smaller of both numbers, as a share of the larger."""
 
@@ -59,17 +67,18 @@ def shortened(config: RunConfig) -> RunConfig:
     )
 
 
-def measure(config: RunConfig, device: torch.device) -> tuple[int, WorkerMemory]:
-    """Return the most bytes that tensors took on the device, and what the formula says."""
+def measure(config: RunConfig, device: torch.device, kept: OptimizerState = "device") -> tuple[int, WorkerMemory]:
+    """Return the most bytes that tensors took on the device, and what the formula says. On the CPU, moments that are
+    kept on the host are among them."""
     team, tokenizer = Team(device), build_tokenizer(config.tokenizer)
     config = in_fitting_precision(config, team)
-    memory = worker_memory(build_skeleton(config, tokenizer), config.training, device.type, 1)
+    options = WorkerOptions(device=str(device), compile=False, activation_checkpointing=False, optimizer_state=kept)
+    memory = worker_memory(build_skeleton(config, tokenizer), config.training, device.type, 1, options)
     theta, samples = initial_theta(config), load_data(config, tokenizer).samples
 
     def train() -> None:
-        options = WorkerOptions(device=str(device), compile=False, activation_checkpointing=False)
         model = assemble_model(config, tokenizer, team, options, None)
-        replica = ModelReplica(config, model, samples, team, micro_batch=1)
+        replica = ModelReplica(config, model, samples, team, micro_batch=1, optimizer_state=kept)
         replica.train(theta, 0, (SampleRange(0, STEPS * WINDOWS),), STEPS)
 
     return peak_while(train, device), memory
@@ -101,25 +110,49 @@ def window_bytes(name: str, checkpoints: bool) -> int:
     return fixed_and_each(one, two)[1]
 
 
-def windows_that_fit(name: str, gpus: int, card: int, checkpoints: bool) -> int:
+@cache
+def taken_by(name: str, gpus: int, kept: OptimizerState) -> Needs:
+    """Return what a preset takes of so many GPUs that share it."""
+    config = preset(name)
+    return needs_of(config, build_skeleton(config, ByteTokenizer()), gpus, WorkerOptions(optimizer_state=kept))
+
+
+def windows_that_fit(name: str, gpus: int, kept: OptimizerState, card: int, checkpoints: bool) -> int:
     """Return how many windows of a preset go through its model at once on GPUs of so many bytes; 0: it does not fit.
 
     It is what `join` would find with these figures.
     """
     config = preset(name)
-    room = card - needs_of(config, build_skeleton(config, ByteTokenizer()), gpus).device_memory
-    if room <= 0 or (each := window_bytes(name, checkpoints)) > room:
+    needs = taken_by(name, gpus, kept)
+    room = card - needs.device_memory
+    if room <= 0:
+        return 0
+    window = config.training.sequence_length * build_skeleton(config, ByteTokenizer()).config.vocab_size
+    logits = fitting_logits(torch.device("cuda"), int(SHARE_OF_LOGITS * room))
+    room -= LOGIT_BYTES * max(0, min(window, logits) - needs.device.logits // gpus)
+    if (each := window_bytes(name, checkpoints)) > room:
         return 0
     most = config.training.micro_batch or config.training.batch_size
     return min(most, max(1, int(SHARE["cuda"] * room) // each))
 
 
 def rows_of_cards(cases: Sequence[tuple[str, int]] = ON_CARDS) -> Iterator[dict[str, Any]]:
-    """Yield the lines of the table in docs/models.md: for each preset, and so many GPUs that share it."""
-    for (name, gpus), checkpoints in product(cases, (False, True)):
-        fitting = {f"{size} GB": windows_that_fit(name, gpus, size * 10**9, checkpoints) or "no" for size in CARDS}
-        option = "`--activation-checkpointing`" if checkpoints else "`--no-activation-checkpointing`"
-        yield {"preset": name, "GPUs": gpus, "option": option, **fitting}
+    """Yield the lines of the table in docs/models.md: for each preset, so many GPUs that share it, and each way to keep
+    moments."""
+    for (name, gpus), kept in product(cases, KEPT):
+
+        def fitting(size: int, name: str = name, gpus: int = gpus, kept: OptimizerState = kept) -> str:
+            found = (windows_that_fit(name, gpus, kept, size * 10**9, checkpoints) for checkpoints in (False, True))
+            return " / ".join(str(windows or "no") for windows in found)
+
+        needs = taken_by(name, gpus, kept)
+        yield {
+            "preset": name,
+            "GPUs": gpus,
+            "`--optimizer-state`": kept,
+            **{f"{size} GB": fitting(size) for size in CARDS},
+            "main memory": f"{float(f'{needs.main_memory / 1e9:.3g}'):g}",
+        }
 
 
 def bar_of(peak: int, formula: int) -> Bar:
@@ -130,20 +163,23 @@ def bar_of(peak: int, formula: int) -> Bar:
 @run_option("examples/llama-150m.toml", "Whose model, a run.toml.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, or one GPU: cuda, the first, or cuda:1.")
 @click.option("--cards", is_flag=True, help="Instead, what fits GPUs of 8 to 24 GB, by the formula.")
+@click.option("--optimizer-state", type=click.Choice(KEPT), default="device", show_default=True, help="As of `join`.")
 @json_option
-def main(run_file: Path, device: str, cards: bool, json_file: Path | None) -> None:
+def main(run_file: Path, device: str, cards: bool, optimizer_state: OptimizerState, json_file: Path | None) -> None:
     if cards:
         return report("windows at once, on GPUs of these sizes", list(rows_of_cards()), [], json_file)
     config = shortened(RunConfig.from_toml(run_file))
-    peak, memory = measure(config, torch.device("cuda:0" if device == "cuda" else device))
+    on = torch.device("cuda:0" if device == "cuda" else device)
+    peak, memory = measure(config, on, optimizer_state)
+    formula = memory.training + memory.on_host * (on.type == "cpu")
     row: dict[str, Any] = {
         "run": config.name,
         "parameters": f"{memory.trained:,}",
         "precision": config.training.precision,
         "measured MB": peak / 1e6,
-        "formula MB": memory.training / 1e6,
+        "formula MB": formula / 1e6,
     }
-    report(f"memory of one worker on {device}", [row], [bar_of(peak, memory.training)], json_file)
+    report(f"memory of one worker on {device}", [row], [bar_of(peak, formula)], json_file)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from opendiloco.config.run_config import CodecSection
 from opendiloco.kernels import FORMATS, Format
-from opendiloco.quantities import VALUE_BYTES
+from opendiloco.quantities import VALUE_BYTES, OptimizerState
 from peers.transfer.storage import IN_MEMORY
 from peers.values.chunks import KEPT_BYTES
 
@@ -19,6 +19,10 @@ STATE_BYTES = 2 * VALUE_BYTES
 """Of theta and momentum, for each value."""
 MOMENTS_BYTES = 2 * VALUE_BYTES
 """Of AdamW's two moments, for each value."""
+QUANTIZED_BYTES = 2 * (1 + VALUE_BYTES / 256)
+"""Of the same in 8 bits a value, with a scale for each 256 values."""
+QUANTIZED_AT_ONCE, QUANTIZING_BYTES = 1 << 21, 41
+"""Values of a moment that are quantized together, and what each takes meanwhile, which a test measures."""
 GAPS_BYTES = 25
 """Of gaps in glibc's heaps that gathering leaves, for each weight and each CPU worker but the first: measured with
 2 and 3 workers and 62 million parameters (docs/training.md)."""
@@ -127,6 +131,14 @@ class HostMemory:
         return min(STATE_BYTES * self.values, FETCHED_AT_ONCE)
 
 
+def moments_bytes(values: int, kept: OptimizerState, is_on_host: bool = False) -> int:
+    """Return the bytes of AdamW's moments of so many values between two steps, on a device; or those in main memory,
+    which are none unless they are kept there."""
+    if kept == "8bit":
+        return 0 if is_on_host else int(QUANTIZED_BYTES * values)
+    return MOMENTS_BYTES * values * ((kept == "host") == is_on_host)
+
+
 @dataclass(frozen=True)
 class WorkerMemory:
     """Bytes that all workers of a machine take together on their devices, or on the CPU in main memory.
@@ -154,6 +166,7 @@ class WorkerMemory:
     logits: int = 0
     is_fused: bool = False
     """Whether AdamW's step takes no memory for itself."""
+    optimizer_state: OptimizerState = "device"
     copied: int = 0
     """Weights that autocast keeps in bf16 for an inner step. Their gradients in bf16 are all there in the end, too:
     autograd goes back to what was cast for an earlier micro-batch when all else is done."""
@@ -162,8 +175,21 @@ class WorkerMemory:
 
     @property
     def kept(self) -> int:
-        """Weights, their gradients, and AdamW's two moments."""
-        return self.evaluating + (VALUE_BYTES + MOMENTS_BYTES) * self.trained
+        """Weights, their gradients, and AdamW's two moments, unless these are in main memory."""
+        return self.evaluating + VALUE_BYTES * self.trained + moments_bytes(self.trained, self.optimizer_state)
+
+    @property
+    def on_host(self) -> int:
+        """Return the moments that a worker keeps in main memory, whatever its device."""
+        return moments_bytes(self.trained, self.optimizer_state, is_on_host=True)
+
+    @property
+    def stepping(self) -> int:
+        """Return what AdamW's step takes for itself: where moments are kept otherwise, those of one parameter, too."""
+        step = 0 if self.is_fused else 2 * VALUE_BYTES * self.largest
+        whole = 0 if self.optimizer_state == "device" else MOMENTS_BYTES * self.largest
+        quantized = min(self.largest, QUANTIZED_AT_ONCE) if self.optimizer_state == "8bit" else 0
+        return whole + max(step, QUANTIZING_BYTES * quantized)
 
     @property
     def evaluating(self) -> int:
@@ -178,4 +204,4 @@ class WorkerMemory:
         passes = 2 * self.copied + VALUE_BYTES * whole + head + LOGIT_BYTES * self.logits
         passes = max(passes, 4 * self.copied + VALUE_BYTES * (self.embedding + 3 * self.tied))
         gaps = GAPS_BYTES * self.weights * max(0, self.gathering_on_cpu - 1)
-        return self.kept + gaps + max(passes, 0 if self.is_fused else 2 * VALUE_BYTES * self.largest)
+        return self.kept + gaps + max(passes, self.stepping)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 VALUE_BYTES = 4  # of an fp32 value: weights, moments and averages in main memory are of these
 MEGABIT, GIGABYTE = 1e6 / 8, 1e9  # bytes
 SECONDS_A_DAY = 86_400  # without leap seconds, as computers count
+OptimizerState: TypeAlias = Literal["device", "host", "8bit"]
+"""How a worker keeps its inner optimizer's moments between two steps: on its device, in main memory, or on its device
+in 8 bits a value."""
 UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 

@@ -24,6 +24,7 @@ from opendiloco.cli.options import (
 )
 from opendiloco.data.own_files import OwnFiles, local_sources
 from opendiloco.errors import DataError
+from opendiloco.quantities import OptimizerState
 from peers.errors import ManifestError, SwarmUnreachableError
 
 if TYPE_CHECKING:
@@ -247,8 +248,11 @@ def _show(manifest: Path, as_json: bool) -> None:
 @run_group.command("needs", short_help="Say what a run takes of each peer: memory, disk, time.")
 @click.argument("run_toml", type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with sizes in bytes.")
+@join_option("optimizer_state")
 @own_files_options
-def _needs(run_toml: Path, as_json: bool, model: Path | None, tokenizer: Path | None) -> None:
+def _needs(
+    run_toml: Path, as_json: bool, optimizer_state: OptimizerState, model: Path | None, tokenizer: Path | None
+) -> None:
     """Say what RUN_TOML takes of each peer: memory, disk, bandwidth and days. Asks the hub for nothing but a model."""
     from opendiloco.config.run_config import RunConfig
     from opendiloco.run import with_own_files
@@ -256,12 +260,13 @@ def _needs(run_toml: Path, as_json: bool, model: Path | None, tokenizer: Path | 
     config = with_own_files(RunConfig.from_toml(run_toml), OwnFiles(model, tokenizer))
     from opendiloco.model.build import sized_skeleton  # what follows takes seconds to import
     from opendiloco.workers.needs import needs_lines, needs_of
+    from opendiloco.workers.options import WorkerOptions
 
-    skeleton = sized_skeleton(config)
+    skeleton, options = sized_skeleton(config), WorkerOptions(optimizer_state=optimizer_state)
     if as_json:
-        click.echo(json.dumps(needs_of(config, skeleton).plain(), indent=2))
+        click.echo(json.dumps(needs_of(config, skeleton, options=options).plain(), indent=2))
         return
-    click.echo("\n".join(needs_lines(lambda gpus: needs_of(config, skeleton, gpus))))
+    click.echo("\n".join(needs_lines(lambda gpus: needs_of(config, skeleton, gpus, options))))
 
 
 async def _announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from opendiloco.errors import first_line
+from opendiloco.host_memory import LOGIT_BYTES
 from opendiloco.stages import NOT_COMPILING_THE_LOSS, at_stage
 from peers.errors import ManifestError
 
@@ -179,8 +180,10 @@ def check_document_mask(model: Any) -> None:
 # with its logits, and torch.compile leaves it as it is.
 
 LOGITS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
-"""Logits of a piece. For each piece the gradient of the head's weight goes through memory once. Beside what else a GPU
-has to do that takes long, so its pieces are larger."""
+"""Logits of a piece, at most. For each piece the gradient of the head's weight goes through memory once. Beside what
+else a GPU has to do that takes long, so its pieces are larger, where it has room for them."""
+LEAST_LOGITS = 1 << 24
+"""Logits of the pieces that a GPU with little room has."""
 ONE_BY_ONE = (torch.Tensor.mul, torch.Tensor.div, torch.Tensor.float, torch.Tensor.tanh, torch.tanh)
 """What models do with logits: they scale them (cohere, granite), and keep them between bounds (gemma2)."""
 
@@ -304,6 +307,18 @@ def positions_at_once(vocabulary: int, device: torch.device) -> int:
     """Return how many positions a piece has, at most."""
     at_once = LOGITS_AT_ONCE.get(device.type, LOGITS_AT_ONCE["cpu"])  # one's own loop may train on any device
     return min(max(1, at_once // vocabulary), _most.get())
+
+
+def fitting_logits(device: torch.device, room: int) -> int:
+    """Return the logits of a piece that take no more than `room` bytes of a device, but are not fewer than is
+    sensible: a power of two."""
+    fitting: int = 1 << max(1, room // LOGIT_BYTES).bit_length() - 1
+    return min(max(LEAST_LOGITS, fitting), LOGITS_AT_ONCE[device.type])
+
+
+def limit_logits(device: torch.device, logits: int) -> None:
+    """Have pieces with no more logits than these on such a device, for as long as the process lives."""
+    LOGITS_AT_ONCE[device.type] = logits
 
 
 @contextmanager

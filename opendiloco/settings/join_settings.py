@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import SettingsError
 from opendiloco.owner.conditions import Condition, parse_conditions, parse_hours, parse_until
-from opendiloco.quantities import GIGABYTE, MEGABIT
+from opendiloco.quantities import GIGABYTE, MEGABIT, OptimizerState
 from opendiloco.workers.options import WorkerOptions, parse_overlap
 from opendiloco.workers.trackers import Choice
 
@@ -315,6 +315,11 @@ class _WorkerSettings(Settings):
         False,
     )
     replicas: int = setting("Divide the workers into N groups, each of which shares a whole model.", 1, least=1)
+    optimizer_state: OptimizerState = setting(
+        "Keep AdamW's moments on the device; on the host, in main memory: 8 bytes a parameter less on each device; or "
+        "on the device in 8bit: 6 bytes less.",
+        "device",
+    )
     overlap: str | None = setting(
         "In a run that streams: merge an average N inner steps after its fragment was taken; auto: as late as averages "
         "have been coming.",

@@ -21,7 +21,8 @@ from opendiloco.config.section import Name, NotNegativeFloat, Positive, Section,
 from opendiloco.host_memory import STATE_BYTES
 from opendiloco.kernels import FORMATS
 from opendiloco.model.utilisation import peak_tokens_per_second
-from opendiloco.quantities import SECONDS_A_DAY, bandwidth_in_words
+from opendiloco.quantities import SECONDS_A_DAY, OptimizerState, bandwidth_in_words
+from opendiloco.workers.options import WorkerOptions
 from peers.errors import ManifestError
 from peers.log.settings import Timing
 from peers.protocol.pace import Pace
@@ -45,7 +46,7 @@ class PeerSection(Section):
     """So many equal peers. `latency_ms` is what ping shows to a well-connected server: a round trip.
 
     How fast each trains is one of `step_seconds` (an inner step of its whole batch), `tokens_per_second`, and `gpu`:
-    what torch calls it, of which there are `gpus`.
+    what torch calls it, of which there are `gpus`. `optimizer_state` is what each gives `join` by that name.
     """
 
     name: Name | None = None
@@ -59,6 +60,7 @@ class PeerSection(Section):
     gpus: Annotated[int, Field(ge=0, le=64)] = 1
     gpu_memory_gb: Amount | None = None
     main_memory_gb: Amount | None = None
+    optimizer_state: OptimizerState = "device"
     price_per_hour: NotNegativeFloat | None = None
 
     @model_validator(mode="after")
@@ -251,9 +253,12 @@ def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
 
     training, peers = config.training, []
     tokens_per_step = training.batch_size * training.sequence_length
-    needs_by_gpus = {gpus: needs_of(config, skeleton, max(1, gpus)) for gpus in {each.gpus for each in links.peers}}
+    needs_by_kind = {
+        (gpus, kept): needs_of(config, skeleton, max(1, gpus), WorkerOptions(optimizer_state=kept))
+        for gpus, kept in {(each.gpus, each.optimizer_state) for each in links.peers}
+    }
     for place, section in enumerate(links.peers):
-        peak, needs = None, needs_by_gpus[section.gpus]
+        peak, needs = None, needs_by_kind[section.gpus, section.optimizer_state]
         if section.gpu is not None:
             peak = peak_tokens_per_second(section.gpu, section.gpus, needs.precision, needs.token_flops)
         rate = section.tokens_per_second or (None if peak is None else UTILISATION * peak)

@@ -31,9 +31,11 @@ from opendiloco.errors import WorkerError
 from opendiloco.model.layout import Layout
 from opendiloco.model.loss import CompiledLoss, packing_known, predicted_tokens, router_loss_weight, window_loss
 from opendiloco.model.parameters import STAGED_VALUES, Shards, layout_of, local_part, trainable
+from opendiloco.quantities import OptimizerState
 from opendiloco.shared_memory import Vector
 from opendiloco.training.optimizers import (
     build_inner_optimizer,
+    kept_state,
     read_state,
     step_if,
     steps_without_waiting,
@@ -215,9 +217,10 @@ class ModelReplica:
         micro_batch: int | None = None,
         reduces_once: bool = False,
         layout: Layout | None = None,
+        optimizer_state: OptimizerState = "device",
     ) -> None:
         """With `reduces_once`, workers sum their gradients after a batch's last windows only. `layout` is by default
-        the run's."""
+        the run's. Raises: MachineError when the `optimizer_state` cannot be kept so."""
         self.model = model
         self.layout = layout_of(model, config.streaming) if layout is None else layout
         self.micro_batch = micro_batch
@@ -230,7 +233,7 @@ class ModelReplica:
         self.reduces_once = reduces_once and isinstance(model, FSDPModule)
         staging = torch.empty(STAGED_VALUES, pin_memory=True) if self._team.device.type == "cuda" else None
         self._shards = Shards(self.layout, self._team.shard, self._team.shards, staging)
-        self._optimizer = build_inner_optimizer(self.model, config.inner_optimizer)
+        self._optimizer = build_inner_optimizer(self.model, config.inner_optimizer, optimizer_state)
         is_fp16 = config.training.precision == "bf16" and self._team.half == torch.float16
         self._loss_scale = LossScale() if is_fp16 else None
         self._warmed_up: int | None = None  # inner steps of `rewarmup_steps`
@@ -245,6 +248,11 @@ class ModelReplica:
     def codec(self) -> CodecSection:
         """Return how the run encodes what is averaged."""
         return self._config.codec
+
+    @property
+    def optimizer_state(self) -> OptimizerState:
+        """Return how the inner optimizer's state is kept between two steps."""
+        return kept_state(self._optimizer)
 
     @property
     def learning_rate(self) -> float:

@@ -3,15 +3,19 @@
 Where a replica is sharded (its parameters are DTensors), all work but Adafactor and Rprop, which torch cannot compute
 on shards. The others step value by value, apart from Muon: it orthogonalizes whole matrices, which torch gathers for
 that at each of its products, so that it agrees with an unsharded replica up to the rounding of bfloat16.
+
+A card with little memory can keep what is as large as its parameter, AdamW's two moments for example, in main memory,
+or in 8 bits a value: `PackedOptimizer`.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +30,11 @@ from opendiloco.config.optimizers import (
     TorchSection,
 )
 from opendiloco.errors import MachineError, first_line
+from opendiloco.gpus import INSTALL_TORCHAO
+from opendiloco.host_memory import QUANTIZED_AT_ONCE
 from opendiloco.model.layout import Layout
-from opendiloco.model.parameters import Shards
-from opendiloco.quantities import VALUE_BYTES
+from opendiloco.model.parameters import Shards, local_part
+from opendiloco.quantities import VALUE_BYTES, OptimizerState
 from opendiloco.shared_memory import Vector, available_memory
 from opendiloco.training.moments_file import FORMAT, NO_STEP, UNSEALED, header_of, read_header
 from peers.errors import ManifestError
@@ -51,10 +57,14 @@ ROOM_OF_COPY = 2
 Groups = list[dict[str, Any]]
 
 
-def build_inner_optimizer(model: torch.nn.Module, section: InnerOptimizerSection) -> torch.optim.Optimizer:
-    """Return the optimizer over the trainable parameters. Each group has its peak learning rate as `initial_lr`.
+def build_inner_optimizer(
+    model: torch.nn.Module, section: InnerOptimizerSection, kept: OptimizerState = "device"
+) -> torch.optim.Optimizer:
+    """Return the optimizer over the trainable parameters, with its state `kept` so between two steps. Each group has
+    its peak learning rate as `initial_lr`.
 
-    Raises: ManifestError when torch knows no such optimizer or option; MachineError when it cannot step on shards.
+    Raises: ManifestError when torch knows no such optimizer or option; MachineError when it cannot step on shards, or
+    its state cannot be kept so.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: torch.optim.Optimizer
@@ -78,6 +88,12 @@ def build_inner_optimizer(model: torch.nn.Module, section: InnerOptimizerSection
             f"torch cannot compute {type(optimizer).__name__} on a model that is sharded over several workers.",
             "Train with one worker, on one device.",
         )
+    if kept == "8bit":
+        _check_8bit(optimizer)
+    if kept != "device":
+        parts = optimizer.parts if isinstance(optimizer, _JointOptimizer) else [optimizer]
+        packed = [PackedOptimizer(part, kept) for part in parts]
+        optimizer = _JointOptimizer(packed) if len(packed) > 1 else packed[0]
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
@@ -95,9 +111,10 @@ def step_if(optimizer: Any, is_wanted: torch.Tensor) -> None:
     del optimizer.found_inf
 
 
-def check_inner_optimizer(section: InnerOptimizerSection) -> None:
-    """Raise ManifestError unless torch has this optimizer with these options."""
-    build_inner_optimizer(torch.nn.Linear(1, 1), section)
+def check_inner_optimizer(section: InnerOptimizerSection, kept: OptimizerState = "device") -> None:
+    """Raise ManifestError unless torch has this optimizer with these options, and MachineError unless its state can be
+    `kept` so."""
+    build_inner_optimizer(torch.nn.Linear(1, 1), section, kept)
 
 
 def _groups(parameters: Sequence[torch.nn.Parameter], weight_decay: float, vectors_decay: bool = False) -> Groups:
@@ -186,13 +203,13 @@ class _JointOptimizer(torch.optim.Optimizer):
     """Several optimizers of disjoint parameters as one, which has the groups and the state of all of them."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        self._parts = parts
+        self.parts = parts
         super().__init__([group for part in parts for group in part.param_groups], {})
         self._share()
 
     def step(self, closure: Any = None) -> Any:
         """One step of each. A closure is not called."""
-        for part in self._parts:
+        for part in self.parts:
             part.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -202,9 +219,134 @@ class _JointOptimizer(torch.optim.Optimizer):
     def _share(self) -> None:
         """Have the parts look at our groups and our state, not at copies."""
         first = 0
-        for part in self._parts:
+        for part in self.parts:
             last = first + len(part.param_groups)
             part.param_groups, part.state, first = self.param_groups[first:last], self.state, last
+
+
+# Packed state ---------------------------------------------------------------------------------------------------------
+KEPT = "optimizer_state"
+"""The key of a group of parameters that says how their state is kept."""
+BLOCK = 256
+"""Values of a moment that have one scale in 8 bits."""
+LEAST_QUANTIZED = 4096
+"""Values of the smallest moment that is kept in 8 bits, as torchao and bitsandbytes have it."""
+PAGE_VALUES = 1024
+"""Values of a page of memory, of 4 KiB."""
+
+
+class _Packed(NamedTuple):
+    """A tensor of an optimizer's state between two steps: in flat pieces, one after the other, which have the values
+    of this worker's part. `shape` is that of the whole tensor."""
+
+    shape: torch.Size
+    pieces: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor, kept: OptimizerState, is_signed: bool) -> _Packed:
+        """Return room for a tensor, without its values."""
+        count, device = local_part(tensor).numel(), tensor.device
+        if kept == "host":
+            is_pinned = device.type == "cuda"
+            return cls(tensor.shape, tuple(torch.empty(size, pin_memory=is_pinned) for size in _powers_of_two(count)))
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+        quantized = count - count % BLOCK if count >= LEAST_QUANTIZED else 0
+        sizes = [min(QUANTIZED_AT_ONCE, quantized - start) for start in range(0, quantized, QUANTIZED_AT_ONCE)]
+        pieces = [OptimState8bit.zeros((size,), is_signed, BLOCK, device) for size in sizes]
+        return cls(tensor.shape, (*pieces, torch.empty(count - quantized, device=device)))
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Copy a tensor's values into the pieces. Between a GPU and pinned memory nothing waits for that."""
+        for piece, values in self._beside(tensor):
+            piece.copy_(values, non_blocking=True)
+
+    def whole(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, on the device of its parameter, and sharded as that is."""
+        tensor = torch.empty_like(parameter, requires_grad=False)
+        for piece, values in self._beside(tensor):
+            values.copy_(piece, non_blocking=True)
+        return tensor
+
+    def _beside(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the pieces, each with its part of a tensor."""
+        yield from zip(self.pieces, local_part(tensor).view(-1).split([*map(len, self.pieces)]), strict=True)
+
+
+def _powers_of_two(count: int) -> Iterator[int]:
+    """Yield sizes that add up to `count`, all powers of two but a last one that is less than a page: torch would round
+    pinned memory of any other size up to one, and take up to twice as much."""
+    while count >= PAGE_VALUES:
+        size = 1 << (count.bit_length() - 1)
+        yield size
+        count -= size
+    if count:
+        yield count
+
+
+class PackedOptimizer(torch.optim.Optimizer):
+    """An optimizer of torch that has its state packed between two steps: in main memory ("host"), or AdamW's moments on
+    the device in 8 bits a value ("8bit"), as torchao has them.
+
+    Parameters step one by one, on their device, each while its state is whole there. So a step takes memory for the
+    state of the largest parameter; and from main memory it gives the bits that it would without packing.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, kept: OptimizerState) -> None:
+        self._optimizer = optimizer
+        super().__init__(optimizer.param_groups, {KEPT: kept})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Take a step of all parameters that have a gradient. A closure is not called."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_one(group, parameter)
+
+    def _step_one(self, group: dict[str, Any], parameter: torch.Tensor) -> None:
+        packed, inner = self.state[parameter], self._optimizer
+        whole = {key: _whole(value, parameter) for key, value in packed.items()}
+        inner.param_groups, inner.state = [group | {"params": [parameter]}], defaultdict(dict, {parameter: whole})
+        inner.step()
+        for key, value in inner.state.pop(parameter).items():
+            _keep(packed, key, value, parameter, group[KEPT])
+
+
+def _whole(value: Any, parameter: torch.Tensor) -> Any:
+    return value.whole(parameter) if isinstance(value, _Packed) else value
+
+
+def _keep(state: dict[str, Any], key: str, value: Any, parameter: torch.Tensor, kept: OptimizerState) -> None:
+    """Put a value into a parameter's state: packed, if it is as large as the parameter, and is to be."""
+    is_large = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dtype == torch.float32
+    if kept == "device" or not is_large:
+        state[key] = value
+        return
+    if not isinstance(state.get(key), _Packed):
+        state[key] = _Packed.like(value, kept, is_signed=key == "exp_avg")
+    state[key].take(value)
+
+
+def kept_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """Return how an optimizer keeps its state between two steps."""
+    kept: OptimizerState = optimizer.param_groups[0].get(KEPT, "device")
+    return kept
+
+
+def _check_8bit(optimizer: torch.optim.Optimizer) -> None:
+    """Raise MachineError unless an optimizer's state can be kept in 8 bits a value here."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        raise MachineError(
+            "--optimizer-state 8bit: only AdamW's moments are kept in 8 bits; the run's inner optimizer is another.",
+            "Use --optimizer-state host, which keeps those of any in main memory.",
+        )
+    try:
+        import torchao.optim.subclass_8bit  # noqa: F401
+    except ImportError as error:
+        raise MachineError(
+            f"--optimizer-state 8bit: torchao cannot be imported: {first_line(error)}", INSTALL_TORCHAO
+        ) from error
 
 
 # State in files -------------------------------------------------------------------------------------------------------
@@ -221,10 +363,10 @@ def write_state(
 
     Raises: SnapshotError when there is nothing to keep, or what a file cannot hold; OSError. So does the function.
     """
-    tensors = dict(_tensors(optimizer, parameters))
+    tensors = _StateTensors(optimizer, parameters)
     if not tensors:
         raise SnapshotError(NO_STEP)
-    layout = Layout([(name, tuple(tensor.shape)) for name, tensor in tensors.items()])
+    layout = Layout(tensors.shapes)
     header = header_of(layout, metadata | {"format": FORMAT, "torch": _torch_version(), "digest": UNSEALED})
     ways = list(_ways(layout, parameters, shards, reads=False))
     if ROOM_OF_COPY * VALUE_BYTES * layout.size > available_memory():
@@ -232,9 +374,7 @@ def write_state(
         for way in ways:
             way.store(tensors, flat)
         return lambda: None
-    copied: Vector = np.empty(
-        layout.size, np.float32
-    )  # takes memory where something is written, for this worker's rows
+    copied: Vector = np.empty(layout.size, np.float32)  # takes memory only for what is written: this worker's rows
     for way in ways:
         way.store(tensors, copied)
     parts = [part for way in ways for part in way.slices()]
@@ -266,38 +406,64 @@ def read_state(
     for key, wanted in (metadata | {"format": FORMAT, "torch": _torch_version()}).items():
         if said.get(key) != wanted:
             raise SnapshotError(f"its {key} is {said.get(key)!r}, not {wanted!r}")
-    state: dict[str, dict[str, torch.Tensor]] = {}
-    tensors = {}
     for tensor in layout:
-        name, _, key = tensor.name.rpartition("/")
+        name = tensor.name.rpartition("/")[0]
         if name not in parameters or len(tensor.shape) > parameters[name].ndim:
             raise SnapshotError(f"it has {tensor.name!r} of shape {tensor.shape}, which no parameter here can have")
-        like = parameters[name]
-        made = torch.empty_like(like) if tensor.shape == tuple(like.shape) else torch.empty(tensor.shape)
-        state.setdefault(name, {})[key] = tensors[tensor.name] = made
     flat = _mapped(path, start, layout, "c")  # torch wants memory that could be written to
-    for way in _ways(layout, parameters, shards, reads=True):
-        way.load(flat, tensors)
-    places = {id(one): place for place, one in enumerate(p for g in optimizer.param_groups for p in g["params"])}
-    by_place = {places[id(parameters[name])]: values for name, values in state.items()}
-    groups = optimizer.state_dict()["param_groups"]
+    group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     optimizer.zero_grad(set_to_none=True)
-    optimizer.load_state_dict({"state": by_place, "param_groups": groups})
+    optimizer.state.clear()
+    for tensor in layout:
+        name, _, key = tensor.name.rpartition("/")
+        parameter, group = parameters[name], group_of[id(parameters[name])]
+        if tensor.shape == tuple(parameter.shape):
+            value = torch.empty_like(parameter, requires_grad=False)
+        else:  # torch keeps the number of a step in main memory, unless a kernel counts it
+            is_counted = key != "step" or group.get("fused") or group.get("capturable")
+            value = torch.empty(tensor.shape, device=parameter.device if is_counted else "cpu")
+        for way in _ways(layout.part({tensor.name}), parameters, shards, reads=True):
+            way.load(flat, {tensor.name: value})
+        _keep(optimizer.state[parameter], key, value, parameter, kept_state(optimizer))
     return said
 
 
-def _tensors(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what the optimizer knows of each parameter. Raises: SnapshotError when a file cannot hold it."""
-    for name, parameter in parameters.items():
-        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-            if value is None:
-                continue
-            is_part = isinstance(value, DTensor) and value.shape != parameter.shape
-            if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or is_part:
-                raise SnapshotError(f"its inner optimizer's {key} is a {type(value).__name__}, which cannot be kept")
-            yield f"{name}/{key}", value
+class _StateTensors(Mapping[str, torch.Tensor]):
+    """What an optimizer knows of its parameters, by the names that the tensors have in a file. What is packed becomes
+    whole when it is asked for, so that it is not all there at once."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Raises: SnapshotError when a file cannot hold it."""
+        self._parameters = parameters
+        self._values: dict[str, torch.Tensor | _Packed] = {}
+        for name, parameter in parameters.items():
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                if value is not None:
+                    _check_kept(key, value, parameter)
+                    self._values[f"{name}/{key}"] = value
+
+    @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(name, tuple(value.shape)) for name, value in self._values.items()]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = _whole(self._values[name], self._parameters[name.rpartition("/")[0]])
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def _check_kept(key: str, value: object, parameter: torch.Tensor) -> None:
+    """Raise SnapshotError when a file cannot hold a value of an optimizer's state."""
+    if isinstance(value, _Packed):
+        return
+    is_part = isinstance(value, DTensor) and value.shape != parameter.shape
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or is_part:
+        raise SnapshotError(f"its inner optimizer's {key} is a {type(value).__name__}, which cannot be kept")
 
 
 def _ways(layout: Layout, parameters: Mapping[str, torch.Tensor], own: Shards, reads: bool) -> Iterator[Shards]:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opendiloco.errors import first_line
-from opendiloco.host_memory import MOMENTS_BYTES, HostMemory
+from opendiloco.host_memory import HostMemory, moments_bytes
 from opendiloco.model.loss import in_pieces_of, positions_at_once, with_forward
 from opendiloco.model.parameters import local_part, transformer_blocks
 from opendiloco.quantities import VALUE_BYTES
@@ -400,9 +400,11 @@ def _fitting_as_trained(replica: ModelReplica, batch_size: int, at_once: int, te
 def _taken_later(replica: ModelReplica, team: Team, trains: bool) -> int:
     """Return this worker's share of the bytes that nobody has taken yet when workers have tried a window: moments,
     where there is training; in main memory also what the peer process takes."""
-    moments = MOMENTS_BYTES * replica.layout.size * trains // team.shards
+    trained, kept = replica.layout.size * trains // team.shards, replica.optimizer_state
+    moments = moments_bytes(trained, kept)
     if team.device.type != "cpu":
         return moments
+    moments += moments_bytes(trained, kept, is_on_host=True)
     host = HostMemory.of(replica.layout.size, replica.codec)
     return moments + ((host.most if trains else host.evaluating) - host.shared) // team.size
 

@@ -11,6 +11,7 @@ from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError, first_line
 from opendiloco.host_memory import HostMemory, WorkerMemory
 from opendiloco.model.build import build_model, build_skeleton
+from opendiloco.model.loss import fitting_logits, limit_logits
 from opendiloco.model.parameters import Shards, is_all_trained, layout_of, trainable
 from opendiloco.shared_memory import SharedVectors, check_available, reserve
 from opendiloco.stages import NOT_COMPILING, at_stage
@@ -26,6 +27,9 @@ from opendiloco.training.team import (
 from opendiloco.training.trials import compile_blocks
 from opendiloco.workers.needs import worker_memory
 from opendiloco.workers.options import WorkerOptions
+
+SHARE_OF_LOGITS = 0.25
+"""Of the memory of a GPU that the model leaves, what the logits of a piece may take. The rest is for activations."""
 
 
 def in_fitting_precision(config: RunConfig, team: Team) -> RunConfig:
@@ -58,7 +62,8 @@ def assemble_model(
         skeleton, config.training, team.device.type, team.shards, options, is_shared=team.mesh is not None
     )
     if team.device.type == "cuda":
-        _check_device(memory, team, options.trains)
+        room = team.smallest(_check_device(memory, team, options.trains))
+        limit_logits(team.device, fitting_logits(team.device, int(SHARE_OF_LOGITS * room)))
     if memory_descriptor is not None and team.rank == 0:
         _check_memory(memory, team, options.trains, config.codec)
         reserve(memory_descriptor, layout.size)
@@ -126,20 +131,21 @@ def _check_memory(memory: WorkerMemory, team: Team, trains: bool, codec: CodecSe
     """Raise MachineError where main memory is too small. What activations take cannot be known, and comes on top."""
     host = HostMemory.of(memory.trained, codec)
     starting = host.shared + memory.evaluating  # the first worker's whole model
-    needed = host.most if trains else host.evaluating
+    replicas = team.size // team.shards
+    needed = host.most + memory.on_host * replicas if trains else host.evaluating
     if team.device.type == "cpu":
-        replicas = team.size // team.shards
         starting += memory.evaluating * replicas if team.mesh else 0
         needed += (memory.training if trains else memory.evaluating) * replicas
     check_available("Training this model" if trains else "Evaluating this model", max(starting, needed))
 
 
-def _check_device(memory: WorkerMemory, team: Team, trains: bool) -> None:
-    """Raise MachineError where a GPU is too small."""
+def _check_device(memory: WorkerMemory, team: Team, trains: bool) -> int:
+    """Return the bytes of a GPU that are left for activations. Raises: MachineError where it is too small."""
     needed = (memory.training if trains else memory.evaluating) // team.shards
     free = torch.cuda.mem_get_info(team.device)[0]
     if needed > free:
         raise MachineError(
             f"{team.device} has {free / 2**20:.0f} MiB free; its part of the model takes {needed / 2**20:.0f} MiB.",
-            "Use more GPUs, or larger ones.",
+            "Use more GPUs, or larger ones; try --optimizer-state host or 8bit.",
         )
+    return free - needed

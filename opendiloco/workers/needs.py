@@ -14,7 +14,7 @@ import torch
 
 from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.host_memory import CONTEXT_BYTES, MOMENTS_BYTES, NCCL_BYTES, STATE_BYTES, HostMemory, WorkerMemory
-from opendiloco.model.loss import positions_at_once
+from opendiloco.model.loss import LEAST_LOGITS, in_pieces_of, positions_at_once
 from opendiloco.model.parameters import layout_of, multiplied_weights, transformer_blocks
 from opendiloco.model.utilisation import Precision, flops_per_token, peak_tokens_per_second
 from opendiloco.quantities import SECONDS_A_DAY, days_in_words, in_words
@@ -61,12 +61,12 @@ class Needs:
     @property
     def main_memory(self) -> int:
         """Of a machine that trains on GPUs."""
-        return self.host.most
+        return self.host.most + self.device.on_host
 
     @property
     def main_memory_on_cpu(self) -> int:
         """Of a machine that trains on its CPU."""
-        return self.host.most + self.on_cpu.training
+        return self.host.most + self.on_cpu.training + self.on_cpu.on_host
 
     @property
     def device_memory(self) -> int:
@@ -108,15 +108,15 @@ class Needs:
         return seconds, 8 * 2 * self.host.payload / seconds
 
 
-def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1) -> Needs:
+def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1, options: WorkerOptions | None = None) -> Needs:
     """Return what a run takes of a peer with so many GPUs, from the skeleton of its model."""
     training, layout = config.training, layout_of(skeleton, config.streaming)
     host = HostMemory.of(layout.size, config.codec)
     return Needs(
         gpus=gpus,
         host=host,
-        device=worker_memory(skeleton, training, "cuda", gpus),
-        on_cpu=worker_memory(skeleton, training, "cpu", 1),
+        device=worker_memory(skeleton, training, "cuda", gpus, options),
+        on_cpu=worker_memory(skeleton, training, "cpu", 1, options),
         tokens_per_outer_step=training.inner_steps * training.batch_size * training.sequence_length,
         outer_steps=config.total_outer_steps,
         precision=training.precision,
@@ -169,7 +169,8 @@ def worker_memory(
     gathered = sum(sizes) if options.whole_layers else sum(sizes) - sum(blocks) + sum(sorted(blocks)[-2:])
     head, embedding = skeleton.get_output_embeddings(), skeleton.get_input_embeddings()
     vocabulary, matrix = (head.out_features, head.weight.numel()) if isinstance(head, torch.nn.Linear) else (0, 0)
-    positions = min(positions_at_once(max(1, vocabulary), torch.device(device)), training.sequence_length)
+    with in_pieces_of(max(1, LEAST_LOGITS // max(1, vocabulary))):  # a GPU with more room has larger ones
+        positions = min(positions_at_once(max(1, vocabulary), torch.device(device)), training.sequence_length)
     is_tied = bool(matrix) and head.weight is embedding.weight
     copied = multiplied_weights(skeleton)
     if positions < training.sequence_length:  # by pieces, for which the head's matrix is copied alone
@@ -185,6 +186,7 @@ def worker_memory(
         tied=matrix if is_tied and not shared else 0,
         logits=positions * vocabulary * workers,
         is_fused=device in FUSED_ON,
+        optimizer_state=options.optimizer_state,
         copied=0 if shared or training.precision != "bf16" else copied,
         gathering_on_cpu=workers if shared and device == "cpu" else 0,
     )

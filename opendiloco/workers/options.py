@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opendiloco.errors import MachineError
+from opendiloco.quantities import OptimizerState
 
 TEMPERATURE = 0.8
 """Of samples, unless told otherwise: a little more likely than the model would write by itself."""
@@ -31,7 +32,8 @@ class WorkerOptions:
     `activation_checkpointing` None: as the run recommends. `compile` None: on GPUs. With `tf32`, GPUs multiply in TF32
     where the run says fp32. With `whole_gradients`, workers that share a model keep their gradients whole until a
     batch's last window; with `whole_layers` also its layers, from the forward to the backward pass. They share it
-    `replicas` times, each of so many equal groups once.
+    `replicas` times, each of so many equal groups once. Between two steps the inner optimizer's moments are on the
+    device, in main memory or in 8 bits a value, as `optimizer_state` says.
     `overlap` is "auto" or a number: an average is merged here so many inner steps after its fragment was stored (None:
     as the run says).
     Workers are `nice`, 0 to 19: other processes that are less so come first. All processes of the volunteer together
@@ -53,6 +55,7 @@ class WorkerOptions:
     whole_layers: bool = False
     whole_gradients: bool = False
     replicas: int = 1
+    optimizer_state: OptimizerState = "device"
     overlap: str | None = None
     restarts: int = 0
     nice: int = 0

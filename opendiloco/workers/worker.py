@@ -102,7 +102,10 @@ def _describe_failure(error: Exception, device: str = "the device") -> control.F
         remedy = "In a container, give it more: docker run --shm-size 1g, or --ipc host. Else train on one GPU."
         error = MachineError("/dev/shm has too little room for what this machine's GPUs tell each other.", remedy)
     if _is_out_of_memory(error):
-        remedy = "Use --micro-batch with a smaller number, --activation-checkpointing, or another device."
+        remedy = (
+            "Use --micro-batch with a smaller number, --activation-checkpointing, --optimizer-state host or 8bit, or "
+            "another device."
+        )
         error = DeviceMemoryError("the device ran out of memory.", remedy)
     if isinstance(error, RuntimeError) and DEVICE_FAILURE.search(str(error)):
         error = DeviceError(f"{device} failed: {first_line(error)}", LOOK_AT_DEVICE)
@@ -201,6 +204,7 @@ class Worker:
             from opendiloco.data.token_files import TokenCache, few_tokens
             from opendiloco.data.tokenizer import build_tokenizer
             from opendiloco.data.training_data import TrainingData, load_data
+            from opendiloco.training.optimizers import check_inner_optimizer
             from opendiloco.training.team import choose_device, device_name
 
         torch.set_num_threads(command.threads)
@@ -209,6 +213,7 @@ class Worker:
         self._options = command.options
         self._config = RunConfig.from_manifest_content(command.manifest_content)
         device = choose_device(command.device)
+        check_inner_optimizer(self._config.inner_optimizer, command.options.optimizer_state)
         self._tokenizer: Tokenizer = build_tokenizer(self._config.tokenizer)
         few = few_tokens(self._config.tokenizer, command.workers)
         cache = TokenCache(few=few, is_shared=command.workers > 1)
@@ -235,7 +240,12 @@ class Worker:
         memory = command.memory if command.fresh else None
         model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
         self._replica: ModelReplica = ModelReplica(
-            self._config, model, self._data.samples, self._team, reduces_once=command.options.reduces_once
+            self._config,
+            model,
+            self._data.samples,
+            self._team,
+            reduces_once=command.options.reduces_once,
+            optimizer_state=command.options.optimizer_state,
         )
         at_stage("trying how many windows fit")
         self._replica.micro_batch = self._choose_micro_batch()

@@ -23,6 +23,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.model.build import build_model, build_skeleton
+from opendiloco.quantities import OptimizerState
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.trials import peak_while
 from peers.values.leases import SampleRange
@@ -202,11 +203,15 @@ def test_a_devices_memory_has_a_bar_on_both_sides(peak: int, is_met: bool) -> No
     assert device_memory.bar_of(peak, 100).is_met == is_met
 
 
-def test_a_devices_memory_is_measured_beside_the_formula() -> None:
-    """On the CPU as on a GPU."""
+@pytest.mark.parametrize("kept", device_memory.KEPT)
+def test_a_devices_memory_is_measured_beside_the_formula(kept: OptimizerState) -> None:
+    """On the CPU as on a GPU; but there it cannot be seen what torchao takes while it quantizes."""
+    if kept == "8bit":
+        pytest.importorskip("torchao")
     config = RunConfig.from_toml(ROOT / "examples" / "llama-2m.toml")
-    peak, memory = device_memory.measure(device_memory.shortened(config), torch.device("cpu"))
-    assert device_memory.bar_of(peak, memory.training).is_met, (peak, memory.training)
+    peak, memory = device_memory.measure(device_memory.shortened(config), torch.device("cpu"), kept)
+    formula = memory.training + memory.on_host
+    assert device_memory.bar_of(peak, formula).is_met or (kept == "8bit" and 0.8 < peak / formula < 1), (peak, formula)
 
 
 @pytest.mark.parametrize(

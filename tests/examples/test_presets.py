@@ -315,7 +315,24 @@ def test_the_command_says_it_without_a_network() -> None:
     assert done.exit_code == 0, done.output
     assert "10,211,381,248 parameters; 904 outer steps, 94,791,270,400 tokens of each peer" in done.output
     assert "H100: 203 GB of each GPU, and activations: it is too small" in done.output
-    assert "8 H100: 34.7 GB of each GPU, and activations; 23 days at 40% of its peak" in done.output
+    assert "8 H100: 34.1 GB of each GPU, and activations; 23 days at 40% of its peak" in done.output
+
+
+def test_the_command_knows_where_moments_are() -> None:
+    """A billion parameters train on 16 GB then; their moments take 8.8 GB of main memory."""
+    done = CliRunner().invoke(main, ["run", "needs", "--json", str(ROOT / "examples" / "llama-1b.toml")])
+    kept = [
+        CliRunner().invoke(
+            main, ["run", "needs", "--json", "--optimizer-state", each, str(ROOT / "examples" / "llama-1b.toml")]
+        )
+        for each in ("host", "8bit")
+    ]
+    device, host, bits = (json.loads(each.output) for each in (done, *kept))
+    assert device["gpu_memory"] - host["gpu_memory"] == 8 * PARAMETERS["llama-1b"]
+    assert host["main_memory"] - device["main_memory"] == 8 * PARAMETERS["llama-1b"]
+    assert host["gpu_memory"] < bits["gpu_memory"] < 16e9 < device["gpu_memory"]
+    assert bits["main_memory"] == device["main_memory"]
+    assert host["main_memory_on_cpu"] - device["main_memory_on_cpu"] < 1e9
 
 
 def test_of_a_small_run_it_says_what_a_person_can_read() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from opendiloco.host_memory import HostMemory, WorkerMemory
 from opendiloco.kernels import INT8, UINT4
+from opendiloco.quantities import OptimizerState
 
 MIB = 1 << 20
 BILLION = HostMemory(10**9, INT8)
@@ -45,6 +47,11 @@ def test_small_models_keep_payloads_within_a_budget_and_snapshots_in_memory() ->
         (WorkerMemory(10, 10, gathered=5, gathering_on_cpu=1), 160 + 40),
         (WorkerMemory(10, 10, gathered=5, whole_gradients=20), 160 + 20 + 80),
         (WorkerMemory(10, 10, gathered=5, gathering_on_cpu=3), 160 + 40 + 2 * 250),
+        (WorkerMemory(10, 10, largest=4, optimizer_state="host"), 80 + 32 + 32),
+        (WorkerMemory(10, 10, largest=4, optimizer_state="host", is_fused=True), 80 + 32),
+        (WorkerMemory(10, 10, largest=4, optimizer_state="host", is_fused=True, copied=10), 80 + 40),
+        (WorkerMemory(10, 10, largest=4, optimizer_state="8bit", is_fused=True), 80 + 20 + 32 + 4 * 41),
+        (WorkerMemory(10, 10, largest=1 << 23, optimizer_state="8bit", is_fused=True), 100 + (8 << 23) + (41 << 21)),
     ],
 )
 def test_workers_take_weights_gradients_moments_and_what_a_step_or_a_pass_needs(
@@ -52,6 +59,11 @@ def test_workers_take_weights_gradients_moments_and_what_a_step_or_a_pass_needs(
 ) -> None:
     assert memory.training == training
     assert memory.evaluating == 40
+
+
+def test_moments_are_in_main_memory_if_they_are_kept_there() -> None:
+    kept: tuple[OptimizerState, ...] = get_args(OptimizerState)
+    assert [WorkerMemory(10, 8, optimizer_state=each).on_host for each in kept] == [0, 64, 0]
 
 
 def test_the_documentation_states_what_the_formula_gives() -> None:

@@ -143,13 +143,13 @@ def _check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
 
 
 # What they are made of, for which torch is needed ---------------------------------------------------------------------
-def _size(config: RunConfig, gpus: int) -> tuple[Any, Needs]:
+def _size(config: RunConfig, gpus: int, options: WorkerOptions) -> tuple[Any, Needs]:
     """Return a run's model as a skeleton, and its needs with so many GPUs (0: on the CPU). Raises: DilocoPeerError."""
     from opendiloco.model.build import sized_skeleton
     from opendiloco.workers.needs import needs_of
 
     skeleton = sized_skeleton(config)
-    return skeleton, needs_of(config, skeleton, max(1, gpus))
+    return skeleton, needs_of(config, skeleton, max(1, gpus), options)
 
 
 def _estimated_speed(needs: Needs, gpus: Sequence[Gpu]) -> _Speed | None:
@@ -366,7 +366,7 @@ class Examination:
         self._at("importing torch and transformers")
         try:
             gpus = self._gpus(torch)
-            skeleton, needs = await asyncio.to_thread(_size, self._run.config, len(gpus))
+            skeleton, needs = await asyncio.to_thread(_size, self._run.config, len(gpus), self._settings.workers)
         except DilocoPeerError as error:
             self._tell(failed_with("memory", error), check_disk(state))
             return

@@ -8,15 +8,16 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from platform import python_version
 from typing import TYPE_CHECKING
 
 from opendiloco.cores import usable_cores
 from opendiloco.errors import MachineError
-from opendiloco.gpus import INSTALL_TORCH, Cards, read_cards, unusable
+from opendiloco.gpus import INSTALL_TORCH, INSTALL_TORCHAO, Cards, read_cards, unusable
 from opendiloco.owner.facts import GpuState, is_on_battery, read_gpus, read_sensors
-from opendiloco.quantities import in_words
+from opendiloco.quantities import OptimizerState, in_words
 from opendiloco.shared_memory import available_memory
 from opendiloco.storage.run_folder import default_state_folder
 from opendiloco.tools.doctor.findings import Finding, Value, Verdict, failed, passed, skipped, warned
@@ -56,7 +57,7 @@ def check_quickly(state: Path | None, options: WorkerOptions) -> None:
     gpus = _gpus_in_use(torch, options)
     findings = [
         _check_python(),
-        _check_torch(torch, cards),
+        _check_torch(torch, cards, options.optimizer_state),
         _check_gpu(torch, cards, options.device),
         _check_compiler(gpus > 0),
         _check_shm(gpus),
@@ -78,7 +79,7 @@ def machine_findings(torch: Torch | None, options: WorkerOptions) -> list[Findin
     gpus, cards, states = _gpus_in_use(torch, options), _cards_for(options), read_gpus()
     return [
         _check_python(),
-        _check_torch(torch, cards),
+        _check_torch(torch, cards, options.optimizer_state),
         _check_gpu(torch, cards, options.device),
         _check_compiler(gpus > 0),
         _check_shm(gpus),
@@ -96,13 +97,15 @@ def _check_python() -> Finding:
     return passed("python", found, version=version, cores=cores)
 
 
-def _check_torch(torch: Torch | None, cards: Cards) -> Finding:
-    """Whether torch is there, and was built for the GPUs that are."""
+def _check_torch(torch: Torch | None, cards: Cards, optimizer_state: OptimizerState = "device") -> Finding:
+    """Return whether torch is there, and was built for the GPUs that are; and torchao, where it is needed."""
     if torch is None:
         return failed("torch", "torch is not installed", "pip install diloco-peer into this environment again.")
     values = {"version": torch.version, "platform": torch.platform}
     if torch.error and torch.gpus is None:
         return failed("torch", f"torch {torch.version} cannot be imported: {torch.error}", "Install torch again.")
+    if optimizer_state == "8bit" and find_spec("torchao") is None:
+        return failed("torch", "torchao, which --optimizer-state 8bit needs, is not installed", INSTALL_TORCHAO)
     found = f"torch {torch.version}, built for {torch.platform or 'CPUs alone'}"
     if torch.platform is None and cards.names:
         found = f"{found}, but this machine has a GPU: {', '.join(cards.names)}"
@@ -242,7 +245,12 @@ def check_memory(gpus: Sequence[Gpu] = (), needs: Needs | None = None) -> Findin
         found = f"{found}; of each GPU {in_words(each)} and activations, of {in_words(least)} that are free"
         values |= {"gpu_free": least, "gpu_needed": each}
         if least < each:
-            return failed("memory", found, "Use more GPUs, or larger ones; end what else uses them.", **values)
+            return failed(
+                "memory",
+                found,
+                "Use more GPUs, or larger ones; end what else uses them; try --optimizer-state host.",
+                **values,
+            )
     return passed("memory", found, **values)
 
 

@@ -382,6 +382,18 @@ def test_a_piece_has_one_position_at_least_and_any_device_has_pieces() -> None:
     assert losses.positions_at_once(1 << 30, CPU) == 1
 
 
+@pytest.mark.parametrize(
+    ("room", "logits"),
+    [(0, 1 << 24), (12 << 24, 1 << 24), (12 << 25, 1 << 25), ((12 << 26) - 1, 1 << 25), (1 << 40, 1 << 26)],
+)
+def test_a_gpu_with_little_room_has_smaller_pieces(room: int, logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(losses, "LOGITS_AT_ONCE", dict(losses.LOGITS_AT_ONCE))
+    losses.limit_logits(gpu, losses.fitting_logits(gpu, room))
+    assert losses.positions_at_once(32_000, gpu) == logits // 32_000
+    assert losses.positions_at_once(32_000, CPU) == 524
+
+
 def test_windows_are_counted_by_what_they_take_beyond_one_piece(
     small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,9 +42,9 @@ LEASE = (SampleRange(3, 20), SampleRange(30, 54))  # 41 samples: the last batch 
 ENDLESS = (SampleRange(0, 10**6),)
 FACTS = RunFacts(run_id="small-1", manifest_digest="00" * 32, outer_steps=3, tokens=640, peers=2, held_out_loss=5.0)
 OPTIONS = {
-    2: WorkerOptions(device="cpu", cpu_workers=2, micro_batch=2, whole_layers=True),
+    2: WorkerOptions(device="cpu", cpu_workers=2, micro_batch=2, whole_layers=True, optimizer_state="host"),
     3: WorkerOptions(device="cpu", cpu_workers=3, micro_batch=1, activation_checkpointing=True),
-    4: WorkerOptions(device="cpu", cpu_workers=4, replicas=2),
+    4: WorkerOptions(device="cpu", cpu_workers=4, replicas=2, optimizer_state="host"),
 }
 
 

@@ -237,6 +237,16 @@ def test_a_good_machine_passes_and_the_checks_come_in_their_order() -> None:
     assert [finding.name for finding in findings] == list(CHECKS)[: len(findings)]
 
 
+def test_torchao_is_missed_before_anything_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = WorkerOptions(optimizer_state="8bit")
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    assert_finding(_check_torch(CUDA_BUILD, CARD, "8bit"), FAIL, "torchao, which --optimizer-state 8bit needs")
+    with pytest.raises(MachineError, match=r'is not installed. Install it: pip install "diloco-peer\[8bit\]"'):
+        check_quickly(STATE, options)
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    assert worst(machine_findings(CUDA_BUILD, options)) is PASS
+
+
 def test_who_wants_the_cpu_hears_nothing_of_gpus() -> None:
     assert worst(machine_findings(CPU_BUILD, WorkerOptions(device="cpu"))) is PASS
 

@@ -28,6 +28,7 @@ from opendiloco.tools.doctor.torch_probe import Gpu
 from opendiloco.tools.plan import Peer, Plan, forecast
 from opendiloco.view.run_view import RunView
 from opendiloco.workers.needs import UTILISATION, needs_of
+from opendiloco.workers.options import WorkerOptions
 from peers.values.identity import Identity
 from peers.values.workload import Progress
 from tests.opendiloco.view.test_agreement import beat
@@ -114,7 +115,7 @@ def skeleton(config: RunConfig) -> Any:
 
 def test_what_a_run_takes_is_what_join_goes_by(config: RunConfig, skeleton: Any, tmp_path: Path) -> None:
     needs = needs_of(config, skeleton)
-    assert [_size(config, gpus)[1] for gpus in (0, 1)] == [needs, needs]
+    assert [_size(config, gpus, WorkerOptions())[1] for gpus in (0, 1)] == [needs, needs]
     on_cpu, on_gpu = (check_memory([H100] * gpus, needs).values for gpus in (0, 1))
     assert (on_cpu["needed"], "gpu_needed" in on_cpu) == (needs.main_memory_on_cpu, False)
     assert (on_gpu["needed"], on_gpu["gpu_needed"]) == (needs.main_memory, needs.device_memory)

@@ -12,7 +12,9 @@ from click.testing import CliRunner, Result
 from opendiloco.cli import main
 from opendiloco.config.run_config import RunConfig
 from opendiloco.model.build import sized_skeleton
+from opendiloco.quantities import OptimizerState
 from opendiloco.workers.needs import needs_of
+from opendiloco.workers.options import WorkerOptions
 
 ROOT = Path(__file__).parents[4]
 RUN = ROOT / "examples" / "llama-2m.toml"
@@ -68,9 +70,11 @@ def test_a_run_that_streams_is_planned_with_its_own_fragments_and_overlap(links:
     assert (found["fragments"], found["overlap"]) == (3, 3), "two of blocks, and one of embeddings"
 
 
-def test_memory_is_what_join_holds_against_the_machine(links: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", ["device", "host"])
+def test_memory_is_what_join_holds_against_the_machine(links: Path, tmp_path: Path, kept: OptimizerState) -> None:
+    links.write_text(LINKS.replace("price_per", f'optimizer_state = "{kept}"\nprice_per'), encoding="utf-8")
     config = RunConfig.from_toml(RUN)
-    needs = needs_of(config, sized_skeleton(config))
+    needs = needs_of(config, sized_skeleton(config), options=WorkerOptions(optimizer_state=kept))
     assert plan(links, "--json", tmp_path / "plan.json").exit_code == 0
     with_gpu, on_cpu = json.loads((tmp_path / "plan.json").read_text())["memory"]
     assert (with_gpu["main"], with_gpu["gpu"]) == (needs.main_memory, needs.device_memory)
