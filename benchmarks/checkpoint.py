@@ -37,7 +37,7 @@ from opendiloco.storage.writer import KeepingPlan
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.outer import OuterState
 from peers.transfer.snapshots import FrozenSnapshot
-from peers.transfer.storage import Storage
+from peers.transfer.storage import FolderStorage
 
 OURS, SAFETENSORS, TORCH = "ours, in a process", "safetensors.save_file + fsync", "torch.save + fsync"
 RUN = "benchmark-" + "a" * 32
@@ -69,7 +69,7 @@ def save_at_once(save: Callable[[Path], object], path: Path) -> float:
 async def save_in_a_process(state: OuterState, plan: KeepingPlan) -> tuple[float, float, float]:
     """Seconds that the trainer loses, until the copy is done, and until the checkpoint is safe on the disk."""
     plan.folder.mkdir(parents=True, exist_ok=True)
-    storage = Storage(plan.folder, available_memory)
+    storage = FolderStorage(plan.folder, available_memory)
     memory = storage.snapshot(state.theta.nbytes + state.momentum.nbytes)
     digest, codec = state.digest(), BlockCodec(INT8, state.theta.size)
     payload = codec.empty_payload()

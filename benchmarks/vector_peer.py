@@ -40,7 +40,7 @@ from peers.network.throttle import Caps
 from peers.network.transport import HivemindTransport
 from peers.transfer.following import Following
 from peers.transfer.snapshots import SNAPSHOT, FrozenSnapshot
-from peers.transfer.storage import Storage
+from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
 from peers.values.leases import sample_count
 from peers.values.manifest import Amendment
@@ -202,7 +202,7 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
     if part.folder:
         block_bytes = BlockCodec(INT8, part.values).byte_range(0, 1)[1]
         log = LogFolder.open(part.folder / "log", part.settings.empty_log, block_bytes)
-        storage = Storage(part.folder, available_memory)
+        storage = FolderStorage(part.folder, available_memory)
     lines: asyncio.Queue[str] = asyncio.Queue()
     vectors = await asyncio.to_thread(create_vectors, part.values)
     worker = VectorWorker(vectors, part.pause, lines)

@@ -83,7 +83,7 @@ def test_the_router_is_not_asked_by_tests() -> None:
         async def nothing(*_: object) -> None:
             return None
 
-        links = Links(Identity.generate(), nothing, nothing, nothing, lambda: (UNLIMITED, UNLIMITED))  # type: ignore[arg-type]
+        links = Links(Identity.generate(), nothing, nothing, nothing, nothing, lambda: (UNLIMITED, UNLIMITED))  # type: ignore[arg-type]
         try:
             links.listen(["0.0.0.0"], LinkSettings())
         finally:

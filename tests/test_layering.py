@@ -73,7 +73,7 @@ def test_peers_knows_nothing_of_training(imported: str) -> None:
 
 
 def test_hivemind_is_behind_the_transport() -> None:
-    assert importers("hivemind") <= {"peers.network.transport", "peers.network.daemon"}
+    assert importers("hivemind") <= {"peers.network.transport", "peers.network.hivemind_lite"}
 
 
 IMPORTS: dict[str, set[str]] = {

@@ -197,7 +197,7 @@ def _create(run_toml: Path, initial_peers: tuple[str, ...], identity: Path | Non
 def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
     """Yield what to type next: on volunteers' machines, and on the organiser's."""
     from opendiloco.run import local_tables
-    from peers.network.sockets import host_of, is_loopback
+    from peers.network.contacts import host_of, is_loopback
 
     folders, is_by_invitation = local_sources(run.config.data), run.manifest.is_by_invitation
     is_here = all(map(is_loopback, map(host_of, invite.addresses)))

@@ -21,8 +21,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from opendiloco.dashboard.watching import Board, NodeSources, RunWatch, Source, Watching
 from peers.errors import LocalNetworkError
+from peers.network.contacts import is_loopback
 from peers.network.own_network import network_of
-from peers.network.sockets import is_loopback
 from peers.values.system import cancel_and_wait
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from opendiloco.view.run_view import RunView, bounded_loss, plain_peer, plain_si
 from peers.errors import DilocoPeerError
 from peers.log.folder import RunLog
 from peers.log.state import LogError
-from peers.network.bootstrap import RunFailures
+from peers.network.run_failures import RunFailures
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads

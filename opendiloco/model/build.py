@@ -37,7 +37,7 @@ from opendiloco.quantities import VALUE_BYTES
 from opendiloco.shared_memory import Vector, available_memory, check_available
 from opendiloco.stages import at_stage
 from peers.errors import DilocoPeerError, ManifestError
-from peers.values.system import signals_held_back
+from peers.network.signals import signals_held_back
 from peers.values.wire import printable
 
 FOLDERS = (

@@ -36,8 +36,8 @@ from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError, LogState
 from peers.messages.messages import Certified, Elsewhere, Inquire
 from peers.messages.packing import pack_message, unpack_message
-from peers.network.bootstrap import RunFailures
 from peers.network.channel import PeerUnreachableError, RefusalError
+from peers.network.run_failures import RunFailures
 from peers.network.transport import HivemindTransport
 from peers.presence.branches import state_told
 from peers.presence.heartbeat import Heartbeat, PeerState
@@ -47,7 +47,7 @@ from peers.transfer.following import Doubts, next_in_log
 from peers.transfer.lineage_fetch import Compared, LineageFetch, Past, add_headers_before, serve_headers
 from peers.transfer.payloads import MissingProofs, PayloadError, Payloads, serve_payloads, serve_proofs
 from peers.transfer.snapshots import Snapshot, Vouched, ask_size, fetch_snapshot, serve_snapshots
-from peers.transfer.storage import Storage
+from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
@@ -216,6 +216,8 @@ class ArchivedRun:
         donors = [beat.peer for beat in ahead]
         if not donors:
             return False
+        for beat in beats:
+            await self._transport.connect(beat.peer, beat.addresses)
         if self.end.last is None:  # nothing has come that fits the size that was told: it may have been a lie
             self.buffers = ()
         if not self.buffers:
@@ -298,7 +300,7 @@ class ArchivedRun:
             found = await compare(index)
             return Vouched(found.theirs, partial(state_told, found.theirs, beats), least, is_wary=True)
 
-        storage = Storage(self.folder.download, available_memory)
+        storage = FolderStorage(self.folder.download, available_memory)
         async with self._room.held(self.run.run_id, self._snapshot_room):
             snapshot = await fetch_snapshot(
                 self._transport, donors, self.log.empty_log, least, vouch, storage, self._state_bytes

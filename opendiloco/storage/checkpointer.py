@@ -18,8 +18,9 @@ from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, CheckpointJob,
 from opendiloco.training.moments_file import NO_STEP
 from opendiloco.workers.supervisor import Supervisor
 from peers.errors import DilocoPeerError
+from peers.network.signals import signals_held_back
 from peers.transfer.snapshots import FrozenSnapshot
-from peers.values.system import PARTIAL, signals_held_back
+from peers.values.system import PARTIAL
 from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ from opendiloco.evaluation_turns import bits_per_byte
 from opendiloco.run import Run
 from opendiloco.view.amended import Amended, outer_steps_in_force
 from opendiloco.view.chronicle import Chronicle
-from peers.network.sockets import host_of, is_numeric, is_public, parse_endpoint
+from peers.network.contacts import host_of, is_numeric, is_public
+from peers.network.sockets import parse_endpoint
 from peers.presence.heartbeat import NAMED_PEERS, Heartbeat, HeldOutLoss, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.values.signed_heads import SignedHeads

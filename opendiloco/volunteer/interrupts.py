@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any, Self, TypeVar
 
-from peers.values.system import LEAVE_SIGNALS
+from peers.network.signals import LEAVE_SIGNALS
 
 T = TypeVar("T")
 

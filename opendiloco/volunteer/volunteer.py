@@ -48,7 +48,7 @@ from peers.network.transport import HivemindTransport
 from peers.presence.admission import RunAdmission
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.states import State
-from peers.transfer.storage import Storage
+from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
 from peers.values.system import cancel_and_wait, now
@@ -161,7 +161,7 @@ async def volunteer_with(
     log, lineage, storage, votes = None, None, None, None
     if folder is not None:
         log = LogFolder.open(folder.log, run.settings.empty_log, FORMATS[run.config.codec.kind].block_bytes)
-        storage, votes = Storage(folder.download, available_memory), VotesFile(folder.log)
+        storage, votes = FolderStorage(folder.download, available_memory), VotesFile(folder.log)
         position = await _resume_from(folder, workload, log)
         lineage = await asyncio.to_thread(log.lineage, position)
         if position.last:

@@ -33,8 +33,9 @@ from opendiloco.model.export import Dtype, RunFacts
 from opendiloco.stages import Watch
 from opendiloco.workers.options import TEMPERATURE, WorkerOptions
 from peers.errors import DilocoPeerError, ManifestError
+from peers.network.signals import signals_held_back
 from peers.values.leases import SampleRange
-from peers.values.system import cancel_and_wait, signals_held_back
+from peers.values.system import cancel_and_wait
 from peers.values.workload import InnerLoop, SnapshotError
 
 logger = logging.getLogger(__name__)

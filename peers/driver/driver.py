@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 from peers import metrics
 from peers.driver.pulse import Pulse
 from peers.driver.replication import Replication
-from peers.driver.rounds import Rounds, Scout
+from peers.driver.rounds import Rounds
+from peers.driver.traffic import Scout
 from peers.driver.training import Training
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.log.folder import RunLog

@@ -9,257 +9,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import os
+import re
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 from peers import metrics
-from peers.errors import DilocoPeerError, LocalNetworkError, ManifestError, SwarmUnreachableError
+from peers.errors import LocalNetworkError, ManifestError, SwarmUnreachableError
 from peers.metrics import HEALTH
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.daemon import NETWORK_ERRORS, peer_id_of
 from peers.network.first_contact import RememberedPeers
 from peers.network.links import LinkSettings
+from peers.network.manifest_store import REVOKED_SUFFIX, SIGNED_SUFFIX, ManifestStore
 from peers.network.rating import RATING, Rater
+from peers.network.run_failures import RunFailures
 from peers.network.transport import HivemindTransport
 from peers.presence.allowances import Allowances
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 from peers.values.manifest import RUN_ID, SignedManifest
 from peers.values.signed_heads import SignedHeadsError, unpack_heads
-from peers.values.system import cancel_and_wait, make_private_folder, now, write_whole
+from peers.values.system import cancel_and_wait, now
 from peers.values.tickets import Ticket, TicketError
 from peers.values.wire import printable
 
 logger = logging.getLogger(__name__)
 
-MANIFEST_LIMIT = 1000  # runs that one node remembers: 64 MB at most
-SHARE_LIMIT = 250  # of them, that one organiser's key has signed, or that were announced from one network
-QUIET_LIMIT = 24 * 3600.0  # seconds without a peer after which a run may be forgotten for another's sake
-SUFFIX = ".manifest"
-REVOKED_SUFFIX = ".revocations"
-SIGNED_SUFFIX = ".signed"
-ORIGIN_SUFFIX = ".origin"
-IS_USED = "used"
-
-
-@dataclass
-class _Origin:
-    """The network from which a run was announced, and whether it has had a peer since."""
-
-    network: str
-    is_used: bool = False
-
-
-class ManifestStore:
-    """The manifests in a directory, one file each. `check` raises ManifestError for what is no run that can be used."""
-
-    def __init__(self, directory: Path, check: Callable[[SignedManifest], object] = lambda manifest: None) -> None:
-        """Raises: LocalNetworkError when the directory cannot be made."""
-        self._directory = directory
-        self._check = check
-        self._read = dict[str, SignedManifest | None]()  # None: it is skipped
-        self._origins = dict[str, _Origin]()  # of those that were announced: an operator may have put others here
-        try:
-            make_private_folder(directory)
-            for path in directory.glob(f"*{ORIGIN_SUFFIX}"):
-                run_id = path.name.removesuffix(ORIGIN_SUFFIX)
-                network, _, used = self.kept(ORIGIN_SUFFIX, run_id).decode(errors="replace").partition(" ")
-                self._origins[run_id] = _Origin(network, used == IS_USED)
-        except OSError as error:
-            raise self._unusable(error) from error
-
-    def __iter__(self) -> Iterator[SignedManifest]:
-        """Every manifest that is whole and belongs to the run that its file name says; others are logged, and skipped.
-
-        Each file is read once, since a run's id says what its manifest is: to check a thousand signatures takes long.
-        """
-        there = self._all()
-        self._read = {run_id: manifest for run_id, manifest in self._read.items() if run_id in there}
-        yield from filter(None, map(self._manifest, sorted(there)))
-
-    def _manifest(self, run_id: str) -> SignedManifest | None:
-        """Return the manifest in a run's file; None where it is skipped."""
-        if run_id not in self._read:
-            path = self._directory / f"{run_id}{SUFFIX}"
-            try:
-                manifest = SignedManifest.unpack(path.read_bytes(), run_id)
-                self._check(manifest)
-                self._read[run_id] = manifest
-            except Exception as error:  # whatever is wrong with one file, the others are kept
-                logger.warning("skipped %s: %s", path, printable(str(error)))
-                if not isinstance(error, OSError):  # which may be over at the next look
-                    self._read[run_id] = None
-        return self._read.get(run_id)
-
-    def run_ids(self) -> list[str]:
-        """Return the ids of all runs, the last that was announced or in use first."""
-        used_at = self._all()
-        return sorted(used_at, key=lambda run_id: (used_at[run_id], run_id), reverse=True)
-
-    def _all(self) -> dict[str, float]:
-        """Return when each run that has a file was announced or in use last, in seconds since the epoch."""
-        return {path.name.removesuffix(SUFFIX): path.stat().st_mtime for path in self._directory.glob(f"*{SUFFIX}")}
-
-    def knows(self, run_id: str) -> bool:
-        """Return whether a run's manifest is kept here."""
-        return (self._directory / f"{run_id}{SUFFIX}").exists() and self._manifest(run_id) is not None
-
-    def add(self, manifest: SignedManifest, network: str) -> list[str]:
-        """Write its file, whole or not at all. Return the runs that were forgotten for it.
-
-        `network` is the one from which it was announced. Of a run that is known already nothing changes.
-
-        Raises: ManifestError when the check fails; RefusalError when there is no room; LocalNetworkError.
-        """
-        if self.knows(manifest.run_id):
-            return []
-        self._check(manifest)
-        path = self._directory / f"{manifest.run_id}{SUFFIX}"
-        try:
-            forgotten = [] if path.exists() else self._make_room(manifest.organiser, network)
-            self._keep_origin(manifest.run_id, _Origin(network))
-            write_whole(path, [manifest.pack()], is_durable=True)
-        except OSError as error:
-            raise self._unusable(error) from error
-        self._read.pop(manifest.run_id, None)  # what was skipped there
-        return forgotten
-
-    def _keep_origin(self, run_id: str, origin: _Origin) -> None:
-        """Raises: OSError."""
-        self._origins[run_id] = origin
-        text = f"{origin.network} {IS_USED if origin.is_used else ''}"
-        write_whole(self._directory / f"{run_id}{ORIGIN_SUFFIX}", [text.encode()])
-
-    def keep(self, suffix: str, run_id: str, packed: bytes) -> None:
-        """Keep what goes with a run: its revoked tickets (REVOKED_SUFFIX), or what its archives signed (SIGNED_SUFFIX).
-
-        A disk that takes nothing is logged.
-        """
-        try:
-            write_whole(self._directory / f"{run_id}{suffix}", [packed], is_durable=True)
-        except OSError as error:
-            logger.error("%s", self._unusable(error))
-
-    def kept(self, suffix: str, run_id: str) -> bytes:
-        """Return what was kept last; empty: nothing."""
-        try:
-            return (self._directory / f"{run_id}{suffix}").read_bytes()
-        except OSError:
-            return b""
-
-    def touch(self, run_id: str) -> None:
-        """Note that the run has a peer now, so that it is not forgotten for another while."""
-        with suppress(OSError):
-            os.utime(self._directory / f"{run_id}{SUFFIX}")
-            origin = self._origins.get(run_id)
-            if origin is not None and not origin.is_used:
-                self._keep_origin(run_id, _Origin(origin.network, is_used=True))
-
-    def _make_room(self, organiser: str, network: str) -> list[str]:
-        """Forget runs whose place is needed for a new one of this organiser and network, and return them.
-
-        Raises: RefusalError when there are none, and then all are kept; OSError.
-        """
-        used_at = self._all()
-        forgotten = list[str]()
-        for limit, which, runs in (
-            (SHARE_LIMIT, " of this organiser", self._runs_of(organiser, used_at)),
-            (SHARE_LIMIT, " announced from your network", [one for one in used_at if self._network_of(one) == network]),
-            (MANIFEST_LIMIT, "", list(used_at)),
-        ):
-            left = [run_id for run_id in runs if run_id in used_at]
-            while len(left) >= limit:
-                run_id = self._least_needed(left, used_at)
-                if run_id is None:
-                    raise RefusalError(f"this node remembers {limit} runs{which}, all in use; ask again tomorrow")
-                left.remove(run_id)
-                del used_at[run_id]
-                forgotten.append(run_id)
-        for run_id in forgotten:
-            self._forget(run_id)
-        return forgotten
-
-    def _runs_of(self, organiser: str, run_ids: Iterable[str]) -> list[str]:
-        """Return those of the announced runs that this key has signed."""
-        manifests = ((run_id, self._manifest(run_id)) for run_id in run_ids if run_id in self._origins)
-        return [run_id for run_id, manifest in manifests if manifest is not None and manifest.organiser == organiser]
-
-    def _network_of(self, run_id: str) -> str | None:
-        return self._origins[run_id].network if run_id in self._origins else None
-
-    def _least_needed(self, run_ids: Collection[str], used_at: Mapping[str, float]) -> str | None:
-        """Return the oldest run that never had a peer, of the network that has announced most of those; without any,
-        the one that is quiet for longest; None where all were in use lately."""
-        unused = [run_id for run_id in run_ids if run_id in self._origins and not self._origins[run_id].is_used]
-        if unused:
-            count = Counter(map(self._network_of, unused))
-            return min(unused, key=lambda run_id: (-count[self._network_of(run_id)], used_at[run_id]))
-        oldest = min(run_ids, key=lambda run_id: used_at[run_id])
-        return oldest if time.time() - used_at[oldest] >= QUIET_LIMIT else None
-
-    def _forget(self, run_id: str) -> None:
-        """Raises: OSError."""
-        for suffix in (SUFFIX, ORIGIN_SUFFIX, REVOKED_SUFFIX, SIGNED_SUFFIX):
-            (self._directory / f"{run_id}{suffix}").unlink(missing_ok=True)
-        self._origins.pop(run_id, None)
-        for gauge in (metrics.RUN_LIVE_PEERS, metrics.ARCHIVED_OUTER_STEP):
-            with suppress(KeyError):
-                gauge.remove(run_id)
-        logger.info("forgot the run %s: nobody uses it", run_id)
-
-    def _unusable(self, error: OSError) -> LocalNetworkError:
-        return LocalNetworkError(
-            f"cannot keep manifests in {self._directory}: {error.strerror or error}.",
-            "Name a directory that this user may write to, with some space left.",
-        )
-
-
-RETRY_FIRST, RETRY_LAST = 5.0, 600.0  # seconds
-
-
-class RunFailures:
-    """The runs for which a piece of work has failed. Each failure is logged once, until the work succeeds again."""
-
-    def __init__(self, work: str) -> None:
-        self._work = work
-        self._failed: dict[str, tuple[int, float]] = {}  # how often in a row, and when it may be tried again
-
-    def is_due(self, run: str) -> bool:
-        """Return whether the work may be tried: after each failure later than after the one before."""
-        _, retry_at = self._failed.get(run, (0, -math.inf))
-        return now() >= retry_at
-
-    @contextmanager
-    def caught(self, run: str) -> Iterator[None]:
-        """Catch and log what the work for one run raises."""
-        try:
-            yield
-        except Exception as error:  # of any kind: a stranger may have made the run
-            count, _ = self._failed.get(run, (0, 0.0))
-            self._failed[run] = count + 1, now() + min(RETRY_LAST, RETRY_FIRST * 2**count)
-            if count:
-                logger.debug("run %s: %s: %r", run, self._work, error)
-            else:
-                is_known = isinstance(error, DilocoPeerError)
-                message = "run %s: %s failed, which is tried again later: %s"
-                logger.error(message, run, self._work, error, exc_info=None if is_known else error)
-        else:
-            self.forget(run)
-
-    def forget(self, run: str) -> None:
-        self._failed.pop(run, None)
-
-
-LIST_RUNS = "list-runs"  # name of the call; payload: nothing, answer: a run id a line
+LIST_RUNS = "list-runs"  # name of the call; payload: how many runs to leave out, in decimals; answer: a run id a line
+PAGE = 200  # runs in one answer
+RUNS_LIMIT = 1000
+"""Runs that are asked for at most."""
 ASK_TIMEOUT = 20.0  # seconds for a call to a bootstrap node, which may be busy with many
+NUMBER = re.compile(rb"[0-9]{1,6}")
 ANNOUNCE_MANIFEST = "announce-manifest"  # name of the call; payload: a packed SignedManifest, answer: its run id
 MANIFEST_LIFETIME = 3600.0  # seconds that the DHT keeps a manifest
 REPUBLISH_INTERVAL = 300.0  # seconds; several chances within a lifetime
@@ -373,9 +157,12 @@ class _BootstrapNode:
         return manifest.run_id.encode()
 
     async def on_list(self, sender: str, payload: bytes) -> bytes:
-        """Return the open runs, the newest first. Those by invitation are not listed."""
-        admissions = self.transport.runs.admissions
-        return "\n".join(run_id for run_id in self.store.run_ids() if admissions.of(run_id) is None).encode()
+        """Return a page of the open runs, the newest first. Those by invitation are not listed."""
+        if not NUMBER.fullmatch(payload):
+            raise RefusalError("the number of runs to leave out is malformed")
+        first, admissions = int(payload), self.transport.runs.admissions
+        run_ids = [run_id for run_id in self.store.run_ids() if admissions.of(run_id) is None]
+        return "\n".join(run_ids[first : first + PAGE]).encode()
 
     async def keep_publishing(self) -> None:
         while True:
@@ -466,7 +253,7 @@ async def announce_manifest(
     return tuple(kept)
 
 
-async def listed_runs(transport: HivemindTransport, addresses: Sequence[str], limit: int) -> list[str]:
+async def listed_runs(transport: HivemindTransport, addresses: Sequence[str], limit: int = RUNS_LIMIT) -> list[str]:
     """Return the ids of at most `limit` runs that the nodes at these addresses remember, each once.
 
     Raises: SwarmUnreachableError when none of the nodes lists any runs.
@@ -475,7 +262,7 @@ async def listed_runs(transport: HivemindTransport, addresses: Sequence[str], li
     failures = []
     for address in addresses:
         try:
-            for run_id in await _list_of(transport, peer_id_of(address)):
+            for run_id in await _list_of(transport, peer_id_of(address), limit):
                 found.setdefault(run_id)
         except PeerUnreachableError as error:
             failures.append(str(error).rstrip("."))
@@ -487,12 +274,17 @@ async def listed_runs(transport: HivemindTransport, addresses: Sequence[str], li
     return list(found)[:limit]
 
 
-async def _list_of(transport: HivemindTransport, peer_id: str) -> list[str]:
+async def _list_of(transport: HivemindTransport, peer_id: str, limit: int) -> list[str]:
     """Return what one node lists. Raises: PeerUnreachableError, also for an answer that is malformed."""
-    answer = await transport.call(peer_id, LIST_RUNS, b"", ASK_TIMEOUT)
-    run_ids = answer.decode("ascii", errors="replace").split()
-    if len(run_ids) > MANIFEST_LIMIT or not all(map(RUN_ID.fullmatch, run_ids)):
-        raise PeerUnreachableError(peer_id, "its list of runs is malformed")
+    run_ids: list[str] = []
+    while len(run_ids) < limit:
+        answer = await transport.call(peer_id, LIST_RUNS, str(len(run_ids)).encode(), ASK_TIMEOUT)
+        page = answer.decode("ascii", errors="replace").split()
+        if len(page) > PAGE or not all(map(RUN_ID.fullmatch, page)):
+            raise PeerUnreachableError(peer_id, "its list of runs is malformed")
+        run_ids += page
+        if len(page) < PAGE:
+            break
     return run_ids
 
 

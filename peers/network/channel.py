@@ -1,10 +1,13 @@
-"""A byte stream between two peers: framing, and permission before data.
+"""A byte stream between two peers: framing, permission before data, confirmation after it.
 
-A stream starts with a prelude (header length, data length) and the header. The other side reads no data before it has
-answered with a verdict, so that nothing is allocated for data that nobody asked for:
+A stream starts with a prelude (magic, version, header length, data length) and the header. The other side reads no data
+before it has answered with a verdict, so that nothing is allocated for data that nobody asked for:
 
-    pull     prelude header ──►   ◄── verdict, prelude header data
+    pull     prelude header ──►   ◄── verdict, prelude header data   digest ──►
     chunks   prelude header, frame header data, frame header data … ──►   ◄── verdict, then one for each frame
+
+What was pulled is confirmed with its BLAKE3 digest, each frame with a verdict, and whoever sent the last bytes waits
+for the other side to close: libp2p's daemon may lose the tail of a stream that is closed right after it was written.
 """
 
 from __future__ import annotations
@@ -14,17 +17,21 @@ import struct
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+from blake3 import blake3
 
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
-from peers.network.connection import Stream
+from peers.network.connection import DirectReads
 from peers.network.throttle import UNLIMITED, LinkTime, Throttle
 from peers.values.system import cancel_and_wait, now
-from peers.values.wire import MESSAGE_LIMIT, Buffer, printable
+from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, Buffer, printable
 
 Serve: TypeAlias = Callable[[str, bytes], AbstractAsyncContextManager[tuple[bytes, Buffer]]]
 """(sender, header) -> header and data of the answer, for as long as they are sent; RefusalError refuses."""
-PRELUDE = struct.Struct(">IQ")  # header length, data length
+MAGIC = b"DLCP"
+VERSION = 1  # of streams: goes up when what follows the prelude changes
+PRELUDE = struct.Struct(">4sBIQ")  # magic, version, header length, data length
 HEADER_LIMIT = MESSAGE_LIMIT  # bytes; a snapshot's header carries the log's last one
 FRAME = struct.Struct(">IQ")  # header length, data length
 LAST_FRAME = 0xFFFFFFFF  # in place of a header's length: no frame follows
@@ -76,16 +83,22 @@ class Channel:
     def __init__(
         self,
         peer: str,
-        stream: Stream,
+        reader: asyncio.StreamReader | DirectReads,
+        writer: asyncio.StreamWriter,
         upload: Throttle = UNLIMITED,
         download: Throttle = UNLIMITED,
+        stays_open: bool = False,
         opening: bytes = b"",
     ) -> None:
-        """`opening` goes before the prelude, and with it: see `ChunkSender._write`."""
+        """`stays_open`: another conversation follows on the same connection, so nobody waits for its end. `opening`
+        goes before the prelude, and with it: see `ChunkSender._write`."""
         self.peer = peer
-        self._stream = stream
         self._upload = upload
+        self._gives_way_to: LinkTime | None = None
         self._download = download
+        self._reads = reader if isinstance(reader, DirectReads) else DirectReads(reader, writer)
+        self._writer = writer
+        self._stays_open = stays_open
         self._opening = opening
         self.is_finished = False
         """Whether the side that opened the conversation has had all of it, or a refusal. Else no other one follows on
@@ -95,14 +108,16 @@ class Channel:
         if len(header) > HEADER_LIMIT:
             raise LocalProtocolError(f"a stream header of {len(header)} bytes exceeds {HEADER_LIMIT}")
         opening, self._opening = self._opening, b""
-        await self._send(opening + PRELUDE.pack(len(header), length) + header)
+        await self._send(opening + PRELUDE.pack(MAGIC, VERSION, len(header), length) + header)
 
     async def read_prelude(self) -> tuple[bytes, int]:
         """Return header and data length."""
         async with asyncio.timeout(STALL_TIMEOUT):  # for all of it, not for each byte
-            header_length, length = PRELUDE.unpack(await self._read(PRELUDE.size))
-        if header_length > HEADER_LIMIT:
-            raise RemoteProtocolError(self.peer, f"its header of {header_length} bytes exceeds {HEADER_LIMIT}")
+            magic, version, header_length, length = PRELUDE.unpack(await self._read(PRELUDE.size))
+        if magic == MAGIC and version != VERSION:
+            raise RemoteProtocolError(self.peer, f"its streams are of version {version}; ours are of version {VERSION}")
+        if magic != MAGIC or header_length > HEADER_LIMIT:
+            raise RemoteProtocolError(self.peer, "its stream does not start with a valid prelude")
         return await self._read(header_length), length
 
     async def accept(self) -> None:
@@ -110,6 +125,10 @@ class Channel:
 
     async def refuse(self, reason: str) -> None:
         """Say no. The last bytes that we send."""
+        await self._say_no(reason)
+        await self.wait_closed()
+
+    async def _say_no(self, reason: str) -> None:
         text = reason.encode(errors="replace")[:REASON_BYTES]
         await self._send(REFUSED + REASON_LENGTH.pack(len(text)) + text)
 
@@ -118,12 +137,12 @@ class Channel:
 
         Raises: EOFError, when the other side has closed it, or has had the time to.
         """
-        await self.refuse(reason)
+        await self._say_no(reason)
         nowhere = memoryview(bytearray(DISCARDED_AT_ONCE))
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT):
-                while not self._stream.has_ended:
-                    await self._stream.fill(nowhere, None)
+                while not self._reads.has_ended:
+                    await self._reads.fill(nowhere, None)
         raise EOFError("a refused stream is over")
 
     async def read_verdict(self) -> None:
@@ -141,7 +160,7 @@ class Channel:
         raise PeerRefusedError(self.peer, printable(text.decode(errors="replace")))
 
     async def send_frame(self, header: bytes, data: Buffer) -> None:
-        self._stream.write(FRAME.pack(len(header), memoryview(data).nbytes) + header)
+        self._writer.write(FRAME.pack(len(header), memoryview(data).nbytes) + header)
         await self.send_data(data)
 
     async def send_message(self, header: bytes, data: bytes) -> None:
@@ -151,7 +170,7 @@ class Channel:
     async def read_frame_header(self) -> tuple[bytes, int] | None:
         """Header and data length of the next frame, whenever it comes; None after the last one."""
         try:
-            header_length, length = FRAME.unpack(await self._stream.read(FRAME.size, None))
+            header_length, length = FRAME.unpack(await self._reads.read(FRAME.size, None))
         except asyncio.IncompleteReadError as error:
             if error.partial:
                 raise
@@ -171,44 +190,71 @@ class Channel:
         await self._send(ACCEPTED if is_taken else REFUSED)
 
     async def read_answer(self) -> bool:
-        answer = await self._stream.read(1, ANSWER_TIMEOUT)
+        answer = await self._reads.read(1, ANSWER_TIMEOUT)
         if answer not in (ACCEPTED, REFUSED):
             raise RemoteProtocolError(self.peer, "its answer to a frame is neither yes nor no")
         return answer == ACCEPTED
 
-    def close(self) -> None:
-        """End the connection. What was written and not sent yet is never sent."""
-        self._stream.transport.abort()
+    async def send_digest(self, digest: bytes) -> None:
+        """Confirm what was received. The last bytes that we send."""
+        await self._send(digest)
+        await self.wait_closed()
 
-    async def send_data(self, data: Buffer, gives_way_to: LinkTime | None = None) -> None:
-        """Send bytes as fast as our caps allow; with a link given, while that is free, and else slowly."""
+    async def read_digest(self, expected: bytes) -> None:
+        if await self._read(DIGEST_BYTES) != expected:
+            raise RemoteProtocolError(self.peer, "it confirmed other bytes than we sent")
+
+    async def wait_closed(self) -> None:
+        """Give the other side time to read our last bytes and close, unless the connection stays open."""
+        if self._stays_open:
+            return
+        with suppress(TimeoutError, asyncio.IncompleteReadError):
+            await self._reads.read(1, CLOSE_TIMEOUT)
+            raise RemoteProtocolError(self.peer, "it sent more than its prelude announced")
+
+    def give_way(self, link: LinkTime) -> None:
+        """From now on send data while the link is free, and else slowly."""
+        self._gives_way_to = link
+
+    def close(self) -> None:
+        """What was written and not sent yet is never sent: from Python 3.12 on it is the caller's own memory."""
+        if self._writer.transport.get_write_buffer_size():
+            self._writer.transport.abort()
+        else:
+            self._writer.close()
+
+    async def send_data(self, data: Buffer, hasher: blake3 | None = None) -> None:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), self._upload.piece):
             piece = view[start : start + self._upload.piece]
-            if gives_way_to:
-                await gives_way_to.give_way(len(piece))
+            if self._gives_way_to:
+                await self._gives_way_to.give_way(len(piece))
             await self._upload.take(len(piece))
             await self._send(piece)
+            if hasher:
+                hasher.update(piece)
 
-    async def read_data(self, buffer: bytearray | memoryview) -> None:
+    async def read_data(self, buffer: bytearray | memoryview, hasher: blake3 | None = None) -> None:
         """Fill the buffer, as fast as our caps allow."""
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), self._download.reading_piece):
             piece = view[start : start + self._download.reading_piece]
             try:
-                await self._stream.fill(piece, STALL_TIMEOUT)
+                await self._reads.fill(piece, STALL_TIMEOUT)
             except asyncio.IncompleteReadError as error:
                 came = start + len(error.partial)
                 raise EOFError(f"the stream ended after {came} of {len(view)} bytes") from error
             await self._download.take(len(piece))
+            if hasher:
+                hasher.update(piece)
 
     async def _read(self, count: int) -> bytes:
-        return await self._stream.read(count, STALL_TIMEOUT)
+        return await self._reads.read(count, STALL_TIMEOUT)
 
     async def _send(self, data: bytes | memoryview) -> None:
-        self._stream.write(data)
+        self._writer.write(data)
         async with asyncio.timeout(STALL_TIMEOUT):
-            await self._stream.drain()  # which raises where the connection is gone: writing to it does not
+            await self._writer.drain()  # which raises where the connection is gone: writing to it does not
 
 
 async def pull(channel: Channel, header: bytes, max_bytes: int) -> tuple[bytes, bytearray]:
@@ -218,14 +264,15 @@ async def pull(channel: Channel, header: bytes, max_bytes: int) -> tuple[bytes, 
     answer, length = await channel.read_prelude()
     if length > max_bytes:
         raise RemoteProtocolError(channel.peer, f"its answer of {length} bytes exceeds the limit of {max_bytes}")
-    data = bytearray(length)
-    await channel.read_data(data)
+    data, hasher = bytearray(length), blake3()
+    await channel.read_data(data, hasher)
+    await channel.send_digest(hasher.digest())
     channel.is_finished = True
     return answer, data
 
 
-async def serve_pull(channel: Channel, serve: Serve, link: LinkTime) -> None:
-    """Be the other end of `pull`. Data is sent while no round is under way on the link, or slowly."""
+async def serve_pull(channel: Channel, serve: Serve) -> None:
+    """The other end of `pull`."""
     header, length = await channel.read_prelude()
     if length != 0:
         raise RemoteProtocolError(channel.peer, f"it announced {length} bytes of data with a request")
@@ -237,7 +284,9 @@ async def serve_pull(channel: Channel, serve: Serve, link: LinkTime) -> None:
             return
         await channel.accept()
         await channel.send_prelude(answer, memoryview(data).nbytes)
-        await channel.send_data(data, link)
+        hasher = blake3()
+        await channel.send_data(data, hasher)
+        await channel.read_digest(hasher.digest())
 
 
 class ChunkSender(Generic[Item]):
@@ -324,12 +373,17 @@ class ChunkSender(Generic[Item]):
             self._has_room.clear()
 
 
-Expect: TypeAlias = Callable[[bytes, int], tuple[bytearray, Callable[[], bool]]]
-"""(header, length) -> memory for the data of the next frame, and what to call once it is filled, which returns whether
-the data is of use here, and needs not be sent again. RemoteProtocolError ends the stream."""
+class _Arrivals(Protocol):
+    """What becomes of the chunks of one stream."""
+
+    def expect(self, header: bytes, length: int) -> bytearray:
+        """Memory of this length for the data of the next frame. Raises: RemoteProtocolError, which ends the stream."""
+
+    def arrived(self) -> bool:
+        """That memory is filled. Whether it is of use here, and needs not be sent again."""
 
 
-async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitable[Expect]]) -> None:
+async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitable[_Arrivals]]) -> None:
     """The receiving end, until the sender has sent its last frame or closes the stream.
 
     `admit` is asked with the sender and the stream's header, and returns when the sender may begin; RefusalError
@@ -337,14 +391,13 @@ async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitab
     """
     header, _ = await channel.read_prelude()
     try:
-        expect = await admit(channel.peer, header)
+        arrivals = await admit(channel.peer, header)
     except RefusalError as refusal:
         await channel.refuse_all(str(refusal))
     await channel.accept()
     while frame := await channel.read_frame_header():
-        memory, arrived = expect(*frame)
-        await channel.read_data(memory)
-        await channel.answer_frame(arrived())
+        await channel.read_data(arrivals.expect(*frame))
+        await channel.answer_frame(arrivals.arrived())
 
 
 class Places:

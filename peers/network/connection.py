@@ -3,9 +3,10 @@
 A peer id contains the peer's Ed25519 public key. A peer's certificate is that key, signed by itself, so the peer id
 alone decides whether a certificate is the right one: there is no authority, and nothing to exchange beforehand.
 
-Bytes are decrypted straight into the memory that they are for: asyncio's StreamReader copies every byte three times,
-which takes twice the processor's time. Only what comes while nobody waits, a few KiB, is put aside. The rest stays with
-TLS and the kernel, which slows the sender down.
+Bytes are decrypted straight into the memory that they are for. asyncio's own TLS copies what comes in once more, calls
+back for each record of 16 KiB, and moves all that waits to be sent whenever a part of it has been; its StreamReader
+copies every byte three times. Bulk data costs a third more processor time there. Here only what comes while nobody
+waits, a few KiB, is put aside. The rest stays with the kernel, which slows the sender down.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "diloco-peer")])
 EVER = (datetime(2000, 1, 1), datetime(9999, 1, 1))  # clocks of peers are never compared
 
 HANDSHAKE_TIMEOUT = 10.0  # seconds
+CIPHERTEXT = 1 << 18  # bytes that are taken from the kernel at once
+HANDSHAKE_BYTES = 1 << 14  # that are taken at once, before it is known who is there
+TO_SEND = 1 << 16  # bytes that are encrypted at once: they are sent while they are in the processor's cache
+HIGH_WATER = 1 << 19  # bytes that wait for the kernel at most
+_ciphertext = memoryview(bytearray(CIPHERTEXT))  # what the kernel gave last: all connections of a process take turns
 
 READ_AHEAD = 4096  # bytes; most headers fit in
 LOW_WATER = 1 << 17
@@ -88,24 +94,29 @@ class Connection:
     `certificate` (DER) is the other end's, which has another one after each start, and in each network.
     """
 
-    def __init__(self, peer: str, stream: Stream, is_ours: bool, reach: Reach) -> None:
+    def __init__(self, peer: str, transport: TlsTransport, is_ours: bool, reach: Reach) -> None:
         self.peer = peer
-        self.stream = stream
         self.is_ours = is_ours
         self.reach = reach
-        self.certificate = _certificate(stream)
+        self.certificate = transport.tls.getpeercert(binary_form=True)
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        self.writer = asyncio.StreamWriter(transport, protocol, reader, asyncio.get_running_loop())
+        self.reads = DirectReads(reader, self.writer)
 
     @property
     def host(self) -> str:
-        return parse_endpoint(endpoint_of_peer(self.stream.transport.get_extra_info("socket")))[0]
+        return parse_endpoint(endpoint_of_peer(self.writer.get_extra_info("socket")))[0]
 
     @property
     def is_open(self) -> bool:
-        return not (self.stream.has_ended or self.stream.transport.is_closing())
+        return not (self.reads.has_ended or self.writer.is_closing())
 
     def close(self) -> None:
         """End it at once: what was not sent yet is of no use to anybody."""
-        self.stream.transport.abort()
+        self.writer.transport.abort()
 
 
 async def greet(sock: socket.socket, credentials: Credentials, peer: str, is_ours: bool, reach: Reach) -> Connection:
@@ -115,9 +126,8 @@ async def greet(sock: socket.socket, credentials: Credentials, peer: str, is_our
     """
     hello = Hello(to=peer, certificate=credentials.certificate, is_yours=not is_ours)
     with closed_on_failure(sock):
-        await asyncio.get_running_loop().sock_sendall(sock, pack_opening(hello))
-    stream = await _handshake(sock, peer, credentials.dialling, is_dialled=True)
-    return Connection(peer, stream, is_ours, reach)
+        transport = await _handshake(sock, peer, credentials.dialling, pack_opening(hello))
+    return Connection(peer, transport, is_ours, reach)
 
 
 async def welcome(sock: socket.socket, credentials: Credentials, hello: Hello, reach: Reach) -> Connection:
@@ -126,43 +136,28 @@ async def welcome(sock: socket.socket, credentials: Credentials, hello: Hello, r
         if hello.to != credentials.peer_id:
             raise RemoteProtocolError("unknown", f"it wants to talk to {hello.to}, not to us")
         peer = _peer_of(hello.certificate)
-        context = credentials.accepting(hello.certificate)
-    try:
-        stream = await _handshake(sock, peer, context, is_dialled=False)
-    except ssl.SSLError as error:
-        raise _unproven(error) from error
-    return Connection(peer, stream, hello.is_yours, reach)
+        try:
+            transport = await _handshake(sock, peer, credentials.accepting(hello.certificate))
+        except ssl.SSLError as error:
+            raise _unproven(error) from error
+    return Connection(peer, transport, hello.is_yours, reach)
 
 
-async def _handshake(sock: socket.socket, peer: str, context: ssl.SSLContext, is_dialled: bool) -> Stream:
-    """Have the handshake with this peer, and no other. Takes the socket over.
+async def _handshake(sock: socket.socket, peer: str, context: ssl.SSLContext, opening: bytes = b"") -> TlsTransport:
+    """Have the handshake with this peer, and no other, after an opening if we dial.
 
     Raises: OSError, also when it takes too long; RemoteProtocolError.
     """
-    loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-            if is_dialled:
-                _, stream = await loop.create_connection(Stream, sock=sock, ssl=context, server_hostname="")
-            else:
-                _, stream = await loop.connect_accepted_socket(Stream, sock, ssl=context)
-    except BaseException as error:
-        with suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)  # asyncio, which has it now, closes it when it sees that
-        if isinstance(error, TimeoutError):
-            raise OSError("no TLS handshake in time") from error
-        raise
-    certificate = _certificate(stream)
+            await asyncio.get_running_loop().sock_sendall(sock, opening)
+            transport = await start_tls(sock, context, server_side=not opening)
+    except TimeoutError as error:
+        raise OSError("no TLS handshake in time") from error
+    certificate = transport.tls.getpeercert(binary_form=True)
     if certificate is None or _peer_of(certificate) != peer:
-        stream.transport.abort()
         raise RemoteProtocolError(peer, f"the other end is not peer {peer}")
-    return stream
-
-
-def _certificate(stream: Stream) -> bytes | None:
-    """Return the certificate (DER) that the other end has shown."""
-    tls: ssl.SSLObject = stream.transport.get_extra_info("ssl_object")
-    return tls.getpeercert(binary_form=True)
+    return transport
 
 
 def _peer_of(certificate: bytes) -> str:
@@ -182,40 +177,216 @@ def _unproven(reason: object) -> RemoteProtocolError:
     return RemoteProtocolError("unknown", f"it does not prove who it is: {reason}")
 
 
-class Stream(asyncio.BufferedProtocol):
-    """The bytes of one connection, both ways. One read at a time.
+# TLS without copies --------------------------------------------------------------------------------------------------
+async def start_tls(sock: socket.socket, context: ssl.SSLContext, server_side: bool) -> TlsTransport:
+    """Have the handshake, and take the socket over. Raises: OSError; ssl.SSLError is one, too."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(incoming, outgoing, server_side=server_side)
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            tls.do_handshake()
+        except ssl.SSLWantReadError:
+            await loop.sock_sendall(sock, outgoing.read())
+            if not (data := await loop.sock_recv(sock, HANDSHAKE_BYTES)):
+                raise ConnectionResetError("the other side has ended the TLS handshake") from None
+            incoming.write(data)
+        except ssl.SSLError:
+            with suppress(OSError):
+                sock.send(outgoing.read())  # what is wrong, if that can be told
+            raise
+        else:
+            await loop.sock_sendall(sock, outgoing.read())
+            return TlsTransport(sock, tls, incoming, outgoing)
+
+
+class TlsTransport(asyncio.Transport):
+    """What asyncio's streams and protocols need of a connection. It is closed without a farewell: frames have an end.
+
+    It has no protocol at first, and begins to read when it is told to resume.
+    """
+
+    def __init__(
+        self, sock: socket.socket, tls: ssl.SSLObject, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO
+    ) -> None:
+        super().__init__({"socket": sock, "ssl_object": tls, "sslcontext": tls.context})
+        self._loop = asyncio.get_running_loop()
+        self._socket = sock
+        self.tls = tls
+        self._incoming, self._outgoing = incoming, outgoing
+        self._protocol = asyncio.BufferedProtocol()
+        self._unsent = memoryview(b"")  # taken from `outgoing`
+        self._is_reading = self._is_watched = False
+        self._is_to_send = self._is_waiting_to_send = self._has_paused_writer = False
+        self._is_closed = False
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self._protocol
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """Of those that are told when to read, only a BufferedProtocol may be."""
+        self._protocol = cast(asyncio.BufferedProtocol, protocol)
+
+    # In -------------------------------------------------------------------------------------------------------
+    def pause_reading(self) -> None:
+        """The socket is watched until something comes: most pauses are over before."""
+        self._is_reading = False
+
+    def resume_reading(self) -> None:
+        if self._is_reading or self._is_closed:
+            return
+        self._is_reading = True
+        if not self._is_watched:
+            self._is_watched = True
+            self._loop.add_reader(self._socket, self._take_in)
+        if self._incoming.pending or self.tls.pending():  # what was left when it was paused
+            self._loop.call_soon(self._decrypt)
+
+    def _take_in(self) -> None:
+        if not self._is_reading:
+            self._is_watched = False
+            self._loop.remove_reader(self._socket)
+            return
+        try:
+            count = self._socket.recv_into(_ciphertext)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._end(error)
+            return
+        if count:
+            self._incoming.write(_ciphertext[:count])
+        else:
+            self._incoming.write_eof()
+        self._decrypt()
+        self._send_now()  # what TLS has to answer
+
+    def _decrypt(self) -> None:
+        """Give the protocol all whole records that are here, until it has enough."""
+        while self._is_reading:
+            memory = memoryview(self._protocol.get_buffer(-1))
+            count, end = 0, None
+            try:
+                while count < len(memory):
+                    if not (record := cast(int, self.tls.read(len(memory) - count, memory[count:]))):
+                        raise ssl.SSLEOFError
+                    count += record
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLError as error:
+                end = error
+            if count:
+                self._protocol.buffer_updated(count)
+            if isinstance(end, ssl.SSLEOFError):
+                self._protocol.eof_received()
+                self._end(None)
+            elif end is not None:
+                self._end(end)
+            if count < len(memory):
+                return
+
+    # Out ------------------------------------------------------------------------------------------------------
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._is_closed:
+            return  # as asyncio's: who writes to what is gone hears of it when draining
+        view = memoryview(data).cast("B")
+        try:
+            for start in range(0, len(view), TO_SEND):
+                self.tls.write(view[start : start + TO_SEND])
+                if self._outgoing.pending >= TO_SEND:
+                    self._send_now()
+        except ssl.SSLError as error:
+            self._end(error)
+        if self._outgoing.pending and not (self._is_to_send or self._is_waiting_to_send):
+            self._is_to_send = True  # with what else is written before anything else happens
+            self._loop.call_soon(self._send_now)
+        if not self._has_paused_writer and self.get_write_buffer_size() > HIGH_WATER:
+            self._has_paused_writer = True
+            self._protocol.pause_writing()
+
+    def _send_now(self) -> None:
+        self._is_to_send = False
+        if self._outgoing.pending and not self._is_waiting_to_send and not self._is_closed:
+            self._send()
+
+    def _send(self) -> None:
+        """Give the kernel what is encrypted, and what it does not take when it has room again."""
+        try:
+            while self._unsent or self._outgoing.pending:
+                self._unsent = self._unsent or memoryview(self._outgoing.read())
+                self._unsent = self._unsent[self._socket.send(self._unsent) :]
+        except (BlockingIOError, InterruptedError):
+            if not self._is_waiting_to_send:
+                self._is_waiting_to_send = True
+                self._loop.add_writer(self._socket, self._send)
+        except OSError as error:
+            self._end(error)
+        else:
+            if self._is_waiting_to_send:
+                self._is_waiting_to_send = False
+                self._loop.remove_writer(self._socket)
+        if self._has_paused_writer and self.get_write_buffer_size() <= HIGH_WATER // 4:
+            self._has_paused_writer = False
+            self._protocol.resume_writing()
+
+    def get_write_buffer_size(self) -> int:
+        return len(self._unsent) + self._outgoing.pending
+
+    # The end --------------------------------------------------------------------------------------------------
+    def is_closing(self) -> bool:
+        return self._is_closed
+
+    def abort(self) -> None:
+        """End it at once: what the kernel does not take now is lost."""
+        self._send_now()
+        self._end(None)
+
+    close = abort
+
+    def _end(self, error: OSError | None) -> None:
+        if self._is_closed:
+            return
+        self._is_reading = False
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._is_closed = True
+        self._unsent = memoryview(b"")
+        self._loop.call_soon(self._say_it_is_over, error)
+
+    def _say_it_is_over(self, error: OSError | None) -> None:
+        try:
+            self._protocol.connection_lost(error)
+        finally:
+            self._socket.close()
+
+
+class DirectReads(asyncio.BufferedProtocol):
+    """Takes over the reading end of a connection, for good; its StreamWriter stays. One read at a time.
 
     Reads raise asyncio.IncompleteReadError when the stream ends before, TimeoutError when no byte comes for `patience`
     seconds (in the midst of something long, twice as many), and OSError when the connection breaks.
     """
 
-    transport: asyncio.Transport
-
-    def __init__(self) -> None:
-        self._ahead = memoryview(bytearray(READ_AHEAD))
-        self._ahead_count = 0
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        early = bytes(reader._buffer)  # type: ignore[attr-defined]  # read() would wait if there is nothing
+        reader._buffer.clear()  # type: ignore[attr-defined]
+        self._ahead = memoryview(bytearray(max(READ_AHEAD, len(early))))
+        self._ahead[: len(early)] = early
+        self._ahead_count = len(early)
         self._memory = memoryview(b"")  # what is being filled
         self._count = 0
         self.on_lost: Callable[[], None] = lambda: None
         self._ready: asyncio.Future[None] | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._last_at = 0.0  # when a byte came, or the read began
-        self._error: Exception | None = None
-        self.has_ended = False
+        self._error = reader.exception()
+        self.has_ended = reader.at_eof() or self._error is not None
+        self._transport: asyncio.Transport = writer.transport  # type: ignore[assignment]  # it reads, too
+        self._writing = self._transport.get_protocol()
+        self._transport.set_protocol(self)
+        self._is_tls = self._transport.get_extra_info("sslcontext") is not None  # over TCP, that is
         self._low_water = 1
-        self._has_room = asyncio.Event()  # to be written to
-        self._has_room.set()
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send bytes. What is written to a connection that is gone is lost, and `drain` raises."""
-        if not self.transport.is_closing():
-            self.transport.write(data)
-
-    async def drain(self) -> None:
-        """Wait until the connection takes more. Raises: OSError."""
-        await self._has_room.wait()
-        if self.transport.is_closing():
-            raise self._error if isinstance(self._error, OSError) else ConnectionResetError("the connection is closed")
+        self._take(0)
 
     @property
     def has_unread(self) -> bool:
@@ -245,10 +416,10 @@ class Stream(asyncio.BufferedProtocol):
         self._wake_after(max(1, min(LOW_WATER, len(self._memory) - self._count - RECORD)))
 
     def _wake_after(self, wanted: int) -> None:
-        if wanted != self._low_water:
+        if wanted != self._low_water and self._is_tls:
             self._low_water = wanted
             with suppress(OSError):
-                sock = self.transport.get_extra_info("socket")
+                sock = self._transport.get_extra_info("socket")
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
     def _take(self, count: int) -> bytes:
@@ -257,9 +428,9 @@ class Stream(asyncio.BufferedProtocol):
         self._ahead_count -= count
         self._ahead[: self._ahead_count] = bytes(self._ahead[count : count + self._ahead_count])
         if self._ahead_count < len(self._ahead):
-            self.transport.resume_reading()
+            self._transport.resume_reading()
         else:
-            self.transport.pause_reading()
+            self._transport.pause_reading()
         return taken
 
     # Waiting --------------------------------------------------------------------------------------------------
@@ -314,24 +485,22 @@ class Stream(asyncio.BufferedProtocol):
         else:
             self._ahead_count += nbytes
             if self._ahead_count == len(self._ahead):
-                self.transport.pause_reading()
+                self._transport.pause_reading()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-
-    def eof_received(self) -> None:
-        """End the connection: TLS has no half-closed ones."""
+    def eof_received(self) -> bool:
+        """Whether we may go on writing. TLS has no half-closed connections."""
         self.has_ended = True
         self._end(self._incomplete())
+        return not self._is_tls
 
     def connection_lost(self, error: Exception | None) -> None:
         self.has_ended, self._error = True, error
         self._end(error or self._incomplete())
-        self._has_room.set()
+        self._writing.connection_lost(error)
         self.on_lost()
 
     def pause_writing(self) -> None:
-        self._has_room.clear()
+        self._writing.pause_writing()
 
     def resume_writing(self) -> None:
-        self._has_room.set()
+        self._writing.resume_writing()

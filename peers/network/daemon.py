@@ -1,11 +1,4 @@
-"""hivemind without torch, and libp2p's daemon (hivemind's p2pd): its start and end, and its failures as our errors.
-
-`import hivemind` runs package `__init__` modules that pull in its averager, mixture of experts and optimizer, and with
-them torch: seconds of start-up and hundreds of megabytes in a bootstrap node or a peer process, neither of which
-computes anything. Yet `hivemind.dht.node` and `hivemind.p2p` need no torch themselves. So the three packages whose
-`__init__` is heavy are entered into `sys.modules` as packages that have not run yet: submodules are found through their
-`__path__`, and the first use of a name that is not there (`hivemind.Optimizer`) runs the real `__init__`, in the same
-module object. Other code can `import hivemind` as usual, before or after, and shares every class with us.
+"""Starting and stopping libp2p's daemon (hivemind's p2pd): checks before, one mapping of its failures to our errors.
 
 The daemon's sockets, and the key while it starts, lie in a folder that no other user may enter. The daemon ends by
 itself within moments of our death, however we die, since its control connection breaks. Only the folder stays behind
@@ -16,22 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import importlib
 import logging
 import os
 import re
 import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from enum import StrEnum
-from functools import partial
-from importlib.util import find_spec, module_from_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from peers.errors import (
     DilocoPeerError,
@@ -42,129 +32,16 @@ from peers.errors import (
     quoted,
 )
 from peers.network.channel import PeerUnreachableError
+from peers.network.contacts import host_of, is_loopback
+from peers.network.hivemind_lite import load_hivemind
 from peers.network.own_network import network_at
-from peers.network.sockets import host_of, is_loopback
+from peers.network.signals import signals_held_back
 from peers.presence.heartbeat import ADDRESS_LENGTH
 from peers.values.identity import Identity, is_peer_id
-from peers.values.system import cancel_and_wait, open_private, signals_held_back, sweep_folders, temporary_folder
+from peers.values.system import open_private, sweep_folders, temporary_folder
 
 logger = logging.getLogger(__name__)
 
-HEAVY_PACKAGES = ("hivemind", "hivemind.utils", "hivemind.dht")
-# What torch-free modules take from the package hivemind.utils instead of from its submodules.
-UTILITIES = {
-    "hivemind.utils.logging": ("get_logger",),
-    "hivemind.utils.serializer": ("MSGPackSerializer", "SerializerBase"),
-    "hivemind.utils.timed_storage": ("get_dht_time",),
-}
-
-
-class _Hivemind(NamedTuple):
-    """The modules of hivemind that we use."""
-
-    node: Any  # hivemind.dht.node
-    protocol: Any  # hivemind.dht.protocol
-    validation: Any  # hivemind.dht.validation
-    p2p: Any  # hivemind.p2p
-    multiaddr: Any  # hivemind.utils.multiaddr
-
-
-class _Unrun(ModuleType):
-    """A package whose `__init__` runs when a name is missed for the first time."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__version__":  # the import system and inspect ask for many of these
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        submodule = sys.modules.get(f"{self.__name__}.{name}")
-        if submodule is not None:  # its own import is under way and has not bound it here yet
-            return submodule
-        assert self.__spec__ is not None
-        assert self.__spec__.loader is not None
-        self.__class__ = ModuleType  # type: ignore[assignment]  # no second run while the first is under way
-        try:
-            self.__spec__.loader.exec_module(self)
-        except BaseException:
-            self.__class__ = _Unrun
-            raise
-        return getattr(self, name)
-
-
-def load_hivemind() -> _Hivemind:
-    """Import what we use of hivemind, and not torch. Its log messages then go through standard `logging`."""
-    if "hivemind" not in sys.modules:
-        for name in HEAVY_PACKAGES:
-            _enter_unrun(name)
-        for module, names in UTILITIES.items():
-            for name in names:
-                setattr(sys.modules["hivemind.utils"], name, getattr(importlib.import_module(module), name))
-    _quiet_hivemind()
-    node, traverse = importlib.import_module("hivemind.dht.node"), importlib.import_module("hivemind.dht.traverse")
-    node.traverse_dht = _ending_when_cancelled(traverse.traverse_dht)  # type: ignore[attr-defined]
-    return _Hivemind(
-        node,
-        importlib.import_module("hivemind.dht.protocol"),
-        importlib.import_module("hivemind.dht.validation"),
-        importlib.import_module("hivemind.p2p"),
-        importlib.import_module("hivemind.utils.multiaddr"),
-    )
-
-
-def _quiet_hivemind() -> None:
-    """Take away hivemind's own handler (stderr, its own format): its records go to the root logger, warnings and up."""
-    importlib.import_module("hivemind.utils.logging").use_hivemind_log_handler("nowhere")
-    logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it to WARN for the whole process
-    logging.getLogger("hivemind").setLevel(logging.WARNING)
-
-
-def _enter_unrun(name: str) -> None:
-    spec = find_spec(name)
-    if spec is None:
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-    package = module_from_spec(spec)
-    package.__class__ = _Unrun
-    sys.modules[name] = package
-    parent, _, child = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], child, package)
-
-
-def _ending_when_cancelled(traverse: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Awaitable[Any]]:
-    """Return hivemind's `traverse_dht` as a function whose cancellation ends all that it began.
-
-    hivemind leaves its requests to other nodes under way. Here they end, and the search finishes with what it has.
-    """
-
-    async def search(*arguments: Any, get_neighbors: Any, found_callback: Any = None, **options: Any) -> Any:
-        is_over = asyncio.Event()
-
-        async def unless_over(work: Callable[..., Awaitable[Any]], *details: Any) -> Any:
-            """Return the result of a request; None when the search is over before."""
-            if is_over.is_set():
-                return None
-            request, end = asyncio.ensure_future(work(*details)), asyncio.create_task(is_over.wait())
-            try:
-                await asyncio.wait((request, end), return_when=asyncio.FIRST_COMPLETED)
-                return None if is_over.is_set() else request.result()
-            finally:
-                await cancel_and_wait(request, end)
-
-        async def ask(node: Any, queries: Collection[Any]) -> dict[Any, tuple[tuple[Any, ...], bool]]:
-            """Return the neighbors that a node knows for each query, and whether the search for that is over."""
-            return await unless_over(get_neighbors, node, queries) or dict.fromkeys(queries, ((), True))
-
-        tell = found_callback and partial(unless_over, found_callback)
-        searching = asyncio.create_task(traverse(*arguments, get_neighbors=ask, found_callback=tell, **options))
-        try:
-            return await asyncio.shield(searching)
-        except asyncio.CancelledError:
-            is_over.set()
-            await asyncio.gather(searching, return_exceptions=True)
-            raise
-
-    return search
-
-
-# The daemon ----------------------------------------------------------------------------------------------------------
 HIVEMIND = load_hivemind()
 P2P: Any = HIVEMIND.p2p.P2P
 # What goes wrong when the other side, or the daemon on the way to it, does.
@@ -401,6 +278,7 @@ async def start_daemon(
     for task in (control._read_task, control._write_task):
         # asyncio prints a traceback for a failed task whose exception nobody takes.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    control._handler = _until_it_breaks(control._handler)
     return daemon
 
 
@@ -425,6 +303,19 @@ async def _start(folder: Path, initial_peers: list[str], **options: Any) -> Daem
                 if attempt._child is not None:
                     await _to_the_end(_end(attempt, attempt._child.wait()))
             raise _start_error(str(error), initial_peers) from error
+
+
+def _until_it_breaks(handler: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Return the handler so that a stream that breaks before it begins ends without a traceback of asyncio's."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await handler(reader, writer)
+        except (EOFError, ConnectionError) as error:
+            logger.debug("a stream broke: %r", error)
+            writer.close()
+
+    return serve
 
 
 async def _give_up(starting: asyncio.Future[Daemon]) -> None:

@@ -114,6 +114,8 @@ class PeerDiscovery:
             task.add_done_callback(self._telling.discard)
 
     async def _tell_one(self, peer: str) -> None:
+        if self._network.links.port:  # it will be told something again and again
+            self._network.links.prepare(peer)
         timeout = ANSWER_SHARE * self.beats.lifetime / 2
         try:
             while word := self.beats.word_for(peer):

@@ -17,7 +17,7 @@ from typing import Annotated, Self, TypeVar
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from peers.errors import SwarmUnreachableError
-from peers.network.sockets import is_public
+from peers.network.contacts import is_public
 from peers.presence.heartbeat import ADDRESS_LENGTH, Heartbeat, PeerState
 from peers.values.identity import is_peer_id
 from peers.values.manifest import ADDRESS

@@ -24,6 +24,7 @@ from pydantic import Field
 from peers.errors import RemoteProtocolError
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.connection import greet, welcome
+from peers.network.contacts import Contact, host_of, public_only
 from peers.network.daemon import peer_id_of
 from peers.network.data_port import (
     MEETING_CONNECTIONS,
@@ -36,29 +37,12 @@ from peers.network.data_port import (
     probe,
     read_opening,
 )
-from peers.network.sockets import (
-    can_dial,
-    closed_on_failure,
-    dial,
-    endpoint_of,
-    host_of,
-    is_numeric,
-    is_outside,
-    is_public,
-    parse_endpoint,
-    public_only,
-)
+from peers.network.sockets import can_dial, closed_on_failure, dial, endpoint_of, parse_endpoint
 from peers.presence.heartbeat import Endpoint
 from peers.values.wire import Count, PeerId, Reach, Value, pack, unpack_from
 
 if TYPE_CHECKING:
     from peers.network.links import Links
-
-
-from collections.abc import Iterable
-from ipaddress import ip_address
-
-from peers.presence.heartbeat import Heartbeat, PeerState
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +63,6 @@ LOOK_INTERVAL = 15.0  # seconds between two looks at our relays
 MEETINGS = 32  # that we take part in at once because others want them
 INTRODUCING = 3  # nodes that introduce us
 KNOWN = 64  # nodes at most, ours and others
-INTRODUCING_VOLUNTEERS = 2  # that a peer keeps links with for that, besides the invite's nodes
 
 AskInfo = Callable[[str, str], Awaitable[LinkInfo]]
 """(peer id, multiaddr) -> what that node says of itself, over libp2p. Raises: PeerUnreachableError."""
@@ -380,55 +363,3 @@ async def _look(node: str, count: int) -> tuple[Sequence[int], tuple[str, ...]]:
         ports = [sock.getsockname()[1] for sock in socks]
     seen = await asyncio.gather(*(probe(node, local_port=port) for port in ports))
     return ports, tuple(one.endpoint for one in seen)
-
-
-# Where other peers are, as their heartbeats say -----------------------------------------------------------------------
-@dataclass(frozen=True)
-class Contact:
-    """A peer's places: `endpoints` accept connections; `relays` are multiaddrs of nodes that introduce it."""
-
-    peer: str
-    endpoints: tuple[str, ...] = ()
-    relays: tuple[str, ...] = ()
-
-
-def contacts_of(heartbeats: Iterable[Heartbeat]) -> dict[str, Contact]:
-    """Return how to reach those who have not said goodbye, by peer."""
-    return {
-        beat.peer: Contact(beat.peer, beat.endpoints, beat.relays)
-        for beat in heartbeats
-        if beat.state is not PeerState.LEAVING and (beat.endpoints or beat.relays)
-    }
-
-
-def open_volunteers(heartbeats: Iterable[Heartbeat], me: str) -> tuple[str, ...]:
-    """Return multiaddrs of volunteers with public addresses, which introduce others where no bootstrap node does.
-
-    The same few for everybody, so that any two peers have one in common.
-    """
-    chosen = []
-    for beat in sorted(heartbeats, key=lambda beat: beat.peer):
-        is_open = any(map(is_outside, beat.endpoints))
-        public = [
-            one for one in beat.addresses if "/p2p-circuit" not in one and (host := host_of(one)) and is_public(host)
-        ]
-        if is_open and public and beat.peer != me and beat.state is not PeerState.LEAVING:
-            chosen.append(public[0])
-    return tuple(chosen[:INTRODUCING_VOLUNTEERS])
-
-
-def may_be_dialled(contact: Contact) -> bool:
-    """Return whether a peer says that it accepts connections from the internet."""
-    return any(map(is_outside, contact.endpoints))
-
-
-def own_endpoints(addresses: Sequence[str], port: int, seen: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return where others may dial our data port, most useful first.
-
-    `addresses` are our multiaddrs, `seen` endpoints at which somebody outside has reached the port. Loopback addresses
-    are of use only where there are no others.
-    """
-    hosts = [host for address in addresses if "/p2p-circuit" not in address and (host := host_of(address))]
-    numeric = [host for host in dict.fromkeys(hosts) if is_numeric(host)]
-    outside = [host for host in numeric if not (ip_address(host).is_loopback or ip_address(host).is_link_local)]
-    return tuple(dict.fromkeys([*seen, *(endpoint_of(host, port) for host in outside or numeric)]))[:8]

@@ -93,7 +93,7 @@ class Link:
         if is_full:
             self._end(alike[0])
         self.connections[connection] = None
-        connection.stream.on_lost = lambda: self._lost(connection)
+        connection.reads.on_lost = lambda: self._lost(connection)
         if connection.is_ours:
             self._idle.insert(0, connection)
         else:
@@ -136,9 +136,9 @@ class Link:
         """Have one conversation after another, until the connection breaks, or a conversation does."""
         try:
             while True:
-                length = (await connection.stream.read(1, None))[0]
+                length = (await connection.reads.read(1, None))[0]
                 async with asyncio.timeout(OPEN_TIMEOUT):  # for all of it, not for each byte
-                    protocol = (await connection.stream.read(length, None)).decode(errors="replace")
+                    protocol = (await connection.reads.read(length, None)).decode(errors="replace")
                 await self._serve(protocol, self._channel(connection, protocol))
         except (OSError, EOFError) as error:
             logger.debug("a connection of %s ended: %r", self.peer, error)
@@ -175,7 +175,7 @@ class Link:
             raise
         finally:
             # A byte that nobody has read would be taken for the answer to the next conversation.
-            if is_over and connection.is_open and not connection.stream.has_unread:
+            if is_over and connection.is_open and not connection.reads.has_unread:
                 self._idle.append(connection)
                 self._notify()
             else:
@@ -184,7 +184,7 @@ class Link:
     def _channel(self, connection: Connection, protocol: str, opening: bytes = b"") -> Channel:
         """Messages are small, and never wait for bulk data; all else keeps to the volunteer's limits."""
         upload, download = (UNLIMITED, UNLIMITED) if protocol == CALLS else self._caps()
-        return Channel(self.peer, connection.stream, upload, download, opening)
+        return Channel(self.peer, connection.reads, connection.writer, upload, download, True, opening)
 
     async def _take(self) -> Connection:
         self._wanted += 1

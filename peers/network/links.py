@@ -13,14 +13,14 @@ from peers import metrics
 from peers.errors import RemoteProtocolError
 from peers.network.channel import Channel, PeerUnreachableError, RefusalError
 from peers.network.connection import HANDSHAKE_TIMEOUT, Connection, Credentials, greet, welcome
+from peers.network.contacts import Contact, is_local, is_loopback, may_be_dialled, own_endpoints
 from peers.network.data_port import LINK_INFO, UNKNOWN_OF_ONE_NETWORK, Hello, LinkInfo, Listener, Splicer, Strangers
-from peers.network.introductions import INTRODUCE, MEET, Arranging, AskInfo, Contact, may_be_dialled, own_endpoints
+from peers.network.introductions import INTRODUCE, MEET, Arranging, AskInfo
 from peers.network.link import CALLS, CONNECTIONS, Answer, Link, Serve, answer_calls
 from peers.network.own_network import network_of
-from peers.network.port_mapping import Gateway, PortMapper
-from peers.network.sockets import dial, is_local, is_loopback, raise_file_limit
+from peers.network.port_mapping import PortMapper
+from peers.network.sockets import dial, raise_file_limit
 from peers.network.throttle import Throttle
-from peers.network.upnp import Upnp
 from peers.values.identity import Identity
 from peers.values.system import cancel_and_wait
 from peers.values.wire import Reach, Value, pack, unpack_from
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 HEAD_START = 0.5  # seconds that the peer with the smaller id has to dial first
 EAGER = 128  # peers with which links are made before they are needed
 RETRY_FIRST, RETRY_LAST = 5.0, 60.0  # seconds
-LINK_TIMEOUT = 15.0  # seconds that a stream waits for a link
+LINK_TIMEOUT = 15.0  # seconds that a stream waits for a link; without one there are other ways
 DIAL_TIMEOUT = 4.0  # seconds
 CALLERS = 4  # conversations in which one peer asks us things: the older ones may be dead
 UNKNOWN = 8  # connections of a peer that we know no heartbeat of. Anybody can make an identity
@@ -52,7 +52,8 @@ class _More(Value):
 class Links:
     """All links of one peer, and the port at which others make them.
 
-    `serve` has a conversation that another peer opens; `answer` answers its messages.
+    `serve` has a conversation that another peer opens; `answer` answers its messages. `is_there` says whether a peer
+    answers on another way (libp2p's), where there is no link.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Links:
         serve: Serve,
         answer: Answer,
         ask_info: AskInfo,
+        is_there: Callable[[str], Awaitable[bool]],
         caps: Callable[[], tuple[Throttle, Throttle]],
     ) -> None:
         self._identity = identity
@@ -69,6 +71,7 @@ class Links:
         self.clock = time.monotonic
         self.serve = serve
         self._answer = answer
+        self.is_there = is_there
         self.caps = caps
         self._ways: dict[str, _Way] = {}
         self._room = raise_file_limit() // 2  # connections at most: other things are files, too
@@ -86,7 +89,7 @@ class Links:
             self.arranging.splicer = Splicer(settings.relay_limit * 1e6 / 8, self._room // 4)
         self._listener = Listener(hosts, settings.port, self._accept, self.arranging.splicer)
         if not all(map(is_loopback, hosts)):
-            self._mapper = PortMapper(self._listener.port, (Gateway(), Upnp()))
+            self._mapper = PortMapper(self._listener.port)
             self.start(self._mapper.run())
 
     async def close(self) -> None:
@@ -205,6 +208,15 @@ class Links:
             await asyncio.wait([way.make()], timeout=LINK_TIMEOUT)
         return self.link(peer) if self.is_up(peer) else None
 
+    def prepare(self, peer: str) -> None:
+        """Begin to make the link with a peer for what is to come, where links are not made with everybody."""
+        known = self._known
+        if len(known) <= EAGER or peer not in known or self.is_up(peer):
+            return
+        is_room = sum(way.link.is_up for way in self._ways.values()) < EAGER
+        if is_room and known[peer].is_due:
+            known[peer].make()
+
     def drop_all(self) -> None:
         """Close all links and dial anew: our network has changed."""
         self.credentials = Credentials(self._identity)  # by which the others see it, too
@@ -273,13 +285,16 @@ class _Way:
         """Let the next attempt be made at once."""
         if not self.is_busy:
             self._failures, self._retry_at = 0, 0.0
+            self._has_detour = False  # whether the peer could be reached without a link
 
     @property
     def reach(self) -> Reach | None:
         """How we reach the peer; None: nothing is known yet."""
         if self.link.is_up:
             return self.link.reach
-        return Reach.NONE if self._failures else None
+        if not self._failures:
+            return None
+        return Reach.RELAYED if self._has_detour else Reach.NONE
 
     @property
     def is_busy(self) -> bool:
@@ -325,8 +340,10 @@ class _Way:
             self._failures = 0
             self._retry_at = self._links.clock() + RETRY_LAST  # until a better way is looked for
         else:
-            self._retry_at = self._links.clock() + min(RETRY_LAST, RETRY_FIRST * 2**self._failures)
+            pause = min(RETRY_LAST, RETRY_FIRST * 2**self._failures)
+            self._has_detour = await self._links.is_there(self.link.peer)
             self._failures += 1
+            self._retry_at = self._links.clock() + pause
 
     async def dial_first(self, contact: Contact) -> None:
         """Try all of the peer's endpoints at once. At the first that answers we make a connection for either side."""

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, IPv6Interface, ip_address, ip_network
-from pathlib import Path
+
+from peers.network.gateway import default_gateway
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +25,6 @@ SOMEWHERE = ("1.1.1.1", "2606:4700:4700::1111")
 """Addresses on the internet, one of each version; any would do, and nothing is sent to them."""
 HOST = re.compile(r"/ip[46]/(?P<host>[^/]+)/(?!.*/p2p-circuit)")
 NETWORK_BITS = {4: 24, 6: 48}  # of an address, that one customer of a provider has in all of its own, more or less
-
-ROUTES = Path("/proc/net/route")
-ROUTE_IS_UP, ROUTE_HAS_GATEWAY = 1, 2  # RTF_UP and RTF_GATEWAY of Linux
 
 INTERVAL = 1.0  # seconds between two looks
 LONG_SLEEP = 30.0  # seconds, also of being stopped: the others have given us up
@@ -74,29 +72,6 @@ def address_towards(target: str) -> str | None:
         probe.connect((target, 9))  # of UDP: nothing is sent
         return str(probe.getsockname()[0]).partition("%")[0]
     return None
-
-
-def default_gateway() -> IPv4Address | None:
-    """Return the address of the default gateway; None on a machine without one."""
-    try:
-        return _read_default_gateway(ROUTES.read_text(encoding="ascii", errors="replace"))
-    except OSError:
-        return None
-
-
-def _read_default_gateway(table: str) -> IPv4Address | None:
-    """Return the gateway with the lowest metric in the kernel's table of routes (the text of /proc/net/route)."""
-    found = []
-    for line in table.splitlines()[1:]:
-        try:
-            _, destination, gateway, flags, _, _, metric, mask, *_ = line.split()
-            is_default = int(destination, 16) == int(mask, 16) == 0
-            packed = bytes.fromhex(gateway)[::-1]  # written as a number of a little-endian machine
-            if is_default and int(flags, 16) & ROUTE_HAS_GATEWAY and int(flags, 16) & ROUTE_IS_UP:
-                found.append((int(metric), IPv4Address(packed)))
-        except ValueError:
-            continue
-    return min(found)[1] if found else None
 
 
 def _changes(looks: Iterator[tuple[float, frozenset[str]]]) -> Iterator[str]:
@@ -151,4 +126,4 @@ def _network_towards(target: str) -> str | None:
     if ":" in own:
         return None if IPv6Address(own).is_loopback else str(IPv6Interface(f"{own}/64").network)
     gateway = default_gateway()
-    return f"{own} by {gateway}" if gateway else own
+    return f"{own} by {gateway[0]}" if gateway else own

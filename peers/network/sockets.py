@@ -1,4 +1,4 @@
-"""Addresses, and TCP sockets as links need them: tuned for long links, bound to a port that the other side knows."""
+"""TCP sockets as links need them: tuned for long links, and bound to a port that is known to the other side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import resource
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
 from peers.errors import LocalNetworkError
@@ -32,53 +31,6 @@ def endpoint_of(host: str, port: int) -> str:
     """Return "1.2.3.4:5" or "[::1]:5"; an IPv4 address in IPv6 form is written as what it is."""
     host = host.removeprefix("::ffff:") if "." in host else host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def host_of(address: str) -> str | None:
-    """Return the host in a multiaddr: an IP address or a name; None if it has none."""
-    parts = address.split("/")
-    return parts[2] if len(parts) > 2 and parts[1] in ("ip4", "ip6", "dns", "dns4", "dns6") else None
-
-
-def public_only(endpoints: Sequence[str], node: str) -> tuple[str, ...]:
-    """Return the endpoints that a node on the internet may send us to: not those of our own network's machines."""
-    return tuple(filter(is_outside, endpoints)) if is_outside(node) else tuple(endpoints)
-
-
-def is_local(endpoint: str) -> bool:
-    """Return whether an endpoint is on this machine."""
-    return is_loopback(parse_endpoint(endpoint)[0])
-
-
-def is_loopback(host: str | None) -> bool:
-    """Return whether a host is this machine."""
-    ip = _ip(host)
-    return host == "localhost" or (ip is not None and ip.is_loopback)
-
-
-def is_public(host: str) -> bool:
-    """Return whether a host is an IP address of the internet's."""
-    ip = _ip(host)
-    return ip is not None and ip.is_global
-
-
-def is_numeric(host: str) -> bool:
-    """Return whether a host is an IP address, and not a name."""
-    return _ip(host) is not None
-
-
-def is_outside(endpoint: str) -> bool:
-    """Return whether an endpoint is not one of a private network."""
-    ip = _ip(parse_endpoint(endpoint)[0])
-    return ip is None or ip.is_global
-
-
-def _ip(host: str | None) -> IPv4Address | IPv6Address | None:
-    """Return the address that a host is; None: it is a name."""
-    try:
-        return ip_address(host or "")
-    except ValueError:
-        return None
 
 
 def endpoint_of_peer(sock: socket.socket) -> str:

@@ -1,4 +1,4 @@
-"""The swarm's network: hivemind's DHT, by which peers find each other; links, and libp2p for messages without one.
+"""The swarm's network: hivemind's DHT, by which peers find each other; links, and libp2p where two peers have none.
 
 Failures of peers leave here as PeerUnreachableError or PeerRefusedError, and nothing that a peer sends can do more than
 have its message or stream dropped and a line logged.
@@ -17,6 +17,7 @@ from typing import Any, Self, TypeAlias
 from peers import metrics
 from peers.errors import AdmissionError, DilocoPeerError, LocalNetworkError, LocalProtocolError, RemoteProtocolError
 from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError, Serve, pull, serve_pull
+from peers.network.contacts import contacts_of, host_of, is_loopback, open_volunteers
 from peers.network.daemon import (
     NETWORK_ERRORS,
     Daemon,
@@ -31,11 +32,9 @@ from peers.network.data_port import LINK_INFO, PROBED_PORTS, LinkInfo, probe
 from peers.network.dht_node import DhtMembership, DhtNode
 from peers.network.discovery import PeerDiscovery
 from peers.network.first_contact import endpoint, first_contacts, reach
-from peers.network.introductions import contacts_of, open_volunteers
 from peers.network.known_runs import KnownRuns
-from peers.network.links import Links, LinkSettings
+from peers.network.links import EAGER, Links, LinkSettings
 from peers.network.own_network import is_behind_nat, watch_network
-from peers.network.sockets import host_of, is_loopback
 from peers.network.throttle import Caps, LinkTime, Throttle
 from peers.presence.beats import Beats
 from peers.presence.calls import BEAT, BEAT_BYTES, HEARTBEAT, SHORT, WHO, Beat, Request, tag_of
@@ -43,7 +42,7 @@ from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
-from peers.values.system import now
+from peers.values.system import cancel_and_wait, now
 from peers.values.wire import MESSAGE_LIMIT, Reach, printable, unpack_from
 
 logger = logging.getLogger(__name__)
@@ -53,6 +52,7 @@ CallHandler: TypeAlias = Callable[[str, bytes], Awaitable[bytes]]
 """(sender, payload) -> answer; RefusalError refuses."""
 
 PROTOCOL_PREFIX = "/diloco-peer/1"
+OPEN_TIMEOUT = 15.0  # seconds to reach a peer
 CONVERSATION_TIMEOUT = 3600.0  # seconds that a peer may take for one stream, however slowly it reads
 CALL_TIMEOUT = 10.0  # seconds for messages of the transport's own
 ANSWER, REFUSAL = b"\x01", b"\x00"
@@ -61,7 +61,7 @@ ANSWER, REFUSAL = b"\x01", b"\x00"
 class HivemindTransport:
     """One peer's connection to the swarm. Made by `create`; `close` ends it.
 
-    Streams go over links. So do messages where there is one; else they go over libp2p.
+    Where there is a link with a peer, messages and streams go over it; else over libp2p.
     """
 
     def __init__(self, identity: Identity, daemon: Daemon, dht: DhtNode, runs: KnownRuns) -> None:
@@ -73,6 +73,7 @@ class HivemindTransport:
         self.no_round = LinkTime()
         """Whether bulk data that is in no hurry may have the link to itself."""
         self.daemon = daemon
+        self._serving: set[asyncio.Task[None]] = set()
         self._conversations: dict[str, Conversation] = {}
         self._answers: dict[str, CallHandler] = {}
         self.links = Links(
@@ -80,10 +81,12 @@ class HivemindTransport:
             self._converse,
             self._answer,
             self._ask_link_info,
+            self._is_there,
             lambda: (self.upload, self.download),
         )
         self._membership: DhtMembership | None = None
         self._discoveries: dict[str, PeerDiscovery] = {}
+        self._unmet: dict[str, tuple[str, ...]] = {}  # addresses of peers of a large run, to be dialled when needed
 
     @classmethod
     async def create(
@@ -158,6 +161,7 @@ class HivemindTransport:
             await discovery.close()
         await self.links.close()
         try:
+            await cancel_and_wait(*self._serving)
             await self.runs.admissions.close()
             if self._membership is not None:
                 await self._membership.close()
@@ -205,7 +209,9 @@ class HivemindTransport:
         self.runs.forget(run_id)
         self.dht.forget(run_id)
         if discovery := self._discoveries.pop(run_id, None):
-            self.links.start(discovery.close())
+            task = asyncio.create_task(discovery.close())
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
 
     async def store_manifest(self, manifest: SignedManifest, ttl: float) -> None:
         self.learn(manifest)
@@ -248,9 +254,10 @@ class HivemindTransport:
         found = await self.discovery_of(run_id).heartbeats()
         self.runs.admissions.catch_up(self.call, run_id, found)
         self.runs.hear_heads(run_id, found)
-        # A client, which accepts no links, makes none before they are needed either.
-        self.links.observe(contacts_of(found), eagerly=self.links.port > 0)
+        is_eager = self.links.port > 0  # a client, which accepts no links, makes none before they are needed either
+        self.links.observe(contacts_of(found), is_eager)
         self.links.arranging.volunteers = open_volunteers(found, self.peer_id)
+        self._unmet = {one.peer: one.addresses for one in found} if is_eager and len(found) > EAGER else {}
         return found
 
     async def _hear_beat(self, sender: str, payload: bytes) -> bytes:
@@ -271,6 +278,11 @@ class HivemindTransport:
                 return discovery.beats
         raise RefusalError("we are not in that run")
 
+    async def _meet(self, peer_id: str, timeout: float) -> None:
+        """Connect to a peer of a large run, where peers do not connect to all others beforehand."""
+        if addresses := self._unmet.pop(peer_id, ()):
+            await self.daemon.connect(peer_id, addresses, timeout)
+
     async def _ask_link_info(self, peer_id: str, address: str) -> LinkInfo:
         await self.daemon.connect(peer_id, [address])
         return unpack_from(peer_id, LinkInfo, await self._call_over_libp2p(peer_id, LINK_INFO, b"", CALL_TIMEOUT))
@@ -282,6 +294,13 @@ class HivemindTransport:
             with suppress(OSError, RemoteProtocolError):
                 return bool((await probe(node, tuple(ports)[:PROBED_PORTS])).open)
         return None
+
+    async def _is_there(self, peer_id: str) -> bool:
+        """Return whether a peer answers over libp2p, which may have punched a hole or found a relay of its own."""
+        with suppress(PeerUnreachableError):
+            await self._call_over_libp2p(peer_id, LINK_INFO, b"", CALL_TIMEOUT)
+            return True
+        return False
 
     async def _converse(self, protocol: str, channel: Channel) -> None:
         """Serve a stream that another peer has opened. Raises what breaks it."""
@@ -306,6 +325,7 @@ class HivemindTransport:
                 if isinstance(error, PeerRefusedError) or self.links.is_up(peer_id):
                     raise
                 logger.debug("%s; over libp2p, then", error)
+        await self._meet(peer_id, min(CALL_TIMEOUT, timeout))
         return await self._call_over_libp2p(peer_id, name, payload, timeout)
 
     async def _call_over_libp2p(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
@@ -365,23 +385,63 @@ class HivemindTransport:
         async with self.stream(peer_id, f"pull/{name}") as channel, asyncio.timeout(timeout):
             return await pull(channel, header, max_bytes)
 
-    async def on_pull(self, name: str, serve: Serve) -> None:
-        """Answer `pull`s of this name, while no round is under way, or slowly."""
-        await self.on_stream(f"pull/{name}", lambda channel: serve_pull(channel, serve, self.no_round))
+    async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
+        """Answer `pull`s of this name; what `gives_way` is sent while no round is under way, or slowly."""
+
+        async def answer(channel: Channel) -> None:
+            if gives_way:
+                channel.give_way(self.no_round)
+            await serve_pull(channel, serve)
+
+        await self.on_stream(f"pull/{name}", answer)
 
     @asynccontextmanager
     async def stream(self, peer_id: str, protocol: str) -> AsyncIterator[Channel]:
-        """Open a byte stream to a peer that answers this protocol.
+        """A byte stream to a peer that answers this protocol: a conversation on a link, or a stream of libp2p's.
 
         Raises: PeerUnreachableError, PeerRefusedError, also for what goes wrong inside.
         """
         link = await self.links.link_with(peer_id)
         if link is None:
-            raise PeerUnreachableError(peer_id, "there is no link with it")
+            await self._meet(peer_id, CALL_TIMEOUT)
         with peer_errors(peer_id):
-            async with link.conversation(protocol) as channel:
+            async with link.conversation(protocol) if link else self._libp2p_stream(peer_id, protocol) as channel:
                 yield channel
 
+    @asynccontextmanager
+    async def _libp2p_stream(self, peer_id: str, protocol: str) -> AsyncIterator[Channel]:
+        async with asyncio.timeout(OPEN_TIMEOUT):
+            _, reader, writer = await self.daemon.call_binary_stream_handler(
+                to_peer_id(peer_id), f"{PROTOCOL_PREFIX}/{protocol}"
+            )
+        channel = Channel(peer_id, reader, writer, self.upload, self.download)
+        try:
+            yield channel
+        finally:
+            channel.close()
+
     async def on_stream(self, protocol: str, conversation: Conversation) -> None:
-        """Serve the streams of this protocol that peers open."""
+        """Serve the streams of this protocol that peers open. Raises: LocalNetworkError."""
         self._conversations[protocol] = conversation
+
+        async def serve(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            self._serving.add(task)
+            channel = Channel(str(info.peer_id), reader, writer, self.upload, self.download)
+            try:
+                await self._converse(protocol, channel)
+            except asyncio.CancelledError:  # by close(); asyncio 3.11 logs a traceback for cancelled stream handlers
+                logger.debug("stopped serving a %s stream of %s", protocol, channel.peer)
+            except RemoteProtocolError as error:
+                metrics.DROPPED.labels("stream").inc()
+                logger.warning("dropped a %s stream: %s", protocol, error)
+            except NETWORK_ERRORS as error:
+                logger.debug("a %s stream of %s broke: %r", protocol, channel.peer, error)
+            except Exception:
+                logger.exception("the handler of %s failed", protocol)
+            finally:
+                channel.close()
+                self._serving.discard(task)
+
+        await self.daemon.register(self.daemon.add_binary_stream_handler(f"{PROTOCOL_PREFIX}/{protocol}", serve))

@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 
 import h11
 
-from peers.network.port_mapping import Arrivals, Mapping
+from peers.network.gateway import Arrivals, Mapping
 
 logger = logging.getLogger(__name__)
 

@@ -167,7 +167,7 @@ async def average_chunk(
     if not buffers.round(round_name) or not exchange.wants_own(chunk):
         return None
     contributions = buffers.contributions(round_name, chunk, me, reduce.weights)
-    room = bytearray(len(contributions[0][0]))
+    room = buffers.room(len(contributions[0][0]))
     try:
         averaged = await average(_reduction(reduce, contributions, buffers, room))
     except (BadBlocksError, DilocoPeerError) as error:
@@ -181,7 +181,7 @@ async def average_chunk(
     if not buffers.round(round_name) or not exchange.wants_own(chunk):
         return None
     digest = buffers.store(round_name, chunk, averaged)
-    buffers.release(round_name, chunk)
+    buffers.release(round_name, chunk, room)
     return ReducedArrived(round_name, me, chunk, reduce.absent, digest)
 
 
@@ -243,7 +243,7 @@ async def serve_contributions(
         async with places.one_for(sender):
             yield pack(own.proof(request.chunk)), own.own_chunk(request.chunk)
 
-    await transport.on_pull(CONTRIBUTION, serve)
+    await transport.on_pull(CONTRIBUTION, serve, gives_way=True)
 
 
 async def ask_for_contributions(

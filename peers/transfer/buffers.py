@@ -20,6 +20,8 @@ from peers.values.chunks import Chunking, KeptPayloads, Payload, PayloadSize, Su
 from peers.values.wire import digest_of
 from peers.values.workload import BadBlocksError, Blocked, Blocks, Inspect
 
+SPARE_BYTES = 1 << 25  # of used memory for chunks, from one round to the next
+
 
 @dataclass
 class _RoundBuffers:
@@ -58,6 +60,7 @@ class PayloadBuffers:
         self._round: _RoundBuffers | None = None
         self._last: _RoundBuffers | None = None  # over, and its payload is kept
         self._spare: memoryview | None = None
+        self._used: list[bytearray] = []
 
     @classmethod
     def of_each(
@@ -104,14 +107,15 @@ class PayloadBuffers:
         return room
 
     def close(self) -> None:
-        """No round is under way. Its averages are given to others until the next one begins, if they are all here; or
-        else are in the next room for a payload."""
+        """No round is under way. What it took goes back to the system, but for some chunks. Its averages are given to
+        others until the next one begins, if they are all here; or else are in the next room for a payload."""
         current, self._round = self._round, None
         if current is not None and current.is_kept:
             current.contributions.clear()
             self._last = current
         elif current is not None and self._spare is None:
             self._spare = current.average
+        del self._used[SPARE_BYTES // max(1, self.chunk_bytes(0)[1]) :]
 
     def round(self, name: RoundName) -> _RoundBuffers | None:
         return self._round if self._round and self._round.name == name else None
@@ -119,6 +123,19 @@ class PayloadBuffers:
     def last(self, name: RoundName) -> _RoundBuffers | None:
         """Return a round that is over, if all of its averages are here."""
         return self._last if self._last and self._last.name == name else None
+
+    def room(self, length: int) -> bytearray:
+        """Return memory for a chunk: what was used before, since the system takes long to give new memory."""
+        if self._used and len(self._used[-1]) == length:
+            return self._used.pop()
+        return bytearray(length)
+
+    def release(self, name: RoundName, chunk: int, room: Blocks) -> None:
+        """Use the memory of the blocks of a chunk again, and the room that its average was made in: nobody reads them
+        any more."""
+        size, contributions = self.chunk_bytes(0)[1], self._open_round(name).contributions.pop(chunk, {})
+        used = [room, *contributions.values()]
+        self._used += [one for one in used if isinstance(one, bytearray) and len(one) == size]
 
     def chunk_bytes(self, chunk: int) -> tuple[int, int]:
         """Byte offsets [start, stop) of a chunk in a payload."""
@@ -161,10 +178,6 @@ class PayloadBuffers:
         current.average[start:stop] = data
         current.digests[chunk] = digest or digest_of(data)
         return current.digests[chunk]
-
-    def release(self, name: RoundName, chunk: int) -> None:
-        """Give back the memory of the blocks of a chunk: nobody reads them any more."""
-        self._open_round(name).contributions.pop(chunk, None)
 
     def read(self, name: RoundName, chunk: int, is_averaged: bool) -> memoryview:
         """Return a chunk of the average, or of our own blocks. Raises: KeyError when that is here no more."""

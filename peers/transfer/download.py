@@ -22,8 +22,6 @@ from peers.network.channel import PeerRefusedError, PeerUnreachableError, Refusa
 from peers.values.system import cancel_and_wait
 from peers.values.wire import Reach, digest_of
 
-logger = logging.getLogger(__name__)
-
 CHANCE = random.Random()
 """Decides which of many donors are asked, and in which order."""
 PLACES: Mapping[Reach | None, int] = {Reach.OPEN: 4, Reach.PUNCHED: 4, None: 4, Reach.RELAYED: 2, Reach.NONE: 1}
@@ -34,7 +32,6 @@ MOST = LONGEST  # seconds after which a donor is given up
 SILENT = 10.0  # seconds without a range after which a donor's place is another's, too; and that a new donor needs
 RANGES = 4  # asked of each donor at once: a link of 1 Gbit/s and 40 ms is not idle between two of 8 MiB
 PULLS = RANGES + 1  # served of one peer at once: one may have been given up, and its end not be seen yet
-LATE = 2.0  # times as long as ranges took before: then a donor that has nothing else to do is asked for it, too
 LOOK = 1.0  # seconds from one look for silent donors to the next
 
 
@@ -43,7 +40,7 @@ class PullTransport(Protocol):
     async def pull(
         self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
     ) -> tuple[bytes, bytearray]: ...
-    async def on_pull(self, name: str, serve: Serve) -> None: ...
+    async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None: ...
     def check_admitted(self, run_id: str, peer_id: str) -> None: ...
 
 
@@ -65,6 +62,42 @@ def to_ask(transport: PullTransport, donors: Sequence[str], most: int) -> list[s
     ordered = [*donors[:1], *shuffled(transport, donors[1:])]
     reachable = [donor for donor in ordered if transport.reach_of(donor) is not Reach.NONE]
     return (reachable or ordered)[:most]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A range that a donor was asked for."""
+
+    donor: str
+    size: int  # bytes
+    at: float  # seconds
+
+
+class _DonorPace:
+    """The pace of each donor, from the ranges that it has given."""
+
+    def __init__(self) -> None:
+        self._seconds_per_byte: dict[str, float] = {}
+
+    def answered(self, request: _Request, now: float) -> None:
+        """Note that a donor has given a range. The last one counts as much as all before."""
+        latest = (now - request.at) / max(1, request.size)
+        self._seconds_per_byte[request.donor] = (self._seconds_per_byte.get(request.donor, latest) + latest) / 2
+
+    def seconds(self, donor: str, size: int) -> float:
+        """Return how long a donor takes for so many bytes."""
+        return size * self._seconds_per_byte[donor] if donor in self._seconds_per_byte else SILENT
+
+    def seconds_left(self, request: _Request, now: float) -> float:
+        """Return how long a donor will probably still take.
+
+        One that has taken twice as long as it does usually, or has given nothing so far, will take as long again.
+        """
+        elapsed, usual = now - request.at, request.size * self._seconds_per_byte.get(request.donor, 0.0)
+        return elapsed if elapsed > 2 * usual else max(0.0, usual - elapsed)
+
+
+logger = logging.getLogger(__name__)
 
 
 Kept = TypeVar("Kept")
@@ -106,12 +139,11 @@ class Download:
         self._wanted = wanted
         self._data = data
         self._missing = deque(_ranges(range(len(wanted.digests)), wanted.range))
-        self._asked: dict[Range, dict[asyncio.Task[tuple[bytes, bytearray]], tuple[str, float]]] = {}
-        """The donors of each range, and when they were asked; longest ago first."""
+        self._asked: dict[Range, dict[asyncio.Task[tuple[bytes, bytearray]], _Request]] = {}  # longest ago first
         self._reasons: dict[str, str] = {}  # why who failed us
         self._workers: dict[asyncio.Task[None], str] = {}  # each asks its donor for one range after another
         self._gave_at: dict[str, float] = {}  # when each donor gave its last range, or was first asked
-        self._pace: float | None = None  # seconds that a byte took in the last ranges
+        self._pace = _DonorPace()
         self._changed = asyncio.Event()
         self._now = asyncio.get_running_loop().time
 
@@ -185,14 +217,16 @@ class Download:
                 self._notify()
 
     def _choose(self, donor: str) -> Range | None:
-        """Return the next range; when all are asked for, one that another donor takes long for."""
+        """The next range; when all are asked for, one that this donor will have given before those who were asked."""
         if self._missing:
             return self._missing.popleft()
         now = self._now()
         for wanted, requests in self._asked.items():
             start, stop = self._wanted.bounds(*wanted)
-            patience = SILENT if self._pace is None else LATE * self._pace * (stop - start)
-            if all(other != donor and now - asked_at > patience for other, asked_at in requests.values()):
+            ours = self._pace.seconds(donor, stop - start)
+            if all(
+                request.donor != donor and self._pace.seconds_left(request, now) > ours for request in requests.values()
+            ):
                 return wanted
         return None
 
@@ -200,16 +234,15 @@ class Download:
         """Ask for a range, and take it, unless another donor is faster. It is missing again if nobody gives it."""
         start, stop = self._wanted.bounds(*wanted)
         message = self._wanted.request(*wanted)
-        asked_at = self._now()
+        request = _Request(donor, stop - start, self._now())
         pull = asyncio.create_task(self._transport.pull(donor, self._wanted.name, message, stop - start, MOST))
-        self._asked.setdefault(wanted, {})[pull] = donor, asked_at
+        self._asked.setdefault(wanted, {})[pull] = request
         try:
             await asyncio.wait([pull])
             if wanted in self._asked and not pull.cancelled():
                 _, chunks = pull.result()
                 self._check(donor, wanted, chunks)
-                took = (self._now() - asked_at) / max(1, stop - start)
-                self._pace = took if self._pace is None else (self._pace + took) / 2
+                self._pace.answered(request, self._now())
                 self._take(donor, wanted, chunks)
         finally:
             await cancel_and_wait(pull)

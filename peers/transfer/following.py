@@ -138,6 +138,7 @@ async def next_in_log(
 
 
 class FollowTransport(PullTransport, Protocol):
+    async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
     async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
     def signed_heads_of(self, run_id: str) -> SignedHeads: ...
 
@@ -151,12 +152,17 @@ class Donors:
         """Of all peers of the run, as of the last look."""
         self._transport = transport
         self._log = log
+        self._connected: dict[str, tuple[str, ...]] = {}  # peers, and the addresses that they had then
 
     async def live(self) -> list[Heartbeat]:
         """Those that are there now, the furthest on first. Raises: SwarmUnreachableError if nobody is."""
         self.heartbeats = await self._transport.heartbeats(self._log.run)
         beats = [beat for beat in self.heartbeats if beat.state in DONATING]
         beats.sort(key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
+        for beat in beats:
+            known = self._connected.get(beat.peer) == beat.addresses
+            if not known and await self._transport.connect(beat.peer, beat.addresses):
+                self._connected[beat.peer] = beat.addresses
         if not beats:
             raise nobody_trains(self._log.run)
         return beats

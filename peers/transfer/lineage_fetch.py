@@ -87,7 +87,7 @@ async def serve_headers(
                 told = pack(past(request.first, last, request.is_whole))
             yield b"", told
 
-    await transport.on_pull(HEADERS, serve)
+    await transport.on_pull(HEADERS, serve, gives_way=True)
 
 
 async def fetch_stretch(

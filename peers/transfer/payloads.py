@@ -77,7 +77,7 @@ async def serve_payloads(transport: PullTransport, kept: Mapping[str, Sequence[P
                 start, stop = buffers.chunks_bytes(request.first, request.last)
                 yield b"", payload.data[start:stop]
 
-    await transport.on_pull(PAYLOAD, serve)
+    await transport.on_pull(PAYLOAD, serve, gives_way=True)
 
 
 class Payloads:
@@ -179,7 +179,7 @@ async def serve_proofs(transport: PullTransport, logs: Mapping[str, RunLog]) -> 
                 raise RefusalError("that proof is not kept here")
             yield b"", proof
 
-    await transport.on_pull(PROOF, serve)
+    await transport.on_pull(PROOF, serve, gives_way=True)
 
 
 class MissingProofs:

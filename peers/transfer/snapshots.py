@@ -166,7 +166,7 @@ async def serve_snapshots(transport: PullTransport, sources: Mapping[str, Snapsh
             async with held.being_read():
                 yield b"", held.data[start:stop]
 
-    await transport.on_pull(SNAPSHOT, serve)
+    await transport.on_pull(SNAPSHOT, serve, gives_way=True)
 
 
 class _Shelf:

@@ -80,16 +80,30 @@ logger = logging.getLogger(__name__)
 
 
 class Storage:
-    """Memory for snapshots. With a folder, large ones lie there, and a download in it outlives a restart."""
+    """Memory only: a download that breaks off is begun anew."""
 
-    def __init__(self, folder: Path | None = None, available_memory: Callable[[], int] = lambda: 0) -> None:
+    def snapshot(self, size: int) -> MemoryFile:
+        """Return memory for a frozen state. Raises: OSError when there is no room."""
+        return MemoryFile.ready_in_memory(size)
+
+    def download(self, digest: bytes, size: int) -> MemoryFile:
+        """Return memory for the state with this digest; what was fetched of it before is in it. Raises: OSError."""
+        return MemoryFile.in_memory(size)
+
+    def downloaded(self) -> None:
+        """Hear that the download is complete: nothing of it is needed after the memory is closed."""
+
+
+class FolderStorage(Storage):
+    """Small snapshots in memory, larger ones in the folder; downloads in the folder, to outlive a restart."""
+
+    def __init__(self, folder: Path, available_memory: Callable[[], int]) -> None:
         self._folder = folder
         self._available_memory = available_memory
 
     def snapshot(self, size: int) -> MemoryFile:
-        """Return memory for a frozen state: in the folder if there is room; else in memory, if that has twice as much,
-        since training needs some, too. Raises: OSError when there is no room."""
-        if self._folder and size > IN_MEMORY:
+        """In the folder if there is room; else in memory, if that has twice as much: training needs some, too."""
+        if size > IN_MEMORY:
             try:
                 return MemoryFile.on_disk(size, self._folder)
             except OSError as error:
@@ -99,20 +113,16 @@ class Storage:
         return MemoryFile.ready_in_memory(size)
 
     def download(self, digest: bytes, size: int) -> MemoryFile:
-        """Return memory for the state with this digest; what the folder has of it is in it, and what it has of other
-        states is dropped. Raises: OSError when there is no room."""
-        if self._folder is None:
-            return MemoryFile.in_memory(size)
+        """Another state's remains are dropped."""
         path = self._folder / f"{digest.hex()}{SUFFIX}"
         self._drop(but=path)
         return MemoryFile(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), size)
 
     def downloaded(self) -> None:
-        """Hear that the download is complete: nothing of it is needed after the memory is closed."""
         self._drop()
 
     def _drop(self, but: Path | None = None) -> None:
-        for path in self._folder.glob(f"*{SUFFIX}") if self._folder else ():
+        for path in self._folder.glob(f"*{SUFFIX}"):
             if path != but:
                 with suppress(OSError):
                     path.unlink()

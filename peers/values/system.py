@@ -1,6 +1,5 @@
 """The operating system and the event loop, as the swarm uses them: a clock that runs on while the machine sleeps,
-folders that only this user may enter whatever the umask, files that are there whole or not at all, tasks that end, and
-signals that are held back while a process starts that should not get them.
+folders that only this user may enter whatever the umask, files that are there whole or not at all, and tasks that end.
 """
 
 from __future__ import annotations
@@ -17,11 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import asyncio
-
-
-import signal
-import threading
-from collections.abc import Collection
 
 PARTIAL = ".partial"
 """What the name of a file ends in while it is written. A process that is killed leaves it behind."""
@@ -131,31 +125,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-LEAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class _Holds(threading.local):
-    """Holds of one thread (a signal mask is a thread's), which overlap when it starts two processes at once:
-    the mask from before the first comes back after the last, whichever that is."""
-
-    count = 0
-    before: Collection[signal.Signals | int] = ()
-
-
-_holds = _Holds()
-
-
-@contextmanager
-def signals_held_back() -> Iterator[None]:
-    """A process that is started meanwhile is born with the signals blocked; this one gets them afterwards."""
-    if _holds.count == 0:
-        _holds.before = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVE_SIGNALS)
-    _holds.count += 1
-    try:
-        yield
-    finally:
-        _holds.count -= 1
-        if _holds.count == 0:
-            signal.pthread_sigmask(signal.SIG_SETMASK, _holds.before)

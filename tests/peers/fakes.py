@@ -72,13 +72,16 @@ class FakeTransport:
         self.no_round = LinkTime()
         self.donors: dict[str, FakeTransport] = {}
         self.serve: dict[str, Serve] = {}
+        self.giving_way: set[str] = set()
         self.pulls: list[tuple[str, str, bytes]] = []  # donor, name, header
         self.reach: dict[str, Reach] = {}
         self.meddle: Meddle | None = None  # with what we give
         self.signed = NOTHING_SIGNED
 
-    async def on_pull(self, name: str, serve: Serve) -> None:
+    async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
         self.serve[name] = serve
+        if gives_way:
+            self.giving_way.add(name)
 
     def check_admitted(self, run_id: str, peer_id: str) -> None:
         """Everybody may come in."""

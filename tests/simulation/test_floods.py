@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from peers.network import dht_node
-from peers.network.daemon import load_hivemind
-from peers.network.dht_node import RECORDS, _BoundedStorage, heartbeats_key
+from peers.network import dht_storage
+from peers.network.dht_storage import RECORDS, _BoundedStorage, heartbeats_key
+from peers.network.hivemind_lite import load_hivemind
 from peers.presence.meeting_place import ELDERS, STORE_SHARE
 
 RUN = "tiny-" + "a" * 32
@@ -30,7 +30,7 @@ class Scene:
         self.nodes = [_BoundedStorage(random.Random(number)) for number in range(REPLICAS)]
         self.crowd: Iterator[int] = count()
         clock = SimpleNamespace(time=lambda: self.seconds, monotonic=lambda: self.seconds)
-        monkeypatch.setattr(dht_node, "time", clock)
+        monkeypatch.setattr(dht_storage, "time", clock)
         monkeypatch.setattr("hivemind.utils.timed_storage.get_dht_time", clock.time)
         for node in self.nodes:
             node.favour(KEY)

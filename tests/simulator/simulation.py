@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
-from peers.driver.rounds import ADMISSION_TIMEOUT
+from peers.driver.traffic import ADMISSION_TIMEOUT
 from peers.log.header import Position
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState

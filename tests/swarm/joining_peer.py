@@ -28,7 +28,7 @@ from peers.network.transport import HivemindTransport
 from peers.protocol.peer import Peer
 from peers.protocol.states import State
 from peers.transfer.snapshots import SNAPSHOT, SnapshotRequest
-from peers.transfer.storage import Storage
+from peers.transfer.storage import FolderStorage, Storage
 from peers.values.chunks import StateChunking
 from peers.values.identity import Identity
 from peers.values.wire import Buffer, digest_of, unpack
@@ -134,13 +134,13 @@ class MeddlingTransport(HivemindTransport):
     async def meddled(self, data: Buffer) -> Buffer:
         raise NotImplementedError
 
-    async def on_pull(self, name: str, serve: Serve) -> None:
+    async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
         @asynccontextmanager
         async def meddle(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
             async with serve(sender, packed) as (answer, data):
                 yield answer, data if chunk_of(name, packed) is None else await self.meddled(data)
 
-        await super().on_pull(name, meddle if name == SNAPSHOT else serve)
+        await super().on_pull(name, meddle if name == SNAPSHOT else serve, gives_way)
 
 
 def die() -> None:
@@ -189,7 +189,7 @@ async def fetch_and_die(identity: Identity, contact: str, downloads: Path, chunk
         die()
 
     transport.after_each = tell
-    await drive(still_driver(identity, transport, Storage(downloads, lambda: 1 << 40)), identity, transport)
+    await drive(still_driver(identity, transport, FolderStorage(downloads, lambda: 1 << 40)), identity, transport)
 
 
 async def drive(

@@ -105,7 +105,7 @@ class LyingTransport(HivemindTransport):
 
     lies: tuple[Lie, ...] = ()
 
-    async def on_pull(self, name: str, serve: Serve) -> None:
+    async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
         def lied(sender: str, packed: bytes) -> AbstractAsyncContextManager[tuple[bytes, Buffer]]:
             said = serve
             for lie in self.lies:
@@ -113,7 +113,7 @@ class LyingTransport(HivemindTransport):
                     said = partial(lie.serves, name, said)
             return said(sender, packed)
 
-        await super().on_pull(name, lied)
+        await super().on_pull(name, lied, gives_way)
 
 
 class LyingDriver(Driver):

@@ -16,7 +16,7 @@ from peers.log.certificate import position_of
 from peers.messages.messages import Inquire, LeaseRequest, Message
 from peers.messages.packing import Packer
 from peers.network.channel import PeerUnreachableError, Serve
-from peers.network.dht_node import heartbeats_key
+from peers.network.dht_storage import heartbeats_key
 from peers.presence.calls import BEAT, HEARTBEAT, Beat, tag_of
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.effects import SendChunk

@@ -12,15 +12,10 @@ from pathlib import Path
 import pytest
 
 from peers.errors import LocalNetworkError
-from peers.network import bootstrap
-from peers.network.bootstrap import (
-    ANNOUNCE_MANIFEST,
-    ANNOUNCEMENTS_BURST,
-    ManifestStore,
-    announce_manifest,
-    run_bootstrap,
-)
+from peers.network import bootstrap, manifest_store
+from peers.network.bootstrap import ANNOUNCE_MANIFEST, ANNOUNCEMENTS_BURST, announce_manifest, run_bootstrap
 from peers.network.channel import PeerRefusedError
+from peers.network.manifest_store import ManifestStore
 from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -117,7 +112,7 @@ def test_nonsense_is_not_remembered(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_full_node_refuses_further_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "MANIFEST_LIMIT", 1)
+    monkeypatch.setattr(manifest_store, "MANIFEST_LIMIT", 1)
     store = ManifestStore(tmp_path)
     store.add(MANIFEST, "192.0.2.0/24")
     store.touch(MANIFEST.run_id)
@@ -136,8 +131,8 @@ def test_a_flood_from_one_network_does_not_close_the_node_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: 500 junk manifests in 23 seconds did, whoever signed them. Here they come from 127.0.5.0/24."""
-    monkeypatch.setattr(bootstrap, "SHARE_LIMIT", 5)
-    monkeypatch.setattr(bootstrap, "MANIFEST_LIMIT", 7)
+    monkeypatch.setattr(manifest_store, "SHARE_LIMIT", 5)
+    monkeypatch.setattr(manifest_store, "MANIFEST_LIMIT", 7)
     monkeypatch.setattr(bootstrap, "now", lambda: 1000.0)  # so that no time passes in which more are let in
     elsewhere = ("/ip4/127.0.5.1/tcp/0",)
 

@@ -29,12 +29,12 @@ from peers.errors import (
 )
 from peers.network import dht_node, introductions
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError
-from peers.network.daemon import sweep_sockets
-from peers.network.dht_node import heartbeats_key
-from peers.network.introductions import Contact
+from peers.network.contacts import Contact
+from peers.network.daemon import NETWORK_ERRORS, sweep_sockets, to_peer_id
+from peers.network.dht_storage import heartbeats_key
 from peers.network.links import LinkSettings
 from peers.network.throttle import Caps
-from peers.network.transport import HivemindTransport
+from peers.network.transport import PROTOCOL_PREFIX, HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -345,7 +345,6 @@ async def send_chunks(sender: HivemindTransport, peer_id: str, outbox: Outbox, p
 def test_chunks_in_both_directions_at_once() -> None:
     async def main() -> None:
         async with swarm(2) as (left, right):
-            await linked(left, right)
             inboxes = {node.peer_id: Inbox() for node in (left, right)}
             for node in (left, right):
                 await node.on_stream("chunks", inboxes[node.peer_id].receive)
@@ -365,6 +364,7 @@ def test_chunks_in_both_directions_at_once() -> None:
                 await send_chunks(left, right.peer_id, Outbox(data, b"round 2"))
             with pytest.raises(PeerUnreachableError):
                 await send_chunks(left, right.peer_id, Outbox(data), "unknown")
+            await eventually(lambda: nobody_is_served(left, right), "a stream that has ended is still served")
 
     asyncio.run(main())
 
@@ -384,6 +384,40 @@ async def has_been_seen(node: HivemindTransport) -> bool:
 
 async def are_open(node: HivemindTransport, count: int) -> bool:
     return list(node.links.reach().values()) == [Reach.OPEN] * count
+
+
+@pytest.mark.thorough
+def test_in_a_large_run_a_peer_is_dialled_when_there_is_something_to_say_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peers.network.transport.EAGER", 1)
+    identities = [Identity.generate() for _ in range(2)]
+
+    async def echo(sender: str, payload: bytes) -> bytes:
+        return payload
+
+    async def main() -> None:
+        async with swarm(3, identities) as (_, left, right):
+            await right.on_call("echo", echo)
+            said = heartbeat(identities[1], milliseconds(), addresses=right.addresses)
+            await right.publish(said.sign(identities[1]), RUN)
+            await left.publish(heartbeat(identities[0], milliseconds()).sign(identities[0]), RUN)
+            dialled: list[str] = []
+            connect = left.daemon.connect
+
+            async def count(peer_id: str, addresses: Sequence[str], timeout: float = TIMEOUT) -> bool:
+                dialled.append(peer_id)
+                return await connect(peer_id, addresses, timeout)
+
+            monkeypatch.setattr(left.daemon, "connect", count)
+
+            async def knows() -> bool:
+                return len(await left.heartbeats(RUN)) == 2
+
+            await eventually(knows, "the DHT has both")
+            assert dialled == []
+            assert await left.call(right.peer_id, "echo", b"hello", TIMEOUT) == b"hello"
+            assert dialled == [right.peer_id]
+
+    asyncio.run(main())
 
 
 def test_where_there_is_a_link_everything_goes_over_it(
@@ -413,6 +447,7 @@ def test_where_there_is_a_link_everything_goes_over_it(
                 await node.on_pull("snapshot", serve)
             await linked(left, right)
             for node in (left, right):
+                monkeypatch.setattr(node.daemon, "call_binary_stream_handler", never)
                 monkeypatch.setattr(node.daemon._client, "call_unary_handler", never)
             for here, there in ((left, right), (right, left)):
                 outbox = await send_chunks(here, there.peer_id, Outbox([os.urandom(500_000)] * 8))
@@ -433,7 +468,7 @@ def test_where_there_is_a_link_everything_goes_over_it(
 
 
 @pytest.mark.thorough
-def test_when_a_link_breaks_messages_go_over_libp2p_until_it_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_a_link_breaks_libp2p_is_used_until_it_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         introductions, "LOOK_INTERVAL", 1000.0
     )  # seconds: until then nobody looks for who introduces it
@@ -453,8 +488,7 @@ def test_when_a_link_breaks_messages_go_over_libp2p_until_it_is_there_again(monk
             left.links.drop_all()
             assert not left.links.is_up(right.peer_id)
             assert await left.call(right.peer_id, "echo", b"over libp2p", TIMEOUT) == b"over libp2p"
-            with pytest.raises(PeerUnreachableError, match="there is no link with it"):
-                await send_chunks(left, right.peer_id, Outbox([b"data"]))
+            await send_chunks(left, right.peer_id, Outbox([b"data"]))
             assert not left.links.is_up(right.peer_id)
             await linked(left, right)
 
@@ -469,8 +503,8 @@ def test_clients_accept_no_bulk_connections() -> None:
             try:
                 assert client.endpoints == ()
                 await node.on_stream("chunks", Inbox().receive)
-                client.links.observe({node.peer_id: Contact(node.peer_id, node.endpoints)}, eagerly=False)
                 await send_chunks(client, node.peer_id, Outbox([b"data"]))
+                assert client.links.reach() == {}
             finally:
                 await client.close()
             assert_gone(client)
@@ -491,12 +525,15 @@ def test_a_data_port_in_use_is_named_and_nothing_is_left() -> None:
     assert child_processes() == before
 
 
+async def nobody_is_served(*nodes: HivemindTransport) -> bool:
+    return not any(node._serving for node in nodes)
+
+
 def test_caps_hold_for_all_streams_together() -> None:
     rate, size = 4_000_000, 250_000
 
     async def main() -> None:
         async with swarm(3) as (left, middle, right):
-            await linked(left, middle, right)
             for node in (middle, right):
                 await node.on_stream("chunks", Inbox().receive)
             for capped, caps in ((left, Caps(upload=rate)), (right, Caps(download=rate))):
@@ -528,7 +565,6 @@ def test_pulls() -> None:
 
     async def main() -> None:
         async with swarm(2) as (donor, joiner):
-            await linked(donor, joiner)
             await donor.on_pull("snapshot", serve)
             header, data = await joiner.pull(donor.peer_id, "snapshot", b"latest", 1 << 24, TIMEOUT)
             assert (header, bytes(data)) == (b"position", snapshot)
@@ -546,20 +582,23 @@ def test_garbage_on_a_stream_is_dropped(caplog: pytest.LogCaptureFixture) -> Non
     async def main() -> None:
         async with swarm(2) as (victim, attacker):
             inbox = Inbox()
-            await linked(victim, attacker)
             await victim.on_stream("chunks", inbox.receive)
-            for garbage in (b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 1000):
-                with suppress(PeerUnreachableError):
-                    async with attacker.stream(victim.peer_id, "chunks") as channel:
-                        await channel._send(channel._opening + garbage)
-                        await channel.read_verdict()
-                        pytest.fail("nobody answers garbage")
+            for garbage in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(1000)):
+                _, reader, writer = await attacker.daemon.call_binary_stream_handler(
+                    to_peer_id(victim.peer_id), f"{PROTOCOL_PREFIX}/chunks"
+                )
+                writer.write(garbage)
+                if garbage:
+                    with pytest.raises((*NETWORK_ERRORS, asyncio.IncompleteReadError)):
+                        await asyncio.wait_for(reader.readexactly(1), TIMEOUT)
+                writer.close()
             await send_chunks(attacker, victim.peer_id, Outbox([b"data"]))
             assert inbox.received == [(attacker.peer_id, b"round 1", b"chunk 0", b"data")]
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
-    assert all("dropped a conversation: peer " in record.message for record in caplog.records)
+    assert all(record.name == "peers.network.transport" for record in caplog.records)
+    assert all("dropped a chunks stream: peer " in record.message for record in caplog.records)
     assert len(caplog.records) == 2
     assert REGISTRY.get_sample_value("diloco_peer_dropped_total", {"what": "stream"}) == before + 2
 
@@ -574,10 +613,9 @@ def test_chunks_to_a_peer_that_dies_are_known_to_be_lost() -> None:
             class Mortal(Inbox):
                 def arrived(self, peer: str, header: bytes, frame: bytes, data: bytearray) -> bool:
                     if len(self.received) == 3:
-                        victim.links.link(peer).close()
+                        os.kill(victim.daemon._child.pid, signal.SIGKILL)
                     return super().arrived(peer, header, frame, data)
 
-            await linked(sender, victim)
             await victim.on_stream("chunks", Mortal().receive)
             outbox = Outbox([bytes(500_000)] * 40)
             with pytest.raises(PeerUnreachableError):
@@ -585,6 +623,8 @@ def test_chunks_to_a_peer_that_dies_are_known_to_be_lost() -> None:
             confirmed = [number for number, _ in outbox.answers]
             assert len(confirmed) <= 4
             assert confirmed + outbox.pending == list(range(outbox.given))
+            await victim.close()
+            sweep_sockets()
 
     asyncio.run(main())
 
@@ -781,3 +821,32 @@ def test_nothing_outlives_a_killed_process() -> None:
     assert not alive(int(daemon))
     sweep_sockets()
     assert not Path(socket_path).exists()
+
+
+@pytest.mark.thorough
+def test_a_stream_that_is_taken_back_at_once_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: a peer that was carried to another network left one for each stream that it had begun."""
+
+    async def main() -> None:
+        node = await HivemindTransport.create(Identity.generate(), listen=LOOPBACK)
+        try:
+
+            async def never(channel: object) -> None:
+                raise AssertionError
+
+            await node.on_stream("never", never)  # from then on there is a socket for it
+            path = Path(node.daemon._client_listen_maddr["unix"])
+
+            async def is_there() -> bool:
+                return path.exists()
+
+            await eventually(is_there, "nobody listens to the daemon")
+            reader, writer = await asyncio.open_unix_connection(path)
+            writer.write_eof()
+            assert await reader.read() == b""
+            writer.close()
+        finally:
+            await node.close()
+
+    asyncio.run(main())
+    assert "Unhandled exception" not in caplog.text

@@ -18,7 +18,7 @@ from peers.driver.driver import Driver
 from peers.network.daemon import sweep_sockets
 from peers.network.transport import HivemindTransport
 from peers.transfer.download import RANGES
-from peers.transfer.storage import Storage
+from peers.transfer.storage import FolderStorage, Storage
 from peers.values.identity import Identity
 from peers.values.wire import Buffer
 from tests.swarm.joining_peer import (
@@ -166,7 +166,7 @@ async def one_is_killed_and_fetches_only_the_rest_when_it_is_back(run: Swarm, di
                 first.add(event["chunk"])
     except TimeoutError:
         pytest.fail(f"after {DEADLINE} s it is not dead: {process.last_words()}")
-    joiner = await run.join(WatchedTransport, Storage(downloads, lambda: 1 << 40))
+    joiner = await run.join(WatchedTransport, FolderStorage(downloads, lambda: 1 << 40))
 
     async def remember(donor: str, chunk: int) -> None:
         rest.add(chunk)

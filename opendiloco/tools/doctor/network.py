@@ -18,12 +18,13 @@ from opendiloco.tools.doctor.findings import Finding, Value, failed, failed_with
 from opendiloco.volunteer.volunteer import connected
 from peers.errors import DilocoPeerError, LocalNetworkError, RemoteProtocolError
 from peers.network.channel import PeerRefusedError, PeerUnreachableError
+from peers.network.contacts import host_of, is_loopback, is_public
 from peers.network.daemon import peer_id_of, require_free_port
 from peers.network.data_port import LINK_INFO, PROBED_PORTS, LinkInfo, Seen, probe
 from peers.network.first_contact import endpoint, which_answer
 from peers.network.own_network import SOMEWHERE, address_towards, is_behind_nat
 from peers.network.rating import RATING, ask_rating
-from peers.network.sockets import endpoint_of, host_of, is_loopback, is_public, listen, parse_endpoint
+from peers.network.sockets import endpoint_of, listen, parse_endpoint
 from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from peers.values.wire import Reach, unpack_from

@@ -101,6 +101,9 @@ class Network(FakeTransport):
     async def find_manifest(self, run_id: str) -> SignedManifest:
         return self.recorded.run.manifest
 
+    async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool:
+        return True
+
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
         return self.beats
 

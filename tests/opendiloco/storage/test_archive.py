@@ -295,6 +295,7 @@ def test_a_run_that_is_too_large_is_not_fetched_until_there_is_room(
     monkeypatch.setattr(kept._doubts, "may_follow", lambda *asked: True)
     kept._snapshot = cast(Any, SimpleNamespace(index=1))
     network = cast(Any, kept._transport)
+    network.connect = answering(True)
 
     keeping = Archive(NODE, tmp_path)
 
@@ -418,7 +419,7 @@ def test_who_says_most_and_has_nothing_that_is_kept_does_not_keep_it_from_others
     monkeypatch.setattr(kept, "_complete_log", nothing)
     kept._snapshot = cast(Any, SimpleNamespace(index=1))
     network = cast(Any, kept._transport)
-    network.heartbeats = answering(beats)
+    network.heartbeats, network.connect = answering(beats), answering(True)
     asyncio.run(kept.follow())
     assert asked == ["stranger", "honest", "log of honest"]
     assert kept.end == after
@@ -443,7 +444,7 @@ def test_a_peer_that_is_busy_or_gone_is_nothing_to_warn_of(
     kept, network = archive(run, tmp_path), cast(Any, Network(run.manifest))
     fields: dict[str, Any] = {"state": PeerState.TRAINING, "index": 1, "lineage_tokens": 16, "sequence": 1}
     beat = Heartbeat.model_construct(peer="b", head=bytes(32), addresses=(), **fields)
-    network.heartbeats = answering([beat])
+    network.heartbeats, network.connect = answering([beat]), answering(True)
     monkeypatch.setattr(archives, "ask_size", answering(8 * VALUES))
     monkeypatch.setattr(kept, "_transport", network)
     monkeypatch.setattr(kept, "_keep_up_with", fail)
@@ -489,7 +490,7 @@ def test_it_keeps_what_proves_the_annexes_of_its_entries(
     me.donors["a"] = donor
     monkeypatch.setattr(kept, "_keep_next", answering(False))
     network = cast(Any, kept._transport)
-    network.heartbeats = answering([beat])
+    network.heartbeats, network.connect = answering([beat]), answering(True)
     network.pull, network.reach_of = me.pull, me.reach_of
 
     async def scenario() -> None:

@@ -24,8 +24,8 @@ from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.supervisor import WorkersRestartedError
 from opendiloco.workers.worker import _nothing_collected
+from peers.network.signals import LEAVE_SIGNALS
 from peers.values.leases import SampleRange
-from peers.values.system import LEAVE_SIGNALS
 from peers.values.workload import InnerLoop, Progress, SnapshotError
 from tests.child_processes import child_processes
 from tests.opendiloco.workers.trainings import NotingTracker

@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY
 
 from peers.driver import driver as driver_module
 from peers.driver import outgoing
-from peers.driver import rounds as incoming
+from peers.driver import traffic as incoming
 from peers.driver.driver import Driver
 from peers.driver.outgoing import CHUNKS, StreamHeader
 from peers.errors import DilocoPeerError, LocalProtocolError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -16,7 +17,7 @@ from prometheus_client import REGISTRY
 
 from peers.driver import outgoing
 from peers.driver.outgoing import CHUNKS, CLOSING_TIME, StreamHeader
-from peers.driver.rounds import ADMISSION_TIMEOUT, Traffic
+from peers.driver.traffic import ADMISSION_TIMEOUT, Traffic
 from peers.errors import RemoteProtocolError
 from peers.messages.averages import Origin
 from peers.messages.rounds import Round, RoundName
@@ -36,7 +37,6 @@ from peers.transfer.averages import ChunkHeader
 from peers.transfer.buffers import PayloadBuffers, offer
 from peers.values.wire import Buffer, pack, unpack
 from tests.peers.fakes import BLOCK, GARBAGE, PROOF, FakeWorkload, trust_all
-from tests.peers.network.pairs import streams
 from tests.peers.network.test_channel import BROKEN, rest_of, send_raw
 from tests.peers.network.test_throttle import now, simulate
 from tests.peers.rounds import SIZE, InRound, commitment, round_among, round_name
@@ -49,8 +49,11 @@ FIRST, SECOND = (round_among("abc", each=2, name=round_name(attempt)) for attemp
 
 async def stream_of(near: str, far: str) -> tuple[Channel, Channel]:
     """The end whose peer is `near`, and the other one."""
-    left, right = await streams()
-    return Channel(near, left), Channel(far, right)
+    left, right = socket.socketpair()
+    return (
+        Channel(near, *await asyncio.open_unix_connection(sock=left)),
+        Channel(far, *await asyncio.open_unix_connection(sock=right)),
+    )
 
 
 class Member:
@@ -101,7 +104,7 @@ class Member:
             await self.may_answer.wait()
             await channel.answer_frame(taken)
             self._changed()
-        if not channel._stream.has_ended:
+        if not channel._reads.has_ended:
             self.finished.append(round)
 
 

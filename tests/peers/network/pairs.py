@@ -8,7 +8,7 @@ import os
 import socket
 from functools import lru_cache
 
-from peers.network.connection import Connection, Credentials, Stream, greet, welcome
+from peers.network.connection import Connection, Credentials, greet, welcome
 from peers.network.data_port import Hello, read_opening
 from peers.network.link import Link
 from peers.values.identity import Identity
@@ -30,13 +30,6 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     left, right = socket.socketpair()
     left.setblocking(False)
     right.setblocking(False)
-    return left, right
-
-
-async def streams() -> tuple[Stream, Stream]:
-    """Return both ends of a socket pair, without TLS."""
-    loop = asyncio.get_running_loop()
-    left, right = [(await loop.create_connection(Stream, sock=end))[1] for end in socket_pair()]
     return left, right
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.network.channel import RefusalError
-from peers.network.dht_node import _key_digest, _record_is_valid, heartbeats_key, manifest_key
+from peers.network.dht_storage import _key_digest, _record_is_valid, heartbeats_key, manifest_key
 from peers.network.known_runs import STRANGERS_LIMIT, Admissions, _RevocationsRequest
 from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity

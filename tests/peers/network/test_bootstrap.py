@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from peers.metrics import Health
-from peers.network import bootstrap
-from peers.network.bootstrap import ANNOUNCEMENTS_BURST, REVOKED_SUFFIX, ManifestStore, _BootstrapNode
+from peers.network import bootstrap, run_failures
+from peers.network.bootstrap import ANNOUNCEMENTS_BURST, _BootstrapNode
 from peers.network.channel import RefusalError
 from peers.network.known_runs import Admissions
+from peers.network.manifest_store import REVOKED_SUFFIX, ManifestStore
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -80,7 +81,7 @@ def test_a_run_that_cannot_be_published_keeps_no_other_from_it(
     store: Any = Store(FIRST, SECOND)
     transport: Any = Transport()
     node = _BootstrapNode(transport, store, {})
-    monkeypatch.setattr(bootstrap, "now", lambda: seconds)
+    monkeypatch.setattr(run_failures, "now", lambda: seconds)
     for pause in (0.0, 4.0, 1.0, 9.0, 1.0):
         seconds += pause
         asyncio.run(node.publish())

@@ -158,7 +158,7 @@ def test_who_stops_waiting_leaves_no_half_of_a_question_behind() -> None:
             for _ in range(3):
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(caller.ask("given up", bytes(MESSAGE_LIMIT - 100)), 1.0)
-            assert channel._stream.transport.get_write_buffer_size()
+            assert channel._writer.transport.get_write_buffer_size()
             assert await caller.ask("next", b" one") == b"next one"
 
     simulate(scenario())

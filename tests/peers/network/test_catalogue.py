@@ -1,4 +1,4 @@
-"""The list of runs that a bootstrap node tells, checked by whoever asked."""
+"""The list of runs that a bootstrap node tells: a page at a time, checked by whoever asked."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, cast
 import pytest
 
 from peers.errors import SwarmUnreachableError
-from peers.network.bootstrap import LIST_RUNS, _BootstrapNode, listed_runs
-from peers.network.channel import PeerUnreachableError
+from peers.network.bootstrap import LIST_RUNS, PAGE, RUNS_LIMIT, _BootstrapNode, listed_runs
+from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.known_runs import KnownRuns
 from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 
-RUNS = [f"run{number}-{'a' * 32}" for number in range(403)]
+RUNS = [f"run{number}-{'a' * 32}" for number in range(2 * PAGE + 3)]
 ONE, TWO = (f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}" for _ in range(2))
 
 
@@ -34,12 +34,12 @@ class Node:
         return await self.node.on_list("12D3KooWasker", payload)
 
 
-def listed(node: Node, addresses: list[str], limit: int = 1000) -> list[str]:
+def listed(node: Node, addresses: list[str], limit: int = RUNS_LIMIT) -> list[str]:
     return asyncio.run(listed_runs(cast(HivemindTransport, node), addresses, limit))
 
 
-@pytest.mark.parametrize(("limit", "count"), [(1000, len(RUNS)), (3, 3)])
-def test_all_or_some_are_listed(limit: int, count: int) -> None:
+@pytest.mark.parametrize(("limit", "count"), [(1000, len(RUNS)), (PAGE + 1, PAGE + 1), (3, 3)])
+def test_pages_are_put_together(limit: int, count: int) -> None:
     assert listed(Node(RUNS), [TWO, ONE], limit) == RUNS[:count]
 
 
@@ -56,3 +56,9 @@ def test_nobody_who_lists_runs_is_an_error() -> None:
 def test_a_malformed_list_is_nobodys(answered: list[str]) -> None:
     with pytest.raises(SwarmUnreachableError, match="malformed"):
         listed(Node(answered), [ONE])
+
+
+@pytest.mark.parametrize("payload", [b"", b"-1", b"x", b"1" * 7])
+def test_a_malformed_question_is_refused(payload: bytes) -> None:
+    with pytest.raises(RefusalError):
+        asyncio.run(Node(RUNS).call(ONE.rpartition("/")[2], LIST_RUNS, payload, 1.0))

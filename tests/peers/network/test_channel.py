@@ -1,12 +1,13 @@
-"""Framing of bulk data, on socket pairs."""
+"""Framing of bulk data, on socket pairs instead of libp2p."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.errors import LocalProtocolError, RemoteProtocolError
-from peers.network import channel as wire
+from peers.network import channel as streams
 from peers.network.channel import Channel, PeerRefusedError, RefusalError
 from peers.network.throttle import PIECE, UNLIMITED, LinkTime, Throttle
 from peers.values.wire import Buffer
-from tests.peers.network.pairs import streams
 from tests.peers.network.test_throttle import simulate
 
 DEADLINE = 120.0  # seconds; nothing here waits for anything but the other end of a socket pair
@@ -28,8 +28,11 @@ BROKEN = RemoteProtocolError | EOFError | OSError
 
 async def channels(upload: Throttle = UNLIMITED, download: Throttle = UNLIMITED) -> tuple[Channel, Channel]:
     """Both ends; the left one's upload and the right one's download have these caps."""
-    left, right = await streams()
-    return Channel("right", left, upload=upload), Channel("left", right, download=download)
+    left, right = socket.socketpair()
+    return (
+        Channel("right", *await asyncio.open_unix_connection(sock=left), upload=upload),
+        Channel("left", *await asyncio.open_unix_connection(sock=right), download=download),
+    )
 
 
 def converse(*ends: Callable[[Channel], Awaitable[Any]]) -> list[Any]:
@@ -51,14 +54,14 @@ def converse(*ends: Callable[[Channel], Awaitable[Any]]) -> list[Any]:
 
 async def send_raw(channel: Channel, raw: bytes) -> None:
     """Bytes that no honest peer would send."""
-    channel._stream.write(raw)
-    await channel._stream.drain()
+    channel._writer.write(raw)
+    await channel._writer.drain()
 
 
 async def rest_of(channel: Channel) -> bytes:
     """What comes until the other end closes: less than this."""
     with pytest.raises(asyncio.IncompleteReadError) as end:
-        await channel._stream.read(1 << 24, None)
+        await channel._reads.read(1 << 24, None)
     return end.value.partial
 
 
@@ -126,15 +129,15 @@ def test_a_message_arrives_as_a_frame() -> None:
     assert converse(send, read_frames) == [True, [(b"header", b"data")]]
 
 
-@pytest.mark.parametrize("sent", [1, wire.FRAME.size - 1, wire.FRAME.size, wire.FRAME.size + 3])
+@pytest.mark.parametrize("sent", [1, streams.FRAME.size - 1, streams.FRAME.size, streams.FRAME.size + 3])
 def test_a_stream_that_ends_within_a_frame_has_broken_off(sent: int) -> None:
-    whole = wire.FRAME.pack(3, 5) + b"abc" + b"12345"
+    whole = streams.FRAME.pack(3, 5) + b"abc" + b"12345"
     _, outcome = converse(lambda channel: send_raw(channel, whole[:sent]), read_frames)
     assert isinstance(outcome, EOFError)
 
 
 def test_data_that_breaks_off_says_how_much_came() -> None:
-    _, outcome = converse(lambda channel: send_raw(channel, wire.FRAME.pack(0, 1000) + bytes(999)), read_frames)
+    _, outcome = converse(lambda channel: send_raw(channel, streams.FRAME.pack(0, 1000) + bytes(999)), read_frames)
     assert isinstance(outcome, EOFError)
     assert str(outcome) == "the stream ended after 999 of 1000 bytes"
 
@@ -148,12 +151,12 @@ def test_who_gives_a_frame_up_sends_no_more_of_it() -> None:
         sending = asyncio.create_task(left.send_frame(b"", memory))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(sending, 1.0)
-        unsent = left._stream.transport.get_write_buffer_size()
+        unsent = left._writer.transport.get_write_buffer_size()
         assert unsent
         left.close()
         memory[:] = b"x" * len(memory)
         rest = await rest_of(right)
-        assert (len(rest) + unsent - wire.FRAME.size) % PIECE == 0
+        assert (len(rest) + unsent - streams.FRAME.size) % PIECE == 0
         assert b"x" not in rest
         right.close()
 
@@ -161,8 +164,8 @@ def test_who_gives_a_frame_up_sends_no_more_of_it() -> None:
 
 
 def test_a_frame_header_out_of_bounds_is_refused_before_it_is_read() -> None:
-    size = wire.FRAME_HEADER_LIMIT + 1
-    _, outcome = converse(lambda channel: send_raw(channel, wire.FRAME.pack(size, 1)), read_frames)
+    size = streams.FRAME_HEADER_LIMIT + 1
+    _, outcome = converse(lambda channel: send_raw(channel, streams.FRAME.pack(size, 1)), read_frames)
     assert isinstance(outcome, RemoteProtocolError)
     assert str(size) in str(outcome)
     assert "peer left" in str(outcome)
@@ -171,7 +174,7 @@ def test_a_frame_header_out_of_bounds_is_refused_before_it_is_read() -> None:
 def test_a_stream_header_that_nobody_would_take_is_not_sent() -> None:
     async def nothing(channel: Channel) -> None: ...
 
-    sender, _ = converse(lambda channel: channel.send_prelude(bytes(wire.HEADER_LIMIT + 1), 0), nothing)
+    sender, _ = converse(lambda channel: channel.send_prelude(bytes(streams.HEADER_LIMIT + 1), 0), nothing)
     assert isinstance(sender, LocalProtocolError)
 
 
@@ -183,10 +186,10 @@ def test_an_answer_to_a_frame_is_yes_or_no(answer: bytes) -> None:
 
 
 def test_who_falls_silent_within_a_frame_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "STALL_TIMEOUT", 0.01)
+    monkeypatch.setattr(streams, "STALL_TIMEOUT", 0.01)
 
     async def stall(channel: Channel) -> None:
-        await send_raw(channel, wire.FRAME.pack(0, 10) + bytes(9))
+        await send_raw(channel, streams.FRAME.pack(0, 10) + bytes(9))
         await rest_of(channel)
 
     _, outcome = converse(stall, read_frames)
@@ -204,7 +207,8 @@ class Counted(Throttle):
         self.taken.append(count)
 
 
-def test_both_ends_ask_their_throttles_for_every_byte() -> None:
+@pytest.mark.parametrize("gives_way", [False, True])
+def test_both_ends_ask_their_throttles_for_every_byte(gives_way: bool) -> None:
     """Of frames and of what is pulled alike; headers and answers don't count."""
     size, into = 3 * PIECE + 5, bytearray(3 * PIECE + 5)
 
@@ -216,6 +220,8 @@ def test_both_ends_ask_their_throttles_for_every_byte() -> None:
     async def both(send: Callable[[Channel], Awaitable[Any]], receive: Callable[[Channel], Awaitable[Any]]) -> None:
         upload, download = Counted(), Counted()
         left, right = await channels(upload, download)
+        if gives_way:
+            left.give_way(LinkTime())
         try:
             async with asyncio.timeout(DEADLINE):
                 await asyncio.gather(send(left), receive(right))
@@ -226,9 +232,7 @@ def test_both_ends_ask_their_throttles_for_every_byte() -> None:
         assert sum(download.taken) == size
 
     asyncio.run(both(lambda channel: channel.send_frame(b"", bytes(size)), read_frame))
-    receive = partial(Channel.read_data, buffer=into)
-    asyncio.run(both(partial(Channel.send_data, data=bytes(size)), receive))
-    asyncio.run(both(partial(Channel.send_data, data=bytes(size), gives_way_to=LinkTime()), receive))
+    asyncio.run(both(lambda channel: channel.send_data(bytes(size)), lambda channel: channel.read_data(into)))
 
 
 # Pulls ----------------------------------------------------------------------------------------------------------
@@ -243,17 +247,17 @@ async def serve(sender: str, header: bytes) -> AsyncIterator[tuple[bytes, Buffer
 
 
 async def serve_one(channel: Channel) -> None:
-    await wire.serve_pull(channel, serve, LinkTime())
+    await streams.serve_pull(channel, serve)
 
 
 def test_pull_arrives_whole() -> None:
-    answer, server = converse(lambda channel: wire.pull(channel, b"question", 1 << 30), serve_one)
+    answer, server = converse(lambda channel: streams.pull(channel, b"question", 1 << 30), serve_one)
     assert answer == (b"answer to question", ANSWER)
     assert server is None
 
 
 def test_pull_can_be_refused() -> None:
-    refused, server = converse(lambda channel: wire.pull(channel, b"secret", 1 << 30), serve_one)
+    refused, server = converse(lambda channel: streams.pull(channel, b"secret", 1 << 30), serve_one)
     assert isinstance(refused, PeerRefusedError)
     assert refused.reason == "no"
     assert server is None
@@ -266,12 +270,12 @@ def test_a_reason_cannot_draw_on_the_terminal() -> None:
         await channel.read_prelude()
         await channel.refuse("no\x1b[2J\r\nINFO all is well\u202e")
 
-    refused, _ = converse(lambda channel: wire.pull(channel, b"", 1000), refuse)
+    refused, _ = converse(lambda channel: streams.pull(channel, b"", 1000), refuse)
     assert isinstance(refused, PeerRefusedError)
     assert refused.reason == "no [2J  INFO all is well "
 
 
-@pytest.mark.parametrize("length", [0, wire.REASON_BYTES, wire.REASON_BYTES + 1])
+@pytest.mark.parametrize("length", [0, streams.REASON_BYTES, streams.REASON_BYTES + 1])
 def test_a_refusal_is_read_to_its_end_or_it_is_none(length: int) -> None:
     """Where another conversation follows on the connection, nothing of this one may be left."""
 
@@ -279,24 +283,26 @@ def test_a_refusal_is_read_to_its_end_or_it_is_none(length: int) -> None:
         outcome = (await asyncio.gather(channel.read_verdict(), return_exceptions=True))[0]
         return type(outcome), channel.is_finished, await rest_of(channel)
 
-    raw = wire.REFUSED + wire.REASON_LENGTH.pack(length) + b"x" * length
+    raw = streams.REFUSED + streams.REASON_LENGTH.pack(length) + b"x" * length
     outcome, _ = converse(refused, lambda channel: send_raw(channel, raw))
-    if length <= wire.REASON_BYTES:
+    if length <= streams.REASON_BYTES:
         assert outcome == (PeerRefusedError, True, b"")
     else:
         assert outcome[:2] == (RemoteProtocolError, False)
 
 
-def test_one_conversation_follows_another() -> None:
+def test_where_a_connection_stays_open_nobody_waits_for_its_end() -> None:
     async def scenario() -> None:
         left, right = await channels()
+        for end in (left, right):
+            end._stays_open = True
         for header in (b"secret", b"question", b"secret"):
             _, outcome = await asyncio.gather(
-                serve_one(right), wire.pull(left, header, 1 << 30), return_exceptions=True
+                serve_one(right), streams.pull(left, header, 1 << 30), return_exceptions=True
             )
             assert isinstance(outcome, PeerRefusedError) == (header == b"secret")
         left.close()
-        assert left._stream.transport.is_closing()
+        assert left._writer.is_closing()
         left.close()
         right.close()
 
@@ -304,8 +310,9 @@ def test_one_conversation_follows_another() -> None:
 
 
 def test_pull_takes_no_more_than_it_wants() -> None:
-    refused, _ = converse(lambda channel: wire.pull(channel, b"question", 1000), serve_one)
+    refused, server = converse(lambda channel: streams.pull(channel, b"question", 1000), serve_one)
     assert isinstance(refused, RemoteProtocolError)
+    assert isinstance(server, EOFError | OSError)
 
 
 def test_pull_that_breaks_off_never_arrives() -> None:
@@ -315,8 +322,20 @@ def test_pull_that_breaks_off_never_arrives() -> None:
         await channel.send_prelude(b"", 1000)
         await channel.send_data(bytes(999))
 
-    outcome, _ = converse(lambda channel: wire.pull(channel, b"", 1000), break_off)
+    outcome, _ = converse(lambda channel: streams.pull(channel, b"", 1000), break_off)
     assert isinstance(outcome, EOFError)
+
+
+def test_pull_confirmed_with_other_bytes_fails() -> None:
+    async def confirm_wrongly(channel: Channel) -> None:
+        await channel.send_prelude(b"question", 0)
+        await channel.read_verdict()
+        _, length = await channel.read_prelude()
+        await channel.read_data(bytearray(length))
+        await channel.send_digest(bytes(32))
+
+    _, server = converse(confirm_wrongly, serve_one)
+    assert isinstance(server, RemoteProtocolError)
 
 
 def test_a_request_with_data_is_refused() -> None:
@@ -333,11 +352,26 @@ def test_garbage_as_a_request_is_refused(garbage: bytes) -> None:
 
 @given(st.binary(min_size=1, max_size=200))
 def test_garbage_as_an_answer_is_an_error(garbage: bytes) -> None:
-    outcome, _ = converse(lambda channel: wire.pull(channel, b"", 1000), lambda channel: send_raw(channel, garbage))
+    outcome, _ = converse(lambda channel: streams.pull(channel, b"", 1000), lambda channel: send_raw(channel, garbage))
     assert isinstance(outcome, BROKEN | PeerRefusedError)
 
 
-def test_a_header_that_is_too_long_is_refused_before_it_is_read() -> None:
-    prelude = wire.PRELUDE.pack(wire.HEADER_LIMIT + 1, 0)
+@pytest.mark.parametrize(
+    "prelude",
+    [
+        struct.pack(">4sBIQ", b"HTTP", streams.VERSION, 0, 0),
+        struct.pack(">4sBIQ", streams.MAGIC, streams.VERSION, streams.HEADER_LIMIT + 1, 0),
+    ],
+    ids=["magic", "header length"],
+)
+def test_a_prelude_is_checked_field_by_field(prelude: bytes) -> None:
     _, outcome = converse(lambda channel: send_raw(channel, prelude), lambda channel: channel.read_prelude())
     assert isinstance(outcome, RemoteProtocolError)
+
+
+def test_another_version_is_refused_and_both_are_named() -> None:
+    prelude = struct.pack(">4sBIQ", streams.MAGIC, 9, 0, 0)
+    _, outcome = converse(lambda channel: send_raw(channel, prelude), lambda channel: channel.read_prelude())
+    assert isinstance(outcome, RemoteProtocolError)
+    assert "version 9;" in str(outcome)
+    assert str(outcome).endswith(f"version {streams.VERSION}")

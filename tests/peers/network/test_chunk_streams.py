@@ -21,7 +21,6 @@ from peers.network.channel import (
     STALL_TIMEOUT,
     Channel,
     ChunkSender,
-    Expect,
     Frame,
     PeerRefusedError,
     PeerUnreachableError,
@@ -84,17 +83,10 @@ class Inbox:
         self.useless = {b"chunk %d" % number for number in useless}
         self.received: list[tuple[str, bytes, bytes, bytes]] = []
 
-    async def admit(self, sender: str, header: bytes) -> Expect:
+    async def admit(self, sender: str, header: bytes) -> StreamInbox:
         if header != b"round 1":
             raise RefusalError("not in that round with you")
-
-        def expect(frame: bytes, length: int) -> tuple[bytearray, Callable[[], bool]]:
-            if length > SIZE_LIMIT:
-                raise RemoteProtocolError(sender, f"a chunk of {length} bytes")
-            data = bytearray(length)
-            return data, lambda: self.arrived(sender, header, frame, data)
-
-        return expect
+        return StreamInbox(self, sender, header)
 
     def arrived(self, sender: str, header: bytes, frame: bytes, data: bytearray) -> bool:
         self.received.append((sender, header, frame, bytes(data)))
@@ -102,6 +94,24 @@ class Inbox:
 
     async def receive(self, channel: Channel) -> None:
         await receive_chunks(channel, self.admit)
+
+
+class StreamInbox:
+    """What comes to an inbox on one stream."""
+
+    def __init__(self, inbox: Inbox, sender: str, header: bytes) -> None:
+        self._inbox = inbox
+        self._sender = sender
+        self._header = header
+
+    def expect(self, header: bytes, length: int) -> bytearray:
+        if length > SIZE_LIMIT:
+            raise RemoteProtocolError(self._sender, f"a chunk of {length} bytes")
+        self._frame, self._data = header, bytearray(length)
+        return self._data
+
+    def arrived(self) -> bool:
+        return self._inbox.arrived(self._sender, self._header, self._frame, self._data)
 
 
 def exchange(outbox: Outbox, other: Callable[[Channel], Awaitable[Any]]) -> list[Any]:
@@ -148,7 +158,7 @@ def test_a_refused_streams_data_is_not_read() -> None:
     outbox = Outbox([bytes(1 << 24)])
 
     class Busy(Inbox):
-        async def admit(self, sender: str, header: bytes) -> Expect:
+        async def admit(self, sender: str, header: bytes) -> StreamInbox:
             raise RefusalError("not now")
 
     inbox = Busy()

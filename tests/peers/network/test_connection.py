@@ -26,12 +26,12 @@ def test_both_ends_know_who_opens_conversations(is_lefts: bool) -> None:
         assert (left.is_ours, right.is_ours) == (is_lefts, not is_lefts)
         assert left.reach is right.reach is Reach.PUNCHED
         assert left.is_open
-        left.stream.write(b"to the right")
-        right.stream.write(b"to the left")
-        assert await right.stream.read(12, 1.0) == b"to the right"
-        assert await left.stream.read(11, 1.0) == b"to the left"
+        left.writer.write(b"to the right")
+        right.writer.write(b"to the left")
+        assert await right.reads.read(12, 1.0) == b"to the right"
+        assert await left.reads.read(11, 1.0) == b"to the left"
         lost = asyncio.Event()
-        right.stream.on_lost = lost.set
+        right.reads.on_lost = lost.set
         left.close()
         assert not left.is_open
         await lost.wait()
@@ -54,7 +54,6 @@ def test_silence_ends_a_handshake(end: str) -> None:
         with pytest.raises(OSError, match="no TLS handshake in time"):
             await begins
         assert now() - began == pytest.approx(HANDSHAKE_TIMEOUT)
-        await asyncio.sleep(1.0)  # asyncio has some steps to close it
         assert near.fileno() == -1
         far.close()
 
@@ -98,7 +97,7 @@ def test_who_is_cancelled_at_any_moment_leaves_nothing_open(is_greeting_cancelle
             assert isinstance(outcome, Connection | OSError | RemoteProtocolError | asyncio.CancelledError)
             if isinstance(outcome, Connection):
                 outcome.close()
-        for _ in range(10):  # asyncio has some steps to close what was cancelled
+        for _ in range(5):
             await asyncio.sleep(0)
         return was_over
 
@@ -121,7 +120,7 @@ def test_an_end_that_is_lost_early_is_seen_later() -> None:
         left, right = await connected(LEFT, RIGHT)
         right.close()
         with suppress(asyncio.IncompleteReadError):
-            await left.stream.read(1, None)
+            await left.reads.read(1, None)
         assert not left.is_open
 
     simulate(scenario())

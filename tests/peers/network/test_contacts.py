@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from peers.network.introductions import Contact, contacts_of, own_endpoints
-from peers.network.sockets import host_of, is_local, public_only
+from peers.network.contacts import Contact, contacts_of, host_of, is_local, own_endpoints, public_only
 from peers.presence.heartbeat import Heartbeat, PeerState
 from tests.peers.heartbeats import beat
 from tests.peers.logs import first_log

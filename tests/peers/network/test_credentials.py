@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from peers.errors import RemoteProtocolError
 from peers.network import connection
-from peers.network.connection import Credentials, Stream, _peer_of, greet, welcome
+from peers.network.connection import Credentials, TlsTransport, _peer_of, greet, start_tls, welcome
 from peers.network.data_port import CERTIFICATE_BYTES, Hello, read_opening
 from peers.values.identity import Identity
 from peers.values.wire import Reach
@@ -36,12 +36,11 @@ def certificate_of(key: object, signed_by: object, digest: SHA256 | None = None)
 async def outcome_of_hello(hello: Hello, dialler: Credentials) -> object:
     """What becomes of somebody who says so and has the key of `dialler`."""
     near, far = socket_pair()
-    loop = asyncio.get_running_loop()
-    dialling = asyncio.create_task(loop.create_connection(Stream, sock=near, ssl=dialler.dialling, server_hostname=""))
+    dialling = asyncio.create_task(start_tls(near, dialler.dialling, server_side=False))
     results: list[object] = [*await asyncio.gather(welcome(far, ME, hello, Reach.OPEN), return_exceptions=True)]
     dialled = (await asyncio.gather(dialling, return_exceptions=True))[0]
-    if isinstance(dialled, tuple):
-        dialled[0].abort()
+    if isinstance(dialled, TlsTransport):
+        dialled.abort()
     near.close()
     return results[0]
 
@@ -63,8 +62,7 @@ def test_whoever_answers_in_a_peers_place_is_found_out() -> None:
         async def answer() -> None:
             hello = await read_opening(far, "me")
             assert isinstance(hello, Hello)
-            accepting, loop = IMPOSTOR.accepting(hello.certificate), asyncio.get_running_loop()
-            (await loop.connect_accepted_socket(Stream, far, ssl=accepting))[0].abort()
+            (await start_tls(far, IMPOSTOR.accepting(hello.certificate), server_side=True)).abort()
 
         outcome, _ = await asyncio.gather(
             greet(near, ME, OTHER.peer_id, True, Reach.OPEN), answer(), return_exceptions=True

@@ -7,9 +7,11 @@ from typing import cast
 
 import pytest
 
-from peers.network import dht_node
-from peers.network.daemon import Daemon, load_hivemind
-from peers.network.dht_node import RECORD_OVERHEAD, SLACK, DhtNode, _BoundedStorage, bounded, heartbeats_key
+from peers.network import dht_storage
+from peers.network.daemon import Daemon
+from peers.network.dht_node import DhtNode
+from peers.network.dht_storage import RECORD_OVERHEAD, SLACK, _BoundedStorage, bounded, heartbeats_key
+from peers.network.hivemind_lite import load_hivemind
 from peers.network.known_runs import KnownRuns
 from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
@@ -23,8 +25,8 @@ LATER = 4e9
 @pytest.fixture
 def storage(monkeypatch: pytest.MonkeyPatch) -> _BoundedStorage:
     """Room for two records of others, and for two under each favoured key."""
-    monkeypatch.setattr(dht_node, "OTHERS_BYTES", 2 * RECORD_OVERHEAD + 100)
-    monkeypatch.setattr(dht_node, "OWN_BYTES", 2 * RECORD_OVERHEAD + 100)
+    monkeypatch.setattr(dht_storage, "OTHERS_BYTES", 2 * RECORD_OVERHEAD + 100)
+    monkeypatch.setattr(dht_storage, "OWN_BYTES", 2 * RECORD_OVERHEAD + 100)
     return _BoundedStorage()
 
 
@@ -61,7 +63,7 @@ def test_what_a_node_had_before_is_taken_over(storage: _BoundedStorage) -> None:
 
 def test_no_key_has_more_records_than_a_reader_should_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new one replaces the one that came last."""
-    monkeypatch.setattr(dht_node, "RECORDS", 2)
+    monkeypatch.setattr(dht_storage, "RECORDS", 2)
     storage = _BoundedStorage()
     storage.favour(RUN)
     for key in (RUN, STRANGE):
@@ -73,7 +75,7 @@ def test_no_key_has_more_records_than_a_reader_should_be_sent(monkeypatch: pytes
 
 def test_records_that_were_replaced_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a trace of each was kept until it would have expired: 300 MB in a flood of a thousand a second."""
-    monkeypatch.setattr(dht_node, "RECORDS", 4)
+    monkeypatch.setattr(dht_storage, "RECORDS", 4)
     storage = _BoundedStorage()
     storage.favour(RUN)
     for number in range(2000):
@@ -86,8 +88,8 @@ def test_records_that_were_replaced_take_no_memory(monkeypatch: pytest.MonkeyPat
 
 def test_a_record_that_is_not_taken_replaces_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers' room is full, and what comes is larger than what it would replace."""
-    monkeypatch.setattr(dht_node, "RECORDS", 2)
-    monkeypatch.setattr(dht_node, "OTHERS_BYTES", 2 * RECORD_OVERHEAD + 10)
+    monkeypatch.setattr(dht_storage, "RECORDS", 2)
+    monkeypatch.setattr(dht_storage, "OTHERS_BYTES", 2 * RECORD_OVERHEAD + 10)
     storage = _BoundedStorage()
     for peer in "ab":
         assert storage.store_subkey(STRANGE, peer, b"small", LATER)
@@ -97,7 +99,7 @@ def test_a_record_that_is_not_taken_replaces_none(monkeypatch: pytest.MonkeyPatc
 
 
 def test_peers_of_a_run_are_named_until_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dht_node, "RECORDS", 4)
+    monkeypatch.setattr(dht_storage, "RECORDS", 4)
     storage = _BoundedStorage()
     storage.name(RUN, {"named"})
     for peer in "abc":

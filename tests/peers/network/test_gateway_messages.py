@@ -7,7 +7,7 @@ from ipaddress import IPv4Address, IPv6Address
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.network.port_mapping import (
+from peers.network.gateway import (
     NAT_PMP_ADDRESS_REQUEST,
     Mapping,
     _pack_nat_pmp_map,

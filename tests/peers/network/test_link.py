@@ -189,16 +189,16 @@ def test_an_opening_has_a_deadline_however_slowly_it_comes(sent: bytes, seconds:
     async def scenario() -> None:
         async with pair(1) as both:
             [connection] = both.made
-            connection.stream.write(sent)
+            connection.writer.write(sent)
 
             async def drip() -> None:
                 while True:
-                    connection.stream.write(b"D")
+                    connection.writer.write(b"D")
                     await asyncio.sleep(9.0)
 
             began, dripping = now(), asyncio.create_task(drip())
             with pytest.raises((asyncio.IncompleteReadError, OSError)):
-                await connection.stream.read(1, None)
+                await connection.reads.read(1, None)
             dripping.cancel()
             assert seconds <= now() - began < seconds + 1
             await both.settle()
@@ -288,7 +288,7 @@ def test_a_connection_that_is_dead_already_makes_no_link() -> None:
             ours, theirs = await connected(US, THEM)
             theirs.close()
             with suppress(asyncio.IncompleteReadError):
-                await ours.stream.read(1, None)
+                await ours.reads.read(1, None)
             both.ours.add(ours)
             assert not both.ours.is_up
             assert both.ours.reach is Reach.NONE

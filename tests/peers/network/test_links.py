@@ -14,8 +14,9 @@ import pytest
 from peers.network import data_port, introductions, link, links
 from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.connection import Connection, Credentials, greet
+from peers.network.contacts import Contact
 from peers.network.data_port import LinkInfo, Seen, probe
-from peers.network.introductions import INTRODUCE, MEET, Arranging, Contact
+from peers.network.introductions import INTRODUCE, MEET, Arranging
 from peers.network.link import CONNECTIONS, Link
 from peers.network.links import LINK_TIMEOUT, MORE, UNKNOWN, Links, LinkSettings, _Way
 from peers.network.sockets import dial, listen
@@ -37,8 +38,12 @@ class Node:
         self.identity = identity
         self.log: list[tuple[str, str, bytes]] = []
         self.served: list[tuple[str, str]] = []
+        self.detour = False
+        self.detours = 0
         self.answers: dict[str, Callable[[str, bytes], Awaitable[bytes]]] = {}
-        self.links = Links(identity, self.serve, self.answer, self.ask_info, lambda: (UNLIMITED, UNLIMITED))
+        self.links = Links(
+            identity, self.serve, self.answer, self.ask_info, self.is_there, lambda: (UNLIMITED, UNLIMITED)
+        )
         self.answers |= self.links.handlers
         swarm[self.peer] = self
 
@@ -67,6 +72,10 @@ class Node:
         if peer not in self.swarm:
             raise PeerUnreachableError(peer, "not there")
         return LinkInfo(port=self.swarm[peer].links.port)
+
+    async def is_there(self, peer: str) -> bool:
+        self.detours += 1
+        return self.detour
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():  # each look after all else has had its turn
@@ -140,6 +149,22 @@ def test_both_dial_at_once() -> None:
             assert here is not None
             assert there is not None
             await asyncio.gather(*(talk(link) for link in (here, there) for _ in range(10)))
+
+    run(scenario())
+
+
+def test_in_a_crowd_links_are_made_with_some_of_those_that_are_told_things(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partners of gossip change for ever; links stay."""
+    monkeypatch.setattr(links, "EAGER", 1)
+
+    async def scenario() -> None:
+        async with nodes(3) as (one, other, third):
+            one.know(other.contact(), third.contact())
+            assert not any(way.is_busy for way in one.links._ways.values())
+            one.links.prepare(other.peer)
+            await one.until_up(other)
+            one.links.prepare(third.peer)
+            assert not one.links.way(third.peer).is_busy
 
     run(scenario())
 
@@ -233,14 +258,17 @@ def test_where_nothing_answers_there_is_no_way_and_the_pauses_grow() -> None:
         async with nodes(2) as (one, other):
             one.links.clock = lambda: now[0]
             for pause in (5.0, 10.0, 20.0, 40.0, 60.0, 60.0):
+                tried = one.detours
                 assert await look(one, other) is None
                 assert one.links.reach() == {other.peer: Reach.NONE}
-                assert not one.links.way(other.peer).is_due
+                assert one.detours == tried + 1
                 now[0] += pause - 0.1
                 assert await look(one, other) is None
-                assert not one.links.way(other.peer).is_due, "it is too early"
+                assert one.detours == tried + 1, "it is too early"
                 now[0] += 0.2
-                assert one.links.way(other.peer).is_due
+            one.detour = True
+            await look(one, other)
+            assert one.links.reach() == {other.peer: Reach.RELAYED}, "there is a way without a link"
             one.know(other.contact())
             assert await one.links.link_with(other.peer), "it says that it is somewhere else: try at once"
 
@@ -334,7 +362,7 @@ def test_a_peer_that_nobody_knows_gets_few_connections() -> None:
                 connections.append(await greet(sock, stranger, node.peer, True, Reach.OPEN))
             for extra in connections[UNKNOWN:]:
                 with pytest.raises((asyncio.IncompleteReadError, OSError)):
-                    await extra.stream.read(1, None)
+                    await extra.reads.read(1, None)
             assert len(node.links.link(stranger.peer_id).connections) == UNKNOWN
             node.know(Contact(stranger.peer_id, (REFUSING,)), eagerly=False)
             sock = await dial(endpoint, DEADLINE)
@@ -355,7 +383,7 @@ async def made_up(node: Node) -> tuple[str, Connection]:
 
 async def is_ended(connection: Connection) -> None:
     with pytest.raises((asyncio.IncompleteReadError, OSError)):
-        await connection.stream.read(1, None)
+        await connection.reads.read(1, None)
 
 
 def test_made_up_peers_are_few_and_drive_out_none_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,7 +427,7 @@ def test_a_malformed_opening_ends_the_connection_and_harms_nobody(monkeypatch: p
             with monkeypatch.context() as patch:
                 patch.setattr(link, "OPEN_TIMEOUT", 0.2)
                 peer, connection = await made_up(node)
-                connection.stream.write(sent)
+                connection.writer.write(sent)
                 async with asyncio.timeout(4.0):
                     await is_ended(connection)
             await node.until(lambda: not node.links.is_up(peer))

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from peers.errors import LocalNetworkError, ManifestError
-from peers.network import bootstrap
-from peers.network.bootstrap import MANIFEST_LIMIT, QUIET_LIMIT, REVOKED_SUFFIX, SIGNED_SUFFIX, ManifestStore
+from peers.network import manifest_store
 from peers.network.channel import RefusalError
+from peers.network.manifest_store import MANIFEST_LIMIT, QUIET_LIMIT, REVOKED_SUFFIX, SIGNED_SUFFIX, ManifestStore
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 
@@ -43,7 +43,7 @@ def kept(store: ManifestStore) -> set[str]:
 
 def test_runs_that_nobody_uses_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: once somebody had announced a thousand runs, no other could be announced, ever."""
-    monkeypatch.setattr(bootstrap, "MANIFEST_LIMIT", 2)
+    monkeypatch.setattr(manifest_store, "MANIFEST_LIMIT", 2)
     store = ManifestStore(tmp_path)
     for manifest in (FIRST, SECOND):
         store.add(manifest, HERE)
@@ -83,8 +83,8 @@ def test_no_more_are_kept_than_the_limit_says(tmp_path: Path) -> None:
 
 def test_one_network_does_not_take_all_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: 500 junk manifests closed the node to all others for a day. A key costs nothing."""
-    monkeypatch.setattr(bootstrap, "SHARE_LIMIT", 5)
-    monkeypatch.setattr(bootstrap, "MANIFEST_LIMIT", 8)
+    monkeypatch.setattr(manifest_store, "SHARE_LIMIT", 5)
+    monkeypatch.setattr(manifest_store, "MANIFEST_LIMIT", 8)
     store = ManifestStore(tmp_path)
     store.add(FIRST, THERE)
     junk = [made(f"junk-{number}") for number in range(40)]
@@ -96,7 +96,7 @@ def test_one_network_does_not_take_all_places(tmp_path: Path, monkeypatch: pytes
 
 def test_who_announces_most_makes_room_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a restart, since who announced a run is on the disk."""
-    monkeypatch.setattr(bootstrap, "MANIFEST_LIMIT", 4)
+    monkeypatch.setattr(manifest_store, "MANIFEST_LIMIT", 4)
     store = ManifestStore(tmp_path)
     store.add(FIRST, THERE)
     quiet(tmp_path, FIRST)
@@ -114,7 +114,7 @@ def test_who_announces_most_makes_room_first(tmp_path: Path, monkeypatch: pytest
 
 def test_a_network_whose_runs_are_all_in_use_is_refused_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever feigns a peer in each of many runs takes no more places than these."""
-    monkeypatch.setattr(bootstrap, "SHARE_LIMIT", 2)
+    monkeypatch.setattr(manifest_store, "SHARE_LIMIT", 2)
     store = ManifestStore(tmp_path)
     for number in range(2):
         used = made(f"used-{number}")
@@ -126,7 +126,7 @@ def test_a_network_whose_runs_are_all_in_use_is_refused_more(tmp_path: Path, mon
 
 
 def test_one_key_does_not_take_all_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "SHARE_LIMIT", 2)
+    monkeypatch.setattr(manifest_store, "SHARE_LIMIT", 2)
     store = ManifestStore(tmp_path)
     store.add(FIRST, HERE)
     store.add(SECOND, THERE)
@@ -140,7 +140,7 @@ def test_one_key_does_not_take_all_places(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_nothing_is_forgotten_for_a_run_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "SHARE_LIMIT", 2)
+    monkeypatch.setattr(manifest_store, "SHARE_LIMIT", 2)
     store = ManifestStore(tmp_path)
     store.add(FIRST, THERE)
     store.add(SECOND, THERE)
@@ -160,7 +160,7 @@ def test_a_spoiled_note_of_where_a_run_came_from_is_no_matter(tmp_path: Path) ->
 
 
 def test_to_announce_a_run_again_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "MANIFEST_LIMIT", 2)
+    monkeypatch.setattr(manifest_store, "MANIFEST_LIMIT", 2)
     store = ManifestStore(tmp_path)
     store.add(FIRST, HERE)
     store.add(SECOND, HERE)
@@ -200,7 +200,7 @@ def test_a_disk_that_takes_nothing_is_a_clear_error(tmp_path: Path) -> None:
 
 
 def test_what_archives_have_signed_is_kept_as_long_as_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "MANIFEST_LIMIT", 1)
+    monkeypatch.setattr(manifest_store, "MANIFEST_LIMIT", 1)
     store = ManifestStore(tmp_path)
     assert store.kept(SIGNED_SUFFIX, FIRST.run_id) == b""
     store.add(FIRST, HERE)

@@ -10,15 +10,8 @@ from typing import cast
 import pytest
 
 from peers.network import port_mapping
-from peers.network.port_mapping import (
-    LOOK_AGAIN,
-    RENEWAL,
-    SHORTEST_RENEWAL,
-    Gateway,
-    Mapping,
-    PortMapper,
-    _renewal_after,
-)
+from peers.network.gateway import Gateway, Mapping
+from peers.network.port_mapping import LOOK_AGAIN, RENEWAL, SHORTEST_RENEWAL, PortMapper, _renewal_after
 from peers.network.upnp import Upnp
 
 PORT = 31338

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 import time
 from typing import Any
 
@@ -12,14 +13,16 @@ import pytest
 from peers.network import rating
 from peers.network.channel import Channel, PeerRefusedError
 from peers.network.rating import LIMIT, PAUSE, Rater
-from tests.peers.network.pairs import streams
 from tests.peers.network.test_throttle import now, simulate
 
 
 async def ends(asker: str, answerer: str) -> tuple[Channel, Channel]:
     """The asker's end of a stream, and the other one's."""
-    left, right = await streams()
-    return Channel(answerer, left), Channel(asker, right)
+    left, right = socket.socketpair()
+    return (
+        Channel(answerer, *await asyncio.open_unix_connection(sock=left)),
+        Channel(asker, *await asyncio.open_unix_connection(sock=right)),
+    )
 
 
 def idle_rater() -> Rater:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.network.daemon import load_hivemind
-from peers.network.dht_node import (
+from peers.network.dht_storage import (
     CLOCK_TOLERANCE,
     MANIFEST_LIFETIME_LIMIT,
     RECORD_OVERHEAD,
@@ -20,6 +19,7 @@ from peers.network.dht_node import (
     heartbeats_key,
     manifest_key,
 )
+from peers.network.hivemind_lite import load_hivemind
 from peers.network.known_runs import Admissions
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest

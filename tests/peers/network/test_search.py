@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from peers.network.daemon import load_hivemind
+from peers.network.hivemind_lite import load_hivemind
 
 HIVEMIND = load_hivemind()
 DHTID = HIVEMIND.protocol.DHTID

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 
-from peers.network.port_mapping import Mapping
+from peers.network.gateway import Mapping
 from peers.network.upnp import HTTP_LIMIT, Upnp
 from tests.peers.network.fake_routers import EXTERNAL, UpnpRouter, datagram_router
 

@@ -75,8 +75,8 @@ def test_what_was_sent_of_a_chunk_goes_when_it_is_averaged() -> None:
     current.contributions.update({0: {"b": b"B" * 8, "c": b"C" * 8}, 1: {"b": b"1" * 8}})
     mine.store(AT, 0, chunk(0))
     assert 0 in current.contributions, "an average of another member may not be the one that counts"
-    mine.release(AT, 0)
-    mine.release(AT, 5)
+    mine.release(AT, 0, bytearray(8))
+    mine.release(AT, 5, bytearray(8))
     assert current.contributions == {1: {"b": b"1" * 8}}
 
 
@@ -213,6 +213,20 @@ def test_a_payload_that_is_kept_again_counts_as_lying_nowhere_else() -> None:
     for one in payloads:
         kept.keep(one)
     assert all(is_kept(kept, *payloads))
+
+
+def test_between_rounds_little_memory_for_chunks_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peers.transfer.buffers.SPARE_BYTES", 2 * 8)
+    mine = open_round()
+    rooms = [mine.room(8) for _ in range(5)]
+    mine.open(AT)
+    current = mine.round(AT)
+    assert current is not None
+    current.contributions[0] = dict(zip("abcd", rooms[:4], strict=True))
+    mine.release(AT, 0, rooms[4])
+    mine.close()
+    mine.open(NEXT)
+    assert [any(room is one for one in rooms) for room in (mine.room(8) for _ in range(3))] == [True, True, False]
 
 
 def test_what_was_prepared_for_a_round_serves_a_payload_that_is_fetched_before() -> None:

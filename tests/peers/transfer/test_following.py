@@ -132,6 +132,7 @@ class Swarm(FakeTransport):
     def __init__(self, settings: RunSettings = UNSIGNED) -> None:
         super().__init__("follower")
         self.beats: dict[str, Heartbeat] = {}
+        self.connected: list[str] = []
         self.workload = FollowedWorkload(GENESIS)
         self.following = Following(self, self.workload, settings)
 
@@ -140,6 +141,10 @@ class Swarm(FakeTransport):
         log, digest = donor.run.logs[-1], donor.run.snapshot(len(donor.run.logs) - 1).state_digest
         self.beats[name] = beat(name, log, state, state_digest=digest)
         return donor
+
+    async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool:
+        self.connected.append(peer_id)
+        return True
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
         assert run_id == RUN
@@ -162,6 +167,7 @@ def test_a_snapshot_and_then_entry_after_entry() -> None:
             assert await swarm.following.advance() == (run.logs[index].last, digest_of_state([run.states[index]]))
             swarm.assert_is_at(run, index)
         assert await swarm.following.advance() is None
+        assert sorted(swarm.connected) == ["a", "b"], "once each"
 
     asyncio.run(scenario())
 
@@ -315,6 +321,18 @@ def test_a_payload_that_nobody_keeps_is_asked_for_once_of_each() -> None:
         with pytest.raises(CannotFollowError):
             await swarm.following.advance()
         assert sorted(donor for donor, name, _ in swarm.pulls if name == PAYLOAD) == ["a", "b", "c"]
+
+    asyncio.run(scenario())
+
+
+def test_who_comes_back_from_elsewhere_is_connected_to_again() -> None:
+    async def scenario() -> None:
+        swarm, run = Swarm(), Run(3)
+        await swarm.add("a", Donor(run, frozen=3))
+        for addresses in (("/ip4/192.0.2.2/tcp/1",), ("/ip4/192.0.2.2/tcp/2",), ("/ip4/192.0.2.2/tcp/2",)):
+            swarm.beats["a"] = beat("a", run.logs[3], addresses=addresses)
+            await swarm.following.donors.live()
+        assert swarm.connected == ["a", "a"]
 
     asyncio.run(scenario())
 

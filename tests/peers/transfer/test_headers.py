@@ -44,6 +44,7 @@ async def joined_to(past: list[Header]) -> FakeTransport:
     """The way to a donor with these headers."""
     me, donor = FakeTransport("me"), FakeTransport("a")
     await serve_headers(donor, {RUN: chain_of(past).stretch})
+    assert donor.giving_way == {HEADERS}
     me.donors["a"] = donor
     return me
 

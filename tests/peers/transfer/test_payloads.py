@@ -91,8 +91,8 @@ class Transport:
     def check_admitted(self, run_id: str, peer_id: str) -> None:
         """Everybody may come in."""
 
-    async def on_pull(self, name: str, serve: Serve) -> None:
-        assert name == PAYLOAD
+    async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
+        assert (name, gives_way) == (PAYLOAD, True)
         self.network.serve[self.me] = serve
 
     def reach_of(self, peer_id: str) -> Reach | None:

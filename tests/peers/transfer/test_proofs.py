@@ -74,6 +74,7 @@ def test_a_proof_comes_from_a_peer_that_keeps_it(tmp_path: Path) -> None:
             return await place.me.pull("a", PROOF, pack(ProofRequest(run=run, proof=wanted)), len(DATA), 1.0)
 
         assert await ask(RUN, DIGEST) == (b"", bytearray(DATA))
+        assert place.me.donors["a"].giving_way == {PROOF}
         with pytest.raises(PeerRefusedError, match="not kept here"):
             await ask(RUN, bytes(32))
         with pytest.raises(PeerRefusedError, match="run another is not here"):

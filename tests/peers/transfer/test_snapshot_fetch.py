@@ -29,7 +29,7 @@ from peers.transfer.snapshots import (
     fetch_snapshot,
     serve_snapshots,
 )
-from peers.transfer.storage import Storage
+from peers.transfer.storage import FolderStorage, Storage
 from peers.values import chunks as state_chunks
 from peers.values.chunks import chunk_digests, digest_of_chunks
 from peers.values.wire import DIGEST_BYTES, Reach, digest_of, unpack
@@ -452,8 +452,8 @@ def test_new_memory_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_download_that_broke_off_goes_on_from_its_folder(tmp_path: Path) -> None:
-    def storage() -> Storage:
-        return Storage(tmp_path, lambda: 1 << 40)
+    def storage() -> FolderStorage:
+        return FolderStorage(tmp_path, lambda: 1 << 40)
 
     async def scenario() -> None:
         donors, given = Donors(), set[int]()

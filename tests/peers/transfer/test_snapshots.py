@@ -68,12 +68,14 @@ class Registry:
 
     def __init__(self) -> None:
         self.serve: dict[str, Serve] = {}
+        self.giving_way: list[bool] = []
 
     def check_admitted(self, run_id: str, peer_id: str) -> None:
         """Everybody may come in."""
 
-    async def on_pull(self, name: str, serve: Serve) -> None:
+    async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
         self.serve[name] = serve
+        self.giving_way.append(gives_way)
 
     def reach_of(self, peer_id: str) -> Reach | None:
         raise NotImplementedError
@@ -87,6 +89,7 @@ class Registry:
 async def serving(source: FakeSource) -> Serve:
     registry = Registry()
     await serve_snapshots(registry, {RUN: source})
+    assert registry.giving_way == [True], "a round comes first"
     return registry.serve[SNAPSHOT]
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from peers.transfer.storage import MemoryFile, Storage
+from peers.transfer.storage import FolderStorage, MemoryFile, Storage
 from peers.values.wire import digest_of
 
 DIGEST, ANOTHER = digest_of(b"a state"), digest_of(b"another state")
 
 
-def folder_storage(folder: Path, memory: int = 1 << 40) -> Storage:
-    return Storage(folder, lambda: memory)
+def folder_storage(folder: Path, memory: int = 1 << 40) -> FolderStorage:
+    return FolderStorage(folder, lambda: memory)
 
 
 def is_open(descriptor: int) -> bool:
@@ -44,7 +44,7 @@ def test_another_who_has_the_descriptor_sees_what_is_written(tmp_path: Path) -> 
 
 def test_memory_is_new_until_something_was_in_it(tmp_path: Path) -> None:
     assert MemoryFile.in_memory(4).is_new
-    storage = Storage(tmp_path, lambda: 1 << 40)
+    storage = FolderStorage(tmp_path, lambda: 1 << 40)
     assert storage.download(bytes(32), 4).is_new
     assert not storage.download(bytes(32), 4).is_new
 

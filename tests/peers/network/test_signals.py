@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import signal
 
-from peers.values.system import LEAVE_SIGNALS, signals_held_back
+from peers.network.signals import LEAVE_SIGNALS, signals_held_back
 
 
 def blocked() -> set[signal.Signals | int]:

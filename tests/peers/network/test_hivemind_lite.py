@@ -7,7 +7,7 @@ import sys
 
 LOAD_LIGHT = """
 import sys
-from peers.network.daemon import load_hivemind
+from peers.network.hivemind_lite import load_hivemind
 modules = load_hivemind()
 assert modules.node.DHTNode and modules.p2p.P2P and modules.p2p.PeerID
 assert "torch" not in sys.modules
@@ -30,14 +30,14 @@ assert not hasattr(hivemind, "nothing_like_this")
 
 LOAD_AFTER_HIVEMIND = """
 from hivemind.dht import DHTNode
-from peers.network.daemon import load_hivemind
+from peers.network.hivemind_lite import load_hivemind
 assert load_hivemind().node.DHTNode is DHTNode
 """
 
 LOGS_THROUGH_ROOT = """
 import logging, sys
 logging.basicConfig(format="ours: %(levelname)s %(message)s", stream=sys.stdout)
-from peers.network.daemon import load_hivemind
+from peers.network.hivemind_lite import load_hivemind
 load_hivemind()
 logging.getLogger("hivemind.dht.node").warning("careful")
 logging.getLogger("hivemind.dht.node").info("chatter")

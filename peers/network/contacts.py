@@ -1,0 +1,110 @@
+"""The places of other peers, as their heartbeats say: where they are dialled, and which nodes introduce them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
+
+from peers.network.sockets import endpoint_of, parse_endpoint
+from peers.presence.heartbeat import Heartbeat, PeerState
+
+INTRODUCING_VOLUNTEERS = 2  # that a peer keeps links with for that, besides the invite's nodes
+
+
+@dataclass(frozen=True)
+class Contact:
+    """A peer's places: `endpoints` accept connections; `relays` are multiaddrs of nodes that introduce it."""
+
+    peer: str
+    endpoints: tuple[str, ...] = ()
+    relays: tuple[str, ...] = ()
+
+
+def contacts_of(heartbeats: Iterable[Heartbeat]) -> dict[str, Contact]:
+    """Return how to reach those who have not said goodbye, by peer."""
+    return {
+        beat.peer: Contact(beat.peer, beat.endpoints, beat.relays)
+        for beat in heartbeats
+        if beat.state is not PeerState.LEAVING and (beat.endpoints or beat.relays)
+    }
+
+
+def open_volunteers(heartbeats: Iterable[Heartbeat], me: str) -> tuple[str, ...]:
+    """Return multiaddrs of volunteers with public addresses, which introduce others where no bootstrap node does.
+
+    The same few for everybody, so that any two peers have one in common.
+    """
+    chosen = []
+    for beat in sorted(heartbeats, key=lambda beat: beat.peer):
+        is_open = any(map(_is_outside, beat.endpoints))
+        public = [
+            one for one in beat.addresses if "/p2p-circuit" not in one and (host := host_of(one)) and is_public(host)
+        ]
+        if is_open and public and beat.peer != me and beat.state is not PeerState.LEAVING:
+            chosen.append(public[0])
+    return tuple(chosen[:INTRODUCING_VOLUNTEERS])
+
+
+def may_be_dialled(contact: Contact) -> bool:
+    """Return whether a peer says that it accepts connections from the internet."""
+    return any(map(_is_outside, contact.endpoints))
+
+
+def host_of(address: str) -> str | None:
+    """Return the host in a multiaddr: an IP address or a name; None if it has none."""
+    parts = address.split("/")
+    return parts[2] if len(parts) > 2 and parts[1] in ("ip4", "ip6", "dns", "dns4", "dns6") else None
+
+
+def own_endpoints(addresses: Sequence[str], port: int, seen: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return where others may dial our data port, most useful first.
+
+    `addresses` are our multiaddrs, `seen` endpoints at which somebody outside has reached the port. Loopback addresses
+    are of use only where there are no others.
+    """
+    hosts = [host for address in addresses if "/p2p-circuit" not in address and (host := host_of(address))]
+    numeric = [host for host in dict.fromkeys(hosts) if is_numeric(host)]
+    outside = [host for host in numeric if not (ip_address(host).is_loopback or ip_address(host).is_link_local)]
+    return tuple(dict.fromkeys([*seen, *(endpoint_of(host, port) for host in outside or numeric)]))[:8]
+
+
+def public_only(endpoints: Sequence[str], node: str) -> tuple[str, ...]:
+    """Return the endpoints that a node on the internet may send us to: not those of our own network's machines."""
+    return tuple(filter(_is_outside, endpoints)) if _is_outside(node) else tuple(endpoints)
+
+
+def is_local(endpoint: str) -> bool:
+    """Return whether an endpoint is on this machine."""
+    return is_loopback(parse_endpoint(endpoint)[0])
+
+
+def is_loopback(host: str | None) -> bool:
+    """Return whether a host is this machine."""
+    ip = _ip(host)
+    return host == "localhost" or (ip is not None and ip.is_loopback)
+
+
+def is_public(host: str) -> bool:
+    """Return whether a host is an IP address of the internet's."""
+    ip = _ip(host)
+    return ip is not None and ip.is_global
+
+
+def is_numeric(host: str) -> bool:
+    """Return whether a host is an IP address, and not a name."""
+    return _ip(host) is not None
+
+
+def _is_outside(endpoint: str) -> bool:
+    """Return whether an endpoint is not one of a private network."""
+    ip = _ip(parse_endpoint(endpoint)[0])
+    return ip is None or ip.is_global
+
+
+def _ip(host: str | None) -> IPv4Address | IPv6Address | None:
+    """Return the address that a host is; None: it is a name."""
+    try:
+        return ip_address(host or "")
+    except ValueError:
+        return None

@@ -1,0 +1,206 @@
+"""The manifests that a bootstrap node remembers, and which of them it forgets when it needs room for others.
+
+Identities cost nothing and addresses do, so that what one network can announce is bounded. A run that had a peer lately
+is never forgotten for one that is announced.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from peers import metrics
+from peers.errors import LocalNetworkError
+from peers.network.channel import RefusalError
+from peers.values.manifest import SignedManifest
+from peers.values.system import make_private_folder, write_whole
+from peers.values.wire import printable
+
+logger = logging.getLogger(__name__)
+
+MANIFEST_LIMIT = 1000  # runs that one node remembers: 64 MB at most
+SHARE_LIMIT = 250  # of them, that one organiser's key has signed, or that were announced from one network
+QUIET_LIMIT = 24 * 3600.0  # seconds without a peer after which a run may be forgotten for another's sake
+SUFFIX = ".manifest"
+REVOKED_SUFFIX = ".revocations"
+SIGNED_SUFFIX = ".signed"
+ORIGIN_SUFFIX = ".origin"
+IS_USED = "used"
+
+
+@dataclass
+class _Origin:
+    """The network from which a run was announced, and whether it has had a peer since."""
+
+    network: str
+    is_used: bool = False
+
+
+class ManifestStore:
+    """The manifests in a directory, one file each. `check` raises ManifestError for what is no run that can be used."""
+
+    def __init__(self, directory: Path, check: Callable[[SignedManifest], object] = lambda manifest: None) -> None:
+        """Raises: LocalNetworkError when the directory cannot be made."""
+        self._directory = directory
+        self._check = check
+        self._read = dict[str, SignedManifest | None]()  # None: it is skipped
+        self._origins = dict[str, _Origin]()  # of those that were announced: an operator may have put others here
+        try:
+            make_private_folder(directory)
+            for path in directory.glob(f"*{ORIGIN_SUFFIX}"):
+                run_id = path.name.removesuffix(ORIGIN_SUFFIX)
+                network, _, used = self.kept(ORIGIN_SUFFIX, run_id).decode(errors="replace").partition(" ")
+                self._origins[run_id] = _Origin(network, used == IS_USED)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def __iter__(self) -> Iterator[SignedManifest]:
+        """Every manifest that is whole and belongs to the run that its file name says; others are logged, and skipped.
+
+        Each file is read once, since a run's id says what its manifest is: to check a thousand signatures takes long.
+        """
+        there = self._all()
+        self._read = {run_id: manifest for run_id, manifest in self._read.items() if run_id in there}
+        yield from filter(None, map(self._manifest, sorted(there)))
+
+    def _manifest(self, run_id: str) -> SignedManifest | None:
+        """Return the manifest in a run's file; None where it is skipped."""
+        if run_id not in self._read:
+            path = self._directory / f"{run_id}{SUFFIX}"
+            try:
+                manifest = SignedManifest.unpack(path.read_bytes(), run_id)
+                self._check(manifest)
+                self._read[run_id] = manifest
+            except Exception as error:  # whatever is wrong with one file, the others are kept
+                logger.warning("skipped %s: %s", path, printable(str(error)))
+                if not isinstance(error, OSError):  # which may be over at the next look
+                    self._read[run_id] = None
+        return self._read.get(run_id)
+
+    def run_ids(self) -> list[str]:
+        """Return the ids of all runs, the last that was announced or in use first."""
+        used_at = self._all()
+        return sorted(used_at, key=lambda run_id: (used_at[run_id], run_id), reverse=True)
+
+    def _all(self) -> dict[str, float]:
+        """Return when each run that has a file was announced or in use last, in seconds since the epoch."""
+        return {path.name.removesuffix(SUFFIX): path.stat().st_mtime for path in self._directory.glob(f"*{SUFFIX}")}
+
+    def knows(self, run_id: str) -> bool:
+        """Return whether a run's manifest is kept here."""
+        return (self._directory / f"{run_id}{SUFFIX}").exists() and self._manifest(run_id) is not None
+
+    def add(self, manifest: SignedManifest, network: str) -> list[str]:
+        """Write its file, whole or not at all. Return the runs that were forgotten for it.
+
+        `network` is the one from which it was announced. Of a run that is known already nothing changes.
+
+        Raises: ManifestError when the check fails; RefusalError when there is no room; LocalNetworkError.
+        """
+        if self.knows(manifest.run_id):
+            return []
+        self._check(manifest)
+        path = self._directory / f"{manifest.run_id}{SUFFIX}"
+        try:
+            forgotten = [] if path.exists() else self._make_room(manifest.organiser, network)
+            self._keep_origin(manifest.run_id, _Origin(network))
+            write_whole(path, [manifest.pack()], is_durable=True)
+        except OSError as error:
+            raise self._unusable(error) from error
+        self._read.pop(manifest.run_id, None)  # what was skipped there
+        return forgotten
+
+    def _keep_origin(self, run_id: str, origin: _Origin) -> None:
+        """Raises: OSError."""
+        self._origins[run_id] = origin
+        text = f"{origin.network} {IS_USED if origin.is_used else ''}"
+        write_whole(self._directory / f"{run_id}{ORIGIN_SUFFIX}", [text.encode()])
+
+    def keep(self, suffix: str, run_id: str, packed: bytes) -> None:
+        """Keep what goes with a run: its revoked tickets (REVOKED_SUFFIX), or what its archives signed (SIGNED_SUFFIX).
+
+        A disk that takes nothing is logged.
+        """
+        try:
+            write_whole(self._directory / f"{run_id}{suffix}", [packed], is_durable=True)
+        except OSError as error:
+            logger.error("%s", self._unusable(error))
+
+    def kept(self, suffix: str, run_id: str) -> bytes:
+        """Return what was kept last; empty: nothing."""
+        try:
+            return (self._directory / f"{run_id}{suffix}").read_bytes()
+        except OSError:
+            return b""
+
+    def touch(self, run_id: str) -> None:
+        """Note that the run has a peer now, so that it is not forgotten for another while."""
+        with suppress(OSError):
+            os.utime(self._directory / f"{run_id}{SUFFIX}")
+            origin = self._origins.get(run_id)
+            if origin is not None and not origin.is_used:
+                self._keep_origin(run_id, _Origin(origin.network, is_used=True))
+
+    def _make_room(self, organiser: str, network: str) -> list[str]:
+        """Forget runs whose place is needed for a new one of this organiser and network, and return them.
+
+        Raises: RefusalError when there are none, and then all are kept; OSError.
+        """
+        used_at = self._all()
+        forgotten = list[str]()
+        for limit, which, runs in (
+            (SHARE_LIMIT, " of this organiser", self._runs_of(organiser, used_at)),
+            (SHARE_LIMIT, " announced from your network", [one for one in used_at if self._network_of(one) == network]),
+            (MANIFEST_LIMIT, "", list(used_at)),
+        ):
+            left = [run_id for run_id in runs if run_id in used_at]
+            while len(left) >= limit:
+                run_id = self._least_needed(left, used_at)
+                if run_id is None:
+                    raise RefusalError(f"this node remembers {limit} runs{which}, all in use; ask again tomorrow")
+                left.remove(run_id)
+                del used_at[run_id]
+                forgotten.append(run_id)
+        for run_id in forgotten:
+            self._forget(run_id)
+        return forgotten
+
+    def _runs_of(self, organiser: str, run_ids: Iterable[str]) -> list[str]:
+        """Return those of the announced runs that this key has signed."""
+        manifests = ((run_id, self._manifest(run_id)) for run_id in run_ids if run_id in self._origins)
+        return [run_id for run_id, manifest in manifests if manifest is not None and manifest.organiser == organiser]
+
+    def _network_of(self, run_id: str) -> str | None:
+        return self._origins[run_id].network if run_id in self._origins else None
+
+    def _least_needed(self, run_ids: Collection[str], used_at: Mapping[str, float]) -> str | None:
+        """Return the oldest run that never had a peer, of the network that has announced most of those; without any,
+        the one that is quiet for longest; None where all were in use lately."""
+        unused = [run_id for run_id in run_ids if run_id in self._origins and not self._origins[run_id].is_used]
+        if unused:
+            count = Counter(map(self._network_of, unused))
+            return min(unused, key=lambda run_id: (-count[self._network_of(run_id)], used_at[run_id]))
+        oldest = min(run_ids, key=lambda run_id: used_at[run_id])
+        return oldest if time.time() - used_at[oldest] >= QUIET_LIMIT else None
+
+    def _forget(self, run_id: str) -> None:
+        """Raises: OSError."""
+        for suffix in (SUFFIX, ORIGIN_SUFFIX, REVOKED_SUFFIX, SIGNED_SUFFIX):
+            (self._directory / f"{run_id}{suffix}").unlink(missing_ok=True)
+        self._origins.pop(run_id, None)
+        for gauge in (metrics.RUN_LIVE_PEERS, metrics.ARCHIVED_OUTER_STEP):
+            with suppress(KeyError):
+                gauge.remove(run_id)
+        logger.info("forgot the run %s: nobody uses it", run_id)
+
+    def _unusable(self, error: OSError) -> LocalNetworkError:
+        return LocalNetworkError(
+            f"cannot keep manifests in {self._directory}: {error.strerror or error}.",
+            "Name a directory that this user may write to, with some space left.",
+        )

@@ -1,0 +1,35 @@
+"""The signals that ask a peer to leave, held back while it starts a process that shouldn't get them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+LEAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _Holds(threading.local):
+    """Holds of one thread (a signal mask is a thread's), which overlap when it starts two processes at once:
+    the mask from before the first comes back after the last, whichever that is."""
+
+    count = 0
+    before: Collection[signal.Signals | int] = ()
+
+
+_holds = _Holds()
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """A process that is started meanwhile is born with the signals blocked; this one gets them afterwards."""
+    if _holds.count == 0:
+        _holds.before = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVE_SIGNALS)
+    _holds.count += 1
+    try:
+        yield
+    finally:
+        _holds.count -= 1
+        if _holds.count == 0:
+            signal.pthread_sigmask(signal.SIG_SETMASK, _holds.before)
