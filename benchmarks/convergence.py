@@ -145,7 +145,10 @@ class Results:
         names = {key_of(method, self.setting): method.name for method in methods}
         curves: dict[str, dict[int, Curve]] = {}
         for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
-            result = json.loads(line)
+            try:
+                result = json.loads(line)
+            except ValueError:  # whoever wrote it was killed amid the line
+                continue
             name = names.get(result["key"])
             if name is not None:
                 points = tuple((tokens, loss) for tokens, loss in result["points"])
@@ -224,6 +227,8 @@ def plot(curves: Curves) -> str:
         of_seeds = zip(*(curve.points for curve in curves[name].values()), strict=True)
         return [(points[0][0] / 1e6, statistics.mean(loss for _, loss in points)) for points in of_seeds]
 
+    if DATA_PARALLEL not in curves:
+        raise click.ClickException(f"--plot: {DATA_PARALLEL!r} has no result yet. Train it first, or leave --plot out.")
     level = "data-parallel in the end", curve(DATA_PARALLEL)[-1][1]
     panels = []
     for title, lines in PANELS.items():

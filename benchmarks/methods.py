@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -114,7 +115,14 @@ class Method:
 
 def key_of(method: Method, setting: Setting) -> str:
     """Return all that a training's result depends on but its seed, as a string."""
-    return json.dumps([asdict(setting), asdict(method)], sort_keys=True, default=repr)
+    return json.dumps([asdict(setting), asdict(method)], sort_keys=True, default=_name_of)
+
+
+def _name_of(idea: Any) -> str:
+    """Return the name of a function or class, and of a `partial` also its arguments: the same in every process."""
+    if isinstance(idea, partial):
+        return f"{_name_of(idea.func)}{idea.args}{idea.keywords}"
+    return f"{idea.__module__}.{idea.__qualname__}"
 
 
 @dataclass(frozen=True)

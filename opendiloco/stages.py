@@ -15,8 +15,9 @@ Watch = Callable[[str, float | None], None]
 Item = TypeVar("Item")
 
 COMPILING, COMPILING_AGAIN = "compiling", "compiling again, with an empty cache"
+COMPILING_MORE = "compiling for more windows at once"
 TRYING_ATTENTION = "trying attention within documents alone"
-WITH_A_COMPILER = frozenset({COMPILING, COMPILING_AGAIN, TRYING_ATTENTION})
+WITH_A_COMPILER = frozenset({COMPILING, COMPILING_AGAIN, COMPILING_MORE, TRYING_ATTENTION})
 """Stages in which PyTorch compiles. Compilers that it calls may hang."""
 NOT_COMPILING = "not compiling, which would be faster"
 NOT_COMPILING_THE_LOSS = "not compiling the loss, which would be faster"

@@ -173,7 +173,7 @@ class _ShardedWindows:
             raise DataError(
                 f"shard {number} of data.source = {self._source.section.source!r} has not one window of "
                 f"{self._length} tokens.",
-                "Use fewer shards, each of more files, or a shorter training.sequence_length.",
+                "Use fewer shards, so that each has more text, or a shorter training.sequence_length.",
             )
         return windows
 

@@ -199,8 +199,10 @@ class Shards:
         """Yield the buffer through which values have to pass; None where they need none. Copies are done in the end."""
         if self.staging is None or not _is_pinned(flat):
             yield self.staging
-        else:
+            return
+        try:
             yield None
+        finally:
             _wait_for_gpu()
 
     def _pairs(self, flat: Vector, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

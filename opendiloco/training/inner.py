@@ -28,11 +28,12 @@ from opendiloco.config.overrides import NO_OVERRIDES, Overrides
 from opendiloco.config.run_config import CodecSection, RunConfig, TrainingSection
 from opendiloco.data.sample_order import Batches, SampleOrder, numbers_of
 from opendiloco.errors import WorkerError
+from opendiloco.host_memory import MOMENTS_BYTES
 from opendiloco.model.layout import Layout
 from opendiloco.model.loss import CompiledLoss, packing_known, predicted_tokens, router_loss_weight, window_loss
 from opendiloco.model.parameters import STAGED_VALUES, Shards, layout_of, local_part, trainable
 from opendiloco.quantities import OptimizerState
-from opendiloco.shared_memory import Vector
+from opendiloco.shared_memory import Vector, available_memory
 from opendiloco.training.optimizers import (
     build_inner_optimizer,
     kept_state,
@@ -165,6 +166,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 # The replica ----------------------------------------------------------------------------------------------------------
+ROOM_OF_COPY = 2
+"""Times the bytes of a copy of all moments, which must be free before it is made: the peer process takes some, too."""
 LONG_AGO = 64
 """Outer steps. Moments that were kept before them are of quite another theta, so the first steps are smaller."""
 
@@ -294,9 +297,10 @@ class ModelReplica:
         Raises: SnapshotError when there is none, or torch has it in a form that no file holds; OSError.
         """
         said = self._kept_by(run) | {"index": str(index), "warmed_up": str(self._warmed_up or 0)}
+        has_room = self._team.smallest(available_memory() >= ROOM_OF_COPY * MOMENTS_BYTES * self.layout.size)
         if not self._team.is_in_first_replica:
             return lambda: None
-        return write_state(path, self._optimizer, self._parameters(), self._shards, said)
+        return write_state(path, self._optimizer, self._parameters(), self._shards, said, bool(has_room))
 
     def recall_moments(self, path: Path, run: str) -> None:
         """Go on with what such a file has. Where another worker cannot read it, this one begins anew, too: otherwise

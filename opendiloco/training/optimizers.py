@@ -35,7 +35,7 @@ from opendiloco.host_memory import QUANTIZED_AT_ONCE
 from opendiloco.model.layout import Layout
 from opendiloco.model.parameters import Shards, local_part
 from opendiloco.quantities import VALUE_BYTES, OptimizerState
-from opendiloco.shared_memory import Vector, available_memory
+from opendiloco.shared_memory import Vector
 from opendiloco.training.moments_file import FORMAT, NO_STEP, UNSEALED, header_of, read_header
 from peers.errors import ManifestError
 from peers.values.wire import printable
@@ -50,9 +50,6 @@ RESERVED = frozenset({"params", "lr", "foreach", "fused", "capturable", "differe
 FUSED_ON = {"cuda"}
 """Devices on which AdamW makes its step in one kernel. The others' steps take memory for themselves: on the CPU for one
 parameter at a time; on a GPU, where torch would step all parameters together, for a whole copy of them."""
-
-ROOM_OF_COPY = 2
-"""Times the bytes of a copy of the state, which are to be free before it is made: the peer process takes some, too."""
 
 Groups = list[dict[str, Any]]
 
@@ -343,7 +340,7 @@ def _check_8bit(optimizer: torch.optim.Optimizer) -> None:
         )
     try:
         import torchao.optim.subclass_8bit  # noqa: F401
-    except ImportError as error:
+    except Exception as error:  # one that is built for another torch fails in ways of its own
         raise MachineError(
             f"--optimizer-state 8bit: torchao cannot be imported: {first_line(error)}", INSTALL_TORCHAO
         ) from error
@@ -356,10 +353,11 @@ def write_state(
     parameters: Mapping[str, torch.Tensor],
     shards: Shards,
     metadata: dict[str, str],
+    has_room: bool = True,
 ) -> Callable[[], None]:
     """Return a function that writes an optimizer's present state into a file: each worker its rows, the first all else.
     Training may go on before it is called, and beside it. The file has its whole length and room at once, and no digest
-    yet. Where main memory has no room for a copy of the state, it is written now, and nothing is left to do.
+    yet. Unless main memory `has_room` for a copy of the state, it is written now, and nothing is left to do.
 
     Raises: SnapshotError when there is nothing to keep, or what a file cannot hold; OSError. So does the function.
     """
@@ -369,7 +367,7 @@ def write_state(
     layout = Layout(tensors.shapes)
     header = header_of(layout, metadata | {"format": FORMAT, "torch": _torch_version(), "digest": UNSEALED})
     ways = list(_ways(layout, parameters, shards, reads=False))
-    if ROOM_OF_COPY * VALUE_BYTES * layout.size > available_memory():
+    if not has_room:
         flat = _created(path, header, layout, shards.rank)
         for way in ways:
             way.store(tensors, flat)

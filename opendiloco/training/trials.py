@@ -6,6 +6,7 @@ leave the pass: it goes on without it, at the same block, and all compare notes 
 
 from __future__ import annotations
 
+import gc
 import math
 import shutil
 import weakref
@@ -24,10 +25,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from opendiloco.errors import first_line
 from opendiloco.host_memory import HostMemory, moments_bytes
 from opendiloco.model.loss import in_pieces_of, positions_at_once, with_forward
-from opendiloco.model.parameters import local_part, transformer_blocks
+from opendiloco.model.parameters import transformer_blocks
 from opendiloco.quantities import VALUE_BYTES
 from opendiloco.shared_memory import available_memory
-from opendiloco.stages import COMPILING, COMPILING_AGAIN, NOT_COMPILING, TRYING_ATTENTION, at_stage
+from opendiloco.stages import COMPILING, COMPILING_AGAIN, COMPILING_MORE, NOT_COMPILING, TRYING_ATTENTION, at_stage
 from opendiloco.training.team import Team, compiling_lacks, forget_peak_memory, peak_memory
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class _Trial:
                 try:
                     return _trained(block, forward, arguments, options)
                 except Exception as error:  # PyTorch's compiler, Triton and a C compiler each have their own
-                    self.error = error
+                    self.error = error.with_traceback(None)  # whose frames would keep activations
             with torch.compiler.set_stance("force_eager"), attending_by(self._replica.model, self._own_attention):
                 return plain(
                     *map(_without_block_mask, arguments),
@@ -328,70 +329,53 @@ programs take later."""
 
 
 def enlarge_micro_batch(replica: ModelReplica, batch_size: int, team: Team) -> bool:
-    """Let more windows through the model at once, up to a worker's whole piece of a batch, where they fit by what
-    training takes as it is now: compiled, and by the attention that was chosen. Workers call this together.
+    """Let more windows of a batch through the model at once where they fit by what training takes as it is now:
+    compiled, and by the attention that was chosen.
 
     Return False when more were tried and do not work: then as many as before are to be compiled again.
 
-    A worker that is alone tries more in passes as in training, until no half as many more fit. Workers that share a
-    model would wait for one that runs out of memory in such a pass. So they try more once, block by block; when memory
-    runs out in an inner step, they are started again with as many windows as before.
+    Only a worker that is alone tries more. Of workers that share a model, one that runs out of memory amid a pass would
+    leave the others waiting for it.
     """
-    proven, piece = replica.micro_batch, team.largest_piece(batch_size)
-    if team.device.type not in MEASURED_ON or proven is None or proven >= piece:
+    proven = replica.micro_batch
+    if team.device.type not in MEASURED_ON or proven is None or proven >= batch_size or team.size > 1:
         return True
     replica.uncompiled_micro_batch = proven
     fitting = _fitting_as_trained(replica, batch_size, proven, team)
-    while 2 * (more := _evenly(fitting, piece)) >= 3 * proven:
-        at_stage(f"trying {more} windows at once")
+    while 2 * (more := _evenly(fitting, batch_size)) >= 3 * proven:
+        at_stage(COMPILING_MORE)
         replica.micro_batch = more
         torch.compiler.reset()  # what is compiled for a second size is compiled for any size, which is slower
-        works = _all_blocks_train(replica, team)
-        if works and team.size > 1:
-            return True
-        fitting = _fitting_as_trained(replica, batch_size, more, team) if works else 0
+        fitting = _fitting_as_trained(replica, batch_size, more, team)
         if fitting < more:  # moments come on top of what was tried
             replica.micro_batch = proven
             torch.compiler.reset()
+            gc.collect()  # what a pass that failed has left
             return False
         proven = more
     return True
 
 
-def _evenly(fitting: int, piece: int) -> int:
-    """Return the size of as few parts of a piece as fit, all as large as each other."""
-    return math.ceil(piece / math.ceil(piece / fitting)) if fitting else 0
-
-
-def _all_blocks_train(replica: ModelReplica, team: Team) -> bool:
-    """Return whether each block of each worker trains on as many windows as are to go through the model at once."""
-    trial, works = _Trial(replica, replica.attention), True
-    try:
-        for windows in _trial_windows(replica, team.device):
-            trial.loss(windows)
-    except torch.OutOfMemoryError:  # of the loss, which comes after all that workers wait for
-        works = False
-    return bool(team.smallest(works and trial.error is None))
+def _evenly(fitting: int, batch_size: int) -> int:
+    """Return the size of as few parts of a batch as fit, all as large as each other."""
+    return math.ceil(batch_size / math.ceil(batch_size / fitting)) if fitting else 0
 
 
 def _fitting_as_trained(replica: ModelReplica, batch_size: int, at_once: int, team: Team) -> int:
-    """Return how many windows fit, the same number on all workers, by the gradient of two parts of `at_once` windows;
-    0 if that cannot be computed. What does not grow with them is counted as if it did, but for gradients."""
+    """Return how many windows fit, by the gradient of two parts of `at_once` windows; 0 if that cannot be computed.
+    What does not grow with them is counted as if it did, but for gradients."""
     ids = np.arange(replica.window_length) % replica.model.config.vocab_size
-    batch = np.tile(ids, (min(2 * at_once * team.size, batch_size), 1))
+    batch = np.tile(ids, (min(2 * at_once, batch_size), 1))
     try:
         with torch.random.fork_rng([team.device] if team.device.type == "cuda" else []):
             replica.add_gradient(batch)  # libraries keep what they take the first time
             replica.model.zero_grad(set_to_none=True)
             room = _free_memory(team) - _taken_later(replica, team, trains=True)
             peak = peak_while(lambda: replica.add_gradient(batch), team.device)
-        grown = [local_part(one.grad) for one in replica.model.parameters() if one.grad is not None]
-        gradients = sum(gradient.nbytes for gradient in grown)
+        gradients: int = sum(one.grad.nbytes for one in replica.model.parameters() if one.grad is not None)
         each = math.ceil(max(1, peak - gradients) / at_once)
-        return team.smallest(max(0, int(MEASURED_SHARE * (room - gradients))) // each)
-    except Exception:  # libraries say in their own ways that memory has run out
-        if team.size > 1:
-            raise  # the others wait
+        return max(0, int(MEASURED_SHARE * (room - gradients))) // each
+    except Exception:  # compilers have their own, and libraries say in their own ways that memory has run out
         return 0
     finally:
         replica.model.zero_grad(set_to_none=True)

@@ -132,7 +132,7 @@ class Supervisor:
                 self._lose(death.result())
 
         def heard_of_other(stage: str, share: float | None) -> None:
-            if stage in WITH_A_COMPILER and compiling.when() is None:
+            if stage in WITH_A_COMPILER:  # each has its time
                 with suppress(RuntimeError):  # the start is over
                     compiling.reschedule(asyncio.get_running_loop().time() + COMPILING_SECONDS)
 

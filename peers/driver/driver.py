@@ -119,7 +119,7 @@ class _Messenger:
             raise RefusalError("its messages take too much time to read")
         with self._reading.spending(account, thread_time):
             try:
-                message = self._packer.unpack(data)
+                message = self._packer.unpack(sender, data)
                 if message is not None:
                     self._host.handle(Received(sender, message))
             except WireError as error:

@@ -19,8 +19,6 @@ from peers.messages.short_forms import FORMS, Form
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, decode, from_plain, pack_plain
 
 DEFLATED_FROM = 256  # bytes of a message's body
-REPEATED_BYTES = 4096
-"""Length of the longest Ready that is remembered as it was read."""
 PLACE = len(Position.model_fields)  # that a body begins with
 
 
@@ -155,7 +153,7 @@ class Packer:
         self._run = peer.log.run
         self._last: dict[type[Message], tuple[Message, bytes]] = {}  # the last one of each kind, as it was packed
         self._here = peer.log
-        self._read_here: dict[bytes, Message | Unread | None] = {}
+        self._read_here: dict[str, tuple[bytes, Message | Unread | None]] = {}  # each peer's last Ready
 
     def pack(self, message: Message) -> bytes:
         """Raises: LogError when the message is about a position that is not in our recent log any more."""
@@ -165,19 +163,20 @@ class Packer:
             self._last[type(message)] = message, packed
         return packed
 
-    def unpack(self, data: bytes) -> Message | Unread | None:
+    def unpack(self, sender: str, data: bytes) -> Message | Unread | None:
         """Return what `unpack_message` does. A Ready that is said again at the same place is not read again: members
         repeat theirs until they are answered, and a leader has a thousand of them. Raises: WireError."""
         if self._here is not self._peer.log:
             self._here, self._read_here = self._peer.log, {}
-        if data in self._read_here:
-            return self._read_here[data]
+        last, read = self._read_here.get(sender, (b"", None))
+        if data == last:
+            return read
         kind, position, values = open_envelope(self._run, data)
         # A certificate of an older position may be the other branch of a fork (R9).
         is_read = kind is Certified or position.is_in_cycle_of(self._peer.log.position)
         message = _understand(kind, position, values, self.log_at(position) if is_read else None)
-        if kind is Ready and len(data) <= REPEATED_BYTES and len(self._read_here) < MEMBER_LIMIT:
-            self._read_here[data] = message
+        if kind is Ready and (sender in self._read_here or len(self._read_here) < MEMBER_LIMIT):
+            self._read_here[sender] = data, message
         return message
 
     def log_at(self, position: Position) -> LogState | None:

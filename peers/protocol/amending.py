@@ -21,14 +21,16 @@ class Amending:
 
     def hear(self, amendment: Amendment | None) -> bool:
         """Take in an amendment. Return whether it is the organiser's, and newer than those that were known."""
-        if amendment is None or newest(self._newest, self.refused, amendment) is not amendment:
+        if amendment is None or newest(self._newest, amendment) is self._newest or amendment == self.refused:
             return False
         if not amendment.is_signed(self._settings.run, self._settings.organiser):
             return False
-        if self._settings.why_not_followed(amendment):
+        if not self._settings.why_not_followed(amendment):
+            self._newest = amendment
+        elif newest(self.refused, amendment) is amendment:
             self.refused = amendment
         else:
-            self._newest = amendment
+            return False
         return True
 
     def proposed(self, log: LogState) -> Amendment | None:

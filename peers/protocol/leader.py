@@ -42,7 +42,7 @@ MISSED_ATTEMPTS = 1 << 16
 AGAIN = 2.0
 """Pauses between repeated messages after which a member that does not answer is told again."""
 STRANGER, NOT_FOLLOWED = Refusal.STRANGER.value, Refusal.NOT_FOLLOWED.value
-ANSWERED = {Refusal.NOT_GONE, Refusal.NOT_ALONE, Refusal.OLD_BALLOT, Refusal.OTHER_VOTE}
+PROPOSED_AGAIN_AFTER = {Refusal.NOT_GONE, Refusal.NOT_ALONE, Refusal.OLD_BALLOT, Refusal.OTHER_VOTE}
 """Refusals after which the same is proposed in another ballot, or with more voters kept."""
 REFUSALS = {refusal.value: refusal for refusal in Refusal}
 
@@ -361,7 +361,7 @@ class Leader:
         }
         if Refusal.HAS_WORK in refusals or self._does_without_strangers(propose, ready):
             self._drop()
-        elif self._does_without_amendment(propose, ready) or refusals & ANSWERED:
+        elif self._does_without_amendment(propose, ready) or refusals & PROPOSED_AGAIN_AFTER:
             self._propose_anew(propose, refusals)
 
     def _do_without_signers(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
@@ -411,8 +411,10 @@ class Leader:
         return bool(strangers)
 
     def _does_without_amendment(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
-        """Leave out an amendment that some voters cannot follow, if these keep the proposal from a quorum (R18). Return
-        whether it is left out."""
+        """Leave out an amendment that some voters cannot follow, if these keep the proposal from a quorum, and others
+        have had time to vote (R18). Return whether it is left out."""
+        if self._context.now - self._at < AGAIN * self._context.settings.timing.heartbeat:
+            return False
         refused = [peer for peer, said in ready.items() if said.refused == propose.ballot]
         unable = {peer: [NOT_FOLLOWED] for peer in refused if ready[peer].reason == NOT_FOLLOWED}
         self.readiness.is_amendment_left_out |= bool(self._named_by_enough(unable))

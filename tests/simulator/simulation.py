@@ -329,7 +329,7 @@ class Swarm:
             if len(self._read) >= READ_AT_ONCE:
                 self._read.clear()
             try:
-                self._read[here] = to.packer.unpack(packed)
+                self._read[here] = to.packer.unpack(sender, packed)
             except WireError:
                 if self.peers[sender].is_honest:
                     raise

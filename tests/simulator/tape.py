@@ -97,5 +97,5 @@ def replayed(tape: Tape) -> Iterator[list[Effect]]:
 def _told(peer: Peer, packer: Packer, now: float, what: Event | Packed) -> list[Effect]:
     if not isinstance(what, Packed):
         return peer.handle(what, now)
-    message = packer.unpack(what.data)
+    message = packer.unpack(what.sender, what.data)
     return [] if message is None else peer.handle(Received(what.sender, message), now)

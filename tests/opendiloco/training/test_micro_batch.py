@@ -325,7 +325,14 @@ def test_more_windows_with_which_a_block_fails_are_given_up(
     block.forward = failing
     assert not trials.enlarge_micro_batch(replica, 24, TEAM)
     assert replica.micro_batch == 2
-    assert device.tried == [2, 2]
+    assert device.tried == [2, 2, 24]
+
+
+def test_a_worker_that_shares_its_model_tries_no_more_windows(replica: ModelReplica) -> None:
+    """One that ran out of memory would leave the others waiting."""
+    replica.micro_batch = 1
+    assert trials.enlarge_micro_batch(replica, 8, Team(torch.device("cuda"), size=2))
+    assert (replica.micro_batch, replica.uncompiled_micro_batch) == (1, None)
 
 
 def test_a_cpu_keeps_the_windows_that_its_trial_has_found(replica: ModelReplica) -> None:

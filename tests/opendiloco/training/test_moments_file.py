@@ -33,7 +33,7 @@ from opendiloco.storage.files import moments_name
 from opendiloco.storage.loading import check_moments_file, newest_moments
 from opendiloco.storage.run_folder import RunFolder
 from opendiloco.storage.writer import KeepingPlan, _finish
-from opendiloco.training import optimizers
+from opendiloco.training import inner
 from opendiloco.training.inner import LONG_AGO, ModelReplica
 from opendiloco.training.moments_file import digest_place, header_of
 from opendiloco.training.team import Team, shard_model
@@ -165,7 +165,7 @@ def test_a_file_has_the_moments_of_when_they_were_kept_whenever_it_is_written(
     once, with the same bits."""
     replica, theta = trained(small_config)
     free, names, writes = [2**40], ("first", "second"), list[Callable[[], None]]()
-    monkeypatch.setattr(optimizers, "available_memory", lambda: free[0])
+    monkeypatch.setattr(inner, "available_memory", lambda: free[0])
     for name in names:
         writes.append(replica.keep_moments(tmp_path / name, RUN, 6))
         free[0] = 0

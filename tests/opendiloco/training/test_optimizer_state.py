@@ -139,7 +139,7 @@ def trained(kept):
     model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(), None)
     made = ModelReplica(config, model, samples, team, 1, optimizer_state=kept)
     made.train(theta, 0, (SampleRange(0, 8),), 2)
-    made.keep_moments(folder / kept, "run", 1)
+    made.keep_moments(folder / kept, "run", 1)()
     team.wait_for_all()
     again = ModelReplica(config, model, samples, team, 1, optimizer_state=kept)
     again.recall_moments(folder / kept, "run")

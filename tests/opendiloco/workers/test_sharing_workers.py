@@ -182,46 +182,6 @@ def test_sharing_workers_leave_out_the_same_fused_step(
     assert first[0][2:4] == second[0][2:4]
 
 
-ENLARGED = """
-from opendiloco.training import trials
-
-trials.MEASURED_ON, found = {"cpu"}, []
-for share, fails in ((1.0, False), (0.5, False), (1.0, True)):
-    model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(), None)
-    made = ModelReplica(config, model, samples, team, micro_batch=1)
-    block = transformer_blocks(model)[0]
-    forward = block.forward
-
-    def failing(states, *arguments, **options):
-        if rank == 1 and len(states) > 1:
-            raise torch.OutOfMemoryError("full")
-        return forward(states, *arguments, **options)
-
-    if fails:
-        block.forward = failing
-    gradients, room = 4 * sum(one.to_local().numel() for one in model.parameters()), 8 * 1000
-    trials._taken_later = lambda replica, team, trains: 0
-    trials._free_memory = lambda team: gradients + (room * (share if rank else 1.0)) / trials.MEASURED_SHARE + 1
-    trials.peak_while = lambda work, device: (work(), gradients + 1000 * made.micro_batch)[1]
-    works = trials.enlarge_micro_batch(made, config.training.batch_size, team)
-    loss = made.train(theta, 0, (SampleRange(0, 32),), 2).loss
-    found.append([works, made.micro_batch, made.uncompiled_micro_batch, loss])
-end(found)
-"""
-
-
-def test_sharing_workers_put_as_many_more_windows_through_as_fit_on_each(
-    small_content: dict[str, Any], tmp_path: Path, ranks: Ranks
-) -> None:
-    """And none where a block of one of them fails with more."""
-    content = content_with(small_content, 16, num_hidden_layers=2)
-    content["training"]["batch_size"] = 16
-    first, second = pair(ranks, tmp_path, content, ENLARGED)
-    assert first == second
-    assert [found[:3] for found in first] == [[True, 8, 1], [True, 4, 1], [False, 1, 1]]
-    assert [found[3] for found in first] == pytest.approx([first[0][3]] * 3, abs=1e-6)
-
-
 BY_PIECES = """
 from opendiloco.model import loss as losses
 found = []

@@ -43,7 +43,7 @@ def convictions(effects: list[Effect]) -> list[str]:
 def test_r9_the_certificate_of_another_branch_convicts_those_who_signed_ours_too() -> None:
     peer = peer_with(OURS)
     packed = Packer(peer_with(THEIRS)).pack(THEIRS)
-    message = Packer(peer).unpack(packed)
+    message = Packer(peer).unpack("a", packed)
     assert message == THEIRS, "a certificate is read at recent positions"
     assert convictions(peer.handle(Received("a", message), 1.0)) == ["b", "c"]
     assert not convictions(peer.handle(Received("a", message), 2.0)), "once"

@@ -63,7 +63,7 @@ def test_a_member_that_is_behind_is_told_what_followed() -> None:
     """Its message can't be read there: the position is enough."""
     rig = at_second()
     packer, late = Packer(rig.peer), LOG
-    message = packer.unpack(pack_message(RUN, ready(late, "c"), late))
+    message = packer.unpack("c", pack_message(RUN, ready(late, "c"), late))
     assert message == Unread(position=late.position)
     [(to, told)] = sends(rig.hear("c", Unread(position=late.position)), Certified)
     assert (to, told.header) == ("c", rig.peer.log.last)
@@ -114,18 +114,19 @@ def test_what_is_told_to_many_is_packed_once() -> None:
     assert packer.pack(propose_) is packer.pack(propose_.model_copy())
     assert packer.pack(begin.model_copy()) is first, "kinds do not push each other out"
     later = begin.model_copy(update={"seconds": 3.0})
-    assert packer.unpack(packer.pack(later)) == later
+    assert packer.unpack("a", packer.pack(later)) == later
 
 
 def test_a_ready_that_is_said_again_is_read_once_and_anew_after_an_entry() -> None:
     here = AtEnd(HERE, Lineage(HERE))
     packer, said = Packer(here), pack_message(RUN, ready(HERE, "a"), HERE)
-    first = packer.unpack(said)
+    first = packer.unpack("a", said)
     assert first == ready(HERE, "a")
-    assert packer.unpack(said) is first
-    assert packer.unpack(pack_message(RUN, ready(HERE, "b"), HERE)) == ready(HERE, "b")
+    assert packer.unpack("a", said) is first
+    assert packer.unpack("b", pack_message(RUN, ready(HERE, "b"), HERE)) == ready(HERE, "b")
+    assert packer.unpack("a", pack_message(RUN, ready(HERE, "a", view=1), HERE)) == ready(HERE, "a", view=1)
     here.log = BEYOND
-    assert packer.unpack(said) is not first
+    assert packer.unpack("a", said) is not first
 
 
 def test_a_message_about_two_positions_is_not_packed() -> None:

@@ -487,7 +487,7 @@ def hostile(rig: Rig, draw: random.Random) -> Message | Unread | None:
     packed = bytearray(packer.pack(message))
     packed[draw.randrange(len(packed))] = draw.randrange(256)
     try:
-        return packer.unpack(bytes(packed))
+        return packer.unpack("a", bytes(packed))
     except WireError:
         return None
 
