@@ -310,15 +310,19 @@ class Reference(StreamingDiLoCo):
         """
         self._tokenizer: Tokenizer = build_tokenizer(config.tokenizer)
         self._data: TrainingData = load_data(config, self._tokenizer)
-        self._team = Team(device)
         model = build_model(config, self._tokenizer).to(device)
         layout = layout_of(model, config.streaming)
         if pattern is not None:
             layout = cut(layout, pattern)
-        self._judge = ModelReplica(config, model, self._data.samples, self._team, layout=layout)
+        self._judge = ModelReplica(config, model, self._data.samples, Team(device), layout=layout)
         theta: Vector = np.zeros(layout.size, np.float32)
         self._judge.store(theta)
         super().__init__(config, layout, theta, self.build_replica, outer_optimizer, codec)
+
+    @property
+    def _team(self) -> Team:
+        """The one worker that each replica has, on the device of all."""
+        return Team(next(self._judge.model.parameters()).device)
 
     def amend(self, amendments: Sequence[LoggedAmendment]) -> None:
         """Go on with what the log has taken in until now: with the values of the last one, and the mixtures of all."""
