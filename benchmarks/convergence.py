@@ -203,7 +203,7 @@ def row(curves: Curves, name: str) -> dict[str, Any]:
         "seeds": len(own),
         "loss": statistics.mean(curve.loss for curve in own.values()) if own else None,
         f"% above {BASE}": round(above[0], 2) if above else None,
-        "95 % interval": f"{above[1]:+.2f} … {above[2]:+.2f}" if above and above[1] == above[1] else "",
+        "95 % interval": f"{above[1]:+.2f} … {above[2]:+.2f}" if above and not math.isnan(above[1]) else "",
         "most at once, kB": max(curve.peak_bytes for curve in own.values()) / 1e3 if own else None,
         "sent, MB": max(curve.sent_bytes for curve in own.values()) / 1e6 if own else None,
     }
@@ -214,7 +214,7 @@ def bars_of(curves: Curves) -> list[Bar]:
     bars = []
     for name, base, least in BARS:
         above = interval(curves, name, base)
-        if above is not None and above[1] == above[1]:
+        if above is not None and not math.isnan(above[1]):
             worst, best = (1 / (1 + percent / 100) for percent in (above[2], above[1]))
             bars.append(Bar(f"{base}'s loss / that of {name}", worst, least, digits=4, best=best))
     return bars

@@ -36,8 +36,6 @@ from peers.values.leases import SampleRange
 REPETITIONS = 3
 RUN = "checks"
 BATCH = 4
-PINNED: list[SharedVectors] = []
-"""Memory that CUDA has pinned, which must not be unmapped."""
 
 
 def untrained(device: torch.device, inner_steps: int) -> Reference:
@@ -108,7 +106,6 @@ def moves(device: torch.device, values: int) -> dict[str, float]:
         "store, by a staging buffer": rate(device, size, lambda: shards.store(tensors, vectors.local)),
     }
     pin(vectors.both, device)
-    PINNED.append(vectors)
     return rates | {
         "load": rate(device, size, lambda: shards.load(vectors.theta, tensors)),
         "store": rate(device, size, lambda: shards.store(tensors, vectors.local)),

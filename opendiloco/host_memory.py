@@ -19,8 +19,10 @@ STATE_BYTES = 2 * VALUE_BYTES
 """Of theta and momentum, for each value."""
 MOMENTS_BYTES = 2 * VALUE_BYTES
 """Of AdamW's two moments, for each value."""
-QUANTIZED_BYTES = 2 * (1 + VALUE_BYTES / 256)
-"""Of the same in 8 bits a value, with a scale for each 256 values."""
+QUANTIZED_BLOCK = 256
+"""Values of a moment that have one scale in 8 bits."""
+QUANTIZED_BYTES = 2 * (1 + VALUE_BYTES / QUANTIZED_BLOCK)
+"""Of the two moments in 8 bits a value."""
 QUANTIZED_AT_ONCE, QUANTIZING_BYTES = 1 << 21, 41
 """Values of a moment that are quantized together, and what each takes meanwhile, which a test measures."""
 GAPS_BYTES = 25

@@ -216,13 +216,17 @@ class Shards:
                 yield from zip(values.split(len(self.staging)), own.view(-1).split(len(self.staging)), strict=True)
 
 
+_pinned: list[Vector] = []  # so that none of it is ever unmapped
+
+
 def pin(memory: Vector, device: torch.device) -> None:
-    """Let a GPU read and write this memory by itself, for as long as the process lives: the memory must not be unmapped
-    before. Where the driver refuses, nothing changes, and values pass through staging buffers."""
+    """Let a GPU read and write this memory by itself, which stays mapped for as long as the process lives. Where the
+    driver refuses, nothing changes, and values pass through staging buffers."""
     if device.type != "cuda":
         return
     try:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
+        _pinned.append(memory)
     except RuntimeError:
         with suppress(RuntimeError):  # CUDA also keeps the error for the next kernel's launch, which would fail
             torch.zeros(1, device=device)

@@ -31,7 +31,7 @@ from opendiloco.config.optimizers import (
 )
 from opendiloco.errors import MachineError, first_line
 from opendiloco.gpus import INSTALL_TORCHAO
-from opendiloco.host_memory import QUANTIZED_AT_ONCE
+from opendiloco.host_memory import QUANTIZED_AT_ONCE, QUANTIZED_BLOCK
 from opendiloco.model.layout import Layout
 from opendiloco.model.parameters import Shards, local_part
 from opendiloco.quantities import VALUE_BYTES, OptimizerState
@@ -224,8 +224,6 @@ class _JointOptimizer(torch.optim.Optimizer):
 # Packed state ---------------------------------------------------------------------------------------------------------
 KEPT = "optimizer_state"
 """The key of a group of parameters that says how their state is kept."""
-BLOCK = 256
-"""Values of a moment that have one scale in 8 bits."""
 LEAST_QUANTIZED = 4096
 """Values of the smallest moment that is kept in 8 bits, as torchao and bitsandbytes have it."""
 PAGE_VALUES = 1024
@@ -248,9 +246,9 @@ class _Packed(NamedTuple):
             return cls(tensor.shape, tuple(torch.empty(size, pin_memory=is_pinned) for size in _powers_of_two(count)))
         from torchao.optim.subclass_8bit import OptimState8bit
 
-        quantized = count - count % BLOCK if count >= LEAST_QUANTIZED else 0
+        quantized = count - count % QUANTIZED_BLOCK if count >= LEAST_QUANTIZED else 0
         sizes = [min(QUANTIZED_AT_ONCE, quantized - start) for start in range(0, quantized, QUANTIZED_AT_ONCE)]
-        pieces = [OptimState8bit.zeros((size,), is_signed, BLOCK, device) for size in sizes]
+        pieces = [OptimState8bit.zeros((size,), is_signed, QUANTIZED_BLOCK, device) for size in sizes]
         return cls(tensor.shape, (*pieces, torch.empty(count - quantized, device=device)))
 
     def take(self, tensor: torch.Tensor) -> None:

@@ -98,7 +98,7 @@ class _Trial:
             except Exception as error:
                 if self._is_in_blocks:
                     raise
-                self.error = error
+                self.error = error.with_traceback(None)
             return forward(*arguments, **options)
 
         return computed

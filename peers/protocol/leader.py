@@ -398,27 +398,25 @@ class Leader:
     def _does_without_strangers(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
         """Leave out the newcomers that some voters do not hear, if these keep the proposal from a quorum, and have had
         time to hear them (R5). Return whether there are such."""
-        if self._context.now - self._at < AGAIN * self._context.settings.timing.heartbeat:
-            return False
         new = {one.peer for one in propose.header.roster if not self._seat.log.counts(one.peer, one.incarnation)}
-        unheard = {
-            peer: new.intersection(said.named)
-            for peer, said in ready.items()
-            if said.refused == propose.ballot and said.reason == STRANGER
-        }
-        strangers = self._named_by_enough(unheard)
+        refusing = self._refusing(propose, ready, STRANGER)
+        strangers = self._named_by_enough({peer: new.intersection(said.named) for peer, said in refusing.items()})
         self.readiness.strangers |= strangers
         return bool(strangers)
 
     def _does_without_amendment(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
         """Leave out an amendment that some voters cannot follow, if these keep the proposal from a quorum, and others
         have had time to vote (R18). Return whether it is left out."""
+        refusing = self._refusing(propose, ready, NOT_FOLLOWED)
+        are_too_many = bool(self._named_by_enough({peer: [NOT_FOLLOWED] for peer in refusing}))
+        self.readiness.is_amendment_left_out |= are_too_many
+        return are_too_many
+
+    def _refusing(self, propose: Propose, ready: Mapping[str, Ready], reason: str) -> dict[str, Ready]:
+        """Return who refuses a proposal for this reason, once all have had time to answer; nobody before."""
         if self._context.now - self._at < AGAIN * self._context.settings.timing.heartbeat:
-            return False
-        refused = [peer for peer, said in ready.items() if said.refused == propose.ballot]
-        unable = {peer: [NOT_FOLLOWED] for peer in refused if ready[peer].reason == NOT_FOLLOWED}
-        self.readiness.is_amendment_left_out |= bool(self._named_by_enough(unable))
-        return self.readiness.is_amendment_left_out and bool(unable)
+            return {}
+        return {peer: said for peer, said in ready.items() if (said.refused, said.reason) == (propose.ballot, reason)}
 
     def _propose_anew(self, propose: Propose, refusals: set[Refusal]) -> None:
         """Propose the same in another ballot; without the say of peers that are heard after all, if that is news."""

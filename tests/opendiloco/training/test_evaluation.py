@@ -21,10 +21,10 @@ from opendiloco.shared_memory import create_memory_file
 from opendiloco.training.evaluation import generate_sample, held_out_loss
 from opendiloco.training.reference import Reference
 from opendiloco.training.team import Team
-from opendiloco.workers.control import Configure, Evaluate, Evaluated
+from opendiloco.workers.control import Evaluate, Evaluated
 from opendiloco.workers.group import WorkerGroup
-from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.worker import ControlChannel, Worker
+from tests.opendiloco.workers.configuring import configure
 
 
 def test_a_model_that_knows_nothing_loses_the_logarithm_of_its_vocabulary(small_config: RunConfig) -> None:
@@ -129,18 +129,7 @@ class Asked(WorkerGroup):
 
     def __init__(self, config: RunConfig) -> None:
         channel = ControlChannel(socket.socketpair()[0])
-        options = WorkerOptions(device="cpu", trains=False, micro_batch=2)
-        configure = Configure(
-            manifest_content=config.to_manifest_content(),
-            options=options,
-            device="cpu",
-            rank=0,
-            workers=1,
-            memory=create_memory_file(),
-            port=0,
-            fresh=True,
-        )
-        self._worker = Worker(configure, channel)
+        self._worker = Worker(configure(config, create_memory_file(), trains=False, micro_batch=2), channel)
         self.held_out_digest = self._worker.description.held_out_digest
 
     async def evaluate(self, windows: int) -> Evaluated:

@@ -18,13 +18,13 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.errors import MachineError
-from opendiloco.host_memory import QUANTIZED_BYTES, QUANTIZING_BYTES, HostMemory, WorkerMemory
+from opendiloco.host_memory import QUANTIZED_BLOCK, QUANTIZED_BYTES, QUANTIZING_BYTES, HostMemory, WorkerMemory
 from opendiloco.model.build import initial_theta
 from opendiloco.quantities import OptimizerState
 from opendiloco.shared_memory import Vector
 from opendiloco.training import optimizers
 from opendiloco.training.inner import ModelReplica
-from opendiloco.training.optimizers import BLOCK, PAGE_VALUES, build_inner_optimizer, check_inner_optimizer
+from opendiloco.training.optimizers import PAGE_VALUES, build_inner_optimizer, check_inner_optimizer
 from opendiloco.training.team import Team
 from opendiloco.training.trials import _taken_later, compiled_blocks, peak_while
 from opendiloco.workers import assembly
@@ -260,7 +260,7 @@ def test_what_quantizing_takes_is_what_the_formula_says(is_signed: bool) -> None
     pieces: Any = optimizers._Packed.like(values, "8bit", is_signed).pieces
     piece, rest = pieces
     assert len(rest) == 0
-    taken = peak_while(lambda: quantize_8bit_with_qmap(scale_tensor(values, BLOCK)[0], piece.qmap), CPU)
+    taken = peak_while(lambda: quantize_8bit_with_qmap(scale_tensor(values, QUANTIZED_BLOCK)[0], piece.qmap), CPU)
     assert taken == pytest.approx(QUANTIZING_BYTES * len(values), rel=0.05)
 
 

@@ -28,10 +28,10 @@ from opendiloco.training.evaluation import held_out_loss
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
 from opendiloco.workers.assembly import assemble_model
-from opendiloco.workers.control import Configure
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.worker import ControlChannel, Worker
 from peers.values.leases import SampleRange
+from tests.opendiloco.workers.configuring import configure
 
 
 def test_a_worker_tries_with_the_weights_that_it_trains(
@@ -50,17 +50,8 @@ def test_a_worker_tries_with_the_weights_that_it_trains(
     theta, memory = initial_theta(small_config) + 1, create_memory_file()
     reserve(memory, theta.size)
     SharedVectors(memory, theta.size).theta[:] = theta
-    configure = Configure(
-        manifest_content=small_config.to_manifest_content(),
-        options=WorkerOptions(device="cpu", micro_batch=2),
-        device="cpu",
-        rank=0,
-        workers=1,
-        memory=memory,
-        port=0,
-        fresh=False,
-    )
-    Worker(configure, ControlChannel(socket.socketpair()[0]))
+    command = configure(small_config, memory, fresh=False, micro_batch=2)
+    Worker(command, ControlChannel(socket.socketpair()[0]))
     assert np.array_equal(tried, [theta])
 
 
@@ -85,17 +76,8 @@ def test_a_worker_compiles_again_after_a_size_that_did_not_work(
     for micro_batch in (None, 1):  # of which the second is the owner's word
         memory = create_memory_file()
         reserve(memory, initial_theta(small_config).size)
-        configure = Configure(
-            manifest_content=small_config.to_manifest_content(),
-            options=WorkerOptions(device="cpu", micro_batch=micro_batch),
-            device="cpu",
-            rank=0,
-            workers=1,
-            memory=memory,
-            port=0,
-            fresh=False,
-        )
-        worker = Worker(configure, ControlChannel(socket.socketpair()[0]))
+        command = configure(small_config, memory, fresh=False, micro_batch=micro_batch)
+        worker = Worker(command, ControlChannel(socket.socketpair()[0]))
         if micro_batch is None:
             assert (tried[0], sizes) == (compiled, [2])
             assert (worker.description.micro_batch, worker.description.uncompiled_micro_batch) == (2, 1 if works else 2)
@@ -108,18 +90,9 @@ def test_a_worker_multiplies_as_precisely_as_its_owner_says(
 ) -> None:
     before, memory = torch.get_float32_matmul_precision(), create_memory_file()
     reserve(memory, initial_theta(small_config).size)
-    configure = Configure(
-        manifest_content=small_config.to_manifest_content(),
-        options=WorkerOptions(device="cpu", micro_batch=2, tf32=tf32),
-        device="cpu",
-        rank=0,
-        workers=1,
-        memory=memory,
-        port=0,
-        fresh=False,
-    )
+    command = configure(small_config, memory, fresh=False, micro_batch=2, tf32=tf32)
     try:
-        Worker(configure, ControlChannel(socket.socketpair()[0]))
+        Worker(command, ControlChannel(socket.socketpair()[0]))
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision(before)

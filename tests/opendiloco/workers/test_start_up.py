@@ -8,7 +8,6 @@ import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -22,8 +21,9 @@ from opendiloco.data.training_data import TokenizedSource
 from opendiloco.shared_memory import create_memory_file
 from opendiloco.stages import StageLog, at_stage, passing, watched_by
 from opendiloco.training.team import Team
-from opendiloco.workers.control import AtStage, Configure, Configured, DevicesCounted, Reply, WorkerProcess
+from opendiloco.workers.control import AtStage, Configured, DevicesCounted, Reply, WorkerProcess
 from opendiloco.workers.options import WorkerOptions
+from tests.opendiloco.workers.configuring import configure
 
 
 def test_stages_are_logged_with_what_is_left_and_not_too_often(
@@ -114,19 +114,8 @@ def test_a_real_worker_tells_of_its_start(small_config: RunConfig) -> None:
         memory = create_memory_file()
         worker = await WorkerProcess.start((memory,), 1, lambda stage, share: heard.append(stage))
         try:
-            content: Any = small_config.to_manifest_content()
-            options = WorkerOptions(device="cpu", threads=1)
-            configure = Configure(
-                manifest_content=content,
-                options=options,
-                device="cpu",
-                rank=0,
-                workers=1,
-                memory=memory,
-                port=0,
-                fresh=True,
-            )
-            await worker.exchange(configure, Configured, lambda progress: None)
+            command = configure(small_config, memory, threads=1)
+            await worker.exchange(command, Configured, lambda progress: None)
         finally:
             await worker.close()
         return list(dict.fromkeys(heard))

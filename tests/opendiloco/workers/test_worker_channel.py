@@ -23,7 +23,6 @@ from opendiloco.training.inner import InnerStep, ReplicaTrained
 from opendiloco.training.moments_file import NO_STEP
 from opendiloco.training.team import Team
 from opendiloco.workers.control import (
-    Configure,
     ControlMessage,
     CountDevices,
     EndInnerLoop,
@@ -35,9 +34,9 @@ from opendiloco.workers.control import (
     Reply,
     RunInnerLoop,
 )
-from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.worker import COLLECTED_EVERY, ControlChannel, InnerLoops, Worker
 from peers.values.leases import SampleRange
+from tests.opendiloco.workers.configuring import configure
 
 
 class Pair:
@@ -140,17 +139,8 @@ def test_a_worker_trains_while_its_moments_are_written(
     monkeypatch.setattr(optimizers, "_created", created_later)
     memory, (ours, theirs) = create_memory_file(), socket.socketpair()
     reserve(memory, initial_theta(small_config).size)
-    configure = Configure(
-        manifest_content=small_config.to_manifest_content(),
-        options=WorkerOptions(device="cpu", micro_batch=2),
-        device="cpu",
-        rank=0,
-        workers=1,
-        memory=memory,
-        port=0,
-        fresh=True,
-    )
-    worker, replies = Worker(configure, ControlChannel(theirs)), map(Reply.parse, ours.makefile("rb"))
+    command = configure(small_config, memory, micro_batch=2)
+    worker, replies = Worker(command, ControlChannel(theirs)), map(Reply.parse, ours.makefile("rb"))
 
     def train(number: int) -> None:
         training = RunInnerLoop(number=number, index=number, samples=(SampleRange(0, 8),), steps=4, tokens=0)
