@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.live import Live
 
+    from opendiloco.config.run_config import CodecSection
+    from peers.driver.training import Sending
     from peers.network.throttle import Caps
     from peers.transfer.download import Download
 
@@ -103,7 +105,7 @@ class OwnFacts:
     """What a volunteer's own process knows of its run. Of the heartbeats the first is its own. `trains_on`: workers
     still take the last inner steps of what is being averaged. `reach` has the ways to other peers, `download` the last
     download of the state, and `bytes_per_token` how much of the held-out text a token stands for. `uncompiled` says why
-    training is not compiled, where it should be."""
+    training is not compiled, where it should be. `sending` is the format of the last contribution."""
 
     heartbeats: Sequence[Heartbeat]
     log: RunLog
@@ -117,6 +119,7 @@ class OwnFacts:
     fragments: Fragments | None = None
     bytes_per_token: float | None = None
     uncompiled: str = ""
+    sending: Sending | None = None
 
 
 @dataclass(frozen=True)
@@ -305,9 +308,18 @@ def _progress_lines(progress: Progress) -> list[str]:
         lines.append(f"contributed {_contributed(progress.contribution)}")
     up, down = _rate(progress.up, facts.caps.upload), _rate(progress.down, facts.caps.download)
     lines.append(f"up {up} ({in_words(facts.sent)}) · down {down} ({in_words(facts.received)})")
+    if facts.sending is not None and facts.sending.uplink:
+        lines.append(_sending(facts.sending, progress.view.run.config.codec))
     if progress.machine:
         lines.append(f"this machine: {progress.machine}")
     return lines
+
+
+def _sending(sending: Sending, codec: CodecSection) -> str:
+    """Return the format of the last contribution, and the reason for it."""
+    took, kind = sending.bytes / sending.uplink, codec.contributions[sending.format]
+    time = f"{duration(took)} of {duration(sending.allowed)}"
+    return f"uplink {8e-6 * sending.uplink:,.0f} Mbit/s: sending {kind}, {time}"
 
 
 def _activity(progress: Progress) -> str:
