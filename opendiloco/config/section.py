@@ -85,7 +85,7 @@ REMEDIES = {
 def read_toml(path: Path, remedy: str) -> dict[str, Any]:
     """Return what a TOML file says. Raises: ManifestError; one that can't be read has this `remedy`."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ManifestError(f"{path}: cannot be read ({error.strerror}).", remedy) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -518,7 +518,7 @@ def read_settings_file(path: Path | None = None) -> dict[str, Any]:
     """
     found = path or default_settings_path()
     try:
-        values = tomllib.loads(found.read_text(encoding="utf-8"))
+        values = tomllib.loads(found.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         if path is None:
             return {}
