@@ -100,7 +100,7 @@ class TokenizedSource:
             for (document, cut), tokens in zip(chosen, self._encode([one for one, _ in chosen]), strict=True):
                 if cut:
                     place = len(tokens) - round(self._held_out * len(tokens))
-                    yield False, np.append(tokens[:place], tokens[-1:])
+                    yield False, np.concatenate([tokens[:place], tokens[-1:]])
                     yield True, tokens[place:]
                 else:
                     yield document.is_held_out(self._held_out), tokens
