@@ -62,6 +62,7 @@ class _ListedRun:
             "run": self.run_id,
             "problem": self.problem or None,
             "organiser": view.run.manifest.organiser,
+            "about": view.run.config.about.model_dump(),
             "peers": [beat.peer for beat in view.trainers],
             "minimum_peers": view.run.config.rounds.minimum_peers,
             "outer_step": view.outer_step,
@@ -89,6 +90,7 @@ class _ListedRun:
         least = f" of at least {minimum}" if here < minimum else ""
         yield f"  {state} · {here}{least} peers · {view.tokens_per_second:,.0f} tokens/s"
         parameters = "" if needs is None else f", {needs.host.values:,} parameters"
+        yield from (f"  {line}" for line in view.run.config.about.lines())
         yield f"  {printable(view.model)}{parameters} · data: {printable(', '.join(view.sources))}"
         if self.problem:
             yield problem

@@ -373,9 +373,7 @@ def _open_builder(section: SourceSection, chosen: Sequence[Path] = ()) -> Any:
     options["cache_dir"] = str(Path(datasets.config.HF_DATASETS_CACHE, f"column-{digest}"))
     builder: Any = datasets.load_dataset_builder(path, section.subset, revision=revision, token=False, **options)
     files = _data_files(builder)
-    if chosen:
-        _check_chosen(source, files, chosen)
-    else:
+    if not chosen:
         check_files(source, files)
     if not files:
         raise FileNotFoundError("it has no data files.")
@@ -406,13 +404,6 @@ def _format_of(source: str, files: Sequence[Path]) -> str:
             f"Name files of one format, of {', '.join(READ_FORMATS)}, by suffixes such as .jsonl, .parquet or .txt.gz.",
         )
     return str(formats.pop())
-
-
-def _check_chosen(source: str, files: Iterable[str], chosen: Sequence[Path]) -> None:
-    """Raise DataError when files other than the chosen ones would be read."""
-    others = {os.path.normpath(file) for file in files} - {str(file.absolute()) for file in chosen}
-    if others:
-        raise DataError(f"data.source = {source!r} would read {others.pop()}, too.", "Rename the file without signs.")
 
 
 def _read_only(builder: Any, column: str) -> None:

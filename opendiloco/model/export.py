@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from opendiloco.config.data import STANDARD_LIBRARY, SourceSection
-from opendiloco.config.run_config import RunConfig
+from opendiloco.config.run_config import AboutSection, RunConfig
 from opendiloco.data.hub import CONFIG, is_local_path
 from opendiloco.data.own_files import is_local
 from opendiloco.data.tokenizer import Tokenizer
@@ -113,18 +114,19 @@ class RunFacts(BaseModel):
 
 def _model_card(config: RunConfig, facts: RunFacts, dtype: str = "float32") -> str:
     """Return the README of an exported model."""
+    about = config.about
     bits = "" if facts.bits_per_byte is None else f", {facts.bits_per_byte:.4f} bits per byte"
     return f"""\
 ---
 library_name: transformers
 pipeline_tag: text-generation
 tags: [diloco, distributed-training]
-# license: to be chosen by the run's organiser
+{f"license: {_licence(about.licence)}" if about.licence else "# license: to be chosen by the run's organiser"}
 ---
 
-# {config.name}
+# {_plain(about.title or config.name)}
 
-A language model trained by volunteers over the internet with [DiLoCo](https://arxiv.org/abs/2311.08105).
+{_told(about)}A language model trained by volunteers over the internet with [DiLoCo](https://arxiv.org/abs/2311.08105).
 
 | fact | value |
 | --- | --- |
@@ -145,6 +147,17 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 ```
 
 {_curve(facts.curve)}{_data(config, facts)}{_training(config, facts)}{_origin(facts)}"""
+
+
+def _licence(licence: str) -> str:
+    """Return a licence as YAML: quoted, since it is in a stranger's words."""
+    return json.dumps(_plain(licence))
+
+
+def _told(about: AboutSection) -> str:
+    """Return what the organiser says of the run."""
+    said = [about.description, about.contact and f"Contact: {about.contact}", about.link]
+    return "".join(f"{_plain(words)}\n\n" for words in said if words)
 
 
 def _curve(points: Sequence[CurvePoint]) -> str:

@@ -158,11 +158,6 @@ def _validator(check: Callable[[Any], object]) -> Callable[[Any], Any]:
 MOST_GIGABYTES = 1e9  # more than any machine has; in bytes they fit 64 bits
 
 
-def _is_there(folder: Path) -> None:
-    if not folder.is_dir():
-        raise ValueError("there is no such folder")
-
-
 def _exists(path: Path) -> None:
     if not path.exists():
         raise ValueError("there is no such file or folder")
@@ -220,10 +215,10 @@ class _RunSettings(Settings):
         check=_check_team,
     )
     data: tuple[Path, ...] = setting(
-        "Train on the text in this folder. Given for each of the run's sources that is a local folder, in their order.",
+        "Train on the text in this folder or file. Given for each of the run's sources that is local, in their order.",
         (),
-        metavar="FOLDER",
-        check_here=_is_there,
+        metavar="PATH",
+        check_here=_exists,
     )
     model: Path | None = setting(
         "Begin with the model in this folder, where the run's is one that you have to name.",

@@ -95,7 +95,9 @@ class Session:
                 folder = RunFolder.open(run, key.peer_id, settings.state)
                 await ask_for_signed_heads(transport, run, invite.addresses, folder)
                 admission = await enter(transport, run, key, invite.addresses, folder, self.ticket)
-                view.say(f"found run {run.run_id}; starting a worker (some seconds)")
+                view.say(
+                    "\n".join([f"found run {run.run_id}; starting a worker (some seconds)", *run.config.about.lines()])
+                )
                 at_stage(CHECKING)
                 neighbours = announced(key.peer_id, run.run_id, transport.addresses)
                 async with (

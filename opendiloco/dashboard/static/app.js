@@ -105,6 +105,8 @@ function showHead() {
   document.title = `${run.outer_step}/${run.outer_steps} ${run.name}`;
   byId("run-name").textContent = run.name;
   byId("run-id").textContent = run.run;
+  byId("run-about").textContent = run.about.join(" · ");
+  byId("run-join").textContent = run.join && `To train in it: ${run.join}`;
   const [word, kind] = run.is_finished ? ["finished", "good"]
     : run.looked_at === null ? ["looking", "warn"]
     : run.peers ? ["training", "good"] : ["nobody is there", "warn"];

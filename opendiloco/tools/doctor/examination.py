@@ -86,6 +86,7 @@ def _check_run(view: RunView) -> Finding:
     there = f"{peers} peer{'s' * (peers != 1)}" + f" and {archives} archive{'s' * (archives > 1)}" * bool(archives)
     values = {"peers": peers, "outer_step": outer_step, "outer_steps": outer_steps}
     found = f"{run.run_id}: {there} there, outer step {outer_step} of {outer_steps}"
+    found = "; ".join([found, *run.config.about.lines()])
     if view.peers and outer_step >= outer_steps:
         return warned("run", f"{found}: it is finished", "There is nothing more to train in it.", **values)
     return passed("run", found, **values)

@@ -105,6 +105,16 @@ def test_a_strangers_words_write_no_markdown_into_the_card(small_content: dict[s
     assert "| `some/texts` (subset `a # b/td[c](d)`, split `train`) | 100.0% |" in card
 
 
+def test_the_card_says_what_the_organiser_says_of_the_run(small_content: dict[str, Any]) -> None:
+    about = {
+        "title": "Verse <b>",
+        "description": "A model\u00a0of verse.".replace("\u00a0", " "),
+        "licence": 'cc0-1.0"',
+    }
+    card = _model_card(RunConfig.model_validate(small_content | {"about": about}), FACTS)
+    assert '\nlicense: "cc0-1.0\\""\n---\n\n# Verse b\n\nA model of verse.\n\nA language model' in card
+
+
 def test_without_a_curve_the_card_has_none(small_config: RunConfig, tmp_path: Path) -> None:
     one = FACTS.model_copy(update={"curve": (CurvePoint(outer_step=12, loss=2.0),)})
     export_model(build_model(small_config, ByteTokenizer()), ByteTokenizer(), tmp_path, small_config, one)
