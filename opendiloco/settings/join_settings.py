@@ -163,10 +163,10 @@ def _exists(path: Path) -> None:
         raise ValueError("there is no such file or folder")
 
 
-def _check_team(name: str) -> None:
-    from peers.values.wire import check_team  # imports pydantic, which `--help` has no time for
+def _check_nickname(name: str) -> None:
+    from peers.values.wire import check_nickname  # imports pydantic, which `--help` has no time for
 
-    check_team(name)
+    check_nickname(name)
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -208,11 +208,17 @@ class _RunSettings(Settings):
         None,
         metavar="TICKET|FILE",
     )
+    name: str | None = setting(
+        "Show this machine to others under this nickname, beside the end of its peer id.",
+        None,
+        metavar="NAME",
+        check=_check_nickname,
+    )
     team: str | None = setting(
         "Say that this machine's work is a team's; dashboards add up what its peers have contributed.",
         None,
         metavar="NAME",
-        check=_check_team,
+        check=_check_nickname,
     )
     data: tuple[Path, ...] = setting(
         "Train on the text in this folder or file. Given for each of the run's sources that is local, in their order.",

@@ -119,6 +119,7 @@ class Session:
                         remembered=remembered,
                         journal=self.journal,
                         team=settings.team or "",
+                        name=settings.name or "",
                     )
                     await sole
                     view.say(f"what outlives this process is in {folder.path}")
@@ -155,6 +156,7 @@ async def volunteer_with(
     remembered: RememberedPeers | None = None,
     journal: Journal | None = None,
     team: str = "",
+    name: str = "",
 ) -> Volunteer:
     """Return a volunteer whose workers are ready to train; with a folder, from where this machine left off.
 
@@ -173,6 +175,7 @@ async def volunteer_with(
         on_entry=(lambda header, state_digest: None) if journal is None else journal.append,
         on_snapshot=checkpointer.take,
         team=team,
+        name=name,
     )
     checkpointer.workers = workload.trainer.supervisor
     if folder is not None and log is not None:

@@ -223,6 +223,7 @@ class Driver:
         on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None,
         on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None,
         team: str = "",
+        name: str = "",
     ) -> None:
         """Begin with the workload's state, which has this digest.
 
@@ -234,7 +235,7 @@ class Driver:
             on_entry: is told of every outer step that is taken here whole: the entry that closes it, and the state
                 digest after it.
             on_snapshot: is told of every state that is frozen here or fetched.
-            team: is told to others with each heartbeat.
+            team: is told to others with each heartbeat; so is the nickname `name`.
         """
         self.entries = RunLog(settings.empty_log, 0) if log is None else log
         buffers = PayloadBuffers.of_each(workload.fragments, KEPT_BYTES, self.entries.payload)
@@ -255,7 +256,7 @@ class Driver:
         self._stopped = asyncio.Event()
         self._messenger = _Messenger(transport, self)
         self._votes = _VotesKeeper(votes, self)
-        self._pulse = Pulse(identity, transport, self, team)
+        self._pulse = Pulse(identity, transport, self, team, name)
         self.rounds = Rounds(transport, workload, buffers, self)
         self._scout = Scout(transport, self.rounds.traffic, self)
         self.replication = Replication(

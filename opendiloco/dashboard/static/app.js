@@ -167,7 +167,7 @@ function showPeers() {
 function peerRow(peer) {
   const { inner_steps: innerSteps } = known.run;
   const isArchive = peer.state === "archiving";
-  const name = element("td", {}, nameOf(peer.peer), peer.peer === known.run.me ? badge() : null,
+  const name = element("td", {}, nameOf(peer.peer), peer.name ? ` ${peer.name}` : null, peer.peer === known.run.me ? badge() : null,
     peer.trouble ? element("span", { className: "trouble", textContent: `Its work does not count: ${peer.trouble}` }) : null);
   const state = element("td", {},
     element("span", { className: `pill ${STATES[peer.state] ?? ""}`, textContent: peer.state }),
