@@ -90,6 +90,7 @@ REMEDIES = {
     "model_attributes_type": "not a table. Write its keys below a line [{path}].",
     "dict_type": "not a table. Write its keys below a line [{path}].",
     "bool_type": "neither true nor false. Write one of these, without quotes.",
+    "too_short": "too few. Give at least {min_length}.",
     "too_long": "too many. Give at most {max_length}.",
     "words": "has line breaks or control characters. Write it in one line.",
     "link": "not the address of a web page. Use one such as https://example.org/run.",
@@ -111,7 +112,8 @@ def read_toml(path: Path, remedy: str) -> dict[str, Any]:
 
 def describe_validation_error(origin: str, error: ValidationError, model: type[BaseModel]) -> str:
     """Return one line for each problem, each with its own remedy."""
-    problems = error.errors()
+    found = error.errors()
+    problems = [each for each in found if each["type"] != "too_short" or len(found) == 1]  # the wrong ones do not count
     lines = [_line(problem, model) for problem in problems[:PROBLEMS_LIMIT]]
     if len(lines) == 1:
         return f"{origin}: {lines[0]}"

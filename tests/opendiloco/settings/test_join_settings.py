@@ -119,7 +119,10 @@ def test_a_file_that_is_named_has_to_be_there(tmp_path: Path) -> None:
         (["--keep", "-1"], "--keep"),
         (["--track", "nothing"], "Invalid value for '--track': nothing: 'nothing' is neither tensorboard:FOLDER"),
         (["--max-memory", "1e300"], "'--max-memory': 1e+300"),
-        (["--team", " a "], "Invalid value for '--team':  a : ' a ' is no name of a team or peer: give 1 to 32 printable"),
+        (
+            ["--team", " a "],
+            "Invalid value for '--team':  a : ' a ' is no name of a team or peer: give 1 to 32 printable",
+        ),
         (
             ["--data", "/no/such/folder"],
             "Invalid value for '--data': /no/such/folder: there is no such file or folder.",
