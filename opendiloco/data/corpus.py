@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from opendiloco.config.data import STANDARD_LIBRARY, SourceSection
 from opendiloco.data.hub import downloading
-from opendiloco.data.own_files import check_files, is_local
+from opendiloco.data.own_files import check_card, check_files, is_local
 from opendiloco.errors import DataError, first_line
 from opendiloco.stages import at_stage, passing
 
@@ -45,6 +45,7 @@ WHOLE = slice(None)
 LONGEST = 1 << 27
 """Characters of a row's text, or its tokens: tokenizing takes some ten times the memory."""
 TEXT_OR_TOKENS = "Choose a column of text, or of lists of token ids."
+MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py"})
 
 
@@ -85,7 +86,7 @@ def open_corpus(section: SourceSection) -> _TextFiles | _Rows:
         if all(map(_is_text, files)):
             return _TextFiles(section, Path(os.path.commonpath([file.parent for file in files])), files)
         return _Rows(section, files)
-    texts = list(filter(_is_text, folder.rglob("*"))) if folder.is_dir() else []
+    texts = [path for path in folder.rglob("*") if _is_text(path) and not _is_hidden(path.relative_to(folder))]
     if set(texts) - {folder / "README.md"}:  # which data sets have, too
         return _TextFiles(section, folder, texts)
     return _Rows(section)
@@ -95,12 +96,27 @@ def _is_text(path: Path) -> bool:
     return Path(path.name.removesuffix(GZIP)).suffix in TEXT_SUFFIXES
 
 
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _as_utf8(text: bytes) -> bytes:
+    """Return a file's text without its byte order mark, which names its encoding."""
+    for mark, encoding in MARKS:
+        if text.startswith(mark):
+            with suppress(UnicodeDecodeError):
+                return text.decode(encoding).encode(errors="replace")
+    return text
+
+
 def _named_files(source: str) -> list[Path]:
     """Return the file of this name, or the files that match a pattern such as `texts/*.jsonl`. Raises: DataError."""
     if os.path.lexists(source):
         return [Path(source)]
     if files := [Path(file) for file in sorted(glob.glob(source, recursive=True)) if os.path.isfile(file)]:
         return files
+    if source.startswith("~"):
+        raise DataError(f"data.source = {source!r} has a tilde.", f"Write it out: {os.path.expanduser(source)}.")
     raise DataError(
         f"data.source = {source!r} is not on this machine.",
         'Give a folder, a file, or a pattern such as "texts/*.jsonl"; or a data set\'s hub name, or "stdlib".',
@@ -115,6 +131,13 @@ class _TextFiles:
     def __init__(self, section: SourceSection, root: Path, files: list[Path]) -> None:
         self._section = section
         self._files = sorted((path.relative_to(root).as_posix(), path) for path in files)
+        if (section.split, section.column) != ("train", "text"):
+            logger.warning(
+                "data.source = %r has text files: data.split = %r and data.column = %r have no say",
+                section.source,
+                section.split,
+                section.column,
+            )
         self.fingerprint = _facts(str(path) for _, path in self._files)
 
     def documents(self, shard: int | None = None) -> Iterator[Document]:
@@ -135,7 +158,7 @@ class _TextFiles:
                     f"{path} has {len(text):,} bytes; {LONGEST:,} is the most for one document.",
                     f"Cut it into smaller files: split --line-bytes=100M --additional-suffix=.txt {path} part-",
                 )
-            yield Document(text, name.encode())
+            yield Document(_as_utf8(text), name.encode())
 
 
 class _Rows:
@@ -206,9 +229,11 @@ class _Rows:
         types = rows.features
         columns = list(next(iter(rows), {}) if types is None else types)  # rows without types are not decoded
         if section.column not in columns:
+            is_csv = getattr(self, "_builder", None) is not None and self._builder.name == "csv"
+            first = " A CSV file begins with their names, with commas between." * is_csv
             raise DataError(
                 f"data.column = {section.column!r} is not in {section.source!r}.",
-                f"Choose one of: {', '.join(columns)}.",
+                f"Choose one of: {', '.join(columns)}.{first}",
             )
         if types is not None and not _is_plain(types[section.column]):
             raise DataError(
@@ -368,7 +393,7 @@ def _open_builder(section: SourceSection, chosen: Sequence[Path] = ()) -> Any:
         path, (revision, cards) = f"hf://datasets/{source}", _hub_cards(source, section.revision)
     for card in cards:
         if card.is_file():
-            _check_card(source, card)
+            check_card(source, card)
     digest = hashlib.sha256(section.column.encode()).hexdigest()[:16]
     options["cache_dir"] = str(Path(datasets.config.HF_DATASETS_CACHE, f"column-{digest}"))
     builder: Any = datasets.load_dataset_builder(path, section.subset, revision=revision, token=False, **options)
@@ -664,34 +689,3 @@ def _hub_cards(name: str, revision: str | None) -> tuple[str, list[Path]]:
         except EntryNotFoundError:
             continue
     return commit, cards
-
-
-def _check_card(source: str, card: Path) -> None:
-    """Raise DataError when a card names files elsewhere: `datasets` looks for those before it says which they are."""
-    import yaml  # type: ignore[import-untyped]
-    from huggingface_hub import DatasetCard
-
-    is_readme = card.suffix == ".md"
-    about = DatasetCard.load(card).data if is_readme else yaml.safe_load(card.read_bytes()) or {}
-    for config in about.get("configs") or ():
-        for path in _paths_of(config):
-            if path.startswith(("/", "~")) or re.search(r"[:\\]", path) or ".." in path.split("/"):
-                raise DataError(
-                    f"data.source = {source!r} would read {path}, which is not a file of its own.",
-                    f"Do not trust this data set, or correct data_files and data_dir in its {card.name}.",
-                )
-        version = str(config.get("version", "0"))  # it becomes a folder's name in the cache
-        if not re.fullmatch(r"\w[\w.]*", version):
-            raise DataError(
-                f"data.source = {source!r} has the version {version!r}, which names another folder.",
-                f"Do not trust this data set, or correct the version in its {card.name}.",
-            )
-
-
-def _paths_of(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the paths and patterns of one of a card's configurations."""
-    files = config.get("data_files") or []
-    for one in [files] if isinstance(files, str) else files:
-        path = one["path"] if isinstance(one, dict) else one
-        yield from [path] if isinstance(path, str) else path
-    yield config.get("data_dir") or ""

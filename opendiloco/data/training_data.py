@@ -131,7 +131,7 @@ class TokenizedSource:
             )
         if foreign:
             logger.warning(
-                "data.source = %s: %s of %s documents are not UTF-8, such as %s; convert them, for instance with "
+                "data.source = %s: %s of %s documents are not UTF-8, such as %s; convert them, from Latin-1 with "
                 "iconv -f ISO-8859-1 -t UTF-8",
                 name,
                 f"{foreign:,}",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import sysconfig
@@ -183,6 +184,8 @@ def test_a_file_or_a_pattern_is_a_source(tmp_path: Path) -> None:
     assert ".jsonl" in caught.value.remedy
     with pytest.raises(DataError, match=r"is not on this machine"):
         texts(source(tmp_path / "*.rst"))
+    with pytest.raises(DataError, match=rf"has a tilde. Write it out: {Path.home()}/nowhere/texts"):
+        texts(SourceSection(source="~/nowhere/texts"))
 
 
 LINES = '{"text": "one"}\n{"text": "two", "meta": 1}\n{"meta": {"a": "b"}, "text": "three"}\n'
@@ -231,12 +234,37 @@ def test_parquet_files_that_differ_in_other_columns(tmp_path: Path, streaming: b
         ),
         ("a.csv", "text,n\none,1\ntwo,1,2\n", r"a\.csv cannot be read: .*Expected 2 fields in line 3, saw 3"),
         ("a.csv", "", r"a\.csv cannot be read: No columns"),
+        ("a.csv", "n;text\n1;one\n", r"Choose one of: n;text\. A CSV file begins with their names, with commas"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_file_and_cause(tmp_path: Path, name: str, text: str, said: str) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=said):
         texts(source(tmp_path))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_byte_order_mark_names_the_encoding_and_is_no_text(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.txt").write_bytes("zwölf".encode(encoding))
+    (tmp_path / "b.txt").write_bytes(codecs.BOM_UTF16_LE + b"odd")
+    read = [document.text for document in open_corpus(source(tmp_path)).documents()]
+    assert read == ["zwölf".encode(), codecs.BOM_UTF16_LE + b"odd"]
+
+
+def test_hidden_files_are_no_text_of_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / ".texts"
+    for name in ("a.txt", ".b.txt", ".git/c.txt", "d/.e/f.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name, encoding="utf-8")
+    assert texts(source(folder)) == ["a.txt"]
+
+
+def test_keys_that_text_files_do_not_have_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+    assert texts(source(tmp_path)) == ["text"]
+    assert not caplog.text
+    texts(source(tmp_path, split="test"))
+    assert "has text files: data.split = 'test' and data.column = 'text' have no say" in caplog.text
 
 
 def test_another_column_is_not_that_of_an_earlier_reading(tmp_path: Path) -> None:
