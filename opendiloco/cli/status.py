@@ -87,8 +87,8 @@ class _ListedRun:
             return
         state = "finished" if view.is_finished else f"outer step {view.outer_step}/{view.outer_steps}"
         here, minimum = len(view.trainers), view.run.config.rounds.minimum_peers
-        least = f" of at least {minimum}" if here < minimum else ""
-        yield f"  {state} · {here}{least} peers · {view.tokens_per_second:,.0f} tokens/s"
+        peers = f"{here} of at least {minimum} peers" if here < minimum else f"{here} peer{'s' * (here != 1)}"
+        yield f"  {state} · {peers} · {view.tokens_per_second:,.0f} tokens/s"
         parameters = "" if needs is None else f", {needs.host.values:,} parameters"
         yield from (f"  {line}" for line in view.run.config.about.lines())
         yield f"  {printable(view.model)}{parameters} · data: {printable(', '.join(view.sources))}"

@@ -198,8 +198,8 @@ def _data(config: RunConfig, facts: RunFacts) -> str:
 
 {table}
 
-Windows of {training.sequence_length} tokens{apart}. Tokenizer: {tokenizer}. {data.held_out:.1%} of the documents were
-never trained on.
+Windows of {training.sequence_length} tokens{apart}. Tokenizer: {tokenizer}. About {data.held_out:.1%} of the text
+was held out, and never trained on.
 
 """
 
