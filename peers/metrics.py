@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -100,6 +101,9 @@ RUN_LIVE_PEERS = Gauge("diloco_peer_run_live_peers", "Live peers of a run, as th
 ARCHIVED_OUTER_STEP = Gauge("diloco_peer_archived_outer_step", "Entries of a run's log that are archived here", ["run"])
 HEALTHY = Gauge("diloco_peer_healthy", "1 while /healthz says that all is well, 0 while it says what is not")
 BUILD = Info("diloco_peer_build", "The protocol version that this peer speaks")
+
+for _gauge in (OUTER_STEP, LINEAGE_TOKENS, LIVE_PEERS, RELAYED_PEERS, UNREACHED_PEERS, LOSS, HELD_OUT_LOSS, KNOWN_RUNS):
+    _gauge.set(math.nan)  # until this process knows it: 0 would be a value, and the least of all losses
 
 HEALTHY.set_function(lambda: not HEALTH.reasons)
 BUILD.info({"protocol": str(PROTOCOL_VERSION)})

@@ -25,6 +25,7 @@ from opendiloco.cli.options import (
     parse_run,
     reader,
     reader_option,
+    run_of_volunteers,
 )
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import fit_for_terminal
@@ -75,6 +76,8 @@ def _place_of(
     source = chosen["source"]
     if source is not None and not is_typed(click.get_current_context(), "run"):
         run = None  # the settings name the run that this machine usually joins
+    if run is None and source is None:
+        run = run_of_volunteers()
     if (run is None) == (source is None):
         raise click.UsageError("say where the model is to come from, with either --run or --from.")
     if source is None and (chosen["at"] is not None or chosen["manifest"] is not None):
@@ -101,7 +104,7 @@ _place_options = all_of(
 
 @click.command(short_help="Write the run's model as a transformers model.")
 @_place_options
-@data_option("Compute the held-out loss on the text in this folder.")
+@data_option("Compute the held-out loss on the text in this folder or file.")
 @click.option("--out", type=FOLDER, help="A folder that is new or empty.")
 @click.option("--push-to", metavar="URL", help="Copy the model to this URL, any that fsspec knows, e.g. hf://me/model.")
 @click.option(

@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from opendiloco.run import Run
     from opendiloco.volunteer.local_workload import LocalWorkload
+    from opendiloco.volunteer.states import Past
     from opendiloco.volunteer.tracking import Audit, Disagreement, Reached
     from peers.log.state import LogState
     from peers.network.transport import HivemindTransport
@@ -159,7 +160,10 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
     from opendiloco.config.overrides import Overrides
     from opendiloco.dashboard.server import dashboard
     from opendiloco.dashboard.watching import follower_source
+    from opendiloco.storage.run_folder import kept_losses
+    from opendiloco.view.run_view import RunView
     from opendiloco.volunteer.local_workload import working
+    from opendiloco.volunteer.states import past_of
     from opendiloco.volunteer.tracking import Disagreement, retrying, state_for, states_until
     from peers.transfer.following import Following
 
@@ -170,6 +174,7 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
         return total if plan.until is None else min(plan.until, total)
 
     following: Following | None = None
+    losses = kept_losses(run.run_id)
     in_force: Amendment | None = None
     source = follower_source(run, transport, lambda: following.past if following else None)
     async with AsyncExitStack() as stack:
@@ -187,18 +192,26 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
             if news.log.amendment != in_force:
                 _show_change(run, news, in_force, plan.as_json)
                 in_force = news.log.amendment
+            for told in RunView(run, following.donors.heartbeats).held_out:
+                losses.setdefault(told.index, told.loss)
             if model is not None and news.index % plan.every == 0:
-                await _use_model(run, news, following, model, plan, folder)
+                past = partial(past_of, run, following, losses)
+                losses[news.index] = await _use_model(run, news, past, model, plan, folder)
 
 
 async def _use_model(
-    run: Run, reached: Reached, following: Following, model: LocalWorkload, plan: _FollowPlan, folder: Path | None
-) -> None:
-    """Evaluate and export a state, as far as it is wanted."""
+    run: Run,
+    reached: Reached,
+    past: Callable[[], Past],
+    model: LocalWorkload,
+    plan: _FollowPlan,
+    folder: Path | None,
+) -> float:
+    """Evaluate a state, and export it if that is wanted. Return its held-out loss."""
     import asyncio
 
     from opendiloco.evaluation_turns import bits_per_byte
-    from opendiloco.volunteer.states import command_line, export_state, past_of, warn_of_other_text
+    from opendiloco.volunteer.states import command_line, export_state, warn_of_other_text
 
     bits: float | None
     place = None
@@ -210,11 +223,12 @@ async def _use_model(
         made, words = folder / f"outer-step-{reached.index:06}", own_words(plan.data, plan.own)
         source = ("--run", run.run_id, "--initial-peer", "ADDRESS")
         again = command_line("follow", source, words, "--export", "models", "--until", str(reached.index))
-        facts = await export_state(run, past_of(run, following), model, made, again)
+        facts = await export_state(run, past(), model, made, again)
         loss, bits, place = facts.held_out_loss, facts.bits_per_byte, await asyncio.to_thread(_deliver, made, plan)
     text = f": held-out loss {loss:.4f} nats per token" + ("" if bits is None else f", {bits:.4f} bits per byte")
     text += "" if place is None else f", the model is in {place}"
     _show(plan.as_json, reached.index, text, event="model", held_out_loss=loss, bits_per_byte=bits, place=place)
+    return loss
 
 
 def _deliver(made: Path, plan: _FollowPlan) -> str | None:

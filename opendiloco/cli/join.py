@@ -16,6 +16,7 @@ import click
 
 from opendiloco.cli.logs import PLACE, LogOptions
 from opendiloco.cli.options import (
+    HOW_TO_FIND_A_RUN,
     SettingsCommand,
     all_of,
     is_typed,
@@ -46,14 +47,16 @@ logger = logging.getLogger(__name__)
 
 
 @click.command(cls=SettingsCommand)
-@join_settings()
+@click.argument("invite", required=False, metavar="[ID|INVITE]")
+@join_settings(needs_run=False)
 @click.pass_obj
-def join(log: LogOptions, settings: JoinSettings) -> None:
+def join(log: LogOptions, settings: JoinSettings, invite: str | None) -> None:
     """Train in a run with this machine until Ctrl-C.
 
-    The first Ctrl-C leaves politely, the second at once. `doctor --run INVITE` says beforehand whether this machine can
-    take part, and what it costs. Each option is also an environment variable (DILOCO_HOURS) and a key of the
-    configuration file; `config show` prints all values, and where they come from.
+    The run may come as the first word or with --run. The first Ctrl-C leaves politely, the second at once. `doctor
+    --run INVITE` says beforehand whether this machine can take part, and what it costs. Each option is also an
+    environment variable (DILOCO_HOURS) and a key of the configuration file; `config show` prints all values, and where
+    they come from.
     """
     from opendiloco.tools.doctor.machine import check_quickly
     from opendiloco.volunteer.identity import hold_identity
@@ -64,8 +67,8 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
     view = _view_for(log, is_plain=settings.plain)
     for warning in unknown_variables(os.environ):
         logger.warning("%s", warning)
-    invite = parse_run(settings.run, settings.initial_peers, settings.state)
-    PLACE.run = invite.run_id
+    chosen = parse_run(_named_run(settings, invite), settings.initial_peers, settings.state)
+    PLACE.run = chosen.run_id
     check_quickly(settings.state, settings.workers)
     watch = _owners_watch(settings, view)
     if settings.metrics_port is not None:
@@ -73,12 +76,23 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
     page = open_dashboard(settings.dashboard)
     with hold_identity(settings.identity) as key:
         PLACE.peer = key.peer_id
-        joining = _Joining(settings, invite, key, watch, view, page)
+        joining = _Joining(settings, chosen, key, watch, view, page)
         try:
             run_interruptible(joining.live)
         finally:
             view.close()
             gc.freeze()  # ends with the process: Python 3.11 crashed when it took cycles of shared memory's views apart
+
+
+def _named_run(settings: JoinSettings, invite: str | None) -> str:
+    """Return the run that the first word names, or else the settings. Raises: UsageError unless one of them does."""
+    context = click.get_current_context()
+    if invite is not None and is_typed(context, "run"):
+        raise click.UsageError("the run is named twice: leave out --run.")
+    if run := invite or settings.run:
+        return run
+    option = next(each for each in context.command.params if each.name == "run")
+    raise click.MissingParameter(HOW_TO_FIND_A_RUN, context, option)
 
 
 def _owners_watch(settings: JoinSettings, view: JoinView) -> OwnersWatch:

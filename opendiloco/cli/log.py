@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from opendiloco.cli.options import EXISTING_FOLDER, FILE, all_of, own_files_options
+from opendiloco.cli.options import EXISTING_FOLDER, FILE, all_of, own_files_options, run_of_volunteers
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import DamagedLogError
 from peers.errors import ManifestError
@@ -121,15 +121,18 @@ def _find_log(run: str | None, folder: Path | None) -> Path:
     from peers.log.folder import ENTRIES
     from peers.values.manifest import Invite
 
-    if (run is None) == (folder is None):
+    if run is None and folder is None:
+        run = run_of_volunteers()
+    if run is not None and folder is not None:
         raise click.UsageError("say which log with either --run or --folder.")
-    where = folder or default_state_folder() / Invite.parse(str(run)).run_id
-    candidates = (
-        [folder, RunFolder(folder).log] if folder else [RunFolder(path).log for path in sorted(where.glob("*"))]
-    )
-    logs = [path for path in candidates if (path / ENTRIES).is_file()]
+    where = folder or default_state_folder() / (Invite.parse(run).run_id if run else "")
+    below = [RunFolder(path).log for pattern in ("*", "*/*") for path in sorted(where.glob(pattern))]
+    logs = [path for path in (where, RunFolder(where).log, *below) if (path / ENTRIES).is_file()]
     if not logs:
-        raise click.UsageError(f"there is no log in {where}: nobody has trained in that run on this machine, it seems.")
+        raise click.UsageError(
+            f"there is no log in {where}: no volunteer of this machine has trained in that run. An archive's "
+            "lies elsewhere: --folder ARCHIVE/RUN."
+        )
     if len(logs) > 1:
         raise click.UsageError(f"there are several: choose one with --folder FOLDER: {', '.join(map(str, logs))}")
     return logs[0]

@@ -18,6 +18,8 @@ from peers.presence.allowances import Allowance
 FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 FORMAT_WITH_PLACE = "%(asctime)s %(levelname)-7s %(place)s%(message)s"
 OURS = ("opendiloco", "peers")
+OF_EXTRAS = ("torchao", "torch.utils._pytree")
+"""Warn, where torchao is installed, of parts of it that nothing here uses."""
 FILE_BYTES, OLD_FILES = 10_000_000, 3
 """A log file is renamed when it has so many bytes; as many older ones are kept: .1 is the newest of them."""
 
@@ -136,3 +138,5 @@ class LogOptions:
         logging.basicConfig(handlers=[handler], level=level if level in ("DEBUG", "ERROR") else "WARNING", force=True)
         for name in OURS:
             logging.getLogger(name).setLevel(level)
+        for name in OF_EXTRAS:
+            logging.getLogger(name).setLevel("DEBUG" if level == "DEBUG" else "ERROR")

@@ -182,7 +182,25 @@ def _type_of(setting: Setting) -> Any:
 # Options that several commands share ----------------------------------------------------------------------------------
 log_options = all_of(*map(_option_for, settings_of(LogSettings)))
 initial_peers_option = join_option("initial_peers")
-run_option = join_option("run")
+
+
+def _or_own_run(context: click.Context, parameter: click.Parameter, run: str | None) -> str:
+    """Return the run that is named, or that of this machine's volunteers. Raises: MissingParameter."""
+    if run is None and not context.resilient_parsing and (run := run_of_volunteers()) is None:
+        raise click.MissingParameter(HOW_TO_FIND_A_RUN, context, parameter)
+    return run or ""
+
+
+def run_of_volunteers() -> str | None:
+    """Return the run that the volunteers of this machine are in, if it is one."""
+    from opendiloco.owner.controls import volunteers
+    from opendiloco.storage.run_folder import default_state_folder
+
+    runs = {path.parent.parent.name for path in volunteers(default_state_folder())}
+    return runs.pop() if len(runs) == 1 else None
+
+
+run_option = join_option("run", required=False, default=None, callback=_or_own_run)
 dashboard_option = typed_option("dashboard")
 reader_option = click.option(
     "--identity",
@@ -198,8 +216,8 @@ own_files_options = all_of(
 
 def data_option(help: str) -> Callable[[Command], Command]:
     """Return the option for the folders of a run's local sources. `help` says what is done with their text."""
-    help += " Given for each of the run's sources that is a local folder, in their order."
-    return typed_option("data", help=help, click_type=EXISTING_FOLDER)
+    help += " Given for each of the run's sources that is local, in their order."
+    return typed_option("data", help=help, click_type=click.Path(exists=True, path_type=Path))
 
 
 def own_words(data: Sequence[Path], own: OwnFiles) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,11 +29,10 @@ from opendiloco.quantities import OptimizerState
 from peers.errors import ManifestError, SwarmUnreachableError
 
 if TYPE_CHECKING:
-    from opendiloco.config.data import DataSection
+    from opendiloco.config.data import DataSection, SourceSection
     from opendiloco.config.overrides import Overrides
     from opendiloco.config.run_config import RunConfig
     from opendiloco.data.token_files import Piece
-    from opendiloco.data.tokenizer import Tokenizer
     from opendiloco.run import Run
     from opendiloco.view.run_view import RunView
     from peers.values.identity import Identity
@@ -96,8 +96,9 @@ def tokenize(
     With --tokens and --held-out, ids that were made elsewhere are checked and put there.
     """
     from opendiloco.config.run_config import RunConfig
-    from opendiloco.data.token_files import write_token_folder
+    from opendiloco.data.token_files import TokenCache, write_token_folder
     from opendiloco.data.tokenizer import build_tokenizer
+    from opendiloco.data.training_data import TokenizedSource, check_share
     from opendiloco.stages import StageLog, watched_by
     from opendiloco.volunteer.states import new_folder
 
@@ -107,27 +108,24 @@ def tokenize(
     tokenizer = build_tokenizer(config.tokenizer)
     with new_folder(out), watched_by(StageLog()):
         if tokens is None or held_out is None:
-            pieces, split = _pieces_of(config, source, tokenizer), config.data.held_out
+            section, split = _section_of(config, source), config.data.held_out
+            pieces = TokenizedSource(section, split, tokenizer, TokenCache()).pieces()
             about = write_token_folder(out, pieces, tokenizer, split)
+            check_share(section.source, split, about.training.tokens, about.held_out.tokens)
         else:
             about = write_token_folder(out, _read_pieces(tokens, held_out, dtype), tokenizer)
     click.echo(f"{about.training.tokens:,} tokens for training and {about.held_out.tokens:,} held out are in {out}")
     click.echo(f"data.digest: {about.digest}")
 
 
-def _pieces_of(config: RunConfig, place: int | None, tokenizer: Tokenizer) -> Iterator[Piece]:
-    """Return the documents of a run's source. Raises: DataError when it cannot be read whole."""
-    from opendiloco.data.token_files import TokenCache
-    from opendiloco.data.training_data import TokenizedSource
-
+def _section_of(config: RunConfig, place: int | None) -> SourceSection:
+    """Return the source of a run that is to be read, whole. Raises: UsageError."""
     sources = config.data.all_sources
     if place is None and len(sources) > 1:
         raise click.UsageError(f"the run has {len(sources)} sources: choose one with --source.")
     if place is not None and place > len(sources):
         raise click.UsageError(f"--source {place}: the run has {len(sources)}.")
-    section = sources[(place or 1) - 1]
-    whole = section.model_copy(update={"shards": None, "windows_per_shard": None})
-    return TokenizedSource(whole, config.data.held_out, tokenizer, TokenCache()).pieces()
+    return sources[(place or 1) - 1].model_copy(update={"shards": None, "windows_per_shard": None})
 
 
 def _read_pieces(training: Path, held_out: Path, dtype: str) -> Iterator[Piece]:
@@ -300,7 +298,7 @@ def _check(config: RunConfig) -> None:
     for part in _beyond_schedules(config, NO_OVERRIDES):
         logger.warning("%s; nothing is learned from there on. Lengthen the schedule, or shorten the run", part)
     for source in local_sources(config.data):
-        if not Path(source).exists():
+        if not _is_here(source):
             logger.warning("data.source = %r is not on this machine; each volunteer names a folder with --data", source)
     if config.model.path is not None:
         return
@@ -310,6 +308,11 @@ def _check(config: RunConfig) -> None:
         logger.warning("the model is not checked: %s", error)
         return
     build_skeleton(config, tokenizer)
+
+
+def _is_here(source: str) -> bool:
+    """Return whether a local source is on this machine: a folder, a file, or files that match a pattern."""
+    return Path(source).exists() or any(glob.iglob(source, recursive=True))
 
 
 def _beyond_schedules(config: RunConfig, overrides: Overrides) -> Iterator[str]:
@@ -389,25 +392,31 @@ def _with_held_out_text_named(config: RunConfig) -> RunConfig:
     """Return the run with the digest of what evaluation reads, if each volunteer names its folder and it is here.
 
     A peer whose folder has other text keeps the losses that it finds to itself. Raises: DataError when the run names
-    another digest; MachineError without memory for the tokens.
+    another digest, or the text that is here is of no use; MachineError without memory for the tokens.
     """
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.data.training_data import load_data
 
     section, folders = config.evaluation, local_sources(config.data)
-    if not section.every or not folders:
+    if not folders:
         return config
-    if not all(Path(folder).exists() for folder in folders):
-        if section.digest is None and any(source.digest is None for source in config.data.all_sources):
+    if not all(map(_is_here, folders)):
+        if section.every and section.digest is None and any(one.digest is None for one in config.data.all_sources):
             logger.warning(
                 "nothing says which text is held out, since it is not on this machine: volunteers keep their held-out "
                 "losses to themselves. Create the run where the text is, or give evaluation.digest."
             )
         return config
+    tokenizer = None
     try:
-        held_out = load_data(config, build_tokenizer(config.tokenizer)).held_out
+        tokenizer = build_tokenizer(config.tokenizer)
+        held_out = load_data(config, tokenizer).held_out
     except DataError as error:
+        if tokenizer is not None and len(folders) == len(config.data.all_sources):
+            raise
         logger.warning("the held-out text gets no digest to hold volunteers' against: %s", error)
+        return config
+    if not section.every:
         return config
     digest = held_out.digest(section.windows)
     if section.digest not in (None, digest):

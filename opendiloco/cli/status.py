@@ -62,6 +62,7 @@ class _ListedRun:
             "run": self.run_id,
             "problem": self.problem or None,
             "organiser": view.run.manifest.organiser,
+            "about": view.run.config.about.model_dump(),
             "peers": [beat.peer for beat in view.trainers],
             "minimum_peers": view.run.config.rounds.minimum_peers,
             "outer_step": view.outer_step,
@@ -86,9 +87,10 @@ class _ListedRun:
             return
         state = "finished" if view.is_finished else f"outer step {view.outer_step}/{view.outer_steps}"
         here, minimum = len(view.trainers), view.run.config.rounds.minimum_peers
-        least = f" of at least {minimum}" if here < minimum else ""
-        yield f"  {state} · {here}{least} peers · {view.tokens_per_second:,.0f} tokens/s"
+        peers = f"{here} of at least {minimum} peers" if here < minimum else f"{here} peer{'s' * (here != 1)}"
+        yield f"  {state} · {peers} · {view.tokens_per_second:,.0f} tokens/s"
         parameters = "" if needs is None else f", {needs.host.values:,} parameters"
+        yield from (f"  {line}" for line in view.run.config.about.lines())
         yield f"  {printable(view.model)}{parameters} · data: {printable(', '.join(view.sources))}"
         if self.problem:
             yield problem

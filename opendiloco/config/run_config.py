@@ -21,6 +21,7 @@ from opendiloco.config.optimizers import InnerOptimizerSection, OuterOptimizerSe
 from opendiloco.config.section import (
     VALUES_LIMIT,
     Digest,
+    Link,
     NotNegativeFloat,
     PeerName,
     Positive,
@@ -29,6 +30,7 @@ from opendiloco.config.section import (
     Section,
     StepCount,
     ValueCount,
+    Words,
     describe_validation_error,
     read_toml,
 )
@@ -316,6 +318,25 @@ class EvaluationSection(Section):
     digest: Digest | None = None
 
 
+class AboutSection(Section):
+    """What the run is for, in the organiser's words, for those who may join it and for the card of its model.
+
+    `licence` is that of the model, by its SPDX name, such as "apache-2.0"; `contact` an address for questions.
+    """
+
+    title: Words | None = None
+    description: Words | None = None
+    licence: Words | None = None
+    contact: Words | None = None
+    link: Link | None = None
+
+    def lines(self) -> list[str]:
+        """Return the words that are given, in two lines at most."""
+        licence = None if self.licence is None else f"licence {self.licence}"
+        first, second = (self.title, self.description), (licence, self.contact, self.link)
+        return [line for line in (": ".join(filter(None, first)), " · ".join(filter(None, second))) if line]
+
+
 class RunConfig(Section):
     """A whole `run.toml`. Frozen; two equal configurations have equal manifest contents.
 
@@ -326,6 +347,7 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
     outer_steps: Positive | None = None
     archives: Annotated[tuple[PeerName, ...], Field(strict=False, max_length=KEYS_LIMIT)] | None = None
+    about: AboutSection = AboutSection()
     model: ModelSection
     tokenizer: TokenizerSection = TokenizerSection()
     data: DataSection = DataSection()

@@ -29,6 +29,18 @@ def _check_peer_id(value: str) -> str:
     return value
 
 
+def _check_words(value: str) -> str:
+    if not value.isprintable():
+        raise PydanticCustomError("words", "has line breaks or control characters")
+    return value
+
+
+def _check_link(value: str) -> str:
+    if not re.fullmatch(r"https?://[!-~]+", value):
+        raise PydanticCustomError("link", "not the address of a web page")
+    return value
+
+
 # The bounds are far beyond what makes sense, and keep every number that is made of these within what the wire, fp32 and
 # the clocks can carry: a manifest may come from a stranger.
 LARGEST_NUMBER = 1e30
@@ -43,6 +55,8 @@ NotNegativeFloat = Annotated[float, Field(ge=0, le=LARGEST_NUMBER)]
 Seconds = Annotated[float, Field(ge=0.1, le=86_400)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
+Words = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_check_words)]
+Link = Annotated[str, Field(max_length=500), AfterValidator(_check_link)]
 # The formats are what the reference page calls them.
 Digest = Annotated[str, AfterValidator(_check_digest), WithJsonSchema({"type": "string", "format": "digest"})]
 PeerName = Annotated[str, AfterValidator(_check_peer_id), WithJsonSchema({"type": "string", "format": "peer id"})]
@@ -69,13 +83,17 @@ REMEDIES = {
     "finite_number": "not finite. Use a finite number.",
     "string_type": "not a text. Put it in quotes.",
     "string_too_short": "empty. Give a name or path.",
+    "string_too_long": "too long. Use at most {max_length} characters.",
     "literal_error": "not known here. Use {expected}.",
     "string_pattern_mismatch": "not usable. Use 1 to 40 lower-case letters, digits and dashes.",
     "model_type": "not a table. Write its keys below a line [{path}].",
     "model_attributes_type": "not a table. Write its keys below a line [{path}].",
     "dict_type": "not a table. Write its keys below a line [{path}].",
     "bool_type": "neither true nor false. Write one of these, without quotes.",
+    "too_short": "too few. Give at least {min_length}.",
     "too_long": "too many. Give at most {max_length}.",
+    "words": "has line breaks or control characters. Write it in one line.",
+    "link": "not the address of a web page. Use one such as https://example.org/run.",
     "peer_id": "not the peer id of an Ed25519 key. Use one as `diloco-peer bootstrap` prints it: 12D3KooW….",
     "tuple_type": "not a list. Write its values between square brackets.",
 }
@@ -85,7 +103,7 @@ REMEDIES = {
 def read_toml(path: Path, remedy: str) -> dict[str, Any]:
     """Return what a TOML file says. Raises: ManifestError; one that can't be read has this `remedy`."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ManifestError(f"{path}: cannot be read ({error.strerror}).", remedy) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -94,7 +112,8 @@ def read_toml(path: Path, remedy: str) -> dict[str, Any]:
 
 def describe_validation_error(origin: str, error: ValidationError, model: type[BaseModel]) -> str:
     """Return one line for each problem, each with its own remedy."""
-    problems = error.errors()
+    found = error.errors()
+    problems = [each for each in found if each["type"] != "too_short" or len(found) == 1]  # the wrong ones do not count
     lines = [_line(problem, model) for problem in problems[:PROBLEMS_LIMIT]]
     if len(lines) == 1:
         return f"{origin}: {lines[0]}"

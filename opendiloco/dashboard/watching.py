@@ -27,7 +27,7 @@ from peers.log.folder import RunLog
 from peers.log.state import LogError
 from peers.network.run_failures import RunFailures
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.values.manifest import SignedManifest
+from peers.values.manifest import Invite, SignedManifest
 from peers.values.signed_heads import SignedHeads
 from peers.values.system import cancel_and_wait
 
@@ -60,6 +60,8 @@ class Source:
     found: Callable[[], Mapping[int, float]] = dict
     me: str = ""
     no_log: str = NOT_YET
+    addresses: tuple[str, ...] = ()
+    """Of nodes through which others find the run."""
 
 
 def follower_source(run: Run, network: HivemindTransport, log: Callable[[], RunLog | None]) -> Source:
@@ -118,6 +120,7 @@ class NodeSources:
             lambda: archived.log if archived else None,
             lambda: self._network.signed_heads_of(run_id),
             archived.held_out if archived else HeldOutCurve(),
+            addresses=self._network.addresses,
             no_log=NOT_YET if self._kept else NO_ARCHIVE,
         )
 
@@ -206,9 +209,17 @@ class _Timeline:
 class RunHistory:
     """What is known of a run here. `me` is this machine's own peer, if it is in the run."""
 
-    def __init__(self, run: Run, me: str = "", held_out: HeldOutCurve | None = None, no_log: str = "") -> None:
-        """`no_log` says why there is no log, and what to do about it."""
+    def __init__(
+        self,
+        run: Run,
+        me: str = "",
+        held_out: HeldOutCurve | None = None,
+        no_log: str = "",
+        addresses: tuple[str, ...] = (),
+    ) -> None:
+        """`no_log` says why there is no log, and what to do about it; `addresses` are those of an invite."""
         self.me = me
+        self._join = f"diloco-peer join {Invite(run.run_id, addresses)}" if addresses else ""
         self.timeline = _Timeline()
         self._no_log = no_log
         self._chronicle = Chronicle()
@@ -302,7 +313,8 @@ class RunHistory:
         view, config = self.view, self.view.run.config
         return self.summary() | {
             "organiser": view.run.manifest.organiser,
-            "by_invitation": view.run.manifest.is_by_invitation,
+            "about": config.about.lines(),
+            "join": self._join and self._join + " --ticket TICKET" * view.run.manifest.is_by_invitation,
             "model": view.model,
             "data": view.sources,
             "inner_steps": config.training.inner_steps,
@@ -453,7 +465,7 @@ class RunWatch:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.board = Board()
-        self.history = RunHistory(source.run, source.me, source.held_out, source.no_log)
+        self.history = RunHistory(source.run, source.me, source.held_out, source.no_log, source.addresses)
         self.summary = self.history.summary()  # what the list of runs says of it
         self.looked_at = float("-inf")  # on this machine's monotonic clock
         self._looking = asyncio.Lock()

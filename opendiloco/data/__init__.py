@@ -7,5 +7,5 @@ own_files: NONE, OwnFiles, is_local, local_sources, volunteered
 sample_order: Batches, HeldOutWindows, SampleOrder, numbers_of
 token_files: Piece, TokenCache, few_tokens, is_token_folder, read_about, write_token_folder
 tokenizer: ByteTokenizer, Tokenizer, build_tokenizer, digest_of_tokenizer
-training_data: TokenizeAhead, TokenizedSource, TrainingData, load_data
+training_data: TokenizeAhead, TokenizedSource, TrainingData, check_share, load_data
 """

@@ -9,14 +9,18 @@ The second half is what `datasets` may read of a stranger's data set, once its f
 
 from __future__ import annotations
 
+import codecs
+import glob
+import gzip
 import hashlib
 import json
+import logging
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -28,9 +32,11 @@ from numpy.typing import NDArray
 
 from opendiloco.config.data import STANDARD_LIBRARY, SourceSection
 from opendiloco.data.hub import downloading
-from opendiloco.data.own_files import check_files, is_local
+from opendiloco.data.own_files import check_card, check_files, is_local
 from opendiloco.errors import DataError, first_line
 from opendiloco.stages import at_stage, passing
+
+logger = logging.getLogger(__name__)
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 SAVED = ("dataset_info.json", "dataset_dict.json")
@@ -39,20 +45,26 @@ WHOLE = slice(None)
 LONGEST = 1 << 27
 """Characters of a row's text, or its tokens: tokenizing takes some ten times the memory."""
 TEXT_OR_TOKENS = "Choose a column of text, or of lists of token ids."
+MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py"})
 
 
 @dataclass(frozen=True)
 class Document:
     """One text, or its token ids where it was tokenized before. `identity` is its name, or its content where it has no
-    name; being held out depends on that alone."""
+    name; being held out depends on that alone, unless the document is long: then its end is held out."""
 
     text: bytes
     identity: bytes
     tokens: NDArray[np.int64] | None = None
 
+    @property
+    def size(self) -> int:
+        """Return its bytes, or about as many as its tokens stand for."""
+        return len(self.text) + 4 * (0 if self.tokens is None else len(self.tokens))
+
     def is_held_out(self, fraction: float) -> bool:
-        """Whether it is for evaluation only: a fixed draw with probability `fraction`."""
+        """Return whether it is for evaluation only: a fixed draw with probability `fraction`."""
         draw = int.from_bytes(hashlib.sha256(self.identity).digest()[:8], "big")
         return draw < fraction * 2**64
 
@@ -69,10 +81,46 @@ def open_corpus(section: SourceSection) -> _TextFiles | _Rows:
     folder = Path(section.source)
     if is_local(section.source) and any((folder / name).is_file() for name in SAVED):
         return _SavedRows(section)
-    texts = [path for path in folder.rglob("*") if path.suffix in TEXT_SUFFIXES] if folder.is_dir() else []
+    if is_local(section.source) and not folder.is_dir():
+        files = _named_files(section.source)
+        if all(map(_is_text, files)):
+            return _TextFiles(section, Path(os.path.commonpath([file.parent for file in files])), files)
+        return _Rows(section, files)
+    texts = [path for path in folder.rglob("*") if _is_text(path) and not _is_hidden(path.relative_to(folder))]
     if set(texts) - {folder / "README.md"}:  # which data sets have, too
         return _TextFiles(section, folder, texts)
     return _Rows(section)
+
+
+def _is_text(path: Path) -> bool:
+    return Path(path.name.removesuffix(GZIP)).suffix in TEXT_SUFFIXES
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _as_utf8(text: bytes) -> bytes:
+    """Return a file's text without its byte order mark, which names its encoding."""
+    for mark, encoding in MARKS:
+        if text.startswith(mark):
+            with suppress(UnicodeDecodeError):
+                return text.decode(encoding).encode(errors="replace")
+    return text
+
+
+def _named_files(source: str) -> list[Path]:
+    """Return the file of this name, or the files that match a pattern such as `texts/*.jsonl`. Raises: DataError."""
+    if os.path.lexists(source):
+        return [Path(source)]
+    if files := [Path(file) for file in sorted(glob.glob(source, recursive=True)) if os.path.isfile(file)]:
+        return files
+    if source.startswith("~"):
+        raise DataError(f"data.source = {source!r} has a tilde.", f"Write it out: {os.path.expanduser(source)}.")
+    raise DataError(
+        f"data.source = {source!r} is not on this machine.",
+        'Give a folder, a file, or a pattern such as "texts/*.jsonl"; or a data set\'s hub name, or "stdlib".',
+    )
 
 
 class _TextFiles:
@@ -83,6 +131,13 @@ class _TextFiles:
     def __init__(self, section: SourceSection, root: Path, files: list[Path]) -> None:
         self._section = section
         self._files = sorted((path.relative_to(root).as_posix(), path) for path in files)
+        if (section.split, section.column) != ("train", "text"):
+            logger.warning(
+                "data.source = %r has text files: data.split = %r and data.column = %r have no say",
+                section.source,
+                section.split,
+                section.column,
+            )
         self.fingerprint = _facts(str(path) for _, path in self._files)
 
     def documents(self, shard: int | None = None) -> Iterator[Document]:
@@ -91,21 +146,31 @@ class _TextFiles:
         files = self._files if shard is None else self._files[shard :: self._section.shards]
         for name, path in passing(files, tokenizing(self._section, shard), len(files)):
             try:
-                text = path.read_bytes()
-            except OSError as error:
-                raise DataError(f"{path} cannot be read ({error.strerror}).", "Correct its permissions.") from error
-            yield Document(text, name.encode())
+                with gzip.open(path) if name.endswith(GZIP) else path.open("rb") as file:
+                    text = _read_some(file.read, PIECE_BYTES)
+            except _TooLongError as error:
+                raise _too_long(self._section.source, error) from error
+            except (OSError, EOFError) as error:
+                why = getattr(error, "strerror", None) or first_line(error).removesuffix(".")
+                raise DataError(f"{path} cannot be read ({why}).", "Correct the file or its permissions.") from error
+            if len(text) > LONGEST:
+                raise DataError(
+                    f"{path} has {len(text):,} bytes; {LONGEST:,} is the most for one document.",
+                    f"Cut it into smaller files: split --line-bytes=100M --additional-suffix=.txt {path} part-",
+                )
+            yield Document(_as_utf8(text), name.encode())
 
 
 class _Rows:
-    """A data set, as `datasets` reads it: a folder of Parquet, JSON, CSV or Arrow files, or a name on the hub."""
+    """A data set, as `datasets` reads it: Parquet, JSON, CSV or Arrow files, a folder of them, or a name on the hub."""
 
-    def __init__(self, section: SourceSection) -> None:
+    def __init__(self, section: SourceSection, files: Sequence[Path] = ()) -> None:
         self._section = section
         self.is_stream = section.streaming or section.shards is not None
         with _explained(section):
-            self._builder = _open_builder(section)
+            self._builder = _open_builder(section, files)
             parts = sorted((str(split), part) for split, part in self._builder.config.data_files.items())
+        _check_split(section, [split for split, _ in parts])
         local = _facts(_data_files(self._builder)) if is_local(section.source) else ""
         self.fingerprint = repr([(split, list(part), part.origin_metadata) for split, part in parts]) + local
 
@@ -164,9 +229,11 @@ class _Rows:
         types = rows.features
         columns = list(next(iter(rows), {}) if types is None else types)  # rows without types are not decoded
         if section.column not in columns:
+            is_csv = getattr(self, "_builder", None) is not None and self._builder.name == "csv"
+            first = " A CSV file begins with their names, with commas between." * is_csv
             raise DataError(
                 f"data.column = {section.column!r} is not in {section.source!r}.",
-                f"Choose one of: {', '.join(columns)}.",
+                f"Choose one of: {', '.join(columns)}.{first}",
             )
         if types is not None and not _is_plain(types[section.column]):
             raise DataError(
@@ -179,7 +246,8 @@ class _Rows:
     def _open(self, part: slice) -> Any:
         section = self._section
         if self._builder.name == "parquet":
-            self._builder._generate_tables = partial(_parquet_tables, self._builder, section.source, part)
+            read = partial(_parquet_tables, self._builder, section, part)
+            self._builder._generate_tables = partial(_naming_files, section, read)
         if self.is_stream:
             at_stage(f"downloading {section.source}, as far as it is not here")
             return self._builder.as_streaming_dataset(split=section.split)
@@ -198,6 +266,7 @@ class _SavedRows(_Rows):
         self.is_stream = False
         self._folder = Path(section.source)
         if (self._folder / SAVED[1]).is_file():
+            _check_split(section, [path.parent.name for path in sorted(self._folder.glob("*/state.json"))])
             self._folder /= section.split
         with _explained(section):
             state = json.loads((self._folder / "state.json").read_text(encoding="utf-8"))
@@ -233,9 +302,27 @@ def _explained(section: SourceSection) -> Iterator[None]:
         if isinstance(error.__cause__, DataError):  # raised while `datasets` called us
             raise error.__cause__ from None
         raise DataError(
-            f"data.source = {section.source!r}, split {section.split!r}, cannot be loaded: {first_line(error)}",
+            f"data.source = {section.source!r}, split {section.split!r}, cannot be loaded: {_innermost(error)}",
             'Give a folder with text or dataset files, a dataset\'s hub name, or "stdlib".',
         ) from error
+
+
+def _innermost(error: BaseException) -> str:
+    """Return what the error says that led to this one: `datasets` wraps it in others that say nothing."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    words = " ".join(str(error).split()) or type(error).__name__  # some libraries put each type into a line of its own
+    return f"{words[:300].removesuffix('.')}."
+
+
+def _check_split(section: SourceSection, splits: list[str]) -> None:
+    """Raise DataError when a split, or one of those that are joined by a plus sign, is not there."""
+    named = (re.match(r"[\w.-]+", part.strip()) for part in section.split.split("+"))
+    for split in (match[0] for match in named if match is not None):
+        if split not in (*splits, "all"):
+            raise DataError(
+                f"data.split = {split!r} is not in {section.source!r}.", f"Choose one of: {', '.join(splits)}."
+            )
 
 
 def _is_plain(feature: Any) -> bool:
@@ -269,6 +356,8 @@ def _check_shards(section: SourceSection, parts: int, what: str = "files") -> No
 # read.
 
 READ_FORMATS = ("arrow", "csv", "json", "parquet", "text")
+GZIP = ".gz"
+COMPRESSED = frozenset({GZIP, ".bz2", ".xz", ".zst"})
 HUB_SECONDS = 100.0  # for one answer of the hub: as long as `datasets` waits
 ROWS_AT_ONCE = 16  # of a Parquet file: they are in memory before their size is known
 TABLE_BYTES = 1 << 24  # of rows that are handed on together: each table has a cost of its own
@@ -277,29 +366,40 @@ PIECE_BYTES, PARQUET_GROWTH = 1 << 30, 1000
 is read as a whole has at most so many bytes; it may come compressed."""
 LONGEST_LINE = 1 << 28
 """Of a file that is read by the line, in bytes or characters."""
+LINES_AT_ONCE = 1 << 23
+"""Bytes of a JSON file that are parsed together."""
 
 
-def _open_builder(section: SourceSection) -> Any:
-    """Return the builder of a folder's or a hub data set's rows, whose data files are known and checked.
+def _open_builder(section: SourceSection, chosen: Sequence[Path] = ()) -> Any:
+    """Return the builder of the rows of a folder, of chosen files or of a hub data set, whose data files are checked.
 
     The hub is asked without a token: else a manifest could name what only this machine's owner may read there.
+    Only the named column is read. What `datasets` keeps of it lies in a folder of its own, which no other column finds.
 
     Raises: DataError; what `datasets` and the hub's client raise.
     """
     import datasets
 
-    source, revision = section.source, None
-    if is_local(source):
+    source, revision, options = section.source, None, dict[str, Any]()
+    if chosen:
+        path, cards = _format_of(source, chosen), []
+        options["data_files"] = {"train": [glob.escape(str(file.absolute())) for file in chosen]}
+        if any(".tsv" in file.suffixes for file in chosen):
+            options["sep"] = "\t"
+    elif is_local(source):
         path = os.path.abspath(source)  # a bare name could be that of a format
         cards = [Path(path, name) for name in _card_names()]
     else:
         path, (revision, cards) = f"hf://datasets/{source}", _hub_cards(source, section.revision)
     for card in cards:
         if card.is_file():
-            _check_card(source, card)
-    builder: Any = datasets.load_dataset_builder(path, section.subset, revision=revision, token=False)
+            check_card(source, card)
+    digest = hashlib.sha256(section.column.encode()).hexdigest()[:16]
+    options["cache_dir"] = str(Path(datasets.config.HF_DATASETS_CACHE, f"column-{digest}"))
+    builder: Any = datasets.load_dataset_builder(path, section.subset, revision=revision, token=False, **options)
     files = _data_files(builder)
-    check_files(source, files)
+    if not chosen:
+        check_files(source, files)
     if not files:
         raise FileNotFoundError("it has no data files.")
     if builder.name not in READ_FORMATS:
@@ -307,14 +407,177 @@ def _open_builder(section: SourceSection) -> Any:
             f"data.source = {source!r} has files of the format {builder.name!r}.",
             f"Choose a data set of one of these: {', '.join(READ_FORMATS)}.",
         )
-    if builder.name in ("json", "text"):
-        builder._generate_tables = partial(_tables_of_lines, builder._generate_tables, source)
+    if builder.name == "json":
+        builder._generate_tables = partial(_json_tables, builder, section)
+    elif builder.name == "text":
+        builder._generate_tables = partial(_tables_of_lines, builder._generate_tables)
+    if builder.name != "parquet":  # whose reader is chosen with the part that is read
+        builder._generate_tables = partial(_naming_files, section, builder._generate_tables)
+    _read_only(builder, section.column)
     return builder
 
 
-def _parquet_tables(
-    builder: Any, source: str, part: slice, files: Iterable[str], row_groups_list: object = None
+def _format_of(source: str, files: Sequence[Path]) -> str:
+    """Return the name of the one format that files have by their names. Raises: DataError."""
+    from datasets.packaged_modules import _EXTENSION_TO_MODULE
+
+    suffixes = {next((each for each in reversed(file.suffixes) if each not in COMPRESSED), "") for file in files}
+    formats = {_EXTENSION_TO_MODULE.get(suffix, (suffix or "without a suffix",))[0] for suffix in suffixes}
+    if len(formats) > 1 or not formats <= set(READ_FORMATS):
+        raise DataError(
+            f"data.source = {source!r} has files of the formats {', '.join(sorted(formats))}.",
+            f"Name files of one format, of {', '.join(READ_FORMATS)}, by suffixes such as .jsonl, .parquet or .txt.gz.",
+        )
+    return str(formats.pop())
+
+
+def _read_only(builder: Any, column: str) -> None:
+    """Have a builder read one column. Files, and rows, may differ in all others, and may lack this one."""
+    import datasets
+    import pyarrow as pa
+
+    cast, split = builder._cast_table, builder._split_generators
+    met = False
+
+    def of_one_column(manager: Any) -> Any:
+        generators = split(manager)
+        features = builder.info.features
+        if features is not None and column in features:
+            builder.info.features = datasets.Features({column: features[column]})
+        return generators
+
+    def with_one_column(table: Any) -> Any:
+        nonlocal met
+        if column in table.column_names:
+            met = True
+            return cast(table.select([column]))
+        known = builder.info.features
+        if met or (known is not None and column in known):
+            return cast(pa.table({column: pa.nulls(table.num_rows)}))
+        return table  # without the column: all its names are told
+
+    builder._split_generators, builder._cast_table = of_one_column, with_one_column
+
+
+def _naming_files(section: SourceSection, generate: Callable[..., Iterator[Any]], **files: Any) -> Iterator[Any]:
+    """Yield the tables of files. Raises: DataError that names the file that cannot be read."""
+    begun = [""]
+
+    def noted(paths: Iterable[str]) -> Iterator[str]:
+        for path in paths:
+            begun.append(path)
+            yield path
+
+    if "files" in files:
+        files["files"] = noted(files["files"])
+    else:
+        files["files_iterables"] = [noted(each) for each in files["files_iterables"]]
+    try:
+        yield from generate(**files)
+    except (DataError, MemoryError):
+        raise
+    except _TooLongError as error:
+        raise _too_long(section.source, error) from error
+    except Exception as error:
+        raise DataError(
+            f"data.source = {section.source!r}, column {section.column!r}: {_plain_name(begun[-1])} cannot be read: "
+            f"{_innermost(error)}",
+            "Correct that file, or move it elsewhere.",
+        ) from error
+
+
+def _plain_name(file: str) -> str:
+    """Return a file's own path: `datasets` writes gzip://INSIDE::PATH for a compressed one."""
+    return file.rpartition("::")[2]
+
+
+def _json_tables(
+    builder: Any,
+    section: SourceSection,
+    files_iterables: Iterable[Iterable[str]],
+    allow_full_read: bool = True,
+    **_: object,
 ) -> Iterator[tuple[Any, Any]]:
+    """Yield one column of files with a JSON object in each line, or one list of objects.
+
+    The library's own way reads all columns, and refuses the file when rows differ in any. Rows that are no objects are
+    passed over, and counted. Raises: DataError when no row has the column.
+    """
+    import pyarrow as pa
+    from datasets import DownloadConfig
+    from datasets.builder import Key
+    from datasets.utils.file_utils import xopen
+
+    rows, broken, keys = 0, 0, dict[str, None]()
+    for number, files in enumerate(files_iterables):
+        for file in files:
+            before = broken
+            with xopen(file, "rb", download_config=DownloadConfig(token=False)) as opened:
+                for place, lines in enumerate(_json_rows(opened)):
+                    found = [line for line in lines if isinstance(line, dict)]
+                    broken += len(lines) - len(found)
+                    if not found or not (rows or any(section.column in line for line in found)):
+                        keys |= dict.fromkeys(key for line in found for key in line)
+                        continue
+                    rows += len(found)
+                    values = [line.get(section.column) for line in found]
+                    kinds = {type(each).__name__ for each in values} - {"NoneType"}
+                    if len(kinds) > 1:
+                        raise TypeError(f"some rows have {' and some '.join(sorted(kinds))}")
+                    if kinds <= {"str"}:
+                        texts = [each if each is None else each.encode(errors="replace") for each in values]
+                        array = pa.array(texts, pa.string())  # of bytes, since a surrogate may be alone
+                    else:
+                        array = pa.array(values)
+                    yield Key(number, place), builder._cast_table(pa.table({section.column: array}))
+            if wrong := broken - before:
+                logger.warning("%s: %d of its rows are no JSON objects, and left out", _plain_name(file), wrong)
+    if not rows and not allow_full_read:  # the types of all files are looked for; a stream reads file by file
+        raise DataError(
+            f"data.column = {section.column!r} is not in {section.source!r}."
+            if keys
+            else f"data.source = {section.source!r} has no rows; {broken:,} are no JSON objects.",
+            f"Choose one of: {', '.join(keys)}." if keys else 'Write an object in each line, such as {"text": "…"}.',
+        )
+
+
+def _json_rows(file: Any) -> Iterator[list[Any]]:
+    """Yield the values of a file's lines, or of its one list, many at a time; None for what is no JSON.
+
+    Raises: _TooLongError for a line, or a list, that is too long.
+    """
+    begun = file.read(LINES_AT_ONCE).removeprefix(codecs.BOM_UTF8)
+    if begun.lstrip().startswith(b"["):
+        whole = begun + file.read(max(PIECE_BYTES + 1 - len(begun), 0))
+        if len(whole) > PIECE_BYTES:
+            raise _TooLongError(f"more than {PIECE_BYTES:,} bytes in one piece")
+        with suppress(ValueError):
+            listed = json.loads(whole)
+            yield [{"text": each} if isinstance(each, str) else each for each in listed]
+            return
+        begun = whole  # one list in each line
+    while begun:
+        *lines, rest = begun.split(b"\n")
+        yield [_json_value(line) for line in lines if line.strip()]
+        if len(rest) > LONGEST_LINE:
+            raise _TooLongError(f"more than {LONGEST_LINE:,} bytes in one piece")
+        more = file.read(LINES_AT_ONCE)
+        if not more:
+            yield [_json_value(rest)] if rest.strip() else []
+            return
+        begun = rest + more
+
+
+def _json_value(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _parquet_tables(
+    builder: Any, section: SourceSection, part: slice, files: Iterable[str], **_: object
+) -> Iterator[Any]:
     """Yield tables of Parquet files' rows, or of a part of each file, some megabytes at a time.
 
     A part is every n-th row group; of a file with fewer than n row groups it is every n-th row. The library's own way
@@ -335,7 +598,8 @@ def _parquet_tables(
             groups, passed = range(parquet_file.num_row_groups), 0
             by_rows = part != WHOLE and len(groups) < part.step
             chosen = list(groups if by_rows else groups[part])
-            rows = parquet_file.iter_batches(ROWS_AT_ONCE, chosen, builder.config.columns)
+            columns = [section.column] if section.column in parquet_file.schema_arrow.names else []
+            rows = parquet_file.iter_batches(ROWS_AT_ONCE, chosen, columns)
             for place, batch in enumerate(rows):
                 read += batch.nbytes
                 first, passed = passed, passed + batch.num_rows
@@ -344,8 +608,8 @@ def _parquet_tables(
                 begun.append(batch)
                 if read > most:
                     raise DataError(
-                        f"data.source = {source!r}: the rows of {file} take more than {most:,} bytes, far more than "
-                        "the file.",
+                        f"data.source = {section.source!r}: the rows of {file} take more than {most:,} bytes, far more "
+                        "than the file.",
                         "Do not trust this data set, or write its files anew with fewer repetitions.",
                     )
                 if read - yielded >= TABLE_BYTES:
@@ -355,27 +619,29 @@ def _parquet_tables(
                 yield Key(number, place + 1), builder._cast_table(pa.Table.from_batches(begun))
 
 
-def _tables_of_lines(generate: Callable[..., Iterator[Any]], source: str, **files: Any) -> Iterator[Any]:
-    """Yield tables of files with text or JSON, of which no line or list is too long.
+def _tables_of_lines(generate: Callable[..., Iterator[Any]], **files: Any) -> Iterator[Any]:
+    """Yield tables of files with text, of which no line is too long.
 
     The library's own way reads a line as a whole, and a compressed file of a megabyte can hold one of many gigabytes.
     Its modules call `open` by name: a function that is patched in there when rows are streamed.
+    Raises: _TooLongError.
     """
     module: Any = sys.modules[generate.__module__]
     opening = getattr(module, "open", open)
     if getattr(opening, "func", None) is not _open_bounded:
         module.open = partial(_open_bounded, opening)
-    try:
-        yield from generate(**files)
-    except _TooLongError as error:
-        raise DataError(
-            f"data.source = {source!r}: a file has {error}.",
-            "Do not trust this data set, or write its files anew, with a row of moderate length in each line.",
-        ) from error
+    yield from generate(**files)
 
 
 class _TooLongError(Exception):
     """A file from which more would be read at once than memory should hold."""
+
+
+def _too_long(source: str, error: _TooLongError) -> DataError:
+    return DataError(
+        f"data.source = {source!r}: a file has {error}.",
+        "Do not trust this data set, or write its files anew, with a row of moderate length in each line.",
+    )
 
 
 def _open_bounded(opening: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -423,34 +689,3 @@ def _hub_cards(name: str, revision: str | None) -> tuple[str, list[Path]]:
         except EntryNotFoundError:
             continue
     return commit, cards
-
-
-def _check_card(source: str, card: Path) -> None:
-    """Raise DataError when a card names files elsewhere: `datasets` looks for those before it says which they are."""
-    import yaml  # type: ignore[import-untyped]
-    from huggingface_hub import DatasetCard
-
-    is_readme = card.suffix == ".md"
-    about = DatasetCard.load(card).data if is_readme else yaml.safe_load(card.read_bytes()) or {}
-    for config in about.get("configs") or ():
-        for path in _paths_of(config):
-            if path.startswith(("/", "~")) or re.search(r"[:\\]", path) or ".." in path.split("/"):
-                raise DataError(
-                    f"data.source = {source!r} would read {path}, which is not a file of its own.",
-                    f"Do not trust this data set, or correct data_files and data_dir in its {card.name}.",
-                )
-        version = str(config.get("version", "0"))  # it becomes a folder's name in the cache
-        if not re.fullmatch(r"\w[\w.]*", version):
-            raise DataError(
-                f"data.source = {source!r} has the version {version!r}, which names another folder.",
-                f"Do not trust this data set, or correct the version in its {card.name}.",
-            )
-
-
-def _paths_of(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the paths and patterns of one of a card's configurations."""
-    files = config.get("data_files") or []
-    for one in [files] if isinstance(files, str) else files:
-        path = one["path"] if isinstance(one, dict) else one
-        yield from [path] if isinstance(path, str) else path
-    yield config.get("data_dir") or ""

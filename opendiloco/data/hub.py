@@ -49,16 +49,21 @@ def pretrained_folder(path: str, *wanted: str) -> Path:
 
 def model_values(folder: Path) -> dict[str, Any]:
     """Return what a model's folder has in its config.json. Raises: OSError, ValueError."""
+    _refuse_adapter(folder)
     try:
         return read_model_values(_text_of(folder / CONFIG))
     except ValueError as error:
         raise ValueError(f"{CONFIG}: {error}") from error
 
 
-def check_weights(folder: Path) -> None:
-    """Raises: ValueError for a folder whose weights lie elsewhere, or are another model's with changes."""
+def _refuse_adapter(folder: Path) -> None:
     if (folder / "adapter_config.json").exists():
         raise ValueError("it is an adapter to another model; merge the two")
+
+
+def check_weights(folder: Path) -> None:
+    """Raises: ValueError for a folder whose weights lie elsewhere, or are another model's with changes."""
+    _refuse_adapter(folder)
     if (folder / INDEX).exists():
         files = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
         elsewhere = next((file for file in files if Path(file).name != file), None)

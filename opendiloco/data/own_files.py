@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opendiloco.errors import DataError
 
@@ -97,3 +97,34 @@ def check_files(source: str, files: Iterable[str]) -> None:
                 f"data.source = {source!r} would read {file}, which is not a file of its own.",
                 "Do not trust this data set, or correct the data_files in its README.md.",
             )
+
+
+def check_card(source: str, card: Path) -> None:
+    """Raise DataError when a card names files elsewhere: `datasets` looks for those before it says which they are."""
+    import yaml  # type: ignore[import-untyped]
+    from huggingface_hub import DatasetCard
+
+    is_readme = card.suffix == ".md"
+    about = DatasetCard.load(card).data if is_readme else yaml.safe_load(card.read_bytes()) or {}
+    for config in about.get("configs") or ():
+        for path in _paths_of(config):
+            if path.startswith(("/", "~")) or re.search(r"[:\\]", path) or ".." in path.split("/"):
+                raise DataError(
+                    f"data.source = {source!r} would read {path}, which is not a file of its own.",
+                    f"Do not trust this data set, or correct data_files and data_dir in its {card.name}.",
+                )
+        version = str(config.get("version", "0"))  # it becomes a folder's name in the cache
+        if not re.fullmatch(r"\w[\w.]*", version):
+            raise DataError(
+                f"data.source = {source!r} has the version {version!r}, which names another folder.",
+                f"Do not trust this data set, or correct the version in its {card.name}.",
+            )
+
+
+def _paths_of(config: dict[str, Any]) -> Iterator[str]:
+    """Yield the paths and patterns of one of a card's configurations."""
+    files = config.get("data_files") or []
+    for one in [files] if isinstance(files, str) else files:
+        path = one["path"] if isinstance(one, dict) else one
+        yield from [path] if isinstance(path, str) else path
+    yield config.get("data_dir") or ""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 
 import numpy as np
 from blake3 import blake3
@@ -28,11 +30,16 @@ from opendiloco.data.token_files import (
 from opendiloco.data.tokenizer import TokenArray, Tokenizer
 from opendiloco.errors import DataError
 from opendiloco.stages import Coming
+from peers.values.wire import printable
 
-TOKENIZING = 1
+logger = logging.getLogger(__name__)
+
+TOKENIZING = 2
 """Raised when the same text is to become other tokens."""
 BATCH_BYTES, BATCH_DOCUMENTS = 1 << 22, 1 << 10
 """Of text that is tokenized at once."""
+LONG = 1_000_000
+"""Bytes of a long document, whose end is held out instead of all or nothing of it."""
 SHARDS_OPEN = 4
 """A lease lies in few shards, and evaluation in the first. So many stay in memory, or on the disk."""
 
@@ -80,10 +87,57 @@ class TokenizedSource:
 
         Raises: DataError.
         """
-        for batch in _batches(self._corpus.documents(shard)):
-            documents = [one for one in batch if one.is_held_out(self._held_out)] if only_held_out else batch
-            for document, tokens in zip(documents, self._encode(documents), strict=True):
-                yield document.is_held_out(self._held_out), tokens
+        documents = self._full_documents(shard)
+        first = list(islice(documents, 2))
+        is_only = len(first) == 1
+        for batch in _batches(chain(first, documents)):
+            is_cut = [is_only or one.size >= LONG for one in batch]
+            chosen = [
+                (one, cut)
+                for one, cut in zip(batch, is_cut, strict=True)
+                if not only_held_out or cut or one.is_held_out(self._held_out)
+            ]
+            for (document, cut), tokens in zip(chosen, self._encode([one for one, _ in chosen]), strict=True):
+                if cut:
+                    place = len(tokens) - round(self._held_out * len(tokens))
+                    yield False, np.concatenate([tokens[:place], tokens[-1:]])
+                    yield True, tokens[place:]
+                else:
+                    yield document.is_held_out(self._held_out), tokens
+
+    def _full_documents(self, shard: int | None) -> Iterator[Document]:
+        """Yield the documents that have text, and say how many have none or are not UTF-8. Raises: DataError when all
+        of a whole source are empty."""
+        total = empty = foreign = 0
+        example = ""
+        for document in self._corpus.documents(shard):
+            total += 1
+            if document.size == 0:
+                empty += 1
+                continue
+            if not _is_utf8(document.text):
+                foreign += 1
+                example = example or printable(document.identity[:60].decode(errors="replace"))
+            yield document
+        name = repr(self.section.source)
+        if shard is None and total and empty == total:
+            raise DataError(
+                f"data.source = {name}: all {total:,} documents are empty or null.",
+                "Give text; of rows, name the column that has it with data.column.",
+            )
+        if empty:
+            logger.info(
+                "data.source = %s: %s of %s documents are empty, and left out", name, f"{empty:,}", f"{total:,}"
+            )
+        if foreign:
+            logger.warning(
+                "data.source = %s: %s of %s documents are not UTF-8, such as %s; convert them, from Latin-1 with "
+                "iconv -f ISO-8859-1 -t UTF-8",
+                name,
+                f"{foreign:,}",
+                f"{total:,}",
+                example,
+            )
 
     def _key(self, enough: int = 0) -> str:
         section = self.section
@@ -115,6 +169,14 @@ class TokenizedSource:
             )
         checked: TokenArray = tokens.astype(self._dtype)
         return checked
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -242,6 +304,7 @@ def _read_tokens(section: SourceSection, held_out: float, tokenizer: Tokenizer, 
         tokens = open_token_folder(section.source, tokenizer, held_out, cache)
     else:
         tokens = TokenizedSource(section, held_out, tokenizer, cache).tokens()
+        check_share(section.source, held_out, tokens.training.size, tokens.held_out.size)
     if section.digest is not None and (found := digest_of_tokens(tokens)) != section.digest:
         raise DataError(
             f"the run's data.digest is {section.digest}; the tokens of {section.source!r} have {found}.",
@@ -271,9 +334,29 @@ def shards_of(
 
 def _check_count(section: SourceSection, config: RunConfig, part: str, windows: Windows) -> None:
     more = "" if section.shards is None else ", in its first shard"
-    if windows.count < config.training.batch_size:
-        raise DataError(
-            f"data.source = {section.source!r} has {windows.count} {part} windows of {windows.length} tokens; "
-            f"a batch needs {config.training.batch_size}.",
-            f"Give more text{more}, a shorter training.sequence_length, or another data.held_out fraction.",
+    if windows.count >= config.training.batch_size:
+        return
+    fraction = config.data.held_out
+    way = (
+        f"Documents are held out whole, each with the probability data.held_out = {fraction}, and long ones by their "
+        f"end. Give more documents (files or rows){more}, a larger data.held_out, or"
+        if part == "held-out"
+        else f"Give more text{more}, a smaller data.held_out than {fraction}, or"
+    )
+    raise DataError(
+        f"data.source = {section.source!r} has {windows.count} {part} windows of {windows.length} tokens; "
+        f"a batch needs {config.training.batch_size}.",
+        f"{way} a shorter training.sequence_length.",
+    )
+
+
+def check_share(source: str, wanted: float, training: int, held_out: int) -> None:
+    """Warn when far more or fewer of a source's tokens are held out than was wanted, because documents are few."""
+    share = held_out / max(1, training + held_out)
+    if not wanted / 3 <= share <= 3 * wanted:
+        logger.warning(
+            "data.source = %r: %.1f%% is held out, and data.held_out = %g; cut the text into more documents",
+            source,
+            100 * share,
+            wanted,
         )

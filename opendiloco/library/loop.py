@@ -145,6 +145,11 @@ class DiLoCo:
         check_own_model(model)
         self._model = model
         self._inner_optimizer = getattr(inner_optimizer, "optimizer", inner_optimizer)  # accelerate wraps it
+        if not isinstance(self._inner_optimizer, torch.optim.Optimizer):
+            raise LoopError(
+                f"the inner optimizer is a {type(self._inner_optimizer).__name__}, not one of torch.optim.",
+                "Give the optimizer whose step() trains the model.",
+            )
         self._ranks = Ranks()
         self._text = RunsText(data, evaluates and self._ranks.size == 1)
         self._loss: float | None = None

@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from opendiloco.config.run_config import RunConfig, misfit
 from opendiloco.cores import usable_cores
@@ -44,6 +44,8 @@ FOLDERS = (
     "Give a hub name, or a folder as ./folder or /folder, with weights as safetensors; on a machine without internet, "
     "a folder."
 )
+BOTH_WAYS = frozenset({"bert-generation", "xlnet"})
+"""Encoders that transformers has no masked language model of."""
 _rehearsed: set[str] = set()
 """What has been found to be buildable in this process."""
 
@@ -64,10 +66,9 @@ class _Source:
         if path is None:
             refusal = "model.config: transformers refuses it"
             source = cls(values | tokenizer.special, None, refusal, "Correct that value.")
-            _refuse_unknown_keys(source._known_architecture(), values)
-            twice = next((key for key in tokenizer.special if key in values), None)
-            if twice is not None:
-                raise ManifestError(f"model.config.{twice} follows from the tokenizer.", "Remove it.")
+            known = source._known_architecture()
+            with source.explained():
+                _refuse_unknown_keys(known, values)
             return source
         source = cls({}, None, f"model.path = {path!r} cannot be loaded", FOLDERS)
         with source.explained():
@@ -108,18 +109,29 @@ class _Source:
             )
 
     def _known_architecture(self) -> Any:
-        """Return the architecture's default config, and import its modules. Raises: ManifestError without one."""
+        """Return the architecture's default config, and import its modules. Raises: ManifestError without one, or when
+        the model is not causal."""
         model_type = str(self.values.get("model_type"))
+        key = "model.config.model_type" if self.folder is None else f"{self.folder / CONFIG}: model_type"
         try:
             known = AutoConfig.for_model(model_type)
         except ValueError:
-            key = "model.config.model_type" if self.folder is None else f"{self.folder / CONFIG}: model_type"
             raise ManifestError(
                 f"{key} = {model_type!r}: transformers knows no such architecture.",
                 'Name a causal language model, e.g. "llama".',
             ) from None
-        AutoModelForCausalLM._model_mapping.get(type(known), None)
+        if AutoModelForCausalLM._model_mapping.get(type(known), None) is None or self._sees_later_tokens(known):
+            raise ManifestError(
+                f"{key} = {model_type!r} is not a causal language model in transformers.",
+                'Name a causal language model, e.g. "llama"; or set is_decoder = true where the architecture has it.',
+            )
         return known
+
+    def _sees_later_tokens(self, known: Any) -> bool:
+        """Return whether it is an encoder, such as BERT, whose config does not make a decoder of it."""
+        is_encoder = type(known) in MODEL_FOR_MASKED_LM_MAPPING or known.model_type in BOTH_WAYS
+        is_causal = self.values.get("is_decoder") or self.values.get("causal") or self.values.get("attn_type") == "uni"
+        return is_encoder and not known.is_encoder_decoder and not is_causal
 
 
 def build_skeleton(config: RunConfig, tokenizer: Tokenizer) -> Any:
@@ -219,13 +231,17 @@ def _check_fit(model: Any, config: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def _refuse_unknown_keys(known: Any, values: dict[str, Any]) -> None:
-    """transformers keeps unknown keys in silence, and a misspelt size would silently be the default."""
+    """Raise ManifestError for a key that transformers keeps and never reads: a misspelt size would be the default.
+
+    Some keys that its configs lack it reads all the same, such as `rope_theta`, whose place has changed.
+    """
+    model_type = known.model_type
     for key in values.keys() - {"model_type"}:
-        if not hasattr(known, key):
+        if not hasattr(known, key) and key in vars(AutoConfig.for_model(model_type, **{key: values[key]})):
             close = difflib.get_close_matches(key, list(vars(known)), n=1)
             remedy = f"Did you mean {close[0]}?" if close else "Remove it."
             said = printable(f"model.config.{key} = {values[key]!r}")
-            raise ManifestError(f"{said}: {known.model_type} has no such setting.", remedy)
+            raise ManifestError(f"{said}: {model_type} has no such setting.", remedy)
 
 
 def with_sizes_named(config: RunConfig) -> RunConfig:

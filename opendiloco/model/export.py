@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from opendiloco.config.data import STANDARD_LIBRARY, SourceSection
-from opendiloco.config.run_config import RunConfig
+from opendiloco.config.run_config import AboutSection, RunConfig
 from opendiloco.data.hub import CONFIG, is_local_path
+from opendiloco.data.own_files import is_local
 from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError
 from peers.values.wire import printable
@@ -64,7 +66,7 @@ def _rounded_to(dtype: Dtype, model: Any) -> Iterator[None]:
 
 # The model card -------------------------------------------------------------------------------------------------------
 CARD = "README.md"
-ROWS = 20
+ROWS = 100
 """Of the curve, that the card shows as a table at most."""
 STANDS_FOR = {
     "ADDRESS": "the address of one of the run's bootstrap nodes",
@@ -88,8 +90,9 @@ class CurvePoint(BaseModel):
 class RunFacts(BaseModel):
     """What the model card says about the run that made the model.
 
-    `peers` took the last outer step, `contributors` any that is known: all of them, if `knows_all`. Each line of
-    `command` makes the model again; `versions` are those of the libraries that made it.
+    `peers` took the last outer step, `contributors` any that is known: all of them, if `knows_all`. `sources` are those
+    of the manifest (none: those that are read here). Each line of `command` makes the model again; `versions` are those
+    of the libraries that made it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -104,32 +107,33 @@ class RunFacts(BaseModel):
     contributors: int = 0
     knows_all: bool = False
     curve: tuple[CurvePoint, ...] = ()
+    sources: tuple[SourceSection, ...] = ()
     command: str = ""
     versions: dict[str, str] = {}
 
 
 def _model_card(config: RunConfig, facts: RunFacts, dtype: str = "float32") -> str:
     """Return the README of an exported model."""
+    about = config.about
     bits = "" if facts.bits_per_byte is None else f", {facts.bits_per_byte:.4f} bits per byte"
-    least = "" if facts.knows_all else "at least "
     return f"""\
 ---
 library_name: transformers
 pipeline_tag: text-generation
 tags: [diloco, distributed-training]
-# license: to be chosen by the run's organiser
+{f"license: {_licence(about.licence)}" if about.licence else "# license: to be chosen by the run's organiser"}
 ---
 
-# {config.name}
+# {_plain(about.title or config.name)}
 
-A language model trained by volunteers over the internet with [DiLoCo](https://arxiv.org/abs/2311.08105).
+{_told(about)}A language model trained by volunteers over the internet with [DiLoCo](https://arxiv.org/abs/2311.08105).
 
 | fact | value |
 | --- | --- |
 | run | `{facts.run_id}` |
 | manifest digest (BLAKE3) | `{facts.manifest_digest}` |
 | peers in the last outer step | {facts.peers} |
-| peers that contributed | {least}{max(facts.contributors, facts.peers)} |
+| peers that contributed | {_contributors(facts)} |
 | outer steps, each of up to {config.training.inner_steps} inner steps a peer | {facts.outer_steps} |
 | tokens trained | {facts.tokens:,} |
 | held-out loss | {facts.held_out_loss:.4f} nats per token{bits} |
@@ -142,7 +146,18 @@ model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 ```
 
-{_curve(facts.curve)}{_data(config)}{_origin(facts)}"""
+{_curve(facts.curve)}{_data(config, facts)}{_training(config, facts)}{_origin(facts)}"""
+
+
+def _licence(licence: str) -> str:
+    """Return a licence as YAML: quoted, since it is in a stranger's words."""
+    return json.dumps(_plain(licence))
+
+
+def _told(about: AboutSection) -> str:
+    """Return what the organiser says of the run."""
+    said = [about.description, about.contact and f"Contact: {about.contact}", about.link]
+    return "".join(f"{_plain(words)}\n\n" for words in said if words)
 
 
 def _curve(points: Sequence[CurvePoint]) -> str:
@@ -166,12 +181,12 @@ exported.
 """
 
 
-def _data(config: RunConfig) -> str:
+def _data(config: RunConfig, facts: RunFacts) -> str:
     data, training = config.data, config.training
     total = sum(data.shares)
     rows = [
         f"| {_name(source)} | {share / total:.1%} |"
-        for source, share in zip(data.all_sources, data.shares, strict=True)
+        for source, share in zip(facts.sources or data.all_sources, data.shares, strict=True)
     ]
     table = "\n".join(["| source | share of the samples |", "| --- | --- |", *rows])
     path = config.tokenizer.path
@@ -183,8 +198,8 @@ def _data(config: RunConfig) -> str:
 
 {table}
 
-Windows of {training.sequence_length} tokens{apart}. Tokenizer: {tokenizer}. {data.held_out:.1%} of the documents were
-never trained on.
+Windows of {training.sequence_length} tokens{apart}. Tokenizer: {tokenizer}. About {data.held_out:.1%} of the text
+was held out, and never trained on.
 
 """
 
@@ -192,6 +207,8 @@ never trained on.
 def _name(source: SourceSection) -> str:
     if source.source == STANDARD_LIBRARY:
         return "Python's standard library"
+    if is_local(source.source):
+        return "text that each volunteer had"
     details = [f"{key} `{_plain(value)}`" for key in ("subset", "split", "revision") if (value := getattr(source, key))]
     return f"`{_plain(source.source)}` ({', '.join(details)})"
 
@@ -201,13 +218,31 @@ def _plain(words: str) -> str:
     return printable(words).translate(dict.fromkeys(map(ord, MARKS)))
 
 
+def _training(config: RunConfig, facts: RunFacts) -> str:
+    training, inner, outer = config.training, config.inner_optimizer, config.outer_optimizer
+    return f"""\
+## How it was made
+
+{_contributors(facts)} peers trained {facts.tokens:,} tokens in {facts.outer_steps} outer steps. As the run's manifest
+says, each peer made up to {training.inner_steps} inner steps at a time with {inner.kind}, in batches of
+{training.batch_size} windows, at a learning rate of up to {inner.learning_rate:g}. What they had learned was sent as
+{config.codec.kind}; its average was applied at a learning rate of {outer.learning_rate:g}, with a momentum of
+{outer.momentum:g}.
+
+"""
+
+
+def _contributors(facts: RunFacts) -> str:
+    return f"{'' if facts.knows_all else 'at least '}{max(facts.contributors, facts.peers)}"
+
+
 def _origin(facts: RunFacts) -> str:
     if not facts.command:
         return ""
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
     meanings = " and ".join(f"`{word}` is {meaning}" for word, meaning in STANDS_FOR.items() if word in facts.command)
     return f"""\
-## How it was made
+## How to export it again
 
 ```sh
 {facts.command}

@@ -29,9 +29,9 @@ PEAKS: tuple[tuple[str, dict[Precision, float]], ...] = (
     # NVIDIA L40S data sheet
     (r"L40S", {"bf16": 362.05, "fp32": 91.6}),
     # NVIDIA Ampere GA102, Ada and RTX Blackwell architecture whitepapers, appendix A of each
-    (r"GeForce RTX 3090", {"bf16": 71.0, "fp32": 35.6}),
-    (r"GeForce RTX 4090", {"bf16": 165.2, "fp32": 82.6}),
-    (r"GeForce RTX 5090", {"bf16": 209.5, "fp32": 104.8}),
+    (r"(GeForce )?RTX 3090", {"bf16": 71.0, "fp32": 35.6}),
+    (r"(GeForce )?RTX 4090", {"bf16": 165.2, "fp32": 82.6}),
+    (r"(GeForce )?RTX 5090", {"bf16": 209.5, "fp32": 104.8}),
     # AMD Instinct MI300X data sheet
     (r"Instinct MI300X", {"bf16": 1307.4, "fp32": 163.4}),
 )

@@ -158,20 +158,15 @@ def _validator(check: Callable[[Any], object]) -> Callable[[Any], Any]:
 MOST_GIGABYTES = 1e9  # more than any machine has; in bytes they fit 64 bits
 
 
-def _is_there(folder: Path) -> None:
-    if not folder.is_dir():
-        raise ValueError("there is no such folder")
-
-
 def _exists(path: Path) -> None:
     if not path.exists():
         raise ValueError("there is no such file or folder")
 
 
-def _check_team(name: str) -> None:
-    from peers.values.wire import check_team  # imports pydantic, which `--help` has no time for
+def _check_nickname(name: str) -> None:
+    from peers.values.wire import check_nickname  # imports pydantic, which `--help` has no time for
 
-    check_team(name)
+    check_nickname(name)
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -213,17 +208,23 @@ class _RunSettings(Settings):
         None,
         metavar="TICKET|FILE",
     )
+    name: str | None = setting(
+        "Show this machine to others under this nickname, beside the end of its peer id.",
+        None,
+        metavar="NAME",
+        check=_check_nickname,
+    )
     team: str | None = setting(
         "Say that this machine's work is a team's; dashboards add up what its peers have contributed.",
         None,
         metavar="NAME",
-        check=_check_team,
+        check=_check_nickname,
     )
     data: tuple[Path, ...] = setting(
-        "Train on the text in this folder. Given for each of the run's sources that is a local folder, in their order.",
+        "Train on the text in this folder or file. Given for each of the run's sources that is local, in their order.",
         (),
-        metavar="FOLDER",
-        check_here=_is_there,
+        metavar="PATH",
+        check_here=_exists,
     )
     model: Path | None = setting(
         "Begin with the model in this folder, where the run's is one that you have to name.",
@@ -523,7 +524,7 @@ def read_settings_file(path: Path | None = None) -> dict[str, Any]:
     """
     found = path or default_settings_path()
     try:
-        values = tomllib.loads(found.read_text(encoding="utf-8"))
+        values = tomllib.loads(found.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         if path is None:
             return {}

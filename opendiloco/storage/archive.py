@@ -203,6 +203,11 @@ class ArchivedRun:
         beats = [beat for beat in await self._transport.heartbeats(self.run.run_id) if beat.state in PARTICIPATING]
         beats.sort(key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         self._peers = frozenset(beat.peer for beat in beats)
+        every = self.run.config.evaluation.every
+        for beat in beats:
+            told = beat.held_out
+            if told is not None and every and told.index % every == 0 and told.index <= beat.index:
+                self.held_out.add(told.index, told.loss)
         index, tokens = self.end.position.index, self.end.lineage_tokens
         is_astray, heads = self._is_astray, self.log.heads(index - RECENT_ENTRIES, index)
         ahead = [

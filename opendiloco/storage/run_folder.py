@@ -31,6 +31,7 @@ def default_state_folder() -> Path:
     return (Path(base) if base else Path.home() / ".local" / "state") / "diloco-peer"
 
 
+CURVE = "held_out.jsonl"
 COMPILED = "compiled"
 """In the folder with those of all runs: what PyTorch has compiled for this machine, so that it is not done anew."""
 
@@ -45,7 +46,7 @@ class RunFolder:
         self.log, self.download = path / "log", path / "download"
         self.signed_heads = path / "signed_heads"
         """What the run's archives have signed, as far as this peer has heard."""
-        self.held_out = path / "held_out.jsonl"
+        self.held_out = path / CURVE
         """The losses on held-out text that this peer has heard of (see `HeldOutCurve`)."""
 
     @classmethod
@@ -96,6 +97,12 @@ def remembered_addresses(run_id: str, base: Path | None = None) -> tuple[str, ..
     return tuple(dict.fromkeys(address for addresses in found for address in addresses))[:CONTACT_LIMIT]
 
 
+def kept_losses(run_id: str, base: Path | None = None) -> dict[int, float]:
+    """Return the losses on held-out text that volunteers of this machine have heard of, by outer step."""
+    folder = (default_state_folder() if base is None else base) / run_id
+    return {step: loss for path in sorted(folder.glob(f"*/{CURVE}")) for step, loss in read_curve(path).items()}
+
+
 def read_manifest(path: Path) -> Run:
     """The run of a signed manifest's file. Raises: ManifestError."""
     try:
@@ -117,7 +124,7 @@ class HeldOutCurve:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self.losses = {} if path is None else read_curve(path)
+        self.losses: dict[int, float] = {} if path is None else read_curve(path)
 
     def add(self, outer_step: int, loss: float) -> bool:
         """Keep a finite loss, unless there is one of that outer step, or too many. Return whether it was new."""

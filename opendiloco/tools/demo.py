@@ -344,7 +344,7 @@ async def _look(swarm: _Swarm, transport: HivemindTransport) -> None:
 
 async def _finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWorkload, before: float) -> DemoResult:
     """Fetch the state while somebody has it, let everybody leave, and see what has become of the model."""
-    past = past_of(swarm.run, await fetch_state(swarm.run, transport, workload))
+    past = past_of(swarm.run, await fetch_state(swarm.run, transport, workload), {})
     reason = "the run is over" if swarm.finished() else "time is up"
     swarm.screen.event(f"{reason}: fetched the state after outer step {past.outer_steps}")
     leaving = swarm.live()

@@ -293,7 +293,7 @@ def _peer(section: PeerSection, place: int, tokens: int, rate: float | None, nee
     else:
         raise ManifestError(
             f"peers.{place}.gpu = {section.gpu!r}: its peak is not known here.",
-            "Give step_seconds or tokens_per_second instead.",
+            "Give step_seconds or tokens_per_second instead, or torch's name of it, e.g. NVIDIA H100 80GB HBM3.",
         )
     return Peer(
         name=section.name or f"peer {place + 1}",
@@ -526,6 +526,12 @@ def show(console: Console, plan: Plan, found: Forecast, needed: Mapping[float, f
     rates = ("-" if rate is None else bandwidth_in_words(rate) for rate in needed.values())
     bandwidths.add_row("each link needs", *rates)
     console.print(bandwidths)
+    if None in needed.values():
+        console.print(
+            "-: no bandwidth does it, since what else a round takes, delays above all, takes too long beside so little"
+            f" training. Raise training.inner_steps = {plan.inner_steps}, or train a larger model.",
+            soft_wrap=True,
+        )
 
 
 def _peers_table(plan: Plan, found: Forecast) -> Table:

@@ -66,6 +66,7 @@ def plain_peer(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
     """Return what a peer says of itself as JSON can say it, in the words that all surfaces share."""
     return {
         "peer": beat.peer,
+        "name": beat.name,
         "state": _shown_state(beat, config),
         "outer_step": beat.index,
         "inner_step": beat.inner_step,
@@ -269,17 +270,19 @@ def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> Row:
         beat.head.hex()[:8],
         reachability(beat),
     )
-    return Row(name or _short_name(beat.peer), cells, STYLES.get(beat.state, "dim"))
+    nickname = f"{beat.name[:7]}…{beat.peer[-4:]}" if beat.name else _short_name(beat.peer)
+    return Row(name or nickname, cells, STYLES.get(beat.state, "dim"))
 
 
 def peers_table(rows: Iterable[Row], title: str | None = None) -> Table:
+    from rich.markup import escape  # a nickname may look like rich's own
     from rich.table import Table  # a bootstrap node has no terminal to draw on, and does without
 
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:
         table.add_column(heading, justify="right" if heading in NUMBERS else "left", no_wrap=True)
     for row in rows:
-        table.add_row(row.name, *row.cells, style=row.style)
+        table.add_row(escape(row.name), *row.cells, style=row.style)
     return table
 
 

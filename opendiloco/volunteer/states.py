@@ -17,7 +17,7 @@ from opendiloco.model.export import CurvePoint, Dtype, RunFacts
 from opendiloco.run import Run, find_run
 from opendiloco.storage.files import MANIFEST
 from opendiloco.storage.loading import Checkpoint, Checkpoints, load_checkpoint, resume
-from opendiloco.storage.run_folder import RunFolder, read_curve, read_manifest
+from opendiloco.storage.run_folder import RunFolder, kept_losses, read_curve, read_manifest
 from opendiloco.training.codec import block_bytes
 from opendiloco.view.curves import versions
 from opendiloco.view.run_view import RunView
@@ -102,7 +102,8 @@ async def newest_state(
         if not await transport.heartbeats(run.run_id):  # that should not cost the start of a worker
             raise nobody_trains(run.run_id)
         async with working(run, NO_TEXT if data is None else NO_TRAINING) as workload:
-            yield run, past_of(run, await fetch_state(run, transport, workload)), workload
+            following = await fetch_state(run, transport, workload)
+            yield run, past_of(run, following, kept_losses(run.run_id)), workload
 
 
 @contextmanager
@@ -144,10 +145,11 @@ async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWor
             await following.begin(error.least)
 
 
-def past_of(run: Run, following: Following) -> Past:
-    """Return how the state came to be that was followed to."""
+def past_of(run: Run, following: Following, losses: Mapping[int, float]) -> Past:
+    """Return how the state came to be that was followed to. `losses` are those on held-out text that are known here,
+    beside those that peers tell."""
     found = RunView(run, following.donors.heartbeats).held_out
-    return Past.of(following.past, following.log.last, {one.index: one.loss for one in found})
+    return Past.of(following.past, following.log.last, {one.index: one.loss for one in found} | dict(losses))
 
 
 def warn_of_other_text(found: HeldOut) -> None:
@@ -174,6 +176,7 @@ async def export_state(
         contributors=past.contributors,
         knows_all=past.is_whole,
         curve=past.curve(found.loss),
+        sources=Run.from_manifest(run.manifest).config.data.all_sources,
         command=command,
         versions=versions(),
     )
@@ -183,11 +186,12 @@ async def export_state(
 
 @dataclass(frozen=True)
 class Origin:
-    """A model's origin: the state after `index` outer steps, by a checkpoint and the log that may be in `folder`."""
+    """A model's origin: the state after `index` outer steps, by a checkpoint and the log that may be in `folder`; None:
+    as far as that leads."""
 
     run: Run
     checkpoint: Checkpoint
-    index: int
+    index: int | None
     folder: RunFolder
 
     async def bring(self, workload: LocalWorkload) -> Past:
@@ -204,7 +208,7 @@ class Origin:
         except SnapshotError as error:
             message = f"{self.checkpoint.path} is not of this run: {error}."
             raise CheckpointError(message, "Use another checkpoint.") from error
-        if reached.position.index != self.index:
+        if self.index not in (None, reached.position.index):
             raise CheckpointError(
                 f"from {self.checkpoint.path} on, the log in {self.folder.log} leads to outer step "
                 f"{reached.position.index} and not to {self.index}.",
@@ -224,14 +228,15 @@ async def state_of(origin: Origin, data: Sequence[Path] | None) -> AsyncIterator
 def find_origin(source: Path, index: int | None = None, manifest: Path | None = None, own: OwnFiles = NONE) -> Origin:
     """Return where to export from: a checkpoint's file, a peer's folder of a run, or the folder of its checkpoints.
 
-    Without an index it is the checkpoint in the file, or the newest good one. The run's manifest lies beside the
-    checkpoints or one folder above, if it is not given.
+    Without an index it is the checkpoint in the file, or the newest good one in a folder and what its log adds. The
+    run's manifest lies beside the checkpoints or one folder above, if it is not given. A folder above, such as an
+    archive's, will do where it has one run of one peer.
 
     Raises: CheckpointError, ManifestError; DataError, see `Run.with_own`.
     """
     if not source.exists():
         raise CheckpointError(f"{source} does not exist.", "Give a checkpoint, or a folder of them or of a run.")
-    folder = source if source.is_dir() else source.absolute().parent
+    folder = _only_run(source) if source.is_dir() else source.absolute().parent
     if (inner := RunFolder(folder).checkpoints).is_dir():
         folder = inner
     run = _find_run(folder, manifest).with_own(own)
@@ -242,7 +247,8 @@ def find_origin(source: Path, index: int | None = None, manifest: Path | None = 
         there = ", ".join(map(str, checkpoints.indices())) or "none"
         raise CheckpointError(f"{folder} has no good checkpoint{limit}.", f"Those that are there: {there}.")
     beside = RunFolder(folder.absolute().parent)
-    index = checkpoint.index if index is None else index
+    if index is None:
+        return Origin(run, checkpoint, None if source.is_dir() else checkpoint.index, beside)
     if index < checkpoint.index or (index > checkpoint.index and not (beside.log / ENTRIES).exists()):
         raise CheckpointError(
             f"{checkpoint.path} is the state after {checkpoint.index} outer steps, not after {index}, and there is no "
@@ -250,6 +256,17 @@ def find_origin(source: Path, index: int | None = None, manifest: Path | None = 
             "Choose another --at or --from.",
         )
     return Origin(run, checkpoint, index, beside)
+
+
+def _only_run(folder: Path) -> Path:
+    """Return the folder of a peer's run: this one, or the only one below. Raises: CheckpointError for several."""
+    if (folder / MANIFEST).exists():
+        return folder
+    found = sorted(folder.glob(f"*/{MANIFEST}")) or sorted(folder.glob(f"*/*/{MANIFEST}"))
+    if len(found) > 1:
+        there = ", ".join(str(path.parent) for path in found)
+        raise CheckpointError(f"{folder} has {len(found)} runs or peers.", f"Choose one: {there}.")
+    return found[0].parent if found else folder
 
 
 def _find_run(folder: Path, manifest: Path | None) -> Run:

@@ -95,7 +95,9 @@ class Session:
                 folder = RunFolder.open(run, key.peer_id, settings.state)
                 await ask_for_signed_heads(transport, run, invite.addresses, folder)
                 admission = await enter(transport, run, key, invite.addresses, folder, self.ticket)
-                view.say(f"found run {run.run_id}; starting a worker (some seconds)")
+                view.say(
+                    "\n".join([f"found run {run.run_id}; starting a worker (some seconds)", *run.config.about.lines()])
+                )
                 at_stage(CHECKING)
                 neighbours = announced(key.peer_id, run.run_id, transport.addresses)
                 async with (
@@ -118,6 +120,7 @@ class Session:
                         journal=self.journal,
                         team=settings.team or "",
                         contribution_format=settings.contribution_format,
+                        name=settings.name or "",
                     )
                     await sole
                     view.say(f"what outlives this process is in {folder.path}")
@@ -155,6 +158,7 @@ async def volunteer_with(
     journal: Journal | None = None,
     team: str = "",
     contribution_format: str | None = None,
+    name: str = "",
 ) -> Volunteer:
     """Return a volunteer whose workers are ready to train; with a folder, from where this machine left off.
 
@@ -175,6 +179,7 @@ async def volunteer_with(
         on_snapshot=checkpointer.take,
         team=team,
         format=None if contribution_format is None else run.config.codec.number_of(contribution_format),
+        name=name,
     )
     checkpointer.workers = workload.trainer.supervisor
     if folder is not None and log is not None:

@@ -224,6 +224,7 @@ class Driver:
         on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None,
         team: str = "",
         format: int | None = None,
+        name: str = "",
     ) -> None:
         """Begin with the workload's state, which has this digest.
 
@@ -235,7 +236,7 @@ class Driver:
             on_entry: is told of every outer step that is taken here whole: the entry that closes it, and the state
                 digest after it.
             on_snapshot: is told of every state that is frozen here or fetched.
-            team: is told to others with each heartbeat.
+            team: is told to others with each heartbeat; so is the nickname `name`.
             format: that of all contributions; by default the one that our uplink has time for.
         """
         self.entries = RunLog(settings.empty_log, 0) if log is None else log
@@ -257,7 +258,7 @@ class Driver:
         self._stopped = asyncio.Event()
         self._messenger = _Messenger(transport, self)
         self._votes = _VotesKeeper(votes, self)
-        self._pulse = Pulse(identity, transport, self, team)
+        self._pulse = Pulse(identity, transport, self, team, name)
         self.rounds = Rounds(transport, workload, buffers, self)
         self._scout = Scout(transport, self.rounds.traffic, self)
         self.replication = Replication(

@@ -30,12 +30,14 @@ and others must still see it in time: one machine that is frozen must not make a
 class Pulse:
     """One peer's heartbeats, made, signed and published; those of the others, collected."""
 
-    def __init__(self, identity: Identity, transport: HivemindTransport, host: Driver, team: str = "") -> None:
+    def __init__(
+        self, identity: Identity, transport: HivemindTransport, host: Driver, team: str = "", name: str = ""
+    ) -> None:
         self._peer = host.peer
         self._host = host
         self._identity = identity
         self._transport = transport
-        self._team = team
+        self._team, self._name = team, name
         self._sequence = 0
         self._beats = 0
         self.held_out: HeldOutLoss | None = None
@@ -129,6 +131,7 @@ class Pulse:
             ticket=ticket,
             revocations=revocations,
             team=self._team,
+            name=self._name,
             amendment=log.amendment,
             proposed=peer.proposed_amendment,
             start=peer.start,

@@ -152,6 +152,7 @@ class _BootstrapNode:
             logger.error("run %s is not kept: %s", manifest.run_id, error)
             raise RefusalError("the node's disk takes no manifest now; its operator can see why") from error
         self._learn(manifest)
+        metrics.KNOWN_RUNS.set(len(self.store.run_ids()))
         await self.transport.store_manifest(manifest, MANIFEST_LIFETIME)
         logger.info("run %s was announced by %s, from %s", manifest.run_id, sender, network)
         return manifest.run_id.encode()

@@ -16,9 +16,9 @@ from peers.values.manifest import Amendment
 from peers.values.signed_heads import SignedHead
 from peers.values.tickets import SHOWN_BYTES
 from peers.values.wire import (
+    NICKNAME,
+    NICKNAME_LENGTH,
     PROTOCOL_VERSION,
-    TEAM,
-    TEAM_LENGTH,
     Count,
     Digest,
     PeerId,
@@ -58,7 +58,8 @@ def _dialable(endpoint: str) -> str:
 Endpoint = Annotated[str, Field(strict=True, max_length=ENDPOINT_LENGTH, pattern=ENDPOINT), AfterValidator(_dialable)]
 """An IP address and a TCP port: 203.0.113.5:31338 or [2001:db8::5]:31338."""
 Tail = Annotated[str, Field(strict=True, min_length=TAIL, max_length=TAIL, pattern=r"^[A-Za-z0-9]+$")]
-Team = Annotated[str, Field(strict=True, max_length=TEAM_LENGTH, pattern=TEAM)]
+Nickname = Annotated[str, Field(strict=True, max_length=NICKNAME_LENGTH, pattern=NICKNAME)]
+"""Of a team, or of a peer."""
 Tails = Annotated[tuple[Tail, ...], Field(max_length=NAMED_PEERS)]
 
 
@@ -112,7 +113,7 @@ class Heartbeat(Value):
 
     In a run by invitation its `ticket` is the packed `ShownTicket` that admits it, and `revocations` the number of the
     newest list of revoked tickets that it has. `signed` is the head of the log that it has signed last, as one of the
-    run's archives. `team` is whom it wants its work to count for, as it says itself.
+    run's archives. `team` is whom it wants its work to count for, and `name` its nickname, as it says itself.
 
     `amendment` is the organiser's that is in force at its position, `proposed` a newer one that it knows of.
     """
@@ -147,7 +148,8 @@ class Heartbeat(Value):
     ticket: Annotated[bytes, Field(strict=True, max_length=SHOWN_BYTES)] = b""
     revocations: Count = 0
     signed: SignedHead | None = None
-    team: Team = ""
+    team: Nickname = ""
+    name: Nickname = ""
     amendment: Amendment | None = None
     proposed: Amendment | None = None
     start: Count = 0

@@ -15,7 +15,7 @@ system: PARTIAL, cancel_and_wait, make_private_folder, next_sequence, now, open_
 tickets: ANOTHER_TICKET, GRACE, ID_BYTES, LIST_BYTES, REVOKED_LIMIT, Revocations, SHOWN_BYTES, Ticket, TicketError,
     check_ticket
 wire: Buffer, Count, DIGEST_BYTES, Digest, MESSAGE_LIMIT, PROTOCOL_VERSION, PeerId, Reach, Reason, RunId, Samples,
-    Seconds, TEAM, TEAM_LENGTH, Value, WireError, check_team, decode, digest_of, from_plain, pack,
+    Seconds, NICKNAME, NICKNAME_LENGTH, Value, WireError, check_nickname, decode, digest_of, from_plain, pack,
     pack_plain, printable, unpack, unpack_from
 workload: BadBlocksError, Blocked, Blocks, InnerLoop, Inspect, OnCaptured, PayloadKind, Progress, Reduction,
     ReplicatedState, SnapshotError, Trained, Workload, captures_nothing

@@ -25,8 +25,8 @@ DIGEST_BYTES = 32  # of BLAKE3
 REASON_LIMIT = 500  # characters
 LONGEST_WAIT = 30 * 86400.0  # seconds
 MESSAGE_LIMIT = 1 << 20  # bytes; a roster of 1,000 peers with their leases needs about 200 KB
-TEAM_LENGTH = 32  # characters
-TEAM = r"^([!-~]([ -~]*[!-~])?)?$"
+NICKNAME_LENGTH = 32  # characters
+NICKNAME = r"^([!-~]([ -~]*[!-~])?)?$"
 """Printable ASCII, without spaces at its ends; empty: none."""
 
 
@@ -161,12 +161,12 @@ def unpack_from(peer: str, kind: type[ValueT], data: bytes, limit: int = MESSAGE
         raise RemoteProtocolError(peer, str(error)) from error
 
 
-def check_team(name: str) -> None:
+def check_nickname(name: str) -> None:
     """Raises: ValueError unless others can be told this name."""
-    if not name or len(name) > TEAM_LENGTH or not re.fullmatch(TEAM, name):
+    if not name or len(name) > NICKNAME_LENGTH or not re.fullmatch(NICKNAME, name):
         raise ValueError(
-            f"{name!r} is no name of a team: give 1 to {TEAM_LENGTH} printable ASCII characters, without spaces at its "
-            "ends"
+            f"{name!r} is no name of a team or peer: give 1 to {NICKNAME_LENGTH} printable ASCII characters, without "
+            "spaces at its ends"
         )
 
 

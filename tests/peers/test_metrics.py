@@ -8,6 +8,7 @@ import shutil
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -52,6 +53,18 @@ def get(server: MetricsServer, path: str) -> tuple[int, str]:
             return answer.status, answer.read().decode()
     except HTTPError as error:
         return error.code, error.read().decode()
+
+
+def test_what_a_process_does_not_know_has_no_value() -> None:
+    """Regression: a bootstrap node told of a loss of 0."""
+    ask = (
+        "from prometheus_client import generate_latest; import peers.metrics, opendiloco.workers.telemetry\n"
+        "print(generate_latest().decode())"
+    )
+    page = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True, timeout=60).stdout
+    ours = dict(line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("diloco_peer_"))
+    for name in ("loss", "held_out_loss", "training_loss", "outer_step", "live_peers", "known_runs"):
+        assert ours[f"diloco_peer_{name}"] == "NaN"
 
 
 def exposed() -> dict[str, tuple[str, str, str]]:

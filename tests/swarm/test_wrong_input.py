@@ -156,7 +156,7 @@ def test_a_manifest_whose_source_is_a_format(place: Place, tmp_path: Path) -> No
         assert "private" not in line
     Site(tmp_path).write_run("json").rename(place.site.folder / "json.toml")
     line = place.refuses(7, "tokenize", "json.toml", "--out", "tokens")
-    assert f"Couldn't find any data file at {place.site.folder / 'json'}" in line
+    assert "data.source = 'json' is not on this machine" in line
 
 
 @pytest.mark.thorough

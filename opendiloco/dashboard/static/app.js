@@ -105,6 +105,8 @@ function showHead() {
   document.title = `${run.outer_step}/${run.outer_steps} ${run.name}`;
   byId("run-name").textContent = run.name;
   byId("run-id").textContent = run.run;
+  byId("run-about").textContent = run.about.join(" · ");
+  byId("run-join").textContent = run.join && `To train in it: ${run.join}`;
   const [word, kind] = run.is_finished ? ["finished", "good"]
     : run.looked_at === null ? ["looking", "warn"]
     : run.peers ? ["training", "good"] : ["nobody is there", "warn"];
@@ -165,7 +167,7 @@ function showPeers() {
 function peerRow(peer) {
   const { inner_steps: innerSteps } = known.run;
   const isArchive = peer.state === "archiving";
-  const name = element("td", {}, nameOf(peer.peer), peer.peer === known.run.me ? badge() : null,
+  const name = element("td", {}, nameOf(peer.peer), peer.name ? ` ${peer.name}` : null, peer.peer === known.run.me ? badge() : null,
     peer.trouble ? element("span", { className: "trouble", textContent: `Its work does not count: ${peer.trouble}` }) : null);
   const state = element("td", {},
     element("span", { className: `pill ${STATES[peer.state] ?? ""}`, textContent: peer.state }),

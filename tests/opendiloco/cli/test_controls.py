@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 from opendiloco.cli import main
 from opendiloco.owner import controls
 from opendiloco.owner.controls import Answer
+from peers.errors import ManifestError
 
 RUN = "tiny-" + "a" * 32
 
@@ -26,6 +27,44 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def pause(state: Path, *options: str) -> Result:
     return CliRunner().invoke(main, ["pause", "--state", str(state), *options])
+
+
+@pytest.mark.parametrize(
+    "command", [["status"], ["sample", "Once"], ["export", "--out", "model"], ["follow", "--until", "1"]]
+)
+def test_commands_take_the_run_that_this_machine_is_in(
+    command: list[str], state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(state)
+    monkeypatch.setattr("opendiloco.storage.run_folder.default_state_folder", lambda: state)
+    asked = list[str]()
+
+    def refuse(run: str, *_: object) -> None:
+        asked.append(run)
+        raise ManifestError("seen.")
+
+    for module in ("status", "export", "follow"):
+        monkeypatch.setattr(f"opendiloco.cli.{module}.parse_run", refuse)
+    assert CliRunner().invoke(main, command).exit_code == 3
+    assert asked == [RUN]
+    monkeypatch.setattr(controls, "ask", lambda path, request: None)
+    refused = CliRunner().invoke(main, command)
+    assert refused.exit_code == 2
+    assert "--run" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["no run"], 3, "'no run' is not a run id"),
+        (["--run", "no run"], 3, "'no run' is not a run id"),
+        (["no run", "--run", RUN], 2, "the run is named twice: leave out --run"),
+        ([], 2, "Missing option '--run'"),
+    ],
+)
+def test_join_takes_the_run_as_its_first_word(arguments: list[str], code: int, said: str) -> None:
+    refused = CliRunner().invoke(main, ["join", *arguments])
+    assert (refused.exit_code, said in refused.output) == (code, True), refused.output
 
 
 def test_two_volunteers_in_one_run_are_told_apart_by_their_peer_ids(state: Path) -> None:

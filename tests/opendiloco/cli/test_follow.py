@@ -134,6 +134,7 @@ class Model(LocalState):
         said = f"diloco-peer follow --run {facts.run_id} --initial-peer ADDRESS --data TEXTS --export "
         assert facts.command.startswith(said)
         assert facts.contributors == 2
+        assert [point.outer_step for point in facts.curve] == list(range(2, facts.outer_steps + 1, 2)), "all of them"
         folder.mkdir()
         (folder / "README.md").write_text(str(facts.outer_steps))
 

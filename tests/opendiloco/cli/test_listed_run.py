@@ -11,10 +11,13 @@ from opendiloco.cli import status
 from opendiloco.cli.status import NOT_MEASURED
 from opendiloco.cli.status import _ListedRun as ListedRun
 from opendiloco.config.run_config import RunConfig
+from opendiloco.dashboard.watching import RunHistory
 from opendiloco.quantities import in_words
 from opendiloco.run import Run
+from opendiloco.tools.doctor.examination import _check_run
 from opendiloco.view.run_view import RunView
 from opendiloco.workers.needs import Needs
+from peers.errors import ManifestError
 from peers.presence.heartbeat import PeerState
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -48,6 +51,46 @@ def test_a_manifest_may_leave_defaults_out(small_content: dict[str, Any]) -> Non
     manifest = SignedManifest.create(Identity.generate(), "small", content)
     listed = ListedRun(manifest.run_id, view=RunView(Run.from_manifest(manifest), ()))
     assert listed.plain()["model"] == "llama"
+
+
+ABOUT = {
+    "title": "Verse",
+    "description": "A model of verse.",
+    "licence": "cc0-1.0",
+    "link": "https://example.org/verse",
+}
+
+
+def test_a_run_says_what_it_is_for(small_content: dict[str, Any]) -> None:
+    run = Run.sign(RunConfig.from_manifest_content(small_content | {"about": ABOUT}), Identity.generate())
+    listed = ListedRun(run.run_id, view=RunView(run, ()))
+    said = ["Verse: A model of verse.", "licence cc0-1.0 · https://example.org/verse"]
+    assert list(listed.lines())[2:4] == [f"  {line}" for line in said]
+    assert listed.plain()["about"] == ABOUT | {"contact": None}
+    assert "; ".join(said) in _check_run(RunView(run, ())).found
+    history = RunHistory(run, addresses=("/ip4/192.0.2.2/tcp/1/p2p/A", "/ip4/192.0.2.3/tcp/1/p2p/B"))
+    shown = history.sections()["run"]
+    assert (shown["about"], shown["join"]) == (
+        said,
+        f"diloco-peer join diloco:{run.run_id}@/ip4/192.0.2.2/tcp/1/p2p/A,/ip4/192.0.2.3/tcp/1/p2p/B",
+    )
+    assert RunHistory(run).sections()["run"]["join"] == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("title", "a\nb", "has line breaks or control characters. Write it in one line."),
+        ("description", "\x1b[2J", "has line breaks or control characters"),
+        ("licence", "a" * 501, "too long. Use at most 500 characters."),
+        ("link", "javascript:alert(1)", "not the address of a web page. Use one such as https://example.org/run."),
+    ],
+)
+def test_words_about_a_run_that_are_refused(key: str, value: str, said: str, small_content: dict[str, Any]) -> None:
+    with pytest.raises(ManifestError) as caught:
+        RunConfig.from_manifest_content(small_content | {"about": {key: value}})
+    assert f"about.{key} = " in str(caught.value)
+    assert said in str(caught.value)
 
 
 def test_a_strangers_words_do_not_rewrite_the_list(small_content: dict[str, Any]) -> None:

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opendiloco.config.data import MixturePhase
+from opendiloco.config.data import MixturePhase, SourceSection
 from opendiloco.config.run_config import RunConfig
+from opendiloco.data import training_data
 from opendiloco.data.corpus import Document
 from opendiloco.data.sample_order import HeldOutWindows, Mixture, Windows
 from opendiloco.data.token_files import TokenCache
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.data.training_data import TrainingData, load_data
+from opendiloco.data.training_data import TokenizedSource, TrainingData, load_data
 from opendiloco.errors import DataError
 
 END = ByteTokenizer.end
@@ -46,6 +47,60 @@ def test_too_small_a_corpus(small_content: dict[str, Any], part: str, changes: d
     with pytest.raises(DataError, match=rf"has \d+ {part} windows of 16 tokens; a batch needs") as caught:
         load_data(config, ByteTokenizer())
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("sizes", "held_out"),
+    [
+        ([1200], [400]),  # the only document
+        ([0, 1200, 0], [400]),
+        ([3000, 50, 50, 50], [1000]),  # a long one, of 2,000 bytes or more, beside short ones
+        ([3000, 2000], [1000, 667]),
+    ],
+)
+def test_of_a_long_document_and_of_the_only_one_the_end_is_held_out(
+    small_content: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: list[int],
+    held_out: list[int],
+) -> None:
+    monkeypatch.setattr(training_data, "LONG", 2000)
+    for number, size in enumerate(sizes):
+        (tmp_path / f"{number}.txt").write_bytes(bytes(n % 251 for n in range(size)))
+    section = SourceSection(source=str(tmp_path))
+    source = TokenizedSource(section, 1 / 3, ByteTokenizer(), TokenCache(tmp_path / "cache"))
+    pieces = [(part, tokens) for part, tokens in source.pieces() if len(tokens) > 51]
+    assert [len(tokens) for part, tokens in pieces if part] == held_out
+    assert all(tokens[-1] == END for _, tokens in pieces)
+    both = zip(pieces[::2], pieces[1::2], strict=True)
+    read = [np.concatenate([trained[:-1], apart[:-1]]) for (_, trained), (_, apart) in both]
+    assert [tokens.tolist() for tokens in read] == [[n % 251 for n in range(size)] for size in sizes if size > 51]
+    assert len([part for part, _ in source.pieces(only_held_out=True) if part]) >= len(held_out)
+
+
+def test_documents_without_text_or_in_another_encoding_are_counted(
+    small_content: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    (tmp_path / "a.txt").write_bytes(b"")
+    (tmp_path / "b.txt").write_bytes("Zwölf Boxkämpfer".encode("latin-1") * 100)
+    (tmp_path / "c.txt").write_bytes("Zwölf Boxkämpfer".encode() * 100)
+    source = TokenizedSource(SourceSection(source=str(tmp_path)), 0.5, ByteTokenizer(), TokenCache(tmp_path / "cache"))
+    assert len(list(source.pieces())) == 2
+    assert "1 of 3 documents are empty, and left out" in caplog.text
+    assert "1 of 3 documents are not UTF-8, such as b.txt; convert them" in caplog.text
+    for name in "bc":
+        (tmp_path / f"{name}.txt").write_bytes(b"")
+    with pytest.raises(DataError, match="all 3 documents are empty or null"):
+        list(source.pieces())
+
+
+def test_a_held_out_part_that_is_far_from_the_wanted_one_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    training_data.check_share("good", 0.05, 9_000, 1_000)
+    assert not caplog.text
+    training_data.check_share("texts", 0.05, 8_000, 2_000)
+    assert "'texts': 20.0% is held out, and data.held_out = 0.05; cut the text into more documents" in caplog.text
 
 
 # Mixtures ------------------------------------------------------------------------------------------------------

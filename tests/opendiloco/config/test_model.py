@@ -146,7 +146,13 @@ def test_what_transformers_objects_to_is_said_whole(small_content: dict[str, Any
     [
         ({"hiden_size": 8}, "model.config.hiden_size = 8: llama has no such setting. Did you mean hidden_size?"),
         ({"model_type": "lama"}, "model.config.model_type = 'lama': transformers knows no such architecture."),
-        ({"model_type": "clip_text_model"}, "model.config"),
+        *(
+            (
+                {"model_type": name},
+                f"model.config.model_type = '{name}' is not a causal language model in transformers.",
+            )
+            for name in ("clip_text_model", "t5", "bert", "roberta", "xlnet", "bert-generation")
+        ),
         ({"hidden_size": "wide"}, "model.config: transformers refuses it"),
     ],
 )
@@ -160,6 +166,22 @@ def test_models_that_transformers_does_not_know(
             refuse(RunConfig.from_manifest_content(content), ByteTokenizer())
         assert str(caught.value).startswith(said)
         assert re.search(r"[.!?]( [A-Z][^.!?]*[.!?])*$", caught.value.message)
+
+
+def test_a_config_that_was_pasted_is_taken(small_content: dict[str, Any]) -> None:
+    """The tokenizer says which its special tokens are; settings whose place has changed count."""
+    content = copy.deepcopy(small_content)
+    pasted = {"architectures": ["LlamaForCausalLM"], "transformers_version": "4.31.0", "use_cache": True}
+    pasted |= {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": -1, "pretraining_tp": 1}
+    pasted |= {"rope_theta": 77.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    content["model"]["config"].update(pasted)
+    settings = build_skeleton(RunConfig.from_manifest_content(content), ByteTokenizer()).config
+    assert {key: getattr(settings, key) for key in ByteTokenizer.special} == ByteTokenizer.special
+    assert settings.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0}
+    content["model"]["config"] = content["model"]["config"] | {"model_type": "bert", "is_decoder": True}
+    for key in ("rope_theta", "rope_scaling", "pretraining_tp"):
+        del content["model"]["config"][key]
+    build_skeleton(RunConfig.from_manifest_content(content), ByteTokenizer())
 
 
 def test_a_model_that_would_not_fit_here_can_be_checked(small_content: dict[str, Any]) -> None:

@@ -274,6 +274,8 @@ def test_while_nobody_can_say_which_runs_there_are_the_known_ones_are_shown(
 
 # Sources --------------------------------------------------------------------------------------------------------
 class Network:
+    addresses = ("/ip4/192.0.2.2/tcp/1/p2p/Node",)
+
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
         return []
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import codecs
+import gzip
 import json
 import sysconfig
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 
 from opendiloco.config.data import SourceSection
+from opendiloco.data import corpus
 from opendiloco.data.corpus import Document, open_corpus
 from opendiloco.errors import DataError
 
@@ -82,7 +85,7 @@ def test_splits(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows", "jsonl", ["other"], "test")
     assert texts(source(tmp_path / "rows", column="body", split="test")) == ["other"]
     assert texts(source(tmp_path / "rows", column="body", split="train[1:]")) == ROWS[1:]
-    with pytest.raises(DataError, match="split 'tset', cannot be loaded"):
+    with pytest.raises(DataError, match=r"data.split = 'tset' is not in .* Choose one of: test, train"):
         texts(source(tmp_path / "rows", column="body", split="tset"))
 
 
@@ -129,7 +132,7 @@ def test_of_a_parquet_file_only_the_row_groups_of_a_shard_are_read(tmp_path: Pat
     (tmp_path / "train.parquet").write_bytes(damaged)
     section = source(tmp_path, column="body", shards=5, windows_per_shard=10)
     assert [text[:2] for text in texts(section, 2)] == ["06", "07", "08", "21", "22", "23"]
-    with pytest.raises(DataError, match="cannot be loaded"):
+    with pytest.raises(DataError, match=r"column 'body': .*train.parquet cannot be read: .*Invalid data"):
         texts(section, 1)
 
 
@@ -164,3 +167,113 @@ def test_held_out_is_a_fixed_draw_with_the_given_probability() -> None:
     chosen = {document for document in documents if document.is_held_out(0.05)}
     assert 140 < len(chosen) < 260
     assert chosen <= {document for document in documents if document.is_held_out(0.1)}
+
+
+def test_a_file_or_a_pattern_is_a_source(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("plain", encoding="utf-8")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"two\nlines"))
+    for kind in ("jsonl", "parquet", "csv"):
+        write_rows(tmp_path / kind, kind, ROWS)
+        assert texts(source(tmp_path / kind / f"train.{kind}", column="body")) == ROWS
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "row"}\n'))
+    assert texts(source(tmp_path / "a.txt")) == ["plain"]
+    assert texts(source(tmp_path / "*.txt*")) == ["plain", "two\nlines"]
+    assert texts(source(tmp_path / "c.jsonl*")) == ["row"]
+    with pytest.raises(DataError, match=r"has files of the formats csv, json\.") as caught:
+        texts(source(tmp_path / "**" / "train.[cj]s*"))
+    assert ".jsonl" in caught.value.remedy
+    with pytest.raises(DataError, match=r"is not on this machine"):
+        texts(source(tmp_path / "*.rst"))
+    with pytest.raises(DataError, match=rf"has a tilde. Write it out: {Path.home()}/nowhere/texts"):
+        texts(SourceSection(source="~/nowhere/texts"))
+
+
+LINES = '{"text": "one"}\n{"text": "two", "meta": 1}\n{"meta": {"a": "b"}, "text": "three"}\n'
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("files", "read"),
+    [
+        ({"a.jsonl": '{"text": "one"}\n', "b.jsonl": '{"text": "two", "meta": 1}\n'}, ["one", "two"]),
+        ({"a.jsonl": LINES}, ["one", "two", "three"]),
+        ({"a.jsonl": f"\ufeff{LINES}"}, ["one", "two", "three"]),
+        ({"a.jsonl": '{"meta": 1}\n{"text": "one"}\n{"text": null}\n'}, ["", "one", ""]),
+        ({"a.jsonl": '{"text": "one"}\n{"text": "tw\nno\n{"text": "\\ud800"}\n'}, ["one", "?"]),
+        ({"a.jsonl": "", "b.jsonl": '{"text": "two"}'}, ["two"]),
+        ({"a.csv": "text,n\none,1\n", "b.csv": "m,text\n2,two\n"}, ["one", "two"]),
+    ],
+)
+def test_only_the_named_column_is_read(tmp_path: Path, files: dict[str, str], read: list[str], streaming: bool) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert texts(source(tmp_path, streaming=streaming)) == read
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_parquet_files_that_differ_in_other_columns(tmp_path: Path, streaming: bool) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"text": ["one"]}), tmp_path / "a.parquet")
+    parquet.write_table(pa.table({"n": [1.5], "text": ["two"]}), tmp_path / "b.parquet")
+    parquet.write_table(pa.table({"n": [1.5]}), tmp_path / "c.parquet")
+    assert texts(source(tmp_path, streaming=streaming)) == ["one", "two", ""]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.jsonl", "", "has no rows"),
+        ("a.jsonl", "no\n", "has no rows; 1 are no JSON objects"),
+        ("a.jsonl", '{"body": "a", "n": 1}\n', r"data.column = 'text' is not in .* Choose one of: body, n\."),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"text": [1]}\n',
+            r"column 'text': .*a\.jsonl cannot be read: some rows have list and some str",
+        ),
+        ("a.csv", "text,n\none,1\ntwo,1,2\n", r"a\.csv cannot be read: .*Expected 2 fields in line 3, saw 3"),
+        ("a.csv", "", r"a\.csv cannot be read: No columns"),
+        ("a.csv", "n;text\n1;one\n", r"Choose one of: n;text\. A CSV file begins with their names, with commas"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_its_file_and_cause(tmp_path: Path, name: str, text: str, said: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match=said):
+        texts(source(tmp_path))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_byte_order_mark_names_the_encoding_and_is_no_text(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.txt").write_bytes("zwölf".encode(encoding))
+    (tmp_path / "b.txt").write_bytes(codecs.BOM_UTF16_LE + b"odd")
+    read = [document.text for document in open_corpus(source(tmp_path)).documents()]
+    assert read == ["zwölf".encode(), codecs.BOM_UTF16_LE + b"odd"]
+
+
+def test_hidden_files_are_no_text_of_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / ".texts"
+    for name in ("a.txt", ".b.txt", ".git/c.txt", "d/.e/f.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name, encoding="utf-8")
+    assert texts(source(folder)) == ["a.txt"]
+
+
+def test_keys_that_text_files_do_not_have_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+    assert texts(source(tmp_path)) == ["text"]
+    assert not caplog.text
+    texts(source(tmp_path, split="test"))
+    assert "has text files: data.split = 'test' and data.column = 'text' have no say" in caplog.text
+
+
+def test_another_column_is_not_that_of_an_earlier_reading(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "body": "two"}\n', encoding="utf-8")
+    assert [texts(source(tmp_path, column=column)) for column in ("text", "body")] == [["one"], ["two"]]
+
+
+def test_a_text_file_that_is_too_long_for_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "LONGEST", 100)
+    (tmp_path / "a.txt").write_text("a" * 101, encoding="utf-8")
+    with pytest.raises(DataError, match=r"a.txt has 101 bytes; 100 is the most for one document. .* split"):
+        texts(source(tmp_path))

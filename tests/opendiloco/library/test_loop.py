@@ -10,6 +10,7 @@ import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,12 @@ def begin_process_group(kind: str) -> None:
         dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     else:
         dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+
+
+def test_what_steps_no_torch_optimizer_is_refused_before_anything_is_joined() -> None:
+    """Regression: it joined, and raised AttributeError in the middle of the first outer step."""
+    with pytest.raises(LoopError, match=r"the inner optimizer is a SimpleNamespace, not one of torch\.optim"):
+        DiLoCo(torch.nn.Linear(3, 2), SimpleNamespace(step=print), "tiny-1")  # type: ignore[arg-type]
 
 
 def test_a_model_in_a_type_that_cannot_be_trained_is_refused_in_one_line() -> None:

@@ -382,5 +382,8 @@ def test_a_models_folder_has_its_own_weights(small_content: dict[str, Any], fold
         build_model(of_folder(small_content, folder), ByteTokenizer())
     index.unlink()
     (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ManifestError, match="it is an adapter to another model"):
-        build_model(of_folder(small_content, folder), ByteTokenizer())
+    for missing in ((), ("config.json",)):
+        for name in missing:
+            (folder / name).unlink()
+        with pytest.raises(ManifestError, match="it is an adapter to another model"):
+            build_model(of_folder(small_content, folder), ByteTokenizer())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from opendiloco.config.data import SourceSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import BEGIN, END, PADDING, ByteTokenizer
 from opendiloco.errors import MachineError
@@ -68,7 +69,7 @@ def test_the_model_card_states_the_runs_facts(small_config: RunConfig, tmp_path:
 
 
 def test_the_card_has_curve_data_contributors_and_the_command(small_config: RunConfig, tmp_path: Path) -> None:
-    points = tuple(CurvePoint(outer_step=8 * step, loss=5 / (1 + step), tokens=100 * step) for step in range(50))
+    points = tuple(CurvePoint(outer_step=8 * step, loss=5 / (1 + step), tokens=100 * step) for step in range(300))
     known = {"bits_per_byte": 1.25, "contributors": 17, "curve": points, "versions": {"torch": "2.13"}}
     facts = FACTS.model_copy(update=known | {"command": "diloco-peer export --initial-peer ADDRESS --out model"})
     export_model(build_model(small_config, ByteTokenizer()), ByteTokenizer(), tmp_path, small_config, facts)
@@ -79,24 +80,39 @@ def test_the_card_has_curve_data_contributors_and_the_command(small_config: RunC
         "| weights | float32 |",
         "| outer step | tokens | held-out loss |",
         "| 0 | 0 | 5.0000 |",
-        "| 392 | 4,900 | 0.1000 |",
-        f"| `{small_config.data.source}` (split `train`) | 100.0% |",
-        "Windows of 16 tokens. Tokenizer: bytes. 20.0% of the documents",
+        "| 2392 | 29,900 | 0.0167 |",
+        "| text that each volunteer had | 100.0% |",
+        "Windows of 16 tokens. Tokenizer: bytes. About 20.0% of the text",
         "```sh\ndiloco-peer export --initial-peer ADDRESS --out model\n```",
+        "at least 17 peers trained 345,678 tokens in 12 outer steps.",
+        "up to 4 inner steps at a time with adamw, in batches of\n2 windows, at a learning rate of up to 0.01.",
         "torch 2.13. Here `ADDRESS` is the address of one of the run's bootstrap nodes. ",
     ):
         assert said in card, said
     rows = card.partition("| held-out loss |\n")[2].partition("\n\n")[0].splitlines()
     assert len(rows) == 1 + ROWS
+    assert str(small_config.data.source) not in card, "a folder of this machine's"
+    hub = SourceSection(source="some/texts")
+    assert "`some/texts` (split `train`)" in _model_card(small_config, facts.model_copy(update={"sources": (hub,)}))
     whole = _model_card(small_config, facts.model_copy(update={"knows_all": True}))
     assert "| peers that contributed | 17 |" in whole
 
 
 def test_a_strangers_words_write_no_markdown_into_the_card(small_content: dict[str, Any]) -> None:
     words = "a`|\n# b</td>[c](d)"
-    data = {"sources": [{"source": words, "subset": words}]}
+    data = {"sources": [{"source": "some/texts", "subset": words}]}
     card = _model_card(RunConfig.model_validate(small_content | {"data": data}), FACTS)
-    assert "| `a # b/td[c](d)` (subset `a # b/td[c](d)`, split `train`) | 100.0% |" in card
+    assert "| `some/texts` (subset `a # b/td[c](d)`, split `train`) | 100.0% |" in card
+
+
+def test_the_card_says_what_the_organiser_says_of_the_run(small_content: dict[str, Any]) -> None:
+    about = {
+        "title": "Verse <b>",
+        "description": "A model\u00a0of verse.".replace("\u00a0", " "),
+        "licence": 'cc0-1.0"',
+    }
+    card = _model_card(RunConfig.model_validate(small_content | {"about": about}), FACTS)
+    assert '\nlicense: "cc0-1.0\\""\n---\n\n# Verse b\n\nA model of verse.\n\nA language model' in card
 
 
 def test_without_a_curve_the_card_has_none(small_config: RunConfig, tmp_path: Path) -> None:

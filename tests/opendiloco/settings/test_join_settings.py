@@ -119,8 +119,14 @@ def test_a_file_that_is_named_has_to_be_there(tmp_path: Path) -> None:
         (["--keep", "-1"], "--keep"),
         (["--track", "nothing"], "Invalid value for '--track': nothing: 'nothing' is neither tensorboard:FOLDER"),
         (["--max-memory", "1e300"], "'--max-memory': 1e+300"),
-        (["--team", " a "], "Invalid value for '--team':  a : ' a ' is no name of a team: give 1 to 32 printable"),
-        (["--data", "/no/such/folder"], "Invalid value for '--data': /no/such/folder: there is no such folder."),
+        (
+            ["--team", " a "],
+            "Invalid value for '--team':  a : ' a ' is no name of a team or peer: give 1 to 32 printable",
+        ),
+        (
+            ["--data", "/no/such/folder"],
+            "Invalid value for '--data': /no/such/folder: there is no such file or folder.",
+        ),
     ],
 )
 def test_a_wrong_option_is_named(arguments: list[str], said: str) -> None:
@@ -138,7 +144,7 @@ def test_a_folder_of_the_file_has_to_be_there_for_those_who_read_it(tmp_path: Pa
     assert paused.exit_code == 6, "there is no volunteer"
     joined = CliRunner().invoke(main, ["--config", str(file), "join", "--run", "tiny-x"])
     assert joined.exit_code == 2
-    assert "'--data': /no/such/folder: there is no such folder." in joined.stderr
+    assert "'--data': /no/such/folder: there is no such file or folder." in joined.stderr
 
 
 def test_a_wrong_variable_is_wrong_usage() -> None:

@@ -21,6 +21,7 @@ from opendiloco.kernels import quantize_difference
 from opendiloco.run import Run
 from opendiloco.storage import archive as archives
 from opendiloco.storage.archive import Archive, ArchivedRun, _DiskRoom, _NoRoomError
+from opendiloco.storage.run_folder import read_curve
 from opendiloco.training.codec import BLOCK_VALUES, BlockCodec
 from peers.errors import LocalProtocolError
 from peers.log.folder import LogFolder
@@ -32,7 +33,7 @@ from peers.messages.packing import unpack_message
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.known_runs import KnownRuns
 from peers.network.transport import HivemindTransport
-from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.presence.heartbeat import Heartbeat, HeldOutLoss, PeerState
 from peers.transfer.lineage_fetch import LineageFetch
 from peers.transfer.payloads import Payloads, serve_proofs
 from peers.transfer.snapshots import Snapshot
@@ -42,7 +43,8 @@ from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHead, SignedHeads, pack_heads
 from peers.values.wire import digest_of
 from tests.peers.fakes import FakeTransport
-from tests.peers.logs import CERTIFIED, next_header
+from tests.peers.heartbeats import beat
+from tests.peers.logs import CERTIFIED, log_at, next_header
 
 VALUES = 3000
 NODE = Identity.generate()
@@ -387,6 +389,22 @@ def test_without_anybody_there_it_waits(run: Run, tmp_path: Path) -> None:
     assert kept.end.last is None
 
 
+def test_it_keeps_the_losses_that_peers_tell_of_steps_that_they_have_taken(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: only a node with a dashboard did, so that an export from an archive had no curve."""
+    kept, every = archive(run, tmp_path), run.config.evaluation.every
+    log = log_at(every + 1)
+    told = [(every, 2.5), (every + 1, 1.0), (2 * every, 0.5)]
+    beats = [beat(f"peer{step}", log, held_out=HeldOutLoss(index=step, loss=loss)) for step, loss in told]
+    monkeypatch.setattr(Network, "heartbeats", answering(beats))
+    monkeypatch.setattr(Network, "connect", answering(None), raising=False)
+    monkeypatch.setattr(archives, "ask_size", failing)
+    with pytest.raises(PeerUnreachableError):
+        asyncio.run(kept.follow())
+    assert read_curve(kept.folder.held_out) == {every: 2.5}
+
+
 def test_who_says_most_and_has_nothing_that_is_kept_does_not_keep_it_from_others(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -455,6 +473,10 @@ def test_a_peer_that_is_busy_or_gone_is_nothing_to_warn_of(
     asyncio.run(kept.follow())
     told = [record.levelname for record in caplog.records if str(error) in record.getMessage()]
     assert told == [level]
+
+
+async def failing(*_: object) -> None:
+    raise PeerUnreachableError("a", "it is silent")
 
 
 def answering(what: object) -> Callable[..., Awaitable[object]]:

@@ -14,7 +14,7 @@ from opendiloco.data.sample_order import HeldOutWindows, Windows
 from opendiloco.data.tokenizer import BEGIN, END, ByteTokenizer
 from opendiloco.evaluation_turns import bits_per_byte
 from opendiloco.run import Run
-from opendiloco.storage.run_folder import HeldOutCurve, read_curve
+from opendiloco.storage.run_folder import HeldOutCurve, kept_losses, read_curve
 from opendiloco.view.curves import Curves, configuration_of
 from opendiloco.view.run_view import RunView
 from opendiloco.workers.options import WorkerOptions
@@ -41,6 +41,14 @@ def test_losses_outlive_the_process(tmp_path: Path) -> None:
     assert second.losses == {8: 2.5, 16: 2.0}
     assert second.add(24, 1.5)
     assert read_curve(path) == {8: 2.5, 16: 2.0, 24: 1.5}
+
+
+def test_all_losses_that_this_machines_volunteers_have_heard_of(tmp_path: Path) -> None:
+    for peer, step in (("a", 8), ("b", 16)):
+        (tmp_path / "run-1" / peer).mkdir(parents=True)
+        HeldOutCurve(tmp_path / "run-1" / peer / "held_out.jsonl").add(step, 2.0)
+    assert kept_losses("run-1", tmp_path) == {8: 2.0, 16: 2.0}
+    assert kept_losses("run-2", tmp_path) == {}
 
 
 def test_what_is_no_loss_in_the_file_is_passed_over(tmp_path: Path) -> None:

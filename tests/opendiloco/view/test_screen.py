@@ -47,6 +47,15 @@ def test_wide_rows_fit_80_columns() -> None:
         assert text in shown
 
 
+def test_a_nickname_stands_beside_the_end_of_the_peer_id_and_is_no_markup(small_config: RunConfig) -> None:
+    row = row_of(beat(PeerState.TRAINING, 2).model_copy(update={"name": "[red]Anna of the hill"}), small_config)
+    assert row.name == f"[red]An…{PEER[-4:]}"
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as capture:
+        console.print(peers_table([row]))
+    assert row.name in capture.get()
+
+
 @pytest.mark.parametrize(
     ("state", "index", "shown"),
     [(PeerState.TRAINING, 6, "training"), (PeerState.TRAINING, 7, "finished"), (PeerState.LEAVING, 7, "leaving")],

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from opendiloco.cli.group import main
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.errors import CheckpointError
 from opendiloco.model.build import build_model
 from opendiloco.run import Run
 from opendiloco.storage.files import file_header, file_name
@@ -95,7 +96,7 @@ def test_a_sample_of_a_checkpoint(kept: Kept, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("peers ")
     assert done.stdout.count("peers ") == 2
-    assert "after 3 outer steps" in done.stderr
+    assert "after 6 outer steps" in done.stderr
 
 
 def test_text_that_the_manifest_names_is_not_opened(
@@ -140,7 +141,7 @@ def test_the_model_between_two_checkpoints_is_written_and_pushed(kept: Kept, tmp
 
 
 @pytest.mark.parametrize(
-    ("index", "start", "end"), [(None, 3, 3), (1, 1, 1), (2, 1, 2), (3, 3, 3), (5, 3, 5), (6, 3, 6)]
+    ("index", "start", "end"), [(None, 3, None), (1, 1, 1), (2, 1, 2), (3, 3, 3), (5, 3, 5), (6, 3, 6)]
 )
 def test_where_a_model_comes_from(index: int | None, start: int, end: int, kept: Kept) -> None:
     for source in (kept.folder.path, kept.folder.checkpoints):
@@ -149,6 +150,17 @@ def test_where_a_model_comes_from(index: int | None, start: int, end: int, kept:
         assert origin.folder.log == kept.folder.log
     one = find_origin(kept.checkpoint(1), index)
     assert (one.checkpoint.index, one.index) == (1, index or 1)
+
+
+def test_a_folder_above_will_do_where_it_has_one_run(kept: Kept, tmp_path: Path) -> None:
+    here = kept.folder.path
+    for above in (here.parent, here.parent.parent):
+        assert find_origin(above).folder.log == kept.folder.log
+    for name in ("PeerA", "PeerB"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        shutil.copy(kept.folder.manifest, tmp_path / "run" / name)
+    with pytest.raises(CheckpointError, match=r"has 2 runs or peers. Choose one: .*PeerA, .*PeerB"):
+        find_origin(tmp_path)
 
 
 def test_a_checkpoint_alone_will_do(kept: Kept, tmp_path: Path) -> None:

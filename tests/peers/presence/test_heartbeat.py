@@ -26,7 +26,7 @@ from peers.presence.heartbeat import (
 from peers.values.identity import SIGNATURE_BYTES, Identity
 from peers.values.manifest import AMENDMENT_LIMIT, AMENDMENTS_LIMIT, Amendment
 from peers.values.tickets import SHOWN_BYTES
-from peers.values.wire import PROTOCOL_VERSION, check_team, decode, pack
+from peers.values.wire import PROTOCOL_VERSION, check_nickname, decode, pack
 
 IDENTITY = Identity.generate()
 RUN = "tiny-" + "a" * 32
@@ -76,7 +76,7 @@ def test_largest_heartbeat_fits() -> None:
         "unreached": ("y" * TAIL,) * NAMED_PEERS,
     }
     counts |= {"trouble": "t" * 250, "ticket": bytes(SHOWN_BYTES), "endpoints": ("[2001:db8::5]:31338",) * 8}
-    largest = heartbeat(run="r" * 128, addresses=addresses, team="t" * 32, held_out=held_out, **counts)
+    largest = heartbeat(run="r" * 128, addresses=addresses, team="t" * 32, name="n" * 32, held_out=held_out, **counts)
     signed = largest.sign(IDENTITY)
     assert len(signed) <= SIZE_LIMIT
     assert Heartbeat.verify(signed) == largest
@@ -86,8 +86,10 @@ def test_largest_heartbeat_fits() -> None:
 def test_a_teams_name_is_short_and_plain(name: str) -> None:
     with pytest.raises(ValueError, match="team"):
         heartbeat(team=name)
+    with pytest.raises(ValueError, match="name"):
+        heartbeat(name=name)
     with pytest.raises(ValueError, match="no name of a team"):
-        check_team(name)
+        check_nickname(name)
 
 
 def test_only_the_peer_itself_signs() -> None:

@@ -29,6 +29,7 @@ from opendiloco.tools.plan import Peer, Plan, forecast
 from opendiloco.view.run_view import RunView
 from opendiloco.workers.needs import UTILISATION, needs_of
 from opendiloco.workers.options import WorkerOptions
+from peers.presence.heartbeat import PeerState
 from peers.values.identity import Identity
 from peers.values.workload import Progress
 from tests.opendiloco.view.test_agreement import beat
@@ -47,11 +48,22 @@ def assert_finding(finding: Finding, verdict: Verdict, says: str) -> None:
 
 @pytest.mark.parametrize(
     ("positions", "verdict", "says"),
-    [([3], PASS, ": 1 peer there, outer step 3 of 12"), ([11, 12], WARN, "finished"), ([], PASS, "0 peers")],
+    [
+        ([3], PASS, ": 1 peer there, outer step 3 of 12"),
+        ([11, 12], WARN, "finished"),
+        ([], PASS, "0 peers there, outer step 0"),
+        ([-7], PASS, "0 peers and 1 archive there, outer step 7 of 12"),
+        ([3, -4], PASS, "1 peer and 1 archive there, outer step 4 of 12"),
+        ([-12], WARN, "finished"),
+    ],
 )
 def test_a_run(positions: list[int], verdict: Verdict, says: str, config: RunConfig) -> None:
+    """Archives have negative positions."""
     run = Run.sign(config.model_copy(update={"outer_steps": 12}), Identity.generate())
-    beats = [beat(f"peer{number}", index) for number, index in enumerate(positions)]
+    beats = [
+        beat(f"peer{number}", abs(index), state=PeerState.ARCHIVING if index < 0 else PeerState.TRAINING)
+        for number, index in enumerate(positions)
+    ]
     assert_finding(_check_run(RunView(run, beats)), verdict, says)
 
 

@@ -88,6 +88,27 @@ def test_a_file_that_cannot_be_written_is_named(links: Path, tmp_path: Path, mon
     assert "cannot write nowhere/plan.json: No such file or directory." in done.stderr
 
 
+def test_a_model_that_is_too_small_for_any_link_says_so(links: Path, tmp_path: Path) -> None:
+    """Regression: a row of dashes, and no word."""
+    run = tmp_path / "run.toml"
+    run.write_text((ROOT / "examples" / "tiny.toml").read_text(), encoding="utf-8")
+    links.write_text(LINKS.replace("step_seconds = 0.1", 'gpu = "RTX 4090"'), encoding="utf-8")
+    done = CliRunner().invoke(main, ["plan", str(run), "--peers", str(links)])
+    assert done.exit_code == 0, done.output
+    assert "-: no bandwidth does it" in done.output
+    assert "Raise training.inner_steps = 10, or train a larger model." in done.output
+
+
+def test_only_the_mistakes_in_a_table_are_told(links: Path) -> None:
+    """Regression: it was said, too, that there were no peers."""
+    links.write_text("[[peers]]\nup = 20\n", encoding="utf-8")
+    said = plan(links).stderr
+    assert "peers.0.up_mbit: is missing" in said
+    assert "at least 1 item" not in said
+    links.write_text("peers = []\n", encoding="utf-8")
+    assert "peers = []: too few. Give at least 1." in plan(links).stderr
+
+
 def test_an_unknown_gpu_is_named(links: Path) -> None:
     links.write_text(LINKS.replace("step_seconds = 0.1", 'gpu = "NVIDIA Riva 128"'), encoding="utf-8")
     done = plan(links)
