@@ -23,7 +23,7 @@ from opendiloco.dashboard.watching import Board, NodeSources, RunWatch, Source, 
 from peers.errors import LocalNetworkError
 from peers.network.contacts import is_loopback
 from peers.network.own_network import network_of
-from peers.values.system import cancel_and_wait
+from peers.values.system import cancel_and_wait, start_task
 
 if TYPE_CHECKING:
     from opendiloco.storage.archive import Archive
@@ -180,7 +180,7 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
     handler, networks = runner.server, dict[_Connection, str]()
     assert handler is not None
     server = await asyncio.get_running_loop().create_server(lambda: _Connection(handler(), networks), sock=listening)
-    looking = asyncio.create_task(watching.keep_looking())
+    looking = start_task(watching.keep_looking())
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ from opendiloco.owner.conditions import Condition
 from opendiloco.owner.controls import Answer, Request
 from opendiloco.owner.facts import Facts
 from opendiloco.quantities import duration
-from peers.values.system import cancel_and_wait
+from peers.values.system import cancel_and_wait, start_task
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ def _since_start() -> float:
 @asynccontextmanager
 async def watching(watch: OwnersWatch) -> AsyncIterator[None]:
     """Watch the machine, and the volunteer that begins meanwhile, until the context ends."""
-    task = asyncio.create_task(watch.watch())
+    task = start_task(watch.watch())
     try:
         yield
     finally:

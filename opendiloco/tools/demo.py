@@ -42,7 +42,7 @@ from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.values.identity import Identity
-from peers.values.system import cancel_and_wait, make_private_folder
+from peers.values.system import cancel_and_wait, make_private_folder, start_task
 
 LINES_SHOWN = 10  # of a process that did not start, the last ones; its log has all
 LOG_SECONDS = 0.1  # between two looks for a line
@@ -306,7 +306,7 @@ async def _train_and_export(swarm: _Swarm, transport: HivemindTransport) -> Demo
     """Watch the volunteers from their start to the exported model."""
     async with AsyncExitStack() as stack:
         # An onlooker's own worker, which evaluates the model before and after and does nothing in between.
-        starting = asyncio.create_task(stack.enter_async_context(working(swarm.run)))
+        starting = start_task(stack.enter_async_context(working(swarm.run)))
         try:
             while not starting.done():
                 await _look(swarm, transport)

@@ -32,7 +32,7 @@ from peers.errors import DilocoPeerError
 from peers.log.folder import RunLog
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.states import State
-from peers.values.system import cancel_and_wait
+from peers.values.system import cancel_and_wait, start_task
 from peers.values.wire import Reach
 
 if TYPE_CHECKING:
@@ -413,7 +413,7 @@ class JoinView(ABC):
     async def showing(self, reader: ProgressReader) -> AsyncIterator[None]:
         """Show how training goes, for as long as the context lasts."""
         self._is_training = True
-        beside = [asyncio.create_task(self.show(reader)), asyncio.create_task(_read_machine(reader))]
+        beside = [start_task(self.show(reader)), start_task(_read_machine(reader))]
         try:
             yield
         finally:

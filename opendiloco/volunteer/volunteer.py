@@ -51,7 +51,7 @@ from peers.protocol.states import State
 from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
-from peers.values.system import cancel_and_wait, now
+from peers.values.system import cancel_and_wait, now, start_task
 from peers.values.tickets import Ticket
 from peers.values.workload import SnapshotError
 
@@ -248,11 +248,9 @@ class Volunteer:
 
     async def take_part(self) -> None:
         """Take part until `leave` is called. Raises: DilocoPeerError: what made going on impossible."""
-        driving = asyncio.create_task(self._driver.run())
-        keeping = asyncio.create_task(keep_announced(self._transport, self.run.manifest, self.others, self._remembered))
-        beside = [keeping, asyncio.create_task(self._listen_for_losses())]
-        for aside in beside:
-            aside.add_done_callback(_report_failure)
+        driving = start_task(self._driver.run())
+        keeping = start_task(keep_announced(self._transport, self.run.manifest, self.others, self._remembered))
+        beside = [keeping, start_task(self._listen_for_losses())]
         peer = self._driver.peer
         ends = [
             self._workload.trainer.wait_for_death(),
@@ -261,7 +259,7 @@ class Volunteer:
         ]
         if self._admission is not None:
             ends.append(shown_out(self._admission, peer.me))
-        failures = [asyncio.create_task(end) for end in ends]
+        failures = [start_task(end) for end in ends]
         try:
             done, _ = await asyncio.wait([driving, *failures], return_when=asyncio.FIRST_COMPLETED)
             broken: list[DilocoPeerError] = [end.result() for end in failures if end in done]
@@ -348,12 +346,6 @@ class Volunteer:
     def others(self) -> list[Heartbeat]:
         """Return the newest heartbeat of each other peer that is live."""
         return list(self._driver.peer.membership.live(now()).values())
-
-
-def _report_failure(task: asyncio.Task[None]) -> None:
-    """Log what ended a task that nobody waits for."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("a task beside training has ended: the run may not be findable any more", exc_info=error)
 
 
 @asynccontextmanager

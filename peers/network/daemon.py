@@ -38,7 +38,7 @@ from peers.network.own_network import network_at
 from peers.network.signals import signals_held_back
 from peers.presence.heartbeat import ADDRESS_LENGTH
 from peers.values.identity import Identity, is_peer_id
-from peers.values.system import open_private, sweep_folders, temporary_folder
+from peers.values.system import open_private, start_task, sweep_folders, temporary_folder
 
 logger = logging.getLogger(__name__)
 
@@ -288,7 +288,7 @@ async def _start(folder: Path, initial_peers: list[str], **options: Any) -> Daem
     _starting.set(attempts := list[Daemon]())
     # What asks us to leave is sent to our children, too: until p2pd has its own session, it waits, for both of us.
     with signals_held_back():
-        starting = asyncio.ensure_future(place.create(initial_peers=initial_peers, **options))
+        starting = start_task(place.create(initial_peers=initial_peers, **options))
         try:
             daemon: Daemon = await asyncio.shield(starting)
             attempts.clear()  # or our context would keep the daemon, and all that has listened to it, for good
@@ -344,7 +344,7 @@ async def _end(daemon: Daemon, ending: Awaitable[object]) -> None:
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
     """Do the work whole: a cancellation meanwhile is raised afterwards."""
-    task = asyncio.ensure_future(work)
+    task = start_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:

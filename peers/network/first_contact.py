@@ -21,7 +21,7 @@ from peers.network.contacts import is_public
 from peers.presence.heartbeat import ADDRESS_LENGTH, Heartbeat, PeerState
 from peers.values.identity import is_peer_id
 from peers.values.manifest import ADDRESS
-from peers.values.system import cancel_and_wait, write_whole
+from peers.values.system import cancel_and_wait, start_task, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ async def reach(start: Callable[[], Awaitable[T]], contacts: Sequence[str]) -> T
 
 async def which_answer(addresses: Sequence[str]) -> set[str]:
     """Return the addresses at which a libp2p node answers, when all that answer soon have done so."""
-    tasks = [asyncio.create_task(_answering(address)) for address in addresses]
+    tasks = [start_task(_answering(address)) for address in addresses]
     found: set[str] = set()
     try:
         with suppress(TimeoutError):

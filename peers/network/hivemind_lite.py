@@ -20,7 +20,7 @@ from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from peers.values.system import cancel_and_wait
+from peers.values.system import cancel_and_wait, start_task
 
 HEAVY_PACKAGES = ("hivemind", "hivemind.utils", "hivemind.dht")
 # What torch-free modules take from the package hivemind.utils instead of from its submodules.
@@ -109,11 +109,11 @@ def _ending_when_cancelled(traverse: Callable[..., Coroutine[Any, Any, Any]]) ->
     async def search(*arguments: Any, get_neighbors: Any, found_callback: Any = None, **options: Any) -> Any:
         is_over = asyncio.Event()
 
-        async def unless_over(work: Callable[..., Awaitable[Any]], *details: Any) -> Any:
+        async def unless_over(work: Callable[..., Coroutine[Any, Any, Any]], *details: Any) -> Any:
             """Return the result of a request; None when the search is over before."""
             if is_over.is_set():
                 return None
-            request, end = asyncio.ensure_future(work(*details)), asyncio.create_task(is_over.wait())
+            request, end = start_task(work(*details)), start_task(is_over.wait())
             try:
                 await asyncio.wait((request, end), return_when=asyncio.FIRST_COMPLETED)
                 return None if is_over.is_set() else request.result()
@@ -125,7 +125,7 @@ def _ending_when_cancelled(traverse: Callable[..., Coroutine[Any, Any, Any]]) ->
             return await unless_over(get_neighbors, node, queries) or dict.fromkeys(queries, ((), True))
 
         tell = found_callback and partial(unless_over, found_callback)
-        searching = asyncio.create_task(traverse(*arguments, get_neighbors=ask, found_callback=tell, **options))
+        searching = start_task(traverse(*arguments, get_neighbors=ask, found_callback=tell, **options))
         try:
             return await asyncio.shield(searching)
         except asyncio.CancelledError:

@@ -22,7 +22,7 @@ from peers.errors import RemoteProtocolError
 from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.connection import Connection
 from peers.network.throttle import MOST, UNLIMITED, Throttle
-from peers.values.system import cancel_and_wait
+from peers.values.system import cancel_and_wait, start_task
 from peers.values.wire import MESSAGE_LIMIT, Count, Reach, Value, pack, printable, unpack_from
 
 logger = logging.getLogger(__name__)
@@ -342,7 +342,7 @@ async def answer_calls(channel: Channel, answer: Answer) -> None:
             while len(replies) >= ASKED_AT_ONCE or sum(replies.values()) > HELD_BYTES:
                 await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
             payload = await _read(channel, frame[1])
-            task = asyncio.create_task(reply(question, payload))
+            task = start_task(reply(question, payload))
             replies[task] = len(payload)
             task.add_done_callback(replies.pop)
         raise EOFError("the asker ended it")

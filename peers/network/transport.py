@@ -42,7 +42,7 @@ from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
-from peers.values.system import cancel_and_wait, now
+from peers.values.system import cancel_and_wait, now, start_task
 from peers.values.wire import MESSAGE_LIMIT, Reach, printable, unpack_from
 
 logger = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ class HivemindTransport:
         self.runs.forget(run_id)
         self.dht.forget(run_id)
         if discovery := self._discoveries.pop(run_id, None):
-            task = asyncio.create_task(discovery.close())
+            task = start_task(discovery.close())
             self._serving.add(task)
             task.add_done_callback(self._serving.discard)
 
