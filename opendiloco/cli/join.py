@@ -119,7 +119,6 @@ class _Joining:
         async with page, serve_controls(folder, self.watch.answer):
             while await self.watch.wait_until_wanted():
                 await self._take_part(interrupts, sources)
-                self.view.say("left the run")
                 if not self.watch.comes_back:
                     break
                 gc.collect()  # so that the machine has its memory back while it is paused

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from opendiloco.quantities import MEGABIT, duration, in_words
+from opendiloco.quantities import MEGABIT, counted, duration, in_words
 from opendiloco.run import Run
 from opendiloco.stages import NOT_COMPILING, WITH_A_COMPILER
 from opendiloco.view.chronicle import Chronicle, Standing
@@ -278,7 +278,7 @@ def _healthy_line(progress: Progress) -> str:
         said.append(_averages(fragments))
     if facts.uncompiled:
         said.append("not compiled")
-    said += [_counted(1 + len(progress.others), "peer"), _reach(progress)]
+    said += [counted(1 + len(progress.others), "peer"), _reach(progress)]
     if progress.contribution is not None:
         said.append(_contributed(progress.contribution))
     said.append(f"{_rate(progress.up, facts.caps.upload)} up, {_rate(progress.down, facts.caps.download)} down")
@@ -297,9 +297,9 @@ def _progress_lines(progress: Progress) -> list[str]:
     if facts.uncompiled:
         lines += [f"{NOT_COMPILING}:", f"  {facts.uncompiled[:REASON_LENGTH]}"]
     speed = f"{own.tokens_per_second:,.0f} tokens/s · " if own.tokens_per_second else ""
-    lines.append(f"{speed}{_counted(1 + len(progress.others), 'peer')} · {_reach(progress)}")
+    lines.append(f"{speed}{counted(1 + len(progress.others), 'peer')} · {_reach(progress)}")
     if fragments is not None:
-        under_way = f"{fragments.averaging} of {_counted(fragments.count, 'fragment')} averaging"
+        under_way = f"{fragments.averaging} of {counted(fragments.count, 'fragment')} averaging"
         lines += [f"{under_way}, {fragments.done} done", _averages(fragments)]
     if progress.contribution is not None:
         lines.append(f"contributed {_contributed(progress.contribution)}")
@@ -320,14 +320,14 @@ def _activity(progress: Progress) -> str:
         return f"training, inner step {progress.own.inner_step}/{inner_steps}{soon}"
     donors, facts = "", progress.facts
     if progress.phase == DOWNLOADING and facts.download is not None and facts.download.fetched:
-        count = _counted(len(facts.download.fetched), "donor")
+        count = counted(len(facts.download.fetched), "donor")
         donors = f" from {count} at {_rate(progress.down, facts.caps.download)}"
     return f"{progress.phase}{donors} {_how_far(progress.work)}".rstrip()
 
 
 def _averages(fragments: Fragments) -> str:
     """Return when averages come, and whether training waits for them."""
-    merged = f"merged after {_counted(fragments.overlap, 'step')}"
+    merged = f"merged after {counted(fragments.overlap, 'step')}"
     if fragments.longest is None:
         return f"averages {merged}"
     late = f", {fragments.late} late ({fragments.wait_share:.0%})" if fragments.late else ""
@@ -343,12 +343,7 @@ def _reach(progress: Progress) -> str:
 def _contributed(own: Standing) -> str:
     """Return what a peer has contributed."""
     tokens = in_words(own.tokens).removesuffix("B").rstrip() if own.tokens >= 1000 else own.tokens
-    return f"{tokens} tokens in {_counted(own.rounds, 'round')}: {own.share:.0%}, rank {own.rank} of {own.peers}"
-
-
-def _counted(count: int, thing: str) -> str:
-    """Return a count of things: "1 round", "2 rounds"."""
-    return f"{count} {thing}{'' if count == 1 else 's'}"
+    return f"{tokens} tokens in {counted(own.rounds, 'round')}: {own.share:.0%}, rank {own.rank} of {own.peers}"
 
 
 def _rate(rate: float, cap: float | None) -> str:

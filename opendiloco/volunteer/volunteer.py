@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 from opendiloco.kernels import FORMATS
 from opendiloco.owner.watch import OwnersWatch
+from opendiloco.quantities import counted
 from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.shared_memory import available_memory, cap_memory
@@ -46,7 +47,8 @@ from peers.network.own_network import everywhere
 from peers.network.throttle import Caps
 from peers.network.transport import HivemindTransport
 from peers.presence.admission import RunAdmission
-from peers.presence.heartbeat import Heartbeat
+from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.presence.membership import PARTICIPATING
 from peers.protocol.states import State
 from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
@@ -61,6 +63,8 @@ RESUMABLE = 2  # of the newest checkpoints have the payloads after them: should 
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 AT_WORK = frozenset({State.TRAINING, State.READY, State.AVERAGING, State.APPLYING})
 LISTEN_SECONDS = 2.0  # between two looks at what other peers say of theta
+HAND_OVER_SECONDS = 10.0  # for which a volunteer that leaves waits for another machine to have the newest outer step
+HAND_OVER_LOOK = 0.2  # seconds between two looks whether one has it
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ class Session:
                     reader = ProgressReader(run, volunteer.facts, lambda: self.watch.reasons)
                     async with view.showing(reader):
                         await volunteer.take_part()
+                    view.say(volunteer.farewell)
 
     def _keeping(self, folder: RunFolder, caps: Caps) -> KeepingPlan:
         settings, rate = self.settings, self.settings.checkpoint_rate
@@ -238,7 +243,7 @@ class Volunteer:
         self._workers = workload.trainer if isinstance(workload.trainer, WorkerGroup) else None
         self._admission = admission
         self._remembered = remembered
-        self._leaving = False
+        self._leaving: asyncio.Task[None] | None = None
         self.log: RunLog = driver.entries
         """The entries of the run that are here."""
         self.held_out = HeldOutCurve(folder.held_out if folder else None)
@@ -270,11 +275,11 @@ class Volunteer:
             except LocalNetworkError as error:
                 broken.append(error)
             for failure in broken:
-                if not self._leaving:
+                if self._leaving is None:
                     raise failure
                 logger.debug("while leaving: %s", failure)  # systemd, for one, ends a service's processes all at once
         finally:
-            await cancel_and_wait(driving, *beside, *failures)
+            await cancel_and_wait(driving, *beside, *failures, *filter(None, [self._leaving]))
 
     async def _listen_for_losses(self) -> None:
         while True:
@@ -335,9 +340,45 @@ class Volunteer:
             self._workers.supervisor.hold(held)
 
     def leave(self) -> None:
-        """Leave politely: a round under way is finished, then the others are told, and `take_part` returns."""
-        self._leaving = True
+        """Leave politely: another machine gets the newest outer step, a round under way is finished, then the others
+        are told, and `take_part` returns."""
+        self._leaving = self._leaving or start_task(self._hand_over())
+
+    async def _hand_over(self) -> None:
+        """Leave once another machine has the newest outer step, or after some seconds. Train nothing meanwhile."""
+        deadline = now() + HAND_OVER_SECONDS
+        self.hold(True)
+        while not self._is_handed_over and now() < deadline:
+            await asyncio.sleep(HAND_OVER_LOOK)
         self._driver.leave()
+
+    @property
+    def _is_handed_over(self) -> bool:
+        """Whether the newest outer step needs this machine no more. Other volunteers suffice, unless this one is the
+        last of them by its id, since all may leave at once: then an archive is waited for, if there is one."""
+        others, me = self.others(), self._driver.peer.me
+        at_work = [beat for beat in others if beat.state in PARTICIPATING]
+        archives = [beat for beat in others if beat.state is PeerState.ARCHIVING]
+        needed = archives if archives and all(beat.peer < me for beat in at_work) else at_work
+        return not needed or (not self._driver.peer.is_exchanging and bool(self._having_newest(needed)))
+
+    def _having_newest(self, beats: Iterable[Heartbeat]) -> list[Heartbeat]:
+        return [beat for beat in beats if beat.index >= self._driver.peer.settled.position.index]
+
+    @property
+    def farewell(self) -> str:
+        """Which machines have the newest outer step now that this one has left, in words."""
+        step, states = self.outer_step, [beat.state for beat in self._having_newest(self.others())]
+        counts = {
+            "archive": states.count(PeerState.ARCHIVING),
+            "other volunteer": sum(state in PARTICIPATING for state in states),
+        }
+        having = " and ".join(counted(count, kind) for kind, count in counts.items() if count)
+        if not step:
+            return "left the run before its first outer step"
+        if having:
+            return f"left the run; {having} {'has' if sum(counts.values()) == 1 else 'have'} outer step {step}"
+        return f"left the run; only this machine has outer step {step}: join again from it, and the run goes on there"
 
     def heartbeats(self) -> list[Heartbeat]:
         """Return the newest heartbeat of each live peer, ours first."""

@@ -410,6 +410,5 @@ def unreachable(initial_peers: Sequence[str]) -> SwarmUnreachableError:
     """The error for bootstrap nodes that do not answer, naming them."""
     return SwarmUnreachableError(
         f"no bootstrap node answered at {', '.join(initial_peers)}.",
-        "Check the address and that this machine is online; ask the organiser whether the node runs. Another node's "
-        "address will do, too, or that of a volunteer that others can dial: --initial-peer.",
+        "The address of another node will do, too, or that of a volunteer that others can dial: --initial-peer.",
     )

@@ -736,6 +736,17 @@ def test_unreachable_bootstrap_is_named() -> None:
             assert error.exit_code == 4
 
 
+def test_the_key_that_answers_in_the_place_of_another_is_named() -> None:
+    async def main() -> None:
+        async with swarm(1) as (node,):
+            other = node.addresses[0].replace(node.peer_id, Identity.generate().peer_id)
+            error = await error_of(initial_peers=(other,), listen=LOOPBACK)
+            assert isinstance(error, SwarmUnreachableError)
+            assert f"another key answers there: {node.peer_id}" in str(error)
+
+    asyncio.run(main())
+
+
 @pytest.mark.thorough
 def test_malformed_addresses_are_named() -> None:
     no_peer_id = "/ip4/127.0.0.1/tcp/4001"
