@@ -6,6 +6,7 @@ docs/metrics.md has all names, and a test compares.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -20,7 +21,7 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from prometheus_client import Counter, Gauge, Info, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from peers.errors import LocalNetworkError
+from peers.errors import InUseError, LocalNetworkError
 from peers.values.system import now
 from peers.values.wire import PROTOCOL_VERSION
 
@@ -121,7 +122,8 @@ class MetricsServer:
         try:
             self._server = make_server(host, port, _answer, _Server, _SilentHandler)
         except OSError as error:
-            raise LocalNetworkError(
+            kind = InUseError if error.errno == errno.EADDRINUSE else LocalNetworkError
+            raise kind(
                 f"metrics cannot be served on {host}, port {port}: {error.strerror}.",
                 "Choose another --metrics-port, and an address of this machine as --metrics-host.",
             ) from error

@@ -22,6 +22,7 @@ from opendiloco.view.chronicle import Chronicle, Standing
 from opendiloco.view.run_view import (
     RunView,
     held_out_lines,
+    holders,
     is_finished,
     peers_table,
     reach_lines,
@@ -284,6 +285,8 @@ def _healthy_line(progress: Progress) -> str:
     said.append(f"{_rate(progress.up, facts.caps.upload)} up, {_rate(progress.down, facts.caps.download)} down")
     if progress.machine:
         said.append(progress.machine)
+    if progress.phase == FINISHED:
+        said.append(_whether_to_stay(progress))
     return ", ".join(said)
 
 
@@ -301,6 +304,8 @@ def _progress_lines(progress: Progress) -> list[str]:
     if fragments is not None:
         under_way = f"{fragments.averaging} of {counted(fragments.count, 'fragment')} averaging"
         lines += [f"{under_way}, {fragments.done} done", _averages(fragments)]
+    if progress.phase == FINISHED:
+        lines.append(_whether_to_stay(progress))
     if progress.contribution is not None:
         lines.append(f"contributed {_contributed(progress.contribution)}")
     up, down = _rate(progress.up, facts.caps.upload), _rate(progress.down, facts.caps.download)
@@ -323,6 +328,12 @@ def _activity(progress: Progress) -> str:
         count = counted(len(facts.download.fetched), "donor")
         donors = f" from {count} at {_rate(progress.down, facts.caps.download)}"
     return f"{progress.phase}{donors} {_how_far(progress.work)}".rstrip()
+
+
+def _whether_to_stay(progress: Progress) -> str:
+    """Return which others have the model of a run that is over."""
+    having = holders(progress.others, progress.own.index)
+    return f"you may leave: {having} have the model" if having else "please stay: no other machine has the model yet"
 
 
 def _averages(fragments: Fragments) -> str:

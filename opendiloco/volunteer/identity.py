@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peers.errors import CopiedKeyError, DilocoPeerError, LocalNetworkError
+from peers.errors import CopiedKeyError, DilocoPeerError, InUseError, LocalNetworkError
 from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.system import cancel_and_wait, make_private_folder, now, start_task
@@ -61,7 +61,7 @@ def hold_identity(path: Path | None) -> Iterator[Identity]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise LocalNetworkError(
+            raise InUseError(
                 f"the identity {path} is in use by another diloco-peer on this machine.",
                 "Give this one its own: --identity other.pem (it is made if it does not exist).",
             ) from error

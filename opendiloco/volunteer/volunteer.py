@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 from opendiloco.kernels import FORMATS
 from opendiloco.owner.watch import OwnersWatch
-from opendiloco.quantities import counted
 from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.shared_memory import available_memory, cap_memory
@@ -27,7 +26,7 @@ from opendiloco.storage.writer import KeepingPlan
 from opendiloco.view.amended import outer_steps_in_force
 from opendiloco.view.curves import Curves, configuration_of
 from opendiloco.view.progress import CHECKING, FINDING, Fragments, JoinView, OwnFacts, ProgressReader
-from opendiloco.view.run_view import RunView
+from opendiloco.view.run_view import RunView, holders, is_finished
 from opendiloco.volunteer.admission import ask_for_signed_heads, enter, shown_out
 from opendiloco.volunteer.identity import doubled, listening
 from opendiloco.volunteer.local_workload import LocalWorkload, Trainer, Workload, working
@@ -62,7 +61,7 @@ logger = logging.getLogger(__name__)
 RESUMABLE = 2  # of the newest checkpoints have the payloads after them: should one be damaged, there is another
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 AT_WORK = frozenset({State.TRAINING, State.READY, State.AVERAGING, State.APPLYING})
-LISTEN_SECONDS = 2.0  # between two looks at what other peers say of theta
+LOOK_SECONDS = 2.0  # between two looks at what other peers say of theta, and whether the run is over
 HAND_OVER_SECONDS = 10.0  # for which a volunteer that leaves waits for another machine to have the newest outer step
 HAND_OVER_LOOK = 0.2  # seconds between two looks whether one has it
 
@@ -255,7 +254,7 @@ class Volunteer:
         """Take part until `leave` is called. Raises: DilocoPeerError: what made going on impossible."""
         driving = start_task(self._driver.run())
         keeping = start_task(keep_announced(self._transport, self.run.manifest, self.others, self._remembered))
-        beside = [keeping, start_task(self._listen_for_losses())]
+        beside = [keeping, start_task(self._look_at_run())]
         peer = self._driver.peer
         ends = [
             self._workload.trainer.wait_for_death(),
@@ -281,11 +280,14 @@ class Volunteer:
         finally:
             await cancel_and_wait(driving, *beside, *failures, *filter(None, [self._leaving]))
 
-    async def _listen_for_losses(self) -> None:
+    async def _look_at_run(self) -> None:
+        """Take in what others say of theta, and whether there is anything left to train."""
         while True:
             beats = self.heartbeats()
             self._curves.heard(beats[0], RunView(self.run, beats))
-            await asyncio.sleep(LISTEN_SECONDS)
+            if is_finished(beats[0], self.run.config):
+                self._driver.rest()
+            await asyncio.sleep(LOOK_SECONDS)
 
     @property
     def outer_step(self) -> int:
@@ -360,24 +362,18 @@ class Volunteer:
         at_work = [beat for beat in others if beat.state in PARTICIPATING]
         archives = [beat for beat in others if beat.state is PeerState.ARCHIVING]
         needed = archives if archives and all(beat.peer < me for beat in at_work) else at_work
-        return not needed or (not self._driver.peer.is_exchanging and bool(self._having_newest(needed)))
-
-    def _having_newest(self, beats: Iterable[Heartbeat]) -> list[Heartbeat]:
-        return [beat for beat in beats if beat.index >= self._driver.peer.settled.position.index]
+        step = self._driver.peer.settled.position.index
+        return not needed or (not self._driver.peer.is_exchanging and bool(holders(needed, step)))
 
     @property
     def farewell(self) -> str:
         """Which machines have the newest outer step now that this one has left, in words."""
-        step, states = self.outer_step, [beat.state for beat in self._having_newest(self.others())]
-        counts = {
-            "archive": states.count(PeerState.ARCHIVING),
-            "other volunteer": sum(state in PARTICIPATING for state in states),
-        }
-        having = " and ".join(counted(count, kind) for kind, count in counts.items() if count)
+        step = self.outer_step
+        having = holders(self.others(), step)
         if not step:
             return "left the run before its first outer step"
         if having:
-            return f"left the run; {having} {'has' if sum(counts.values()) == 1 else 'have'} outer step {step}"
+            return f"left the run; outer step {step} is with {having}"
         return f"left the run; only this machine has outer step {step}: join again from it, and the run goes on there"
 
     def heartbeats(self) -> list[Heartbeat]:

@@ -25,6 +25,7 @@ from typing import Any
 
 from peers.errors import (
     DilocoPeerError,
+    InUseError,
     LocalNetworkError,
     ManifestError,
     RemoteProtocolError,
@@ -400,8 +401,8 @@ def _start_error(message: str, initial_peers: Sequence[str]) -> DilocoPeerError:
     return LocalNetworkError(f"libp2p's daemon did not start: {message}.", "Run again with --debug to see more.")
 
 
-def _port_in_use(port: str, host: str) -> LocalNetworkError:
-    return LocalNetworkError(
+def _port_in_use(port: str, host: str) -> InUseError:
+    return InUseError(
         f"port {port} on {host} is in use by another program.", "End that program, or choose another port (0: any)."
     )
 

@@ -60,6 +60,7 @@ class Trainer(StateMachine):
         self.lease: Lease | None = None
         self.trained: Trained | None = None
         self.progress: Progress | None = None
+        self.is_resting = False  # the run has nothing to train on the lease in hand
         self.captures = Captures()
         self.watch = WorkerWatch(context.settings.timing.partition_grace)
         self.speed = 0.0  # tokens a second, at the last sign of progress
@@ -73,6 +74,7 @@ class Trainer(StateMachine):
         log, now = leased.log, self._context.now
         self.lease, self._index, self._began_at = leased.lease, log.position.index, now
         self.captures = Captures(entry.fragment for entry in log.made)
+        self.is_resting = False
         self.watch.begin(now)
         self._enter(TRAINING)
         lineage = log.lineage_tokens, log.amendments
@@ -144,7 +146,7 @@ class Trainer(StateMachine):
     @property
     def is_stuck(self) -> bool:
         """Whether the worker hangs, or is being restarted."""
-        return self.watch.is_stuck(self._context.now)
+        return not self.is_resting and self.watch.is_stuck(self._context.now)
 
     def inner_step(self) -> int:
         """Return the last inner step of the lease that the worker has reported."""

@@ -46,10 +46,10 @@ def training(peer: str, index: int = STEP) -> tuple[str, PeerState, int]:
     [
         ([], False, "only this machine has outer step 5: join again from it, and the run goes on there"),
         ([LATE_ARCHIVE], True, "only this machine has outer step 5: join again"),
-        ([ARCHIVE], False, "1 archive has outer step 5"),
-        ([training("z"), LATE_ARCHIVE], False, "1 other volunteer has outer step 5"),
-        ([training("a"), LATE_ARCHIVE], True, "1 other volunteer has outer step 5"),  # all may leave at once
-        ([training("a"), training("z"), ARCHIVE], False, "1 archive and 2 other volunteers have outer step 5"),
+        ([ARCHIVE], False, "outer step 5 is with 1 archive"),
+        ([training("z"), LATE_ARCHIVE], False, "outer step 5 is with 1 other volunteer"),
+        ([training("a"), LATE_ARCHIVE], True, "outer step 5 is with 1 other volunteer"),  # all may leave at once
+        ([training("a"), training("z"), ARCHIVE], False, "outer step 5 is with 1 archive and 2 other volunteers"),
         ([training("z", STEP - 1)], True, "only this machine"),
         ([("z", PeerState.JOINING, 0)], False, "only this machine"),
     ],

@@ -12,7 +12,7 @@ from peers.log.header import Exclusion
 from peers.messages.messages import LeaseRequest, Leaving, Propose, Ready, Vote
 from peers.protocol.abstention import TURN
 from peers.protocol.effects import StopTraining, Train, Trouble
-from peers.protocol.events import ReachSeen, SignedHeadsSeen, TrainingDone, TrainingProgress
+from peers.protocol.events import NothingToTrain, ReachSeen, SignedHeadsSeen, TrainingDone, TrainingProgress
 from peers.protocol.hindrance import IN_VAIN, TOLD_AFTER, TRAIN_AGAIN
 from peers.protocol.states import State
 from peers.values.signed_heads import SignedHead, SignedHeads
@@ -119,6 +119,16 @@ def test_r14_why_work_cannot_count_is_told_once_when_it_has_lasted(kind: str) ->
     assert rig.peer.hindrances.is_aside is is_vain
     assert not of(lasts(rig, **said), Trouble), "once"
     assert bool(of(effects, StopTraining)) is is_vain
+
+
+@pytest.mark.parametrize("make", [slow, follower_at_second])
+def test_a_peer_of_a_run_that_is_over_is_hindered_by_nothing_and_keeps_its_say(make: Callable[[], Rig]) -> None:
+    """Regression: a volunteer that hands the model out was told that it was too slow, or took part in nothing."""
+    rig = make()
+    before = rig.peer.incarnation
+    rig.do(NothingToTrain())
+    assert not of(lasts(rig, 3 * SECONDS, speed=1000.0), Trouble)
+    assert rig.peer.incarnation == before
 
 
 def test_r14_a_hindrance_that_is_over_is_told_too_and_it_asks_for_a_lease_again() -> None:
