@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 import traceback
 from importlib import import_module
 from pathlib import Path
@@ -11,7 +13,7 @@ import click
 
 from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import FILE_KEY, PATH_KEY, log_options
-from opendiloco.errors import SettingsError, fit_for_terminal
+from opendiloco.errors import MachineError, SettingsError, fit_for_terminal
 from opendiloco.settings.join_settings import default_settings_path, read_settings_file
 from peers.errors import DilocoPeerError
 
@@ -111,6 +113,9 @@ class _Commands(click.Group):
         formatter.write(f"\nExit codes:\n{lines}\n")
 
     def invoke(self, context: click.Context) -> object:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # what a terminal's encoding lacks is shown as a question mark
+                stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")
         # Libraries make files and folders as the umask says: torch runs compiled code that it finds in one of them.
         os.umask(os.umask(0o077) | 0o022)
         try:
@@ -131,6 +136,12 @@ def _report(error: Exception, debug: bool) -> int:
     if isinstance(error, DilocoPeerError):
         click.echo(fit_for_terminal(f"error: {error}"), err=True)
         return error.exit_code
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] not in ("opendiloco", "peers"):
+        needed = f"error: this command needs the Python package {error.name}, which is not installed here."
+        click.echo(
+            f"{needed} A bootstrap node alone does without: pip install diloco-peer, with all it asks for.", err=True
+        )
+        return MachineError.exit_code
     innermost: BaseException = error
     while isinstance(innermost, BaseExceptionGroup):
         innermost = innermost.exceptions[0]
@@ -156,6 +167,13 @@ def _read_settings(context: click.Context, parameter: click.Parameter, path: Pat
     """Read what the configuration file says for all options that it may have."""
     if context.resilient_parsing:
         return
+    try:
+        Path.home()
+    except RuntimeError as error:
+        user = f"the user {os.getuid()} has no entry in /etc/passwd"
+        raise click.UsageError(
+            f"HOME is not set, and {user}: set HOME to a folder for what is kept.", context
+        ) from error
     try:
         context.meta[FILE_KEY] = read_settings_file(path)
     except SettingsError as error:

@@ -121,15 +121,19 @@ def _find_log(run: str | None, folder: Path | None) -> Path:
     from peers.log.folder import ENTRIES
     from peers.values.manifest import Invite
 
-    if (run is None) == (folder is None):
+    if run is not None and folder is not None:
         raise click.UsageError("say which log with either --run or --folder.")
-    where = folder or default_state_folder() / Invite.parse(str(run)).run_id
-    candidates = (
-        [folder, RunFolder(folder).log] if folder else [RunFolder(path).log for path in sorted(where.glob("*"))]
-    )
+    if folder is not None:
+        where, candidates = folder, [folder, RunFolder(folder).log]
+    else:
+        where, runs = default_state_folder(), "*" if run is None else Invite.parse(run).run_id
+        candidates = [RunFolder(path).log for path in sorted(where.glob(f"{runs}/*"))]
     logs = [path for path in candidates if (path / ENTRIES).is_file()]
     if not logs:
-        raise click.UsageError(f"there is no log in {where}: nobody has trained in that run on this machine, it seems.")
+        raise click.UsageError(
+            f"there is no log in {where}. Name the folder of one with --folder: what `join` has printed, or that of a "
+            "run and peer in the folder of `bootstrap --archive`."
+        )
     if len(logs) > 1:
         raise click.UsageError(f"there are several: choose one with --folder FOLDER: {', '.join(map(str, logs))}")
     return logs[0]

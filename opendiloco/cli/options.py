@@ -68,11 +68,24 @@ class _SettingOption(click.Option):
         try:
             return super().process_value(ctx, value)
         except click.MissingParameter as error:  # no other setting has to be given
+            if ctx.info_name != "join" and (run := run_here()) is not None:
+                return run
             raise click.MissingParameter(HOW_TO_FIND_A_RUN, ctx, self) from error
 
 
 class SettingsCommand(click.Command):
-    """A command with all settings: its help shows them section by section, as the reference does."""
+    """A command with all settings: its help shows them section by section, as the reference does. The invite may stand
+    without --run."""
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[INVITE]"]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        _, rest, _ = self.make_parser(ctx).parse_args(list(args))
+        if len(rest) == 1:
+            args.remove(rest[0])
+            args = ["--run", rest[0], *args]
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         titles = {setting.name: part.TITLE for part in JoinSettings.SECTIONS for setting in settings_of(part)}
@@ -177,6 +190,15 @@ def _type_of(setting: Setting) -> Any:
         return setting.kind
     bounded: Any = click.IntRange if setting.kind is int else click.FloatRange
     return bounded(low, setting.most, min_open=setting.above is not None)
+
+
+def run_here() -> str | None:
+    """Return the id of the run that this machine's volunteers train in; None without one, or if there are several."""
+    from opendiloco.owner.controls import volunteers
+    from opendiloco.storage.run_folder import default_state_folder
+
+    runs = {path.parent.parent.name for path in volunteers(default_state_folder())}
+    return runs.pop() if len(runs) == 1 else None
 
 
 # Options that several commands share ----------------------------------------------------------------------------------
