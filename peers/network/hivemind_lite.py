@@ -17,9 +17,11 @@ import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from functools import partial
 from importlib.util import find_spec, module_from_spec
+from multiprocessing import Lock
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from peers.errors import LocalNetworkError
 from peers.values.system import cancel_and_wait, start_task
 
 HEAVY_PACKAGES = ("hivemind", "hivemind.utils", "hivemind.dht")
@@ -62,7 +64,15 @@ class _Unrun(ModuleType):
 
 
 def load_hivemind() -> _Hivemind:
-    """Import what we use of hivemind, and not torch. Its log messages then go through standard `logging`."""
+    """Import what we use of hivemind, and not torch. Its log messages then go through standard `logging`. Raises:
+    LocalNetworkError where it cannot have the lock that it makes when it is imported."""
+    try:
+        Lock()
+    except (OSError, ImportError) as error:
+        raise LocalNetworkError(
+            f"/dev/shm cannot be used ({getattr(error, 'strerror', None) or error}), where hivemind has a lock.",
+            "Mount it: `mount -t tmpfs tmpfs /dev/shm`; a container has one of its own unless its options forbid that.",
+        ) from error
     if "hivemind" not in sys.modules:
         for name in HEAVY_PACKAGES:
             _enter_unrun(name)
