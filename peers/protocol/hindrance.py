@@ -101,7 +101,7 @@ class Hindrances:
         return heard.union(self._presence.unheard, self._replica.log.incarnations) - {self._context.me}
 
     def _find(self, leader: str | None) -> Hindrance | None:
-        if self._trainer.is_resting:
+        if self._trainer.watch.is_resting:
             return None
         return (
             self._convicted()

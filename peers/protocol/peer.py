@@ -159,7 +159,7 @@ class Peer:
             case Undelivered(peer):
                 self.membership.unreachable(peer)
             case NothingToTrain():
-                self.trainer.is_resting = True
+                self.trainer.watch.rest()
             case VotesKept():
                 self._context.votes.kept()
             case VotesNotKept(reason):

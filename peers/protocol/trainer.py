@@ -60,7 +60,6 @@ class Trainer(StateMachine):
         self.lease: Lease | None = None
         self.trained: Trained | None = None
         self.progress: Progress | None = None
-        self.is_resting = False  # the run has nothing to train on the lease in hand
         self.captures = Captures()
         self.watch = WorkerWatch(context.settings.timing.partition_grace)
         self.speed = 0.0  # tokens a second, at the last sign of progress
@@ -74,7 +73,6 @@ class Trainer(StateMachine):
         log, now = leased.log, self._context.now
         self.lease, self._index, self._began_at = leased.lease, log.position.index, now
         self.captures = Captures(entry.fragment for entry in log.made)
-        self.is_resting = False
         self.watch.begin(now)
         self._enter(TRAINING)
         lineage = log.lineage_tokens, log.amendments
@@ -146,7 +144,7 @@ class Trainer(StateMachine):
     @property
     def is_stuck(self) -> bool:
         """Whether the worker hangs, or is being restarted."""
-        return not self.is_resting and self.watch.is_stuck(self._context.now)
+        return self.watch.is_stuck(self._context.now)
 
     def inner_step(self) -> int:
         """Return the last inner step of the lease that the worker has reported."""
@@ -209,10 +207,15 @@ class WorkerWatch:
         self._since: float | None = None  # when progress was seen last in the present training
         self._pause = 0.0  # the longest in the present training
         self._longest: float | None = None  # in finished trainings
+        self.is_resting = False  # the run has nothing to train on the lease in hand
 
     def begin(self, now: float) -> None:
         """Note that a training begins."""
-        self._since, self._pause = now, 0.0
+        self._since, self._pause, self.is_resting = now, 0.0, False
+
+    def rest(self) -> None:
+        """Expect no progress until the next training begins."""
+        self._since, self.is_resting = None, True
 
     def progress(self, now: float) -> None:
         """Note a sign of progress."""
