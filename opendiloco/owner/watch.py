@@ -35,6 +35,14 @@ what it pauses for is over already, and to join again costs more."""
 NOTICED_SLEEP = 2.0  # seconds: two clocks that are read one after the other differ a little
 
 
+ASKED = "you asked for it"
+
+
+def how_to_go_on(reasons: Sequence[str]) -> str:
+    """Return the command that ends a pause for these reasons."""
+    return "`diloco-peer resume` goes on" if set(reasons) <= {ASKED} else "`diloco-peer resume --anyway` goes on anyway"
+
+
 class _Wishes:
     """What the owner wants of a volunteer now: to train, to pause and why, or to finish. Knows no clock of its own."""
 
@@ -49,7 +57,7 @@ class _Wishes:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why to pause; empty while the volunteer is to train."""
-        asked = ("you asked for it",) if self.is_asked else ()
+        asked = (ASKED,) if self.is_asked else ()
         return asked + tuple(reason for name, (reason, _) in self._held.items() if name not in self._overruled)
 
     def observe(self, facts: Facts, now: float) -> None:
@@ -203,7 +211,8 @@ class OwnersWatch:
         """Carry out what the owner wants at time `now`."""
         wanted = self._wishes.reasons
         if wanted != self._shown:
-            self._say(f"paused: {', '.join(wanted)}" if wanted else "the pause is over")
+            said = f"paused: {', '.join(wanted)}; {how_to_go_on(wanted)}" if wanted else "the pause is over"
+            self._say(said)
             self._shown = wanted
         volunteer = self._volunteer
         if volunteer is None or self._is_leaving:

@@ -11,10 +11,12 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from opendiloco.owner.watch import how_to_go_on
 from opendiloco.quantities import MEGABIT, counted, duration, in_words
 from opendiloco.run import Run
 from opendiloco.stages import NOT_COMPILING, WITH_A_COMPILER
@@ -102,9 +104,9 @@ class Fragments:
 @dataclass(frozen=True)
 class OwnFacts:
     """What a volunteer's own process knows of its run. Of the heartbeats the first is its own. `trains_on`: workers
-    still take the last inner steps of what is being averaged. `reach` has the ways to other peers, `download` the last
-    download of the state, and `bytes_per_token` how much of the held-out text a token stands for. `uncompiled` says why
-    training is not compiled, where it should be."""
+    still take the last inner steps of what is being averaged. `reach` has the ways to other peers, `purposes` what was
+    sent and received for what, `download` the last download of the state, and `bytes_per_token` how much of the
+    held-out text a token stands for. `uncompiled` says why training is not compiled, where it should be."""
 
     heartbeats: Sequence[Heartbeat]
     log: RunLog
@@ -114,6 +116,7 @@ class OwnFacts:
     caps: Caps
     sent: int
     received: int
+    purposes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     download: Download | None = None
     fragments: Fragments | None = None
     bytes_per_token: float | None = None
@@ -123,8 +126,8 @@ class OwnFacts:
 @dataclass(frozen=True)
 class Progress:
     """One moment of a volunteer, in its view of the run. `up` and `down` are bytes of bulk data a second. It is paused
-    while there are `pause_reasons`. `machine` says which temperature and power can be read, in words; it may be
-    empty."""
+    while there are `pause_reasons`, and leaves at `until`. `machine` says which temperature and power can be read, in
+    words; it may be empty."""
 
     view: RunView
     facts: OwnFacts
@@ -135,6 +138,7 @@ class Progress:
     up: float = 0.0
     down: float = 0.0
     pause_reasons: tuple[str, ...] = ()
+    until: datetime | None = None
     machine: str = ""
 
     @property
@@ -170,15 +174,24 @@ class Progress:
             "contribution": None if self.contribution is None else asdict(self.contribution),
             "sent_bytes": self.facts.sent,
             "received_bytes": self.facts.received,
+            "bytes_by_purpose": {purpose: list(moved) for purpose, moved in self.facts.purposes.items()},
             "uncompiled": self.facts.uncompiled or None,
             "pause_reasons": list(self.pause_reasons),
         }
 
 
 class ProgressReader:
-    """Reads one volunteer's progress, again and again. `pause_reasons` says why the volunteer is paused."""
+    """Reads one volunteer's progress, again and again. `pause_reasons` says why the volunteer is paused; it leaves at
+    `until`."""
 
-    def __init__(self, run: Run, facts: Callable[[], OwnFacts], pause_reasons: Callable[[], tuple[str, ...]]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        facts: Callable[[], OwnFacts],
+        pause_reasons: Callable[[], tuple[str, ...]],
+        until: datetime | None = None,
+    ) -> None:
+        self._until = until
         self.machine = ""  # what is known of this machine's temperature and power, in words
         self._run = run
         self._facts = facts
@@ -215,6 +228,7 @@ class ProgressReader:
             up=self._up.rate(facts.sent, now),
             down=self._down.rate(facts.received, now),
             pause_reasons=self._pause_reasons(),
+            until=self._until,
             machine=self.machine,
         )
 
@@ -315,6 +329,17 @@ def _progress_lines(progress: Progress) -> list[str]:
     return lines
 
 
+def _explanations(progress: Progress) -> list[str]:
+    """Return what a person may do, and what the traffic was for."""
+    moved = [f"{name} {in_words(out)}/{in_words(back)}" for name, (out, back) in progress.facts.purposes.items()]
+    lines = [f"up/down for {' · '.join(moved)}"] if moved else []
+    if progress.until is not None:
+        lines.append(f"leaves at {progress.until:%H:%M}")
+    if progress.pause_reasons:
+        lines.append(how_to_go_on(progress.pause_reasons))
+    return [*lines, STEERING]
+
+
 def _activity(progress: Progress) -> str:
     """Return what the volunteer is doing, how far it has come, and when the next round is."""
     if progress.pause_reasons:
@@ -377,8 +402,11 @@ SCREEN_SECONDS = 0.5  # between two pictures
 HEALTHY_SECONDS = 60.0  # between two lines in a log that all is well
 MACHINE_SECONDS = 10.0  # between two looks at its heat and power, which change slowly
 THIS_MACHINE = "this machine"
-LEAST_ROWS, LINES_BESIDE = 3, 4
-"""Peers that the picture of a volunteer has at least, and its lines beside those of progress and peers."""
+STEERING = "Ctrl-C leaves; in another terminal: diloco-peer pause, resume, finish"
+LEGEND = "equal digests: equal models · reach open: others can dial this peer"
+LEAST_ROWS, LINES_BESIDE, ROOMY = 3, 5, 24
+"""Peers that the picture of a volunteer has at least, its lines beside those of progress and peers, and the lines of a
+terminal that has room for explanations."""
 
 
 class JoinView(ABC):
@@ -528,7 +556,11 @@ def _volunteer_picture(progress: Progress, height: int) -> Group:
 
     own, run = progress.own, progress.view.run
     lines = [*_progress_lines(progress), *reach_lines([own])]
+    legend: list[Text] = []
+    if height >= ROOMY:
+        lines += _explanations(progress)
+        legend.append(Text(LEGEND, style="dim"))
     room = max(LEAST_ROWS, height - len(lines) - LINES_BESIDE)
     rows = [row_of(own, run.config, THIS_MACHINE), *(row_of(beat, run.config) for beat in progress.others)]
     more = [f"… and {len(rows) - room} more"] if len(rows) > room else []
-    return Group(peers_table(rows[:room], run.run_id), *map(Text, [*more, *lines]))
+    return Group(peers_table(rows[:room], run.run_id), *legend, *map(Text, [*more, *lines]))

@@ -33,6 +33,7 @@ from opendiloco.volunteer.local_workload import LocalWorkload, Trainer, Workload
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.supervisor import Supervisor
 from opendiloco.workers.trackers import tracking
+from peers import metrics
 from peers.driver.driver import Driver
 from peers.errors import DilocoPeerError, LocalNetworkError
 from peers.log.folder import LogFolder, RunLog
@@ -62,6 +63,11 @@ RESUMABLE = 2  # of the newest checkpoints have the payloads after them: should 
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 AT_WORK = frozenset({State.TRAINING, State.READY, State.AVERAGING, State.APPLYING})
 LOOK_SECONDS = 2.0  # between two looks at what other peers say of theta, and whether the run is over
+ALONE = (
+    "no other peer and no archive of this run was found: this machine begins it at outer step 0. If others have "
+    "trained in it before, leave (Ctrl-C) and join when one of them or an archive is there: of two beginnings a run "
+    "keeps one"
+)
 HAND_OVER_SECONDS = 10.0  # for which a volunteer that leaves waits for another machine to have the newest outer step
 HAND_OVER_LOOK = 0.2  # seconds between two looks whether one has it
 
@@ -126,7 +132,7 @@ class Session:
                     view.say(f"joining as {key.peer_id} on {workload.trainer.device}; Ctrl-C to leave")
                     self.watch.begin(volunteer, run.settings.timing.grace)
                     when_ready(volunteer, transport)
-                    reader = ProgressReader(run, volunteer.facts, lambda: self.watch.reasons)
+                    reader = ProgressReader(run, volunteer.facts, lambda: self.watch.reasons, self.watch.until)
                     async with view.showing(reader):
                         await volunteer.take_part()
                     view.say(volunteer.farewell)
@@ -282,12 +288,22 @@ class Volunteer:
 
     async def _look_at_run(self) -> None:
         """Take in what others say of theta, and whether there is anything left to train."""
+        has_warned = False
         while True:
+            if self._founds_alone and not has_warned:
+                logger.warning("%s", ALONE)
+                has_warned = True
             beats = self.heartbeats()
             self._curves.heard(beats[0], RunView(self.run, beats))
             if is_finished(beats[0], self.run.config):
                 self._driver.rest()
             await asyncio.sleep(LOOK_SECONDS)
+
+    @property
+    def _founds_alone(self) -> bool:
+        """Whether this machine trains the first outer step of another organiser's run, and no other peer is there."""
+        peer, organiser = self._driver.peer, self.run.manifest.organiser
+        return peer.log.last is None and peer.trainer.is_training and not self.others() and organiser != peer.me
 
     @property
     def outer_step(self) -> int:
@@ -306,6 +322,7 @@ class Volunteer:
             caps=self._transport.caps,
             sent=self._transport.upload.passed,
             received=self._transport.download.passed,
+            purposes=_bytes_by_purpose(self._transport.upload.passed, self._transport.download.passed),
             download=self._driver.replication.download,
             fragments=self._fragments(),
             bytes_per_token=self._workload.trainer.telemetry.bytes_per_token,
@@ -383,6 +400,13 @@ class Volunteer:
     def others(self) -> list[Heartbeat]:
         """Return the newest heartbeat of each other peer that is live."""
         return list(self._driver.peer.membership.live(now()).values())
+
+
+def _bytes_by_purpose(sent: int, received: int) -> dict[str, tuple[int, int]]:
+    """Return what became of all bytes of bulk data that were sent and received."""
+    counts = {"rounds": metrics.moved(metrics.ROUND_BYTES), "measuring": metrics.moved(metrics.MEASURING_BYTES)}
+    known = [sum(directions) for directions in zip(*counts.values(), strict=True)]
+    return counts | {"joining, serving": (max(0, sent - known[0]), max(0, received - known[1]))}
 
 
 @asynccontextmanager

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 
@@ -49,7 +49,7 @@ class Link:
         peer: str,
         serve: Serve,
         dial_more: Callable[[int], Awaitable[None]],
-        start: Callable[[Awaitable[None]], object],
+        start: Callable[[Coroutine[Any, Any, None]], object],
         caps: Callable[[], tuple[Throttle, Throttle]],
         on_change: Callable[[], None],
     ) -> None:

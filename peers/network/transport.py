@@ -34,7 +34,7 @@ from peers.network.discovery import PeerDiscovery
 from peers.network.first_contact import endpoint, first_contacts, reach
 from peers.network.known_runs import KnownRuns
 from peers.network.links import EAGER, Links, LinkSettings
-from peers.network.own_network import is_behind_nat, watch_network
+from peers.network.own_network import is_behind_nat, watch_clock, watch_network
 from peers.network.throttle import Caps, LinkTime, Throttle
 from peers.presence.beats import Beats
 from peers.presence.calls import BEAT, BEAT_BYTES, HEARTBEAT, SHORT, WHO, Beat, Request, tag_of
@@ -147,6 +147,7 @@ class HivemindTransport:
             raise
         transport.links.start(transport.links.arranging.keep(initial_peers))
         transport._membership = DhtMembership(transport, initial_peers, remembered, waits and not client_mode)
+        transport.links.start(watch_clock())
         if exposure is not Exposure.LOCAL:
             transport.links.start(watch_network(transport._membership.network_changed))
         return transport

@@ -162,7 +162,7 @@ def test_a_terminal_that_lacks_a_character_shows_a_question_mark(monkeypatch: py
     group.main(["run", "example"], standalone_mode=False)
     terminal.write("…")
     terminal.flush()
-    assert terminal.buffer.getvalue().endswith(b"?")  # type: ignore[attr-defined]
+    assert terminal.buffer.getvalue().endswith(b"?")
 
 
 def test_help_shows_the_exit_codes() -> None:

@@ -17,7 +17,7 @@ from opendiloco.view.progress import Lines
 @pytest.mark.parametrize("typed", [["INVITE"], ["--run", "INVITE"], ["--plain", "INVITE", "--hours", "22-7"]])
 def test_the_invite_may_stand_alone(typed: list[str]) -> None:
     """Regression: `join INVITE` was wrong usage."""
-    given = {}
+    given: dict[str, object] = {}
 
     @click.command(cls=SettingsCommand)
     @join_settings()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -92,3 +92,25 @@ def test_it_waits_for_some_seconds_only_and_not_while_a_round_is_under_way(monke
             await asyncio.sleep(0)
 
     asyncio.run(asyncio.wait_for(leave(), 10))
+
+
+@pytest.mark.parametrize(
+    ("others", "changed", "warns"),
+    [
+        ([], {}, True),
+        ([ARCHIVE], {}, False),
+        ([], {"last": "an entry"}, False),
+        ([], {"is_training": False}, False),
+        ([], {"organiser": ME}, False),  # it knows that its run is new
+    ],
+)
+def test_a_volunteer_that_begins_a_run_alone_is_warned(
+    others: list[tuple[str, PeerState, int]], changed: dict[str, Any], warns: bool
+) -> None:
+    """Regression: a run whose volunteers had all left was begun again without a word."""
+    facts = {"last": None, "is_training": True, "organiser": "o"} | changed
+    alone, here = Leaving(*others), SimpleNamespace
+    peer = here(me=ME, log=here(last=facts["last"]), trainer=here(is_training=facts["is_training"]))
+    alone._driver = cast(Any, here(peer=peer))
+    alone.run = cast(Any, here(manifest=here(organiser=facts["organiser"])))
+    assert alone._founds_alone is warns
