@@ -112,7 +112,8 @@ BUILD.info({"protocol": str(PROTOCOL_VERSION)})
 
 def moved(counter: Counter) -> tuple[int, int]:
     """Return the bytes that a counter with directions has counted as sent and as received."""
-    counted = {sample.labels["direction"]: sample.value for one in counter.collect() for sample in one.samples}
+    samples = [sample for one in counter.collect() for sample in one.samples if sample.name.endswith("_total")]
+    counted = {sample.labels["direction"]: sample.value for sample in samples}
     return int(counted.get("sent", 0)), int(counted.get("received", 0))
 
 

@@ -59,6 +59,7 @@ COMMANDS = {
     "sample": "export:sample",
     "follow": "follow:follow",
     "log": "log:log_group",
+    "service": "machine:service_group",
     "identity": "machine:identity_group",
     "config": "machine:config_group",
 }
@@ -66,7 +67,7 @@ COMMANDS = {
 
 LOG_LEVELS = {"bootstrap": "info", "tokenize": "info", "follow": "info", "doctor": "error"}
 """What a command logs, unless the options say otherwise; the others log warnings."""
-START_NO_LOG = {"join", "pause", "resume", "finish", "config", "identity"}
+START_NO_LOG = {"join", "pause", "resume", "finish", "service", "config", "identity"}
 """`join` looks at its screen first; the others must work also where the log file cannot be written."""
 
 FIRST_STEPS = (

@@ -331,8 +331,8 @@ def _progress_lines(progress: Progress) -> list[str]:
 
 def _explanations(progress: Progress) -> list[str]:
     """Return what a person may do, and what the traffic was for."""
-    moved = [f"{name} {in_words(out)}/{in_words(back)}" for name, (out, back) in progress.facts.purposes.items()]
-    lines = [f"up/down for {' · '.join(moved)}"] if moved else []
+    moved = [f"{name} ↑{in_words(out)} ↓{in_words(back)}" for name, (out, back) in progress.facts.purposes.items()]
+    lines = [" · ".join(moved)] if moved else []
     if progress.until is not None:
         lines.append(f"leaves at {progress.until:%H:%M}")
     if progress.pause_reasons:

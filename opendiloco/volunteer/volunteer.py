@@ -406,7 +406,7 @@ def _bytes_by_purpose(sent: int, received: int) -> dict[str, tuple[int, int]]:
     """Return what became of all bytes of bulk data that were sent and received."""
     counts = {"rounds": metrics.moved(metrics.ROUND_BYTES), "measuring": metrics.moved(metrics.MEASURING_BYTES)}
     known = [sum(directions) for directions in zip(*counts.values(), strict=True)]
-    return counts | {"joining, serving": (max(0, sent - known[0]), max(0, received - known[1]))}
+    return counts | {"serving": (max(0, sent - known[0]), max(0, received - known[1]))}
 
 
 @asynccontextmanager

@@ -53,6 +53,8 @@ COMMANDS = [
     ["log"],
     ["log", "show"],
     ["log", "verify"],
+    ["service"],
+    ["service", "install"],
     ["identity"],
     ["identity", "show"],
     ["config"],
