@@ -250,6 +250,8 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
     """
     command = "bootstrap" if system else "join"
     given = ["--identity", "bootstrap.pem", *arguments] if system else ["--plain", *arguments]
+    from peers.values.system import make_private_folder
+
     group: Any = click.get_current_context().find_root().command
     group.get_command(click.get_current_context(), command).make_context(command, list(given))  # or it is wrong usage
     name = "diloco-bootstrap" if system else "diloco-volunteer"
@@ -268,7 +270,7 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
         return
     path = folder / f"{name}.service"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         path.write_text(unit, encoding="utf-8")
     except OSError as error:
         remedy = "Run it as root." if system else "--print shows the unit, to be written where systemd finds it."
