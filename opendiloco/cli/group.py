@@ -138,7 +138,8 @@ def _report(error: Exception, debug: bool) -> int:
         click.echo(fit_for_terminal(f"error: {error}"), err=True)
         return error.exit_code
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] not in ("opendiloco", "peers"):
-        needed = f"error: this command needs the Python package {error.name}, which is not installed here."
+        package = (error.name or "").partition(".")[0]
+        needed = f"error: this command needs the Python package {package}, which is not installed here."
         click.echo(
             f"{needed} A bootstrap node alone does without: pip install diloco-peer, with all it asks for.", err=True
         )

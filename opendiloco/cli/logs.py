@@ -18,6 +18,8 @@ from peers.presence.allowances import Allowance
 FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 FORMAT_WITH_PLACE = "%(asctime)s %(levelname)-7s %(place)s%(message)s"
 OURS = ("opendiloco", "peers")
+CHATTY = ("torchao", "torch.utils._pytree")
+"""Libraries whose warnings are about their own builds, and nothing that a person could act on."""
 FILE_BYTES, OLD_FILES = 10_000_000, 3
 """A log file is renamed when it has so many bytes; as many older ones are kept: .1 is the newest of them."""
 
@@ -134,5 +136,7 @@ class LogOptions:
         handler.addFilter(PLACE.fill)
         handler.setFormatter(_JsonFormatter() if self.is_json else _PlainFormatter(format, datefmt="%H:%M:%S"))
         logging.basicConfig(handlers=[handler], level=level if level in ("DEBUG", "ERROR") else "WARNING", force=True)
+        for name in CHATTY:
+            logging.getLogger(name).setLevel("DEBUG" if level == "DEBUG" else "ERROR")
         for name in OURS:
             logging.getLogger(name).setLevel(level)

@@ -73,9 +73,8 @@ class _SettingOption(click.Option):
             raise click.MissingParameter(HOW_TO_FIND_A_RUN, ctx, self) from error
 
 
-class SettingsCommand(click.Command):
-    """A command with all settings: its help shows them section by section, as the reference does. The invite may stand
-    without --run."""
+class RunCommand(click.Command):
+    """A command about one run, whose invite may stand without --run."""
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[INVITE]"]
@@ -86,6 +85,10 @@ class SettingsCommand(click.Command):
             args.remove(rest[0])
             args = ["--run", rest[0], *args]
         return super().parse_args(ctx, args)
+
+
+class SettingsCommand(RunCommand):
+    """A command with all settings: its help shows them section by section, as the reference does."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         titles = {setting.name: part.TITLE for part in JoinSettings.SECTIONS for setting in settings_of(part)}

@@ -55,6 +55,14 @@ def test_a_peers_words_do_not_rewrite_a_terminal() -> None:
     assert stream.getvalue().removesuffix("\n").isprintable()
 
 
+@pytest.mark.parametrize(("level", "shown"), [(None, False), ("debug", True)])
+def test_libraries_do_not_warn_of_their_own_builds(level: str | None, shown: bool) -> None:
+    """Regression: where torchao is installed `run create` began with four warnings about it."""
+    LogOptions(level, None).start("warning")
+    assert logging.getLogger("torchao").isEnabledFor(logging.WARNING) is shown
+    assert logging.getLogger("datasets").isEnabledFor(logging.WARNING)
+
+
 def test_a_flood_of_warnings_is_held_back_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: one stranger had a node write 1,500 lines a second."""
     stream, clock = io.StringIO(), [1000.0]
