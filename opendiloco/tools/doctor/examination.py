@@ -43,7 +43,7 @@ from peers.errors import DilocoPeerError, ManifestError
 from peers.network.links import LinkSettings
 from peers.network.own_network import everywhere
 from peers.network.transport import HivemindTransport
-from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.manifest import Invite
@@ -80,12 +80,12 @@ class _Speed:
 
 
 def _check_run(view: RunView) -> Finding:
-    """Return how far a run is, as its peers say."""
-    run, outer_steps, peers = view.run, view.outer_steps, len(view.peers)
+    """Return how far a run is, as its peers and archives say."""
+    run, outer_steps, peers = view.run, view.outer_steps, len(view.trainers)
     outer_step = max((beat.index for beat in view.peers), default=0)
     values = {"peers": peers, "outer_step": outer_step, "outer_steps": outer_steps}
     found = f"{run.run_id}: {peers} peer{'s' * (peers != 1)} there, outer step {outer_step} of {outer_steps}"
-    if peers and outer_step >= outer_steps:
+    if outer_step >= outer_steps:
         return warned("run", f"{found}: it is finished", "There is nothing more to train in it.", **values)
     return passed("run", found, **values)
 
@@ -343,10 +343,9 @@ class Examination:
             admission = passed("admission", found)
         except DilocoPeerError as error:
             admission = failed_with("admission", error)
-        away = (PeerState.LEAVING, PeerState.ARCHIVING)
-        beats = [beat for beat in await transport.heartbeats(run_id) if beat.state not in away]
-        self._others = [beat for beat in beats if beat.peer != self._key.peer_id]
-        self._tell(_check_run(RunView(run, self._others)), admission)
+        view = RunView(run, [beat for beat in await transport.heartbeats(run_id) if beat.peer != self._key.peer_id])
+        self._others = list(view.trainers)
+        self._tell(_check_run(view), admission)
         opened: Run | None = None
         try:
             opened = run.with_own(self._settings.own_files)

@@ -29,6 +29,7 @@ from opendiloco.tools.plan import Peer, Plan, forecast
 from opendiloco.view.run_view import RunView
 from opendiloco.workers.needs import UTILISATION, needs_of
 from opendiloco.workers.options import WorkerOptions
+from peers.presence.heartbeat import PeerState
 from peers.values.identity import Identity
 from peers.values.workload import Progress
 from tests.opendiloco.view.test_agreement import beat
@@ -53,6 +54,13 @@ def test_a_run(positions: list[int], verdict: Verdict, says: str, config: RunCon
     run = Run.sign(config.model_copy(update={"outer_steps": 12}), Identity.generate())
     beats = [beat(f"peer{number}", index) for number, index in enumerate(positions)]
     assert_finding(_check_run(RunView(run, beats)), verdict, says)
+
+
+def test_a_run_that_only_an_archive_keeps_is_as_far_as_the_archive(config: RunConfig) -> None:
+    """Regression: at outer step 174 `doctor` said 0."""
+    run = Run.sign(config.model_copy(update={"outer_steps": 12}), Identity.generate())
+    archive = beat("z", 7).model_copy(update={"state": PeerState.ARCHIVING})
+    assert_finding(_check_run(RunView(run, [archive])), PASS, "0 peers there, outer step 7 of 12")
 
 
 @pytest.mark.parametrize(
