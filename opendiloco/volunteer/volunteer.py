@@ -367,9 +367,11 @@ class Volunteer:
         """Leave once another machine has the newest outer step, or after some seconds. Train nothing meanwhile."""
         deadline = now() + HAND_OVER_SECONDS
         self.hold(True)
-        while not self._is_handed_over and now() < deadline:
-            await asyncio.sleep(HAND_OVER_LOOK)
-        self._driver.leave()
+        try:
+            while not self._is_handed_over and now() < deadline:
+                await asyncio.sleep(HAND_OVER_LOOK)
+        finally:  # whatever goes wrong, the owner wants to leave
+            self._driver.leave()
 
     @property
     def _is_handed_over(self) -> bool:
