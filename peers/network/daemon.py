@@ -215,7 +215,7 @@ def peer_errors(peer_id: str) -> Iterator[None]:
     try:
         yield
     except RemoteProtocolError as error:
-        logger.warning("dropped a stream: %s", error)
+        logger.info("dropped a stream: %s", error)
         raise PeerUnreachableError(peer_id, error.message) from error
     except NETWORK_ERRORS as error:
         raise PeerUnreachableError(peer_id, _said_by(error)) from error

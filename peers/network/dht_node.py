@@ -130,7 +130,7 @@ class DhtNode:
         try:
             return SignedManifest.unpack(found.value, run_id)
         except ManifestError as error:
-            logger.warning("dropped a manifest for %s: %s", run_id, error)
+            logger.info("dropped a manifest for %s: %s", run_id, error)
             return None
 
     async def store_heartbeat(self, heartbeat: Heartbeat, signed: bytes) -> bool:

@@ -130,7 +130,7 @@ class PeerDiscovery:
             self.beats.failed(peer, now())
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("heartbeat").inc()
-            logger.warning("dropped the answer to a beat: %s", error)
+            logger.info("dropped the answer to a beat: %s", error)
 
     async def close(self) -> None:
         HEALTH.over(f"dht {self._run}")
@@ -159,7 +159,7 @@ class PeerDiscovery:
                 self.beats.found(signed, now(), time.time())
             except RemoteProtocolError as error:
                 metrics.DROPPED.labels("heartbeat").inc()
-                logger.warning("dropped a heartbeat: %s", error)
+                logger.info("dropped a heartbeat: %s", error)
 
     # Who else is there ----------------------------------------------------------------------------------------
     async def _ask_around(self) -> None:
@@ -229,6 +229,6 @@ class PeerDiscovery:
             return False
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("heartbeat").inc()
-            logger.warning("dropped what a peer told us of others: %s", error)
+            logger.info("dropped what a peer told us of others: %s", error)
             return False
         return True

@@ -177,7 +177,7 @@ class Admissions:
             logger.debug("%s", error)
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("message").inc()
-            logger.warning("dropped %s", error)
+            logger.info("dropped %s", error)
 
     async def close(self) -> None:
         await cancel_and_wait(*filter(None, (self._asking, self._seeking)))
@@ -312,7 +312,7 @@ class KnownRuns:
                 self.take_heads(run, unpack_heads(answer))
                 taken += 1
             except SignedHeadsError as error:
-                logger.warning("dropped the signed heads that %s tells: %s", peer, error)
+                logger.info("dropped the signed heads that %s tells: %s", peer, error)
         return taken
 
 

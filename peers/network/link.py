@@ -144,7 +144,7 @@ class Link:
             logger.debug("a connection of %s ended: %r", self.peer, error)
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("stream").inc()
-            logger.warning("dropped a conversation: %s", error)
+            logger.info("dropped a conversation: %s", error)
         except Exception:
             logger.exception("a conversation with %s failed", self.peer)
         finally:

@@ -366,7 +366,7 @@ class HivemindTransport:
             raise
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("message").inc()
-            logger.warning("dropped a %s message: %s", name, error)
+            logger.info("dropped a %s message: %s", name, error)
             raise RefusalError(error.message) from error
         except AdmissionError as error:
             raise RefusalError(str(error)) from error
@@ -436,7 +436,7 @@ class HivemindTransport:
                 logger.debug("stopped serving a %s stream of %s", protocol, channel.peer)
             except RemoteProtocolError as error:
                 metrics.DROPPED.labels("stream").inc()
-                logger.warning("dropped a %s stream: %s", protocol, error)
+                logger.info("dropped a %s stream: %s", protocol, error)
             except NETWORK_ERRORS as error:
                 logger.debug("a %s stream of %s broke: %r", protocol, channel.peer, error)
             except Exception:
