@@ -125,6 +125,8 @@ class _Joining:
 
     async def _take_part(self, interrupts: Interrupts, sources: list[Source]) -> None:
         """Take part once, and keep nothing of it. Raises: AdmissionError, MachineError."""
+        from asyncio import CancelledError
+
         from opendiloco.dashboard.watching import volunteer_source
         from opendiloco.owner.watch import watching
         from opendiloco.storage.remote import check_url
@@ -151,6 +153,9 @@ class _Joining:
         try:
             async with watching(self.watch):
                 await session.take_part(self.view, when_ready)
+        except CancelledError:
+            self.view.say("ended before it was in the run" if interrupts.polite is None else "ended at once")
+            raise
         finally:
             interrupts.polite, PLACE.outer_step = None, lambda: None
             sources.clear()
