@@ -248,10 +248,10 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
     started, and a unit of that name is replaced. Paths are those of the current folder, with --system those of
     /var/lib/diloco-bootstrap.
     """
-    command = "bootstrap" if system else "join"
-    given = ["--identity", "bootstrap.pem", *arguments] if system else ["--plain", *arguments]
     from peers.values.system import make_private_folder
 
+    command = "bootstrap" if system else "join"
+    given = ["--identity", "bootstrap.pem", *arguments] if system else ["--plain", *arguments]
     group: Any = click.get_current_context().find_root().command
     group.get_command(click.get_current_context(), command).make_context(command, list(given))  # or it is wrong usage
     name = "diloco-bootstrap" if system else "diloco-volunteer"
