@@ -707,7 +707,7 @@ def test_port_in_use_is_named() -> None:
             error = asyncio.run(error_of(listen=listen))
             assert isinstance(error, LocalNetworkError)
             assert f"port {port} " in str(error)
-            assert error.exit_code == 5
+            assert error.exit_code == 15
 
 
 @pytest.mark.thorough
