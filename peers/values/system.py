@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -44,11 +45,13 @@ def start_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 def _look_later(task: asyncio.Task[Any]) -> None:
     if task._log_traceback:  # asyncio's note of an exception that no one has taken; it logs it only at the task's end
-        task.get_loop().call_later(UNSEEN_SECONDS, _report_unseen, task)
+        # Weakly: its traceback has the frames, and with them the memory, of what may be over. asyncio reports the rest.
+        task.get_loop().call_later(UNSEEN_SECONDS, _report_unseen, weakref.ref(task))
 
 
-def _report_unseen(task: asyncio.Task[Any]) -> None:
-    if task._log_traceback:
+def _report_unseen(reference: weakref.ref[asyncio.Task[Any]]) -> None:
+    task = reference()
+    if task is not None and task._log_traceback:
         logger.error("a task has failed: %s", task.get_coro(), exc_info=task.exception())
 
 

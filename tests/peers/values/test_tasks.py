@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import logging
+import weakref
 
 import pytest
 
@@ -57,3 +60,21 @@ def test_a_task_that_failed_before_it_was_cancelled_is_logged_unless_its_owner_k
 
     asyncio.run(begin())
     assert errors(caplog) == ([str(error)] if is_logged else [])
+
+
+def test_a_failed_task_that_was_awaited_is_not_kept_alive() -> None:
+    """Regression: its traceback kept the memory of a volunteer that had left, as long as the process lived."""
+
+    async def begin() -> weakref.ref[object]:
+        task = start_task(fail(RuntimeError("a fault")))
+        with contextlib.suppress(RuntimeError):
+            await task
+        return weakref.ref(task)
+
+    async def scenario() -> bool:
+        seen = await begin()
+        await asyncio.sleep(0)  # the event loop itself holds it in the turn in which it woke its owner
+        gc.collect()
+        return seen() is None
+
+    assert asyncio.run(scenario())
