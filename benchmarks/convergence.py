@@ -27,6 +27,7 @@ from benchmarks.reporting import Bar, json_option, report
 
 SETTINGS = {
     "1m": Setting(),
+    "small": Setting(hidden_size=64, layers=4, sequence_length=64),
     # Twenty tokens for each parameter, as Chinchilla's law advises. They want a larger corpus than the default one.
     "15m": Setting(
         hidden_size=384, layers=8, heads=6, windows_per_step=128, sequence_length=512, steps=4500, precision="bf16"
@@ -83,7 +84,7 @@ def methods_of(setting: Setting) -> list[Method]:
         outer(0.7, 0.6),
         outer(1.0, 0.0),
         Method("DiLoCo e3m0", changes=E3M0),
-        Method("4 replicas int8", replicas=4),
+        Method(FOUR, replicas=4),
         Method("8 replicas int8", replicas=8),
         Method("DiLoCo int8, H = 20", inner_steps=20),
         Method("DiLoCo int8, H = 500", inner_steps=500),
@@ -103,6 +104,11 @@ def methods_of(setting: Setting) -> list[Method]:
         ),
         Method("4 replicas int8, two with half the steps", replicas=4, slow=2),
         Method("4 replicas int8, two late", replicas=4, late=2, changes={"rounds": {"policy": "asynchronous"}}),
+        *(
+            Method(f"{FOUR}, {many} {kind}", replicas=4, thin=thin, format=format)
+            for many, thin in (("one", 1), ("three", 3))
+            for format, kind in enumerate(("e2m1", "sparse"), 1)
+        ),
     ]
     # The quick setting has fewer inner steps in all than one outer step of the others.
     if setting.steps < 500:
@@ -110,17 +116,18 @@ def methods_of(setting: Setting) -> list[Method]:
     return methods
 
 
-DATA_PARALLEL, BASE = "data-parallel", "DiLoCo fp32"
+DATA_PARALLEL, BASE, FOUR = "data-parallel", "DiLoCo fp32", "4 replicas int8"
 BARS = (
     ("DiLoCo int8", BASE, 0.998),
     ("DiLoCo e3m0", BASE, 0.99),
     ("Streaming e3m0, τ = 1", BASE, 0.99),
     ("Streaming int8, τ = 0", "DiLoCo int8", 0.995),
     ("Streaming int8, τ = 1", "DiLoCo int8", 0.995),
+    *((f"{FOUR}, {thin}", FOUR, 0.995) for thin in ("one e2m1", "three e2m1", "one sparse", "three sparse")),
 )
 """A method, the one that it is compared with, and the least ratio of the latter's loss to the former's."""
 PANELS = {
-    "replicas, int8": {"2": "DiLoCo int8", "4": "4 replicas int8", "8": "8 replicas int8"},
+    "replicas, int8": {"2": "DiLoCo int8", "4": FOUR, "8": "8 replicas int8"},
     "inner steps, int8": {"H = 20": "DiLoCo int8, H = 20", "100": "DiLoCo int8", "500": "DiLoCo int8, H = 500"},
     "codecs": {"fp32": BASE, "int8": "DiLoCo int8", "e3m0": "DiLoCo e3m0", "e3m0, τ = 1": "Streaming e3m0, τ = 1"},
     "streaming, int8": {"DiLoCo": "DiLoCo int8"} | {f"τ = {tau}": f"Streaming int8, τ = {tau}" for tau in (0, 1, 5)},

@@ -159,7 +159,8 @@ async def measure(names: Sequence[str], values: int, places: Sequence[Place], re
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="averaging-")))
         sizes = ["--values", values, "--peers", len(places)]
-        peers = await start_peers(stack, [[OUR_PEER, *sizes, *place.ours] for place in places], places, logs)
+        ours = [OUR_PEER, *sizes, "--contribution-format", "int8"]  # all contenders move as many bytes on each link
+        peers = await start_peers(stack, [[*ours, *place.ours] for place in places], places, logs)
         groups = {OURS: Group(contenders[0], peers)}
         if others:
             commands = [[OTHER_PEER, *others, *sizes, "--rank", rank, *at.others] for rank, at in enumerate(places)]

@@ -106,6 +106,10 @@ class Method:
     """How many replicas are half as fast as the others: in each outer step they make half of the inner steps."""
     late: int = 0
     """Instead, how many make all of them, so that what they learned counts an outer step later, with its age."""
+    thin: int = 0
+    """How many replicas contribute in another format than the run's own."""
+    format: int = 0
+    """The number of that format in `codec.contributions`."""
 
     def outer_steps(self, setting: Setting) -> int:
         """Return how many outer steps train all of the setting's tokens."""
@@ -152,8 +156,8 @@ EXACT = Codec(encode=unchanged, decode=unchanged)
 class ExactAverageReference(Reference):
     """DiLoCo where contributions are encoded and their average is not, as in Streaming DiLoCo's paper."""
 
-    def _codec_with(self, rounding: Rounding) -> Codec:
-        return super()._codec_with(rounding)._replace(encodes_average=False)
+    def _codec_with(self, rounding: Rounding, format: int = 0) -> Codec:
+        return super()._codec_with(rounding, format)._replace(encodes_average=False)
 
 
 def train(method: Method, setting: Setting, seed: int) -> Curve:
@@ -182,14 +186,15 @@ def train(method: Method, setting: Setting, seed: int) -> Curve:
 
 def _cycles(reference: Reference, method: Method, outer_steps: int) -> Iterator[int]:
     """Take all outer steps of all replicas; yield how many have been taken."""
-    for cycle, roster in enumerate(_rosters(method, outer_steps, reference.config.training.batch_size), 1):
+    batch_size, fragments = reference.config.training.batch_size, len(reference.layout.fragments)
+    for cycle, roster in enumerate(_rosters(method, outer_steps, batch_size, fragments), 1):
         reference.outer_step(roster)
         yield cycle
 
 
-def _rosters(method: Method, outer_steps: int, batch_size: int) -> Iterator[list[Work]]:
+def _rosters(method: Method, outer_steps: int, batch_size: int, fragments: int) -> Iterator[list[Work]]:
     """Yield the members of each outer step. The last replicas are slow, or late: of two late ones one is a member of
-    every other outer step, and one of those between."""
+    every other outer step, and one of those between; or their contributions are thin."""
     pool, even = SamplePool(), method.replicas - method.slow - method.late
     under_way: dict[int, Work] = {}  # for the next outer step
     for cycle in range(outer_steps):
@@ -201,7 +206,8 @@ def _rosters(method: Method, outer_steps: int, batch_size: int) -> Iterator[list
                 continue
             steps = method.inner_steps if is_even or method.late else method.inner_steps // 2
             (lease,), pool = pool.deal([steps * batch_size])
-            work = Work(f"{number}", lease, steps)
+            is_thin = number >= method.replicas - method.thin
+            work = Work(f"{number}", lease, steps, formats=(method.format,) * fragments if is_thin else ())
             if is_even or method.slow:
                 roster.append(work)
             else:

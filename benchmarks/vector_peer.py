@@ -25,9 +25,8 @@ import opendiloco
 from benchmarks.processes import cpu_seconds, memory_taken, read_lines, say
 from opendiloco.cli.options import join_option
 from opendiloco.config.run_config import RunConfig
-from opendiloco.kernels import INT8
 from opendiloco.shared_memory import SharedVectors, Vector, available_memory
-from opendiloco.training.codec import BlockCodec
+from opendiloco.training.codec import block_bytes
 from opendiloco.training.outer import LocalState
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.workers.group import WorkerGroup
@@ -74,6 +73,9 @@ class Part:
     votes: Path | None
     upload_limit: float | None
     download_limit: float | None
+    usual_timing: bool
+    steady: bool
+    contribution_format: str | None
 
     @property
     def settings(self) -> RunSettings:
@@ -85,7 +87,7 @@ class Part:
             samples_per_lease=8,
             tokens_per_sample=TOKENS_PER_SAMPLE,
             minimum_peers=self.peers,
-            timing=GATED_TIMING if self.pause is None else CHURN_TIMING,
+            timing=Timing() if self.usual_timing else GATED_TIMING if self.pause is None else CHURN_TIMING,
             snapshot_every=self.snapshot_every,
         )
 
@@ -93,9 +95,11 @@ class Part:
 class VectorWorker(WorkerGroup):
     """Stands in for the workers: no process, no model."""
 
-    def __init__(self, vectors: SharedVectors, pause: float | None, lines: asyncio.Queue[str]) -> None:
+    def __init__(
+        self, vectors: SharedVectors, pause: float | None, lines: asyncio.Queue[str], spread: float = 0.2
+    ) -> None:
         self.vectors, self.fragments = vectors, [slice(0, vectors.theta.size)]
-        self._pause = pause
+        self._pause, self._spread = pause, spread
         self._lines = lines
 
     async def run_inner_loop(
@@ -114,7 +118,7 @@ class VectorWorker(WorkerGroup):
             on_progress(Progress(0, None, 1.0))
             await self._told("go")
         else:
-            await asyncio.sleep(self._pause * random.uniform(0.8, 1.2))
+            await asyncio.sleep(self._pause * random.uniform(1 - self._spread, 1 + self._spread))
         return Trained(work.samples, TOKENS_PER_SAMPLE * sample_count(work.samples), 1.0)
 
     async def _told(self, wanted: str) -> None:
@@ -132,9 +136,9 @@ class VectorWorkload(LocalWorkload):
     stepped_at: float | None = None
     cpu: float | None = None
 
-    async def contribution(self, fragment: int = 0) -> Blocks:
+    async def contribution(self, fragment: int = 0, format: int = 0) -> Blocks:
         self.began_at = time.monotonic()
-        blocks = await super().contribution(fragment)
+        blocks = await super().contribution(fragment, format)
         self.encoded_at = time.monotonic()
         return blocks
 
@@ -200,13 +204,13 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
     memory_before = memory("VmRSS")
     log, storage = None, None
     if part.folder:
-        block_bytes = BlockCodec(INT8, part.values).byte_range(0, 1)[1]
-        log = LogFolder.open(part.folder / "log", part.settings.empty_log, block_bytes)
+        log = LogFolder.open(part.folder / "log", part.settings.empty_log, block_bytes(run_config().codec))
         storage = FolderStorage(part.folder, available_memory)
     lines: asyncio.Queue[str] = asyncio.Queue()
     vectors = await asyncio.to_thread(create_vectors, part.values)
-    worker = VectorWorker(vectors, part.pause, lines)
-    workload = VectorWorkload(worker, run_config())
+    worker = VectorWorker(vectors, part.pause, lines, 0.0 if part.steady else 0.2)
+    config = run_config()
+    workload = VectorWorkload(worker, config)
 
     def tell(header: Header, state_digest: bytes) -> None:
         say(
@@ -216,11 +220,14 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
             state=state_digest.hex(),
             peers=len(header.roster),
             roster=[member.peer for member in header.roster],
+            tokens=[member.tokens for member in header.roster],
+            formats=[config.codec.contributions[member.format] for member in header.roster],
             began=workload.began_at,
             encoded=workload.encoded_at,
             agreed=workload.agreed_at,
             stepped=workload.stepped_at,
             cpu=workload.cpu,
+            in_rounds=driver.rounds.costs.seconds,
             memory_before=memory_before,
             memory_peak=memory("VmHWM"),
         )
@@ -237,6 +244,7 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
         votes=VotesFile(part.votes) if part.votes else None,
         on_entry=tell,
         on_snapshot=snapshot_is_here,
+        format=None if part.contribution_format is None else config.codec.number_of(part.contribution_format),
     )
     reading = asyncio.create_task(read_lines(lines, driver.leave))
     await driver.run()
@@ -290,8 +298,11 @@ async def run_peer(part: Part) -> None:
 @click.option("--follows", is_flag=True, help="Only follow the log.")
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="For the log, and for snapshots.")
 @click.option("--votes", type=click.Path(exists=True, file_okay=False, path_type=Path), help="A folder for its votes.")
+@click.option("--steady", is_flag=True, help="Training always takes as long; else a fifth more or less.")
+@click.option("--usual-timing", is_flag=True, help="A manifest's, in the place of one for benchmarks.")
 @join_option("upload_limit")
 @join_option("download_limit")
+@join_option("contribution_format")
 def main(**options: Any) -> None:
     asyncio.run(run_peer(Part(**options)))
 

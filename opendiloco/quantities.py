@@ -7,6 +7,8 @@ from typing import Literal, TypeAlias
 VALUE_BYTES = 4  # of an fp32 value: weights, moments and averages in main memory are of these
 MEGABIT, GIGABYTE = 1e6 / 8, 1e9  # bytes
 SECONDS_A_DAY = 86_400  # without leap seconds, as computers count
+FormatName: TypeAlias = Literal["int8", "uint4", "e2m1-block32", "e2m1", "e3m0", "fp16", "sparse"]
+"""A format of payloads (docs/codecs.md)."""
 OptimizerState: TypeAlias = Literal["device", "host", "8bit"]
 """How a worker keeps its inner optimizer's moments between two steps: on its device, in main memory, or on its device
 in 8 bits a value."""

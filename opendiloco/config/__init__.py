@@ -6,6 +6,7 @@ model: ModelSection, check_initial_weights, digest_of_weights, read_model_values
 overrides: NO_OVERRIDES, Overrides, bare_in_words, mixture_phases, value_in_words, why_not_followed
 optimizers: AdafactorSection, AdamWSection, AdamWSettings, InnerOptimizerSection, MuonSection, OuterOptimizerSection,
     OuterScheduleSection, TorchSection
-run_config: CodecSection, EvaluationSection, RunConfig, StreamingSection, TrainingSection, misfit
+run_config: CodecSection, EvaluationSection, RunConfig, SPARSE_ERROR_FEEDBACK, StreamingSection, TrainingSection,
+    misfit
 section: Digest, Name, NotNegativeFloat, Positive, Section, describe_validation_error, read_toml
 """

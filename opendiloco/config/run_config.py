@@ -32,6 +32,7 @@ from opendiloco.config.section import (
     describe_validation_error,
     read_toml,
 )
+from opendiloco.quantities import FormatName
 from peers.errors import ManifestError
 from peers.log.settings import RunSettings, Timing
 from peers.values.signed_heads import KEYS_LIMIT
@@ -40,24 +41,54 @@ SPARSE_ERROR_FEEDBACK = 0.95
 """SparseLoCo's (arXiv 2508.15706)."""
 
 
+THINNER: dict[str, tuple[str, ...]] = {"fp16": ("int8", "e2m1", "sparse"), "int8": ("e2m1", "sparse"), "sparse": ()}
+"""By a run's codec, the formats that thin uplinks may use unless the manifest says otherwise; of others, the last."""
+BITS: dict[str, float] = {
+    "fp16": 16,
+    "int8": 8.04,
+    "e2m1-block32": 5,
+    "uint4": 4.25,
+    "e2m1": 4.04,
+    "e3m0": 4.04,
+    "sparse": 0.24,
+}
+"""Of a value; a test holds them against the formats."""
+
+
 class CodecSection(Section):
     """How payloads are encoded on the wire: a name of `opendiloco.kernels.FORMATS`; docs/codecs.md helps to choose."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
-    kind: Literal["int8", "uint4", "e2m1-block32", "e2m1", "e3m0", "fp16", "sparse"] = "int8"
+    kind: FormatName = "int8"
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """To the nearest code, or by chance to one of the two beside it, so that nothing is lost on average."""
     error_feedback: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The share of what a payload has left out that its peer adds to its next one; for 4 bytes a parameter. With
     `kind = "sparse"` the default is 0.95, and 0 is refused."""
+    contributions: Annotated[tuple[FormatName, ...], Field(strict=False, max_length=len(BITS))] = ()
+    """The formats in which a peer may contribute: `kind`, then thinner ones for thin uplinks. A peer sends the first
+    that its uplink carries in time, and makes up for what that leaves out; averages are always in `kind`. `["int8"]`
+    allows none but int8."""
+
+    def number_of(self, kind: str) -> int:
+        """Return the number of a format of contributions. Raises: ManifestError when the run does not allow it."""
+        if kind not in self.contributions:
+            allowed = ", ".join(self.contributions)
+            raise ManifestError(
+                f"this run takes no contributions in {kind}.", f"It takes {allowed}: choose one of them."
+            )
+        return self.contributions.index(kind)
 
     @model_validator(mode="before")
     @classmethod
-    def add_error_feedback(cls, content: Any) -> Any:
-        if isinstance(content, dict) and content.get("kind") == "sparse":
-            return {"error_feedback": SPARSE_ERROR_FEEDBACK} | content
-        return content
+    def add_defaults(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
+        kind = content.get("kind", "int8")
+        if isinstance(kind, str) and kind in BITS:
+            content = {"contributions": (kind, *THINNER.get(kind, ("sparse",)))} | content
+        return {"error_feedback": SPARSE_ERROR_FEEDBACK} | content if kind == "sparse" else content
 
     @model_validator(mode="after")
     def check_kind(self) -> Self:
@@ -67,6 +98,12 @@ class CodecSection(Section):
             raise ValueError(
                 'kind = "sparse" leaves out 63 of 64 values, which without error_feedback are lost; '
                 f"remove error_feedback, whose default is {SPARSE_ERROR_FEEDBACK}, or choose another kind"
+            )
+        bits = [BITS[kind] for kind in self.contributions]
+        if self.contributions[:1] != (self.kind,) or sorted(set(bits), reverse=True) != bits:
+            raise ValueError(
+                f'contributions are {list(self.contributions)}; begin with kind, "{self.kind}", and let each format '
+                f"have fewer bits than the one before: {', '.join(BITS)}"
             )
         return self
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import SettingsError
 from opendiloco.owner.conditions import Condition, parse_conditions, parse_hours, parse_until
-from opendiloco.quantities import GIGABYTE, MEGABIT, OptimizerState
+from opendiloco.quantities import GIGABYTE, MEGABIT, FormatName, OptimizerState
 from opendiloco.workers.options import WorkerOptions, parse_overlap
 from opendiloco.workers.trackers import Choice
 
@@ -285,6 +285,11 @@ class _NetworkSettings(Settings):
     )
     download_limit: float | None = setting(
         "Receive model data at no more than so many megabits a second.", None, metavar="MBIT", above=0
+    )
+    contribution_format: FormatName | None = setting(
+        "Send contributions in this format, of those that the run allows in codec.contributions.",
+        None,
+        shown="the first that the uplink carries in time",
     )
 
 

@@ -16,7 +16,6 @@ from contextlib import asynccontextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 
-from opendiloco import kernels
 from opendiloco.errors import MachineError
 from opendiloco.quantities import VALUE_BYTES, in_words
 from opendiloco.run import Run
@@ -25,7 +24,7 @@ from opendiloco.storage.checkpointer import Checkpointer
 from opendiloco.storage.loading import Checkpoints
 from opendiloco.storage.run_folder import HeldOutCurve, RunFolder
 from opendiloco.storage.writer import KeepingPlan, folder_bytes
-from opendiloco.training.codec import BlockCodec
+from opendiloco.training.codec import BlockCodec, block_bytes
 from peers import metrics
 from peers.driver.driver import CALL, CALL_TIMEOUT
 from peers.errors import RemoteProtocolError, SwarmUnreachableError
@@ -78,8 +77,7 @@ class ArchivedRun:
         self._transport = transport
         self._room = room
         self.folder = RunFolder.open(run, identity.peer_id, base)
-        block_bytes = kernels.FORMATS[run.config.codec.kind].block_bytes
-        self.log = LogFolder.open(self.folder.log, run.settings.empty_log, block_bytes)
+        self.log = LogFolder.open(self.folder.log, run.settings.empty_log, block_bytes(run.config.codec))
         self._proofs = MissingProofs(transport, self.log)
         self.checkpointer = Checkpointer(KeepingPlan(self.folder.path))
         self._state_bytes = 0  # until the model's size is known
@@ -113,9 +111,8 @@ class ArchivedRun:
         if not self.buffers:
             whole = slice(0, state_bytes // (2 * VALUE_BYTES))
             fragments = self.run.config.streaming.fragments or (whole,)
-            format = kernels.FORMATS[self.run.config.codec.kind]
             self._state_bytes = 2 * VALUE_BYTES * fragments[-1].stop
-            codecs = [BlockCodec(format, part.stop - part.start) for part in fragments]
+            codecs = [BlockCodec.of(self.run.config.codec, part.stop - part.start) for part in fragments]
             self.buffers = PayloadBuffers.of_each(codecs, 0, self.log.payload)
 
     # Giving ---------------------------------------------------------------------------------------------------

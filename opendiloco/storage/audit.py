@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from opendiloco import kernels
 from opendiloco.config.model import check_initial_weights
 from opendiloco.config.overrides import Overrides
 from opendiloco.config.run_config import RunConfig
@@ -22,7 +21,7 @@ from opendiloco.errors import AmendmentError
 from opendiloco.run import Run
 from opendiloco.storage.loading import Checkpoint, Checkpoints
 from opendiloco.storage.run_folder import RunFolder
-from opendiloco.training.codec import BlockCodec
+from opendiloco.training.codec import BlockCodec, block_bytes
 from opendiloco.training.outer import OuterState
 from peers.audit.proofs import BadContribution, Verifier, read_proof
 from peers.log.certificate import CertificateError, prove
@@ -85,8 +84,7 @@ class _States:
         """The state after `index` outer steps, which is the checkpoint's or whatever `origin` says. `amendment` is in
         force there."""
         self._state = start
-        format = kernels.FORMATS[config.codec.kind]
-        self._codecs = [BlockCodec(format, part.stop - part.start) for part in start.fragments]
+        self._codecs = [BlockCodec.of(config.codec, part.stop - part.start) for part in start.fragments]
         self._config, self._next = config, index
         self._amendment = amendment
         self._origin = origin
@@ -254,7 +252,7 @@ def _check_payload(folder: Path, run: Run, entry: Entry, findings: Findings) -> 
     wanted = entry.content.payload
     path = payload_path(folder / PAYLOADS, entry.index, wanted)
     try:
-        payload = read_payload(path, kernels.FORMATS[run.config.codec.kind].block_bytes)
+        payload = read_payload(path, block_bytes(run.config.codec))
     except FileNotFoundError:
         findings.is_unverified("payloads, which are not here", entry.index)
         return None

@@ -152,8 +152,7 @@ class LocalState:
         """`theta` is used in place; momentum begins as zeros. `fragments` are the layout's; by default there is one."""
         self.outer = OuterState(theta, config.outer_optimizer, fragments)
         self._config = config
-        format = kernels.FORMATS[config.codec.kind]
-        self.fragments = [BlockCodec(format, part.stop - part.start) for part in self.outer.fragments]
+        self.fragments = [BlockCodec.of(config.codec, part.stop - part.start) for part in self.outer.fragments]
 
     async def apply(
         self, payload: Blocks, index: int, fragment: int = 0, *, amendment: Amendment | None = None
@@ -253,7 +252,9 @@ class OuterStepTaken:
 class Measuring:
     """Reads a state's momentum and `contributions`, one for each fragment, while nobody changes them: `finished`."""
 
-    def __init__(self, state: OuterState, contributions: Sequence[Payload], trains_on: bool = False) -> None:
+    def __init__(
+        self, state: OuterState, contributions: Sequence[Callable[[], Payload]], trains_on: bool = False
+    ) -> None:
         """With `trains_on`, workers do not wait for outer steps."""
         self.on_outer_step: Callable[[OuterStepTaken], None] | None = None
         """Told of each outer step, once all of its fragments are measured."""
@@ -281,7 +282,7 @@ class Measuring:
         if (on_outer_step := self.on_outer_step) is None:
             return
         pause = math.nan if trained_at is None or self._trains_on else time.monotonic() - trained_at
-        own = None if trained_at is None else self._contributions[fragment]
+        own = None if trained_at is None else self._contributions[fragment]()
         momentum = self._state.momentum[self._state.fragments[fragment]]
         if index != self._index:
             self._index, self._parts = index, {}

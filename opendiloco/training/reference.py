@@ -37,7 +37,7 @@ from opendiloco.model.build import build_model
 from opendiloco.model.layout import Layout
 from opendiloco.model.parameters import layout_of
 from opendiloco.shared_memory import Vector
-from opendiloco.training.codec import RunRounding
+from opendiloco.training.codec import RunRounding, share_made_up_for
 from opendiloco.training.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.outer import OuterState
@@ -63,7 +63,9 @@ class Work:
     """One replica's part in one outer step. `overlap` is its own τ (the paper's section 3.3.2), if not the run's.
 
     `age` is how many outer steps were taken since the replica began, and `fragments` are those that it brings; None:
-    all. Work that takes several outer steps is in the roster of each that it brings fragments into."""
+    all. Work that takes several outer steps is in the roster of each that it brings fragments into. `formats` are
+    those of each fragment's contribution, by their numbers in the manifest's `codec.contributions`; none: all of them
+    are in the run's own."""
 
     replica: str
     samples: tuple[SampleRange, ...]
@@ -71,6 +73,11 @@ class Work:
     overlap: int | None = None
     age: int = 0
     fragments: tuple[int, ...] | None = None
+    formats: tuple[int, ...] = ()
+
+    def format(self, fragment: int) -> int:
+        """Return the number of the format of a fragment's contribution."""
+        return self.formats[fragment] if self.formats else 0
 
     def brings(self, fragment: int) -> bool:
         """Return whether a fragment of this outer step has what the replica has learned of it."""
@@ -87,6 +94,8 @@ class Member:
         self.cycles = Cycles(replica.store, replica.merge, len(replica.layout.fragments), streaming)
         self.residual: Vector = np.zeros(replica.layout.size, np.float32)
         """What payloads have left out, for error feedback."""
+        self.shares: dict[int, float] = {}
+        """The share of that, by fragment, that the next payload makes up for."""
         self.base = self.residual.copy()
         """The theta that what it learns of each fragment counts from."""
         self.returned = self.base.copy()
@@ -213,7 +222,8 @@ class StreamingDiLoCo:
 
     def synchronise(self, fragment: int, members: Sequence[Member]) -> None:
         """Average a fragment's pseudo-gradients, as the codec leaves each, and take the fragment's outer step."""
-        part, codec = self.state.fragments[fragment], self._codec_with(self._rounding.of_average(self.index, fragment))
+        part = self.state.fragments[fragment]
+        codec = self._codec_with(self._rounding.of_average(self.index, fragment))
         sent = [self._contribution(fragment, member) for member in members]
         average = self.mean(fragment, members, sent)
         if codec.encodes_average:
@@ -223,15 +233,16 @@ class StreamingDiLoCo:
         self._take_outer_step(fragment, average)
 
     def _contribution(self, fragment: int, member: Member) -> Vector:
-        """Return a member's pseudo-gradient as the codec leaves it, after a share of what was left out is added."""
-        part, share = self.state.fragments[fragment], self.config.codec.error_feedback
+        """Return a member's pseudo-gradient as its format leaves it, after a share of what was left out is added."""
+        part, format = self.state.fragments[fragment], member.work.format(fragment)
         local = np.empty_like(self.state.theta)
         member.cycles.store(local, fragment)
         difference = member.base[part] - local[part]
-        if share:
+        if share := member.shares.get(fragment):
             difference += np.float32(share) * member.residual[part]
-        rounding = self._rounding.of_contribution(member.began_at, fragment, member.work.samples)
-        sent = self._codec_with(rounding).round_trip(difference)
+        member.shares[fragment] = share_made_up_for(self.config.codec, format)
+        rounding = self._rounding.of_contribution(member.began_at, fragment, member.work.samples, format)
+        sent = self._codec_with(rounding, format).round_trip(difference)
         member.residual[part] = difference - sent
         return sent
 
@@ -279,8 +290,8 @@ class StreamingDiLoCo:
         parameters = self.layout.fragment(fragment)
         return [torch.from_numpy(flat[each.slice]).view(each.shape) for each in parameters]
 
-    def _codec_with(self, rounding: kernels.Rounding) -> Codec:
-        return self._codec or run_codec(kernels.FORMATS[self.config.codec.kind], rounding)
+    def _codec_with(self, rounding: kernels.Rounding, format: int = 0) -> Codec:
+        return self._codec or run_codec(kernels.FORMATS[self.config.codec.contributions[format]], rounding)
 
     def _weight(self, member: Member) -> float:
         is_asynchronous = self.config.rounds.enough is not None

@@ -11,12 +11,13 @@ process, until the workers are told; then to the workers again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 
 from opendiloco.config.run_config import StreamingSection
 from opendiloco.errors import WorkerError
-from opendiloco.kernels import NonFiniteError, Rounding, quantize_difference
+from opendiloco.kernels import NonFiniteError, Payload, Rounding, quantize_difference
 from opendiloco.shared_memory import Vector
 from opendiloco.training.codec import BlockCodec, Residual
 
@@ -128,7 +129,7 @@ class FragmentWork:
     """
 
     def __init__(
-        self, theta: Vector, local: Vector, codec: BlockCodec, error_feedback: float, outlives_encoding: bool
+        self, theta: Vector, local: Vector, codec: BlockCodec, residual: Residual, outlives_encoding: bool
     ) -> None:
         """`theta` and `local` are the fragment's parts of the vectors."""
         self.theta = theta
@@ -136,7 +137,8 @@ class FragmentWork:
         self.codec = codec
         self.payload = codec.empty_payload()
         """The newest contribution."""
-        self.residual = Residual(error_feedback, codec.values)
+        self._room = self.payload.buffer  # the largest format is the average's
+        self.residual = residual
         self._outlives_encoding = outlives_encoding
         self._copy: Vector | None = None  # of the base, if that is not theta any more
         self._is_base_needed = True  # until what has been trained is encoded
@@ -173,10 +175,15 @@ class FragmentWork:
         """Have the next work begin with the theta of then: none goes on, if there was any."""
         self._copy = None
 
-    def encode(self, rounding: Rounding) -> None:
-        """Encode what has been trained. Raises: WorkerError when the weights that training left are not finite."""
+    def encode(self, rounding: Rounding, format: int = 0, folder: Path | None = None) -> None:
+        """Encode what has been trained in a format; see `Residual.to_add`.
+
+        Raises: WorkerError when the weights that training left are not finite.
+        """
+        kind = self.codec.formats[format]
+        self.payload = Payload(kind, self.codec.values, self._room[: kind.payload_size(self.codec.values)])
         try:
-            quantize_difference(self.base, self.local, self.payload, rounding, self.residual.to_add())
+            quantize_difference(self.base, self.local, self.payload, rounding, self.residual.to_add(format, folder))
         except NonFiniteError as error:
             raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
         if not self._outlives_encoding:  # nobody asks for the base any more

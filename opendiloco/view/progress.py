@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.live import Live
 
+    from opendiloco.config.run_config import CodecSection
+    from peers.driver.training import Sending
     from peers.network.throttle import Caps
     from peers.transfer.download import Download
 
@@ -106,7 +108,8 @@ class OwnFacts:
     """What a volunteer's own process knows of its run. Of the heartbeats the first is its own. `trains_on`: workers
     still take the last inner steps of what is being averaged. `reach` has the ways to other peers, `purposes` what was
     sent and received for what, `download` the last download of the state, and `bytes_per_token` how much of the
-    held-out text a token stands for. `uncompiled` says why training is not compiled, where it should be."""
+    held-out text a token stands for. `uncompiled` says why training is not compiled, where it should be. `sending` is
+    the format of the last contribution."""
 
     heartbeats: Sequence[Heartbeat]
     log: RunLog
@@ -121,6 +124,7 @@ class OwnFacts:
     fragments: Fragments | None = None
     bytes_per_token: float | None = None
     uncompiled: str = ""
+    sending: Sending | None = None
 
 
 @dataclass(frozen=True)
@@ -324,6 +328,8 @@ def _progress_lines(progress: Progress) -> list[str]:
         lines.append(f"contributed {_contributed(progress.contribution)}")
     up, down = _rate(progress.up, facts.caps.upload), _rate(progress.down, facts.caps.download)
     lines.append(f"up {up} ({in_words(facts.sent)}) · down {down} ({in_words(facts.received)})")
+    if facts.sending is not None and facts.sending.uplink:
+        lines.append(_sending(facts.sending, progress.view.run.config.codec))
     if progress.machine:
         lines.append(f"this machine: {progress.machine}")
     return lines
@@ -338,6 +344,13 @@ def _explanations(progress: Progress) -> list[str]:
     if progress.pause_reasons:
         lines.append(how_to_go_on(progress.pause_reasons))
     return [*lines, STEERING]
+
+
+def _sending(sending: Sending, codec: CodecSection) -> str:
+    """Return the format of the last contribution, and the reason for it."""
+    took, kind = sending.bytes / sending.uplink, codec.contributions[sending.format]
+    time = f"{duration(took)} of {duration(sending.allowed)}"
+    return f"uplink {8e-6 * sending.uplink:,.0f} Mbit/s: sending {kind}, {time}"
 
 
 def _activity(progress: Progress) -> str:

@@ -11,6 +11,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from opendiloco.evaluation_turns import HeldOut, is_our_turn
 from opendiloco.kernels import Payload
 from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
-from opendiloco.training.codec import RunRounding
+from opendiloco.training.codec import Residual, RunRounding
 from opendiloco.training.outer import LocalState, Measuring
 from opendiloco.training.streaming import FragmentWork
 from opendiloco.workers.group import WorkerGroup
@@ -102,7 +103,9 @@ class Workload(Generic[Trainer_co]):
         self._run_is_over = run_is_over
         self._streams = not config.streaming.is_plain
         self._fragments = [
-            FragmentWork(vectors.theta[part], vectors.local[part], codec, config.codec.error_feedback, self._streams)
+            FragmentWork(
+                vectors.theta[part], vectors.local[part], codec, Residual(config.codec, codec.values), self._streams
+            )
             for part, codec in zip(state.outer.fragments, state.fragments, strict=True)
         ]
         self._work = InnerLoop(0, (), 0, 0)  # what is trained, or has been
@@ -111,8 +114,10 @@ class Workload(Generic[Trainer_co]):
         self._state_lock = asyncio.Lock()  # held while theta changes, or a part of it is copied
         self.is_our_turn: Callable[[], bool] = lambda: False
         self.on_evaluated: Callable[[HeldOutLoss], None] = lambda held_out: None
-        contributions = [work.payload for work in self._fragments]
-        self.measuring = Measuring(state.outer, contributions, trains_on=config.streaming.overlap > 0)
+        own = [lambda work=work: work.payload for work in self._fragments]
+        self.measuring = Measuring(state.outer, own, trains_on=config.streaming.overlap > 0)
+        self.folder: Path | None = None
+        """See `Residual.to_add`."""
 
     # The state -------------------------------------------------------------------------------------------------------
     @property
@@ -205,13 +210,13 @@ class Workload(Generic[Trainer_co]):
                 return await self.trainer.run_inner_loop(work, on_progress, captured, from_local=True)
 
     # An outer step ---------------------------------------------------------------------------------------------------
-    async def contribution(self, fragment: int = 0) -> Blocks:
+    async def contribution(self, fragment: int = 0, format: int = 0) -> Blocks:
         """Raises: WorkerError when the weights that training left are not finite."""
         await self.measuring.finished()
         self.measuring.trained(fragment)
         work = self._fragments[fragment]
-        rounding = self._rounding.of_contribution(self._work.index, fragment, self._work.samples)
-        await asyncio.to_thread(work.encode, rounding)
+        rounding = self._rounding.of_contribution(self._work.index, fragment, self._work.samples, format)
+        await asyncio.to_thread(work.encode, rounding, format, self.folder)
         work.is_read = True
         if self._streams and fragment == len(self._fragments) - 1:
             await self._stored(fragment)
@@ -222,10 +227,11 @@ class Workload(Generic[Trainer_co]):
             self._fragments[reduction.fragment].codec.average,
             *(reduction.contributions, reduction.first_block, reduction.out, reduction.tokens),
             self._rounding.of_average(reduction.index, reduction.fragment, reduction.first_block),
+            reduction.formats,
         )
 
-    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
-        return self._fragments[fragment].codec.squared_norm(blocks, first_block)
+    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0, format: int = 0) -> float:
+        return self._fragments[fragment].codec.squared_norm(blocks, first_block, format)
 
     async def apply(
         self,

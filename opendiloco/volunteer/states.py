@@ -13,12 +13,12 @@ from pathlib import Path
 from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.errors import CheckpointError, MachineError
 from opendiloco.evaluation_turns import HeldOut, bits_per_byte
-from opendiloco.kernels import FORMATS
 from opendiloco.model.export import CurvePoint, Dtype, RunFacts
 from opendiloco.run import Run, find_run
 from opendiloco.storage.files import MANIFEST
 from opendiloco.storage.loading import Checkpoint, Checkpoints, load_checkpoint, resume
 from opendiloco.storage.run_folder import RunFolder, read_curve, read_manifest
+from opendiloco.training.codec import block_bytes
 from opendiloco.view.curves import versions
 from opendiloco.view.run_view import RunView
 from opendiloco.volunteer.admission import ask_for_signed_heads
@@ -198,7 +198,7 @@ class Origin:
         empty_log, file = self.run.settings.empty_log, self.folder.log / ENTRIES
         # Its peer may be writing to it: what is wrong at its end is passed over.
         chain = read_chain(file, empty_log)[0] if file.exists() else Chain(empty_log)
-        log = LogFolder(self.folder.log, chain, FORMATS[self.run.config.codec.kind].block_bytes)
+        log = LogFolder(self.folder.log, chain, block_bytes(self.run.config.codec))
         try:
             reached = await resume(workload, log, self.checkpoint, self.index)
         except SnapshotError as error:

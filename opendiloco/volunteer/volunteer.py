@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
-from opendiloco.kernels import FORMATS
 from opendiloco.owner.watch import OwnersWatch
 from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
@@ -23,6 +22,7 @@ from opendiloco.storage.checkpointer import Checkpointer
 from opendiloco.storage.loading import Checkpoints, check_moments_file, newest_moments, resume
 from opendiloco.storage.run_folder import HeldOutCurve, Journal, RunFolder
 from opendiloco.storage.writer import KeepingPlan
+from opendiloco.training.codec import block_bytes
 from opendiloco.view.amended import outer_steps_in_force
 from opendiloco.view.curves import Curves, configuration_of
 from opendiloco.view.progress import CHECKING, FINDING, Fragments, JoinView, OwnFacts, ProgressReader
@@ -126,6 +126,7 @@ class Session:
                         remembered=remembered,
                         journal=self.journal,
                         team=settings.team or "",
+                        contribution_format=settings.contribution_format,
                     )
                     await sole
                     view.say(f"what outlives this process is in {folder.path}")
@@ -163,6 +164,7 @@ async def volunteer_with(
     remembered: RememberedPeers | None = None,
     journal: Journal | None = None,
     team: str = "",
+    contribution_format: str | None = None,
 ) -> Volunteer:
     """Return a volunteer whose workers are ready to train; with a folder, from where this machine left off.
 
@@ -170,8 +172,9 @@ async def volunteer_with(
     """
     log, lineage, storage, votes = None, None, None, None
     if folder is not None:
-        log = LogFolder.open(folder.log, run.settings.empty_log, FORMATS[run.config.codec.kind].block_bytes)
+        log = LogFolder.open(folder.log, run.settings.empty_log, block_bytes(run.config.codec))
         storage, votes = FolderStorage(folder.download, available_memory), VotesFile(folder.log)
+        workload.folder = folder.download
         position = await _resume_from(folder, workload, log)
         lineage = await asyncio.to_thread(log.lineage, position)
         if position.last:
@@ -181,6 +184,7 @@ async def volunteer_with(
         on_entry=(lambda header, state_digest: None) if journal is None else journal.append,
         on_snapshot=checkpointer.take,
         team=team,
+        format=None if contribution_format is None else run.config.codec.number_of(contribution_format),
     )
     checkpointer.workers = workload.trainer.supervisor
     if folder is not None and log is not None:
@@ -327,6 +331,7 @@ class Volunteer:
             fragments=self._fragments(),
             bytes_per_token=self._workload.trainer.telemetry.bytes_per_token,
             uncompiled="" if self._workers is None else self._workers.supervisor.uncompiled,
+            sending=self._driver.sending,
         )
 
     def _fragments(self) -> Fragments | None:

@@ -352,7 +352,7 @@ class Statements:
         known = self._commitments.get(author.peer, {})
         first = known.get(author)
         if first is not None:
-            is_other = first.root != commitment.root
+            is_other = first.contribution != commitment.contribution
             return TwoCommitments(author=author, first=first, second=commitment) if is_other else None
         if commitment.is_of(author, self._verifier.verify):
             known = self._commitments.setdefault(author.peer, known)

@@ -25,9 +25,9 @@ ASKED = 16
 MOST = 64
 """Members of a round that is checked: as many chunks are in memory at once."""
 
-Ask: TypeAlias = Callable[[Sequence[str], int, int, int], Awaitable[Sequence[tuple[ChunkProof, Blocks] | None]]]
-"""Returns what these peers show of their contributions to a fragment, given the chunk and how long that is: one answer
-for each, None of one that shows nothing. The asking peer may be among them."""
+Ask: TypeAlias = Callable[[Mapping[str, int], int], Awaitable[Sequence[tuple[ChunkProof, Blocks] | None]]]
+"""Returns what these peers show of their contributions to a chunk, given the format of each: one answer for each, None
+of one that shows nothing. The asking peer may be among them."""
 Reduce: TypeAlias = Callable[[Reduction], Awaitable[Blocks]]
 """`Workload.reduce`."""
 
@@ -64,8 +64,10 @@ async def is_refuted(sample: Sample, blocked: Blocked, ask: Ask, reduce: Reduce)
     chunk, chunking = sample.average.chunk, Chunking(blocked.block_count)
     first, last = chunking.blocks(chunk)
     start, stop = blocked.byte_range(first, last)
-    peers = tuple(peer for peer, _ in sample.weights)
-    shown = await ask(peers, sample.position.fragment, chunk, stop - start)
+    peers = {peer: sample.committed[peer].format for peer, _ in sample.weights if peer in sample.committed}
+    if len(peers) < len(sample.weights):
+        return False
+    shown = await ask(peers, chunk)
     contributions = [
         (answer[1], weight)
         for answer, (peer, weight) in zip(shown, sample.weights, strict=True)
@@ -73,9 +75,10 @@ async def is_refuted(sample: Sample, blocked: Blocked, ask: Ask, reduce: Reduce)
     ]
     if not contributions or len(contributions) < len(peers):
         return False
-    room, position = memoryview(bytearray(stop - start)), sample.position
+    room, place, formats = memoryview(bytearray(stop - start)), sample.position, tuple(peers.values())
+    made_of = Reduction(contributions, first, room, sample.tokens, place.fragment, place.index, formats)
     try:
-        again = await reduce(Reduction(contributions, first, room, sample.tokens, position.fragment, position.index))
+        again = await reduce(made_of)
     except (BadBlocksError, DilocoPeerError):
         return False
     return digest_of(again) != sample.average.digest

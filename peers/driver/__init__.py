@@ -3,4 +3,5 @@
 Other rooms import:
 driver: CALL, CALL_TIMEOUT, Driver
 rounds: RoundCosts
+training: Sending
 """

@@ -22,7 +22,7 @@ from peers.driver.pulse import Pulse
 from peers.driver.replication import Replication
 from peers.driver.rounds import Rounds
 from peers.driver.traffic import Scout
-from peers.driver.training import Training
+from peers.driver.training import Sending, Training
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.log.folder import RunLog
 from peers.log.header import Header
@@ -232,6 +232,7 @@ class Driver:
         on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None,
         on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None,
         team: str = "",
+        format: int | None = None,
     ) -> None:
         """Begin with the workload's state, which has this digest.
 
@@ -244,6 +245,7 @@ class Driver:
                 digest after it.
             on_snapshot: is told of every state that is frozen here or fetched.
             team: is told to others with each heartbeat.
+            format: that of all contributions; by default the one that our uplink has time for.
         """
         self.entries = RunLog(settings.empty_log, 0) if log is None else log
         buffers = PayloadBuffers.of_each(workload.fragments, KEPT_BYTES, self.entries.payload)
@@ -270,8 +272,13 @@ class Driver:
         self.replication = Replication(
             transport, workload, buffers, self.entries, storage or Storage(), self, on_entry, on_snapshot
         )
-        self._training = Training(workload, buffers, self.replication, self)
+        self._training = Training(workload, buffers, self.replication, self, format)
         self._effects = self._table()
+
+    @property
+    def sending(self) -> Sending | None:
+        """The format of the last contribution; None before the first."""
+        return self._training.sending
 
     def _table(self) -> EffectTable:
         """Which part carries out which effect."""

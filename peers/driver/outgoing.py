@@ -287,7 +287,7 @@ class Outgoing:
                     if queue.empty():
                         self._uplink.moved()
                     return send
-            patience = self._uplink.patience(self._streams, self._buffers.chunk_bytes(0)[1])
+            patience = self._uplink.patience(self._streams, self._buffers.chunk_length(0))
             if late := flights.late(stream, patience):
                 return late
         return None
@@ -314,9 +314,9 @@ class Outgoing:
         is_first = flights is None or flights.end(send)
         if is_taken:
             if is_first:
-                start, stop = self._buffers.chunk_bytes(send.chunk)
-                self._uplink.passed(stop - start, seconds)
-                self._widen(send.round_name, stop - start)
+                count = self._buffers.chunk_length(send.chunk, 0 if send.reduced else self._buffers.own_format)
+                self._uplink.passed(count, seconds)
+                self._widen(send.round_name, count)
             self._host.handle(ChunkSent(send.round_name, send.to, send.chunk, send.reduced))
         else:
             self._host.handle(ChunksUnsent(send.round_name, send.to, (send.chunk,), send.reduced))

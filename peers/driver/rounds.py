@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from peers import metrics
@@ -113,7 +113,7 @@ class Rounds:
             return
         buffers, reduce = self._buffers_of(exchange.name), exchange.reduction_of(average.chunk, average.absent)
 
-        async def ask(peers: Sequence[str], fragment: int, chunk: int, length: int) -> Shown:
+        async def ask(peers: Mapping[str, int], chunk: int) -> Shown:
             return await ask_for_contributions(self._transport, self._run, exchange.me, buffers, peers, chunk)
 
         sample = Sample(

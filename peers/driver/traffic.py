@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 ADMISSION_TIMEOUT = 10.0  # seconds that a member may be ahead of us in beginning a round
 AGAIN = 1800.0  # seconds after which the link is measured once more, when it is free
-TRIES = 3  # peers that are asked for a measurement before the next heartbeat
+TRIES = 3  # peers with which a link is measured, as far as they are not busy
 
 
 class Traffic:
@@ -66,6 +66,11 @@ class Traffic:
     def rate(self) -> int:
         """Bytes a second that the link was seen to carry each way in rounds; 0: not known."""
         return int(self._transport.caps.of_both(*self.peaks))
+
+    @property
+    def last_uplink(self) -> float:
+        """Bytes a second that the link was seen to carry away last; 0: not known."""
+        return self._transport.caps.of_upload(self.uplink.meter.last)
 
     @property
     def rates(self) -> dict[str, int]:
@@ -159,7 +164,7 @@ class _StreamArrivals:
     def expect(self, header: bytes, length: int) -> bytearray:
         """Raises: RemoteProtocolError unless the frame announces a whole chunk of this run."""
         self._header = unpack_from(self._sender, ChunkHeader, header)
-        self._admission.check_size(self._sender, self._header, length)
+        self._admission.check_size(self._sender, self._round, self._header, length)
         self._data = self._spare if len(self._spare) == length else self._buffers.room(length)
         self._began = now()
         return self._data
@@ -201,14 +206,17 @@ class Scout:
             self._measuring = self._host.start(self._measure(direct))
 
     async def _measure(self, peers: list[str]) -> None:
-        """Measure with one of these peers; the others are asked if it is busy."""
+        """Measure with some of these peers, one after another. The best of each direction is ours: what a peer with a
+        thin link shows is its own."""
+        upload = download = 0.0
         for peer in random.sample(peers, min(len(peers), TRIES)):
             try:
                 async with self._transport.stream(peer, RATING) as channel:
-                    upload, download = await self._rater.ask(channel)
+                    sent, received = await self._rater.ask(channel)
             except PeerUnreachableError as error:
                 logger.debug("no measurement: %s", error)
                 continue
+            upload, download = max(upload, sent), max(download, received)
+        if upload:
             logger.info("our link carries %.0f Mbit/s up, %.0f down", 8e-6 * upload, 8e-6 * download)
             self._traffic.knows(upload, download)
-            return

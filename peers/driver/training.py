@@ -7,12 +7,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from peers.driver.replication import Replication
 from peers.metrics import HEALTH
 from peers.protocol.effects import StopTraining, Train
 from peers.protocol.events import Captured, TrainingDone, TrainingProgress
+from peers.protocol.planning import format_for
 from peers.protocol.round import RoundState
 from peers.transfer.buffers import PayloadBuffers, inspection, offer
 from peers.values.chunks import Sum
@@ -28,13 +29,28 @@ STUCK = "training has not gone on"
 USUAL_STEPS = 10  # times as long as the longest inner step so far may be one, if that is more
 
 
+class Sending(NamedTuple):
+    """The format of a contribution, which takes so many bytes, and the reason for it: our uplink carried so many bytes
+    a second last (0: not known), and so many seconds are allowed."""
+
+    format: int
+    bytes: float
+    uplink: float
+    allowed: float
+
+
 class Training:
     """Has the worker train once at a time."""
 
     def __init__(
-        self, workload: Workload, buffers: Sequence[PayloadBuffers], replication: Replication, host: Driver
+        self,
+        workload: Workload,
+        buffers: Sequence[PayloadBuffers],
+        replication: Replication,
+        host: Driver,
+        format: int | None = None,
     ) -> None:
-        """`buffers` are of each fragment."""
+        """`buffers` are of each fragment. Contributions have this format; None: what the uplink has time for."""
         self._workload = workload
         self._buffers = buffers
         self._replication = replication
@@ -45,6 +61,9 @@ class Training:
         self._longest_step = 0.0  # seconds
         self._stepped_at: float | None = None
         self._is_watched = False
+        self._format = format
+        self.sending: Sending | None = None
+        """The format of the last contribution."""
 
     def begin(self, train: Train) -> None:
         self._training = self._host.start(self._run(train))
@@ -58,8 +77,8 @@ class Training:
             for buffers in self._buffers:
                 await asyncio.to_thread(buffers.prepare)
             trained = await self._watched(train)
-            root = await self._quantize(len(self._buffers) - 1)  # now, so that no round waits for it
-        self._host.handle(TrainingDone(replace(trained, contribution=root)))
+            root, format = await self._quantize(len(self._buffers) - 1)  # now, so that no round waits for it
+        self._host.handle(TrainingDone(replace(trained, contribution=root, format=format)))
 
     async def _watched(self, train: Train) -> Trained:
         """Have the worker train, and let others know should nothing come of it for long."""
@@ -91,18 +110,28 @@ class Training:
 
     async def _captured(self, train: Train, fragment: int) -> None:
         """Offer what was learned of a fragment. Where that is of no use any more, the worker is told to go on."""
-        root = await self._quantize(fragment)
-        trained = Trained((), self._planned_tokens(train), self._loss, contribution=root)
+        root, format = await self._quantize(fragment)
+        trained = Trained((), self._planned_tokens(train), self._loss, contribution=root, format=format)
         self._host.handle(Captured(fragment, trained))
         if not self._host.peer.trainer.captures.keeps(fragment) and not self._replication.is_applying(fragment):
             await self._workload.unchanged(train.index, fragment)
 
-    async def _quantize(self, fragment: int) -> Sum:
-        """Take a fragment's pseudo-gradient for our contribution. Return the root over its chunks."""
+    async def _quantize(self, fragment: int) -> tuple[Sum, int]:
+        """Take a fragment's pseudo-gradient for our contribution. Return the root over its chunks, and its format."""
         buffers = self._buffers[fragment]
+        format = self._choose_format(fragment)
         async with self._replication.freezer.state_lock:
-            own = await self._workload.contribution(fragment)
-        return await asyncio.to_thread(offer, own, buffers, inspection(self._workload.squared_norm, buffers))
+            own = await self._workload.contribution(fragment, format)
+        inspect = inspection(self._workload.squared_norm, buffers)
+        return await asyncio.to_thread(offer, own, buffers, inspect, format), format
+
+    def _choose_format(self, fragment: int) -> int:
+        """Return the format of a fragment's contribution, and note it for the volunteer."""
+        size, uplink = self._buffers[fragment].size, self._host.rounds.traffic.last_uplink
+        allowed = self._host.peer.seconds_to_send(fragment)
+        format = format_for(size, uplink, allowed) if self._format is None else self._format
+        self.sending = Sending(format, size.share(format) * size.bytes, uplink, allowed)
+        return format
 
     def _planned_tokens(self, train: Train) -> int:
         """Return how many tokens all of a training's inner steps have: by these a fragment counts in its round, which

@@ -37,16 +37,17 @@ class Turnout(Value):
     that did what the log expects of them (`LogState.expected`); all others in full, among them newcomers.
 
     `less` are members in runs that trained a beginning of their lease, or were absent from some chunks, or want other
-    samples next: places in the roster since the last such one, missing samples and tokens, and the samples wanted.
+    samples next, or sent another format: places in the roster since the last such one, missing samples and tokens, the
+    samples wanted, and the format.
     """
 
     members: Annotated[tuple[tuple[Count, Count] | Member, ...], Field(max_length=MEMBER_LIMIT)]
-    less: Annotated[tuple[tuple[Count, Count, Count, Count], ...], Field(max_length=MEMBER_LIMIT)] = ()
+    less: Annotated[tuple[tuple[Count, Count, Count, Count, Count], ...], Field(max_length=MEMBER_LIMIT)] = ()
 
     @classmethod
     def of(cls, log: LogState, roster: Sequence[Member]) -> Turnout:
         """Return a roster in brief. Raises: LogError when a member trained what was not for it."""
-        members, less, last = list[tuple[int, int] | Member](), list[tuple[int, int, int, int]](), 0
+        members, less, last = list[tuple[int, int] | Member](), list[tuple[int, int, int, int, int]](), 0
         for number, member in enumerate(roster):
             log.check_member(member)
             place = log.lease_places.get(member.peer)
@@ -56,7 +57,8 @@ class Turnout(Value):
                 continue
             if member != expected:
                 samples = sample_count(expected.samples) - sample_count(member.samples)
-                less.append((number - last, samples, expected.tokens - member.tokens, member.wants))
+                tokens = expected.tokens - member.tokens
+                less.append((number - last, samples, tokens, member.wants, member.format))
                 last = number
             if members and isinstance(run := members[-1], tuple) and run[1] == place:
                 members[-1] = run[0], place + 1
@@ -77,13 +79,14 @@ class Turnout(Value):
             if len(roster) > MEMBER_LIMIT:
                 raise LogError(f"a roster has at most {MEMBER_LIMIT} members")
         place = 0
-        for since, samples, tokens, wants in self.less:
+        for since, samples, tokens, wants, format in self.less:
             place += since
             if place >= len(roster) or tokens > roster[place].tokens:
                 raise LogError(f"there is no member {place} that lacks {tokens} tokens")
             whole = roster[place]
             trained, counted = prefix(whole.samples, sample_count(whole.samples) - samples), whole.tokens - tokens
-            roster[place] = whole.model_copy(update={"samples": trained, "tokens": counted, "wants": wants})
+            differing = {"samples": trained, "tokens": counted, "wants": wants, "format": format}
+            roster[place] = whole.model_copy(update=differing)
         for member in roster:
             log.check_member(member)
         return tuple(roster)

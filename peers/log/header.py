@@ -49,7 +49,8 @@ class Member(Value):
     `tokens` is what counts: the tokens that it trained on these samples, less the share of the chunks from which its
     blocks are absent. If fewer than half of the samples' tokens count, the samples are trained again. `incarnation` is
     the one that it votes in: the next quorum counts it in that alone, since it then remembers its votes (R12). A peer
-    that is slower than others `wants` a next lease of fewer samples than a whole one; 0: a whole one.
+    that is slower than others `wants` a next lease of fewer samples than a whole one; 0: a whole one. Its blocks came
+    in a `format` of those that the manifest allows; 0: the run's own.
     """
 
     peer: PeerId
@@ -57,6 +58,7 @@ class Member(Value):
     samples: Annotated[tuple[Samples, ...], Field(max_length=PIECE_LIMIT)]
     wants: Count = 0
     incarnation: Count = 0
+    format: Count = 0
 
     def __hash__(self) -> int:
         """A roster is looked up by its members, which are many."""

@@ -280,16 +280,19 @@ class LogState:
         """
         lease = self.leases.get(peer, ())
         tokens, samples = sample_count(lease) * self.tokens_per_sample, lease if self.closes else ()
-        wants, incarnation = self._wanted.get(peer, 0), self.incarnations.get(peer, 0)
+        wants, format = self._before.get(peer, (0, 0))
+        incarnation = self.incarnations.get(peer, 0)
         try:
-            return Member(peer=peer, tokens=tokens, samples=samples, wants=wants, incarnation=incarnation)
+            return Member(
+                peer=peer, tokens=tokens, samples=samples, wants=wants, incarnation=incarnation, format=format
+            )
         except ValidationError as error:
             raise LogError(f"{peer}: {error.errors()[0]['msg']}") from error
 
     @cached_property
-    def _wanted(self) -> dict[str, int]:
-        """The samples that members of the last cycle wanted."""
-        return {member.peer: member.wants for member in self.last.roster} if self.last else {}
+    def _before(self) -> dict[str, tuple[int, int]]:
+        """The samples that members of the last cycle wanted, and the formats in which their blocks came."""
+        return {member.peer: (member.wants, member.format) for member in self.last.roster} if self.last else {}
 
     @cached_property
     def grants(self) -> tuple[Lease, ...]:

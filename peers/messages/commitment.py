@@ -42,6 +42,7 @@ class _Pledge(Value):
     author: Author
     digest: Digest
     squares: Squares
+    format: Count
 
     @property
     def text(self) -> bytes:
@@ -50,11 +51,12 @@ class _Pledge(Value):
 
 class Contribution(Value):
     """The root over a contribution's chunks and their squared norms; `number` counts its owner's trainings for the
-    position."""
+    position. The chunks are in a `format` of those that the manifest allows."""
 
     digest: Digest
     squares: Squares
     number: Count = 0
+    format: Count = 0
 
     @property
     def root(self) -> Sum:
@@ -66,7 +68,9 @@ class Contribution(Value):
 
     def signed(self, signature: bytes) -> Commitment:
         """Return it with its owner's signature, if it is one."""
-        return Commitment(digest=self.digest, squares=self.squares, number=self.number, signature=signature)
+        return Commitment(
+            digest=self.digest, squares=self.squares, number=self.number, format=self.format, signature=signature
+        )
 
 
 class Norms(Value):
@@ -79,7 +83,9 @@ class Norms(Value):
     @classmethod
     def of(cls, contributions: Sequence[Contribution]) -> Norms:
         squares = tuple(one.squares for one in contributions)
-        return cls(squares=squares, rest=digest_of(pack_plain([[one.digest, one.number] for one in contributions])))
+        return cls(
+            squares=squares, rest=digest_of(pack_plain([[one.digest, one.number, one.format] for one in contributions]))
+        )
 
     @property
     def digest(self) -> bytes:
@@ -103,11 +109,11 @@ class Commitment(Contribution):
 
     @property
     def contribution(self) -> Contribution:
-        return Contribution(digest=self.digest, squares=self.squares, number=self.number)
+        return Contribution(digest=self.digest, squares=self.squares, number=self.number, format=self.format)
 
     def text(self, author: Author) -> bytes:
         """Return what the peer has signed, if it is its own."""
-        return _pledge(self.root, author).text
+        return _pledge(self.root, author, self.format).text
 
     def is_of(self, author: Author, verify: Verify) -> bool:
         """Return whether the peer has signed it for this round."""
@@ -135,14 +141,15 @@ class CommittedChunk(Value):
         return (
             leads_to(said.root, self.chunk, chunks, digest_of(self.data), self.proof)
             and said.is_of(author, verify)
-            and fault_in(self.chunk, self.data, self.proof, inspect) is not None
+            and fault_in(self.chunk, self.data, self.proof, inspect, said.format) is not None
         )
 
 
-def commit_to(root: Sum, author: Author, keys: Keys) -> Commitment:
+def commit_to(root: Sum, author: Author, keys: Keys, format: int = 0) -> Commitment:
     """Return the peer's own signed commitment."""
-    signature = keys.sign(_pledge(root, author).text)
-    return Commitment(digest=root.digest, squares=root.squares, number=author.number, signature=signature)
+    signature = keys.sign(_pledge(root, author, format).text)
+    contribution = Contribution(digest=root.digest, squares=root.squares, number=author.number, format=format)
+    return contribution.signed(signature)
 
 
 def leads_to(root: Sum, chunk: int, chunks: int, digest: bytes, proof: ChunkProof) -> bool:
@@ -150,14 +157,14 @@ def leads_to(root: Sum, chunk: int, chunks: int, digest: bytes, proof: ChunkProo
     return chunk < chunks and root_of(chunk, chunks, Sum(digest, proof.squares), proof.path) == root
 
 
-def fault_in(chunk: int, data: Blocks, proof: ChunkProof, inspect: Inspect) -> str | None:
-    """Return what is wrong with bytes that were committed to; None: nothing."""
+def fault_in(chunk: int, data: Blocks, proof: ChunkProof, inspect: Inspect, format: int = 0) -> str | None:
+    """Return what is wrong with bytes that were committed to in a format; None: nothing."""
     try:
-        squares = inspect(chunk, data)
+        squares = inspect(chunk, data, format)
     except BadBlocksError as error:
         return str(error)
     return None if squares == proof.squares else f"its squared norm is {squares:g}, not {proof.squares:g}"
 
 
-def _pledge(root: Sum, author: Author) -> _Pledge:
-    return _Pledge(author=author, digest=root.digest, squares=root.squares)
+def _pledge(root: Sum, author: Author, format: int) -> _Pledge:
+    return _Pledge(author=author, digest=root.digest, squares=root.squares, format=format)

@@ -77,12 +77,7 @@ class Round(Value):
 
     def author(self, member: Member, contribution: Contribution) -> Author:
         """Return as whom a member has committed to what it contributes."""
-        return Author(
-            peer=member.peer,
-            incarnation=member.incarnation,
-            position=self.name.position,
-            number=contribution.number,
-        )
+        return contribution.author(member.peer, member.incarnation, self.name.position)
 
     def counted(self, absent: Mapping[str, int]) -> tuple[Member, ...]:
         """Return the roster as it counts, given from how many chunks each member is absent.

@@ -20,7 +20,7 @@ BURST = 0.05  # seconds' worth that may be saved up
 WINDOW = 0.5  # seconds over which a rate is taken, at least
 IDLE = 1.0  # seconds without a chunk that do not count: the link had nothing to carry
 WINDOWS = 128  # of a round at most: a long one has longer ones
-PART = 0.25  # of a round, over which it is taken in a longer one
+PART, LONGEST_PART = 0.25, 2.0  # of a round, over which it is taken in a longer one; and seconds of that at most
 KNOWN_FOR = 3600.0  # seconds for which a rate counts that was measured while there was no round
 ROUNDS = 5  # rounds whose best rate counts: links get slower, too
 
@@ -45,6 +45,10 @@ class Caps:
     def of_megabits(cls, upload: float | None, download: float | None) -> Caps:
         """From what people know of their link: megabits a second."""
         return cls(*(None if limit is None else limit * 1e6 / 8 for limit in (upload, download)))
+
+    def of_upload(self, rate: float) -> float:
+        """Return what an uplink carries away that was seen to carry so much."""
+        return rate if self.upload is None else min(rate, self.upload)
 
     def of_both(self, upload: float, download: float) -> float:
         """Return what a link carries each way that was seen to carry so much.
@@ -134,7 +138,8 @@ class LinkTime(asyncio.Event):
 
 
 class RateMeter:
-    """The rate that a link was seen to carry in the best part of one of the last rounds.
+    """The rate that a link was seen to carry in the best part of one of the last rounds: some seconds, since for the
+    rest of a round it may wait for a slower one.
 
     A chunk is counted when all of it is there, over the time that it took: chunks of many streams, which share the
     link, end together. The best moment of a long round shows how late this process has read, and not the link. Where
@@ -200,9 +205,20 @@ class RateMeter:
         return max(self._known, rounds[len(rounds) // 2]) if self.known_for < KNOWN_FOR else rounds[-1]
 
     @property
+    def last(self) -> float:
+        """Return bytes a second of the last round, or of a measurement since then; 0: nothing measured. A few bytes,
+        which pass in less than a window, say little of a link; so much at least it has carried."""
+        if self._known_at > (self._began or 0.0):
+            return self._known
+        busy = self._last - (self._began or 0.0)
+        if not any(self._windows):
+            return self._best[-1] if self._best else 0.0
+        return self._present * max(1.0, self._window / busy)
+
+    @property
     def _present(self) -> float:
         """Return the rate of the present round."""
-        length = max(1, int(PART * len(self._windows)))
+        length = max(1, int(min(PART * len(self._windows), LONGEST_PART / self._window)))
         until = [0.0, *accumulate(self._windows)]
         best = max((after - before for before, after in zip(until, until[length:], strict=False)), default=0.0)
         return best / (length * self._window)

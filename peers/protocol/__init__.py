@@ -13,7 +13,7 @@ events: AmendmentSeen, Applied, AverageRefuted, BadBlocks, Captured, ChunkSent, 
 exchange: Exchange
 pace: Pace
 peer: Peer
-planning: deal
+planning: deal, format_for
 round: RoundState
 states: SHOWN_AS, State
 voter: OPEN_LIMIT

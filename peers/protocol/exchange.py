@@ -70,6 +70,7 @@ class Exchange:
         self.me = me
         weights = contributions.weights
         self._weights = {member.peer: weights.get(member.peer, member.tokens) for member in round.contributors}
+        self._formats = {member.peer: member.format for member in round.contributors}
         self._signatures = OwnersSignatures(round, keys)
         self._reducers = Reducers(round)
         self._reducing = Reducing(self._weights.keys(), me)
@@ -211,6 +212,14 @@ class Exchange:
     def is_with(self, peer: str) -> bool:
         """Return whether the peer is in the round."""
         return peer in self.round.peers
+
+    def format_of(self, peer: str) -> int:
+        """Return the format of a member's blocks."""
+        return self._formats.get(peer, 0)
+
+    def formats(self, reduce: ReduceChunk) -> list[int]:
+        """Return the formats of the blocks that an average is made of, in the order in which they are summed."""
+        return [self.format_of(peer) for peer, _ in reduce.weights]
 
     def wants_blocks(self, sender: str, chunk: int) -> bool:
         """Return whether a sender's blocks of a chunk are waited for."""

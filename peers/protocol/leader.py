@@ -205,8 +205,8 @@ class Leader:
         context, seat = self._context, self._seat
         is_new = round.name.leader == context.me and not heirs
         ballot = round.name.ballot if is_new else self._next_ballot()
-        size = context.payloads[seat.log.fragment].size.bytes
-        seconds = seconds_for(round, links_of(ready), size, context.settings.timing)
+        size, overlap = context.payloads[seat.log.fragment].size, context.pace.overlap_seconds(self._trainer.speed)
+        seconds = seconds_for(round, links_of(ready), size, context.settings.timing, overlap)
         before = self._begun
         if before is not None and before.round == round:
             commitments = before.commitments

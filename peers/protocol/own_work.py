@@ -66,6 +66,7 @@ class OwnWork:
             samples=self.trained.samples,
             wants=self._wants,
             incarnation=self._context.incarnation,
+            format=self.trained.format,
         )
 
     def commitment(self) -> Commitment | None:
@@ -77,7 +78,7 @@ class OwnWork:
             peer=context.me, incarnation=context.incarnation, position=self._log.position, number=self._number
         )
         if self._committed is None or self._committed[:2] != (root, author):
-            self._committed = root, author, commit_to(root, author, context.keys)
+            self._committed = root, author, commit_to(root, author, context.keys, self.trained.format)
         return self._committed[2]
 
     def is_taken_by(self, round: Round) -> bool:
@@ -101,6 +102,8 @@ class OwnWork:
             return me not in need_all and me not in need_norms
         peers = [member.peer for member in begin.round.contributors]
         if len(norms.squares) != len(peers) or norms.digest != begin.round.committed:
+            return False
+        if told and [one.format for one in told] != [member.format for member in begin.round.contributors]:
             return False
         if not told:
             return dict(zip(peers, norms.squares, strict=True)).get(me) == (ours.squares if ours else None)

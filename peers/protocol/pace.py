@@ -100,6 +100,10 @@ class Pace:
         """Return whether a peer loses its lease before it has trained the smallest one, given most others' speed."""
         return 0 < speed * (1 + self.staleness) < self.least_steps / self.inner_steps * usual
 
+    def overlap_seconds(self, speed: float) -> float:
+        """Return the seconds that the overlap's inner steps take at a speed; 0 where either is none, or not known."""
+        return self.overlap / self.inner_steps * self.lease_tokens / speed if speed else 0.0
+
     # How long to wait -------------------------------------------------------------------------------------------
     def grace(self, training: float | None) -> float:
         """Return the seconds for which ready peers wait for the others, given what training took; None: unknown."""

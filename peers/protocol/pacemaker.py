@@ -30,6 +30,8 @@ class RoundTimes:
 
     def __init__(self) -> None:
         self._seconds = deque[float](maxlen=MEASURED)
+        self.allowed: dict[int, float] = {}
+        """The seconds that each fragment's last exchange might take, as its leader said."""
 
     def note(self, seconds: float) -> None:
         """Note how long a round took."""

@@ -74,6 +74,7 @@ from peers.protocol.events import (
 )
 from peers.protocol.exchange import Exchange, ExchangeEvent
 from peers.protocol.hindrance import Hindrances
+from peers.protocol.planning import seconds_to_send
 from peers.protocol.replica import Replica
 from peers.protocol.round import EntryRound
 from peers.protocol.states import State
@@ -115,6 +116,13 @@ class Peer:
         self.replica: Replica = self._cycle.replica
         self.hindrances: Hindrances = self._cycle.hindrances
         self._abstention = Abstention(self._context, self.presence, self.trainer, self.replica, self.hindrances)
+
+    def seconds_to_send(self, fragment: int) -> float:
+        """Return the seconds in which our blocks of a fragment should be out, so that the others do not wait."""
+        context = self._context
+        overlap = context.pace.overlap_seconds(self.trainer.speed)
+        times, timing = context.round_times, self.settings.timing
+        return seconds_to_send(times.allowed.get(fragment), times.usual, timing, overlap)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event at time `now` (seconds, monotonic). Raises: LocalProtocolError for an illegal event."""

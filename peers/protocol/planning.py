@@ -15,7 +15,7 @@ from peers.log.settings import Timing
 from peers.log.state import TERM
 from peers.messages.rounds import Round, Share
 from peers.presence.reachability import SEEN_LIMIT
-from peers.values.chunks import payloads_moved, split_by_rate
+from peers.values.chunks import PayloadSize, payloads_moved, split_by_rate
 
 LEAST_PAYLOADS = 2.0
 """Payloads that a link is taken to carry at least: a member's own blocks go out before the average comes in."""
@@ -33,6 +33,11 @@ MOST = 0.75
 """Of the members, those with the fastest links, for whose links an exchange has time."""
 UNMEASURED = 0.25
 """Of the manifest's time limit, that an exchange has at least while some links are not measured."""
+OVERLAP = 0.5
+"""Of the overlap, in which a member's blocks may go out: the other half is for the averages to come back."""
+
+
+NONE_THIN: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -77,22 +82,31 @@ def shares(
     """Return all members of a round, each with how many chunks it averages.
 
     Members that bring nothing average nothing: an average has its maker's own blocks at least. Nor do those `besides`,
-    which did badly before, if the others can share the work fairly.
+    which did badly before, and those whose links carry no blocks in the run's own format, if the others can share the
+    work fairly.
     """
     peers = [member.peer for member in roster]
     able = [member.peer for member in roster if member.tokens]
-    good = [peer for peer in able if peer not in besides]
-    able = good if is_fair(good, able, len(peers)) else able
+    thin = {member.peer for member in roster if member.format}
+    for without in (besides, thin):
+        good = [peer for peer in able if peer not in without]
+        able = good if is_fair(good, able, len(peers)) else able
     dealt = deal(chunks, len(peers), reducers(peers, able, links), believed_rates(peers, links))
     return tuple(Share(member=member, chunks=dealt.get(member.peer, 0)) for member in roster)
 
 
-def seconds_for(round: Round, links: Mapping[str, MemberLink], size: int, timing: Timing) -> float:
-    """Return how long the exchange of a round may take, whose payload has so many bytes."""
+def seconds_for(
+    round: Round, links: Mapping[str, MemberLink], size: PayloadSize, timing: Timing, overlap: float = 0.0
+) -> float:
+    """Return how long the exchange of a round may take: at least the seconds of the `overlap`, in which members go on
+    training."""
     rates = believed_rates(round.peers, links)
     measured = {peer: rates[peer] for peer in round.peers if peer in links and links[peer].rate}
     dealt = {share.member.peer: share.chunks for share in round.shares}
-    return deadline(foreseen(dealt, round.peers, measured, size), timing)
+    thin = {member.peer: size.share(member.format) for member in round.contributors if member.format}
+    return max(
+        deadline(foreseen(dealt, round.peers, measured, size.bytes, thin), timing), min(overlap, timing.round_timeout)
+    )
 
 
 def deadline(foreseen: Iterable[float], timing: Timing) -> float:
@@ -240,8 +254,34 @@ def evened_out(rates: Sequence[float]) -> list[float]:
     return even
 
 
-def foreseen(chunks: Mapping[str, int], members: Sequence[str], rates: Mapping[str, float], size: int) -> list[float]:
-    """Return for how long each member's link is busy with its blocks, the average, and its part; 0: not known."""
+def foreseen(
+    chunks: Mapping[str, int],
+    members: Sequence[str],
+    rates: Mapping[str, float],
+    size: int,
+    thin: Mapping[str, float] = NONE_THIN,
+) -> list[float]:
+    """Return for how long each member's link is busy with its blocks, the average, and its part; 0: not known. `thin`
+    are the shares of a payload that members in thinner formats send."""
     whole = max(sum(chunks.values()), 1)
     moved = {peer: payloads_moved(len(members), chunks.get(peer, 0) / whole) for peer in members}
-    return [size * max(moved[peer], LEAST_PAYLOADS) / rates[peer] if rates.get(peer) else 0.0 for peer in members]
+    busy = {peer: max(moved[peer], LEAST_PAYLOADS) + thin.get(peer, 1.0) - 1.0 for peer in members}
+    return [size * busy[peer] / rates[peer] if rates.get(peer) else 0.0 for peer in members]
+
+
+# What a member sends --------------------------------------------------------------------------------------------------
+def seconds_to_send(allowed: float | None, usual: float | None, timing: Timing, overlap: float = 0.0) -> float:
+    """Return the seconds in which a member's blocks should be out, so that the others do not wait for them: what most
+    members' links need, and no more than a `usual` round; or half of the `overlap`. `allowed` is what its last exchange
+    might take. None: there was none."""
+    allowed = UNMEASURED * timing.round_timeout if allowed is None else allowed
+    needed = allowed / MARGIN if usual is None else min(allowed / MARGIN, usual)
+    return max(needed, OVERLAP * min(overlap, allowed))
+
+
+def format_for(size: PayloadSize, uplink: float, seconds: float) -> int:
+    """Return the first format in which an uplink carries a contribution in so many seconds, or else the smallest one.
+    `uplink` is in bytes a second; 0: not measured, which is taken to be enough."""
+    sizes = (size.bytes, *size.thinner)
+    fitting = (format for format, count in enumerate(sizes) if not uplink or count <= uplink * seconds)
+    return next(fitting, len(sizes) - 1)

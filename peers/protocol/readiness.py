@@ -141,6 +141,8 @@ class Readiness:
         author = said.author(sender, ready.incarnation, self._log.position)
         if not said.is_of(author, self._context.keys.verify):
             raise LogError("it has not signed its commitment")
+        if said.format > len(self._context.payloads[self._log.fragment].size.thinner):
+            raise LogError(f"this run has no format {said.format} of contributions")
 
     def _refuse(self, peer: str, state_digest: bytes, reason: str) -> None:
         refuse = Refuse(position=self._log.position, state_digest=state_digest, reason=printable(reason))
@@ -233,7 +235,12 @@ class Readiness:
 def member_of(peer: str, ready: Ready) -> Member:
     """Return a peer's share in the entry, as it states it."""
     return Member(
-        peer=peer, tokens=ready.tokens, samples=ready.samples, wants=ready.wants, incarnation=ready.incarnation
+        peer=peer,
+        tokens=ready.tokens,
+        samples=ready.samples,
+        wants=ready.wants,
+        incarnation=ready.incarnation,
+        format=ready.commitment.format if ready.commitment else 0,
     )
 
 

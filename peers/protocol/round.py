@@ -352,6 +352,7 @@ class EntryRound(StateMachine):
         notes.views.clear()
         notes.began_at = notes.moved_at = context.now
         notes.heard = self._heard_incarnations()
+        context.round_times.allowed[self.log.fragment] = seconds
         self._presence.reachability.round_begins(self.log.fragment)
         resend, contributions = context.settings.timing.resend, self._contributions(begin)
         delayed = late(self.log, context.settings)

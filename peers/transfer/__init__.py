@@ -8,5 +8,5 @@ following: CannotFollowError, Donors, Doubts, FollowTransport, Following, next_i
 lineage_fetch: Compared, LineageError, LineageFetch, Past, add_headers_before, serve_headers
 payloads: MissingProofs, PayloadError, Payloads, serve_payloads, serve_proofs
 snapshots: Freezer, FrozenSnapshot, Snapshot, Vouched, ask_size, fetch_snapshot, serve_snapshots
-storage: FolderStorage, IN_MEMORY, Storage, empty
+storage: FolderStorage, IN_MEMORY, MemoryFile, Storage, empty
 """

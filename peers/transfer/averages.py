@@ -8,8 +8,9 @@ time, with the path to what it has committed to: then others can make an average
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 
 from pydantic import Field
@@ -87,14 +88,20 @@ class Admission:
         exchange = self._peer.exchange_of(round_name)
         return exchange is not None and exchange.is_with(sender)
 
-    def check_size(self, sender: str, header: ChunkHeader, length: int) -> None:
-        """Raises: RemoteProtocolError unless this is a whole chunk of this run's payloads."""
-        chunk = header.chunk
+    def check_size(self, sender: str, round_name: RoundName, header: ChunkHeader, length: int) -> None:
+        """Raises: RemoteProtocolError unless this is a whole chunk, in the format of an average or of this sender; of a
+        round that we are not in, in any format."""
+        chunk, exchange = header.chunk, self._peer.exchange_of(round_name)
         if chunk >= self._buffers.size.chunks:
             raise RemoteProtocolError(sender, f"there is no chunk {chunk} in a payload")
-        start, stop = self._buffers.chunk_bytes(chunk)
-        if length != stop - start:
-            raise RemoteProtocolError(sender, f"its chunk {chunk} has {length} bytes, not {stop - start}")
+        formats = [0]
+        if not header.reduced:
+            known = range(1 + len(self._buffers.size.thinner))
+            formats = list(known) if exchange is None else [exchange.format_of(sender)]
+        right = [self._buffers.chunk_length(chunk, format) for format in formats]
+        if length not in right:
+            wanted = " or ".join(map(str, right))
+            raise RemoteProtocolError(sender, f"its chunk {chunk} has {length} bytes, not {wanted}")
 
     def take(self, sender: str, round_name: RoundName, header: ChunkHeader, data: bytes | bytearray) -> Admitted:
         """Store a chunk of the announced size, if the round waits for it. Own blocks are stored as they are, and must
@@ -125,7 +132,7 @@ class Admission:
         if not exchange.is_vouched_for(averaged):
             return Admitted(unsigned, is_taken=False)
         try:
-            squares = self._inspect(chunk, data)
+            squares = self._inspect(chunk, data, 0)
             if exchange.is_too_long(averaged, squares):
                 raise BadBlocksError("what its reducer gives is longer than what it can be made of")
         except BadBlocksError as error:
@@ -141,7 +148,7 @@ class Admission:
         said = exchange.commitment(sender, header.signature)
         if said is None:
             return BadBlocks(round_name, sender, chunk, "it has not signed what it committed to")
-        fault = fault_in(chunk, data, proof, self._inspect)
+        fault = fault_in(chunk, data, proof, self._inspect, exchange.format_of(sender))
         if fault is None:
             return None
         is_short = len(data) <= EVIDENCE_LIMIT
@@ -167,14 +174,15 @@ async def average_chunk(
     if not buffers.round(round_name) or not exchange.wants_own(chunk):
         return None
     contributions = buffers.contributions(round_name, chunk, me, reduce.weights)
-    room = buffers.room(len(contributions[0][0]))
+    room, formats = buffers.room(buffers.chunk_length(chunk)), exchange.formats(reduce)
     try:
-        averaged = await average(_reduction(reduce, contributions, buffers, room))
+        averaged = await average(_reduction(reduce, contributions, formats, buffers, room))
     except (BadBlocksError, DilocoPeerError) as error:
         if not exchange.wants_own(chunk):
             return None
         first_block = buffers.chunking.blocks(chunk)[0]
-        spoiler, _ = reduce.members[await _find_spoiler(average, contributions, first_block, buffers.fragment)]
+        tried = Reduction(contributions, first_block, fragment=buffers.fragment, formats=formats)
+        spoiler, _ = reduce.members[await _find_spoiler(average, tried)]
         if spoiler == me:
             raise
         return BadBlocks(round_name, spoiler, chunk, str(error))
@@ -186,28 +194,30 @@ async def average_chunk(
 
 
 def _reduction(
-    reduce: ReduceChunk, contributions: Sequence[tuple[Blocks, float]], buffers: PayloadBuffers, room: bytearray
+    reduce: ReduceChunk,
+    contributions: Sequence[tuple[Blocks, float]],
+    formats: Sequence[int],
+    buffers: PayloadBuffers,
+    room: bytearray,
 ) -> Reduction:
     """Return what there is to average of a chunk, given the members' blocks and room for the average."""
     first_block, place = buffers.chunking.blocks(reduce.chunk)[0], reduce.round_name.position
     tokens = sum(weight for _, weight in reduce.members)
-    return Reduction(contributions, first_block, memoryview(room), tokens, place.fragment, place.index)
+    return Reduction(contributions, first_block, memoryview(room), tokens, place.fragment, place.index, formats)
 
 
-async def _find_spoiler(
-    average: Average, contributions: Sequence[tuple[Blocks, float]], first_block: int, fragment: int = 0
-) -> int:
+async def _find_spoiler(average: Average, failing: Reduction) -> int:
     """Return the place of the contribution with which averaging begins to fail, given that it fails for all of them.
 
     Sums only grow from honest contributions by what rounding ignores beside one that makes them overflow.
     """
-    good, bad = 0, len(contributions)  # so many can be averaged, so many can't
+    good, bad = 0, len(failing.contributions)  # so many can be averaged, so many can't
     while bad - good > 1:
         middle = (good + bad) // 2
-        tried = contributions[:middle]
+        tried = replace(failing, contributions=failing.contributions[:middle], formats=failing.formats[:middle])
         try:
-            if any(weight for _, weight in tried):  # there is no average of nothing
-                await average(Reduction(tried, first_block, fragment=fragment))
+            if any(weight for _, weight in tried.contributions):  # there is no average of nothing
+                await average(tried)
             good = middle
         except (BadBlocksError, DilocoPeerError):
             bad = middle
@@ -247,18 +257,18 @@ async def serve_contributions(
 
 
 async def ask_for_contributions(
-    transport: PullTransport, run: str, me: str, own: PayloadBuffers, peers: Sequence[str], chunk: int
+    transport: PullTransport, run: str, me: str, own: PayloadBuffers, peers: Mapping[str, int], chunk: int
 ) -> list[tuple[ChunkProof, Blocks] | None]:
-    """Ask these peers at once for their contributions to a chunk. Return one answer for each, None where there is none.
-    This peer, which shows its `own`, may be among them."""
-    start, stop = own.chunk_bytes(chunk)
+    """Ask these peers at once for their contributions to a chunk, each in its format. Return one answer for each, None
+    where there is none. This peer, which shows its `own`, may be among them."""
     request = pack(ContributionRequest(run=run, fragment=own.fragment, chunk=chunk))
 
     async def ask(peer: str) -> tuple[ChunkProof, Blocks] | None:
         try:
             if peer == me:
                 return own.proof(chunk), bytes(own.own_chunk(chunk))
-            packed, blocks = await transport.pull(peer, CONTRIBUTION, request, stop - start, TIMEOUT)
+            length = own.chunk_length(chunk, peers[peer])
+            packed, blocks = await transport.pull(peer, CONTRIBUTION, request, length, TIMEOUT)
             return unpack_from(peer, ChunkProof, packed), blocks
         except (KeyError, PeerUnreachableError, RemoteProtocolError):
             return None

@@ -50,12 +50,14 @@ class PayloadBuffers:
         self.fragment = fragment
         self._byte_range = blocked.byte_range
         self.chunking = Chunking(blocked.block_count)
-        self.size = PayloadSize(self.chunking.count, blocked.byte_range(0, blocked.block_count)[1])
+        whole, *thinner = (blocked.byte_range(0, blocked.block_count, each)[1] for each in range(blocked.format_count))
+        self.size = PayloadSize(self.chunking.count, whole, tuple(thinner))
         self.kept = KeptPayloads(budget)
         self._older = older
         self._found = KeptPayloads(0)  # of the older ones, apart: what others ask for pushes nothing out that we need
         self._finding = Lock()
         self.own: Blocks = b""  # what we trained last, for this round or a later one
+        self.own_format = 0
         self.tree: SumTree | None = None  # over its chunks
         self._round: _RoundBuffers | None = None
         self._last: _RoundBuffers | None = None  # over, and its payload is kept
@@ -115,7 +117,7 @@ class PayloadBuffers:
             self._last = current
         elif current is not None and self._spare is None:
             self._spare = current.average
-        del self._used[SPARE_BYTES // max(1, self.chunk_bytes(0)[1]) :]
+        del self._used[SPARE_BYTES // max(1, self.chunk_length(0)) :]
 
     def round(self, name: RoundName) -> _RoundBuffers | None:
         return self._round if self._round and self._round.name == name else None
@@ -133,13 +135,18 @@ class PayloadBuffers:
     def release(self, name: RoundName, chunk: int, room: Blocks) -> None:
         """Use the memory of the blocks of a chunk again, and the room that its average was made in: nobody reads them
         any more."""
-        size, contributions = self.chunk_bytes(0)[1], self._open_round(name).contributions.pop(chunk, {})
+        size, contributions = self.chunk_length(0), self._open_round(name).contributions.pop(chunk, {})
         used = [room, *contributions.values()]
         self._used += [one for one in used if isinstance(one, bytearray) and len(one) == size]
 
-    def chunk_bytes(self, chunk: int) -> tuple[int, int]:
+    def chunk_bytes(self, chunk: int, format: int = 0) -> tuple[int, int]:
         """Byte offsets [start, stop) of a chunk in a payload."""
-        return self._byte_range(*self.chunking.blocks(chunk))
+        return self._byte_range(*self.chunking.blocks(chunk), format)
+
+    def chunk_length(self, chunk: int, format: int = 0) -> int:
+        """Return the bytes of a chunk."""
+        start, stop = self.chunk_bytes(chunk, format)
+        return stop - start
 
     def chunks_bytes(self, first: int, last: int) -> tuple[int, int]:
         """Byte offsets [start, stop) of chunks [first, last) in a payload."""
@@ -147,7 +154,7 @@ class PayloadBuffers:
 
     def own_chunk(self, chunk: int) -> memoryview:
         """A chunk of what we trained last."""
-        start, stop = self.chunk_bytes(chunk)
+        start, stop = self.chunk_bytes(chunk, self.own_format)
         return memoryview(self.own)[start:stop]
 
     def proof(self, chunk: int) -> ChunkProof:
@@ -201,31 +208,32 @@ class PayloadBuffers:
         return current
 
 
-Measure: TypeAlias = Callable[[Blocks, int, int], float]
+Measure: TypeAlias = Callable[[Blocks, int, int, int], float]
 """`Workload.squared_norm`."""
 
 
 def inspection(measure: Measure, buffers: PayloadBuffers) -> Inspect:
     """Return what measures one chunk, and refuses bytes that are none."""
 
-    def inspect(chunk: int, data: Blocks) -> float:
-        start, stop = buffers.chunk_bytes(chunk)
-        if len(data) != stop - start:
-            raise BadBlocksError(f"chunk {chunk} has {len(data)} bytes, not {stop - start}")
-        return measure(data, buffers.chunking.blocks(chunk)[0], buffers.fragment)
+    def inspect(chunk: int, data: Blocks, format: int = 0) -> float:
+        if format > len(buffers.size.thinner):
+            raise BadBlocksError(f"this run has no format {format}")
+        if len(data) != (length := buffers.chunk_length(chunk, format)):
+            raise BadBlocksError(f"chunk {chunk} has {len(data)} bytes, not {length}")
+        return measure(data, buffers.chunking.blocks(chunk)[0], buffers.fragment, format)
 
     return inspect
 
 
-def offer(own: Blocks, buffers: PayloadBuffers, inspect: Inspect) -> Sum:
-    """Take this for our own blocks from now on. Return the root over their digests and norms.
+def offer(own: Blocks, buffers: PayloadBuffers, inspect: Inspect, format: int = 0) -> Sum:
+    """Take this for our own blocks from now on, in a format. Return the root over their digests and norms.
 
     Raises: BadBlocksError when they are no payload.
     """
     leaves = list[Sum]()
     for chunk in range(buffers.size.chunks):
-        start, stop = buffers.chunk_bytes(chunk)
+        start, stop = buffers.chunk_bytes(chunk, format)
         blocks = memoryview(own)[start:stop]
-        leaves.append(Sum(digest_of(blocks), inspect(chunk, blocks)))
-    buffers.own, buffers.tree = own, SumTree(leaves)
+        leaves.append(Sum(digest_of(blocks), inspect(chunk, blocks, format)))
+    buffers.own, buffers.own_format, buffers.tree = own, format, SumTree(leaves)
     return buffers.tree.root

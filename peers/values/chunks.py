@@ -22,7 +22,7 @@ from blake3 import blake3
 from peers.errors import RemoteProtocolError
 from peers.values.wire import DIGEST_BYTES, Buffer, digest_of
 
-CHUNK_BLOCKS = 512  # blocks at most: half a MiB of int8, the size at which hivemind's streams are fastest
+CHUNK_BLOCKS = 128  # blocks at most: half a MiB of int8, the size at which hivemind's streams are fastest
 CHUNKS = 64  # at least, if there are as many blocks, so that small payloads can be pipelined, too
 CONTEXT = b"diloco-peer sum\0"
 NODE = struct.Struct(f"<{DIGEST_BYTES}sd")
@@ -55,10 +55,16 @@ class Chunking:
 
 @dataclass(frozen=True)
 class PayloadSize:
-    """A whole payload, as far as the protocol needs to know it."""
+    """A whole payload, as far as the protocol needs to know it. `thinner` are its bytes in each other format in which
+    a member may contribute, from the largest to the smallest."""
 
     chunks: int
     bytes: int
+    thinner: tuple[int, ...] = ()
+
+    def share(self, format: int) -> float:
+        """Return the bytes of a contribution in a format, as a share of an average's."""
+        return (self.bytes, *self.thinner)[format] / max(self.bytes, 1)
 
 
 def digest_of_chunks(digests: Iterable[bytes]) -> bytes:

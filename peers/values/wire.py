@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 from peers.errors import RemoteProtocolError
 from peers.values.leases import SampleRange
 
-PROTOCOL_VERSION = 17  # goes up when peers of the version before would misread ours: they cannot meet in a run
+PROTOCOL_VERSION = 18  # goes up when peers of the version before would misread ours: they cannot meet in a run
 DIGEST_BYTES = 32  # of BLAKE3
 REASON_LIMIT = 500  # characters
 LONGEST_WAIT = 30 * 86400.0  # seconds

@@ -13,8 +13,8 @@ from peers.values.wire import Buffer
 
 Blocks: TypeAlias = Buffer
 """Whole blocks of a payload."""
-Inspect: TypeAlias = Callable[[int, Blocks], float]
-"""Returns the squared norm of a chunk. Raises: BadBlocksError when these bytes are no such chunk."""
+Inspect: TypeAlias = Callable[[int, Blocks, int], float]
+"""Returns the squared norm of a chunk in a format. Raises: BadBlocksError when these bytes are no such chunk."""
 
 
 @dataclass(frozen=True)
@@ -69,23 +69,24 @@ class Progress:
 class Trained:
     """What one outer step's inner steps come to: the samples trained (a prefix of the lease) and the tokens in them.
 
-    `contribution` is the root over the chunks of its pseudo-gradient, once that is quantized.
+    `contribution` is the root over the chunks of its pseudo-gradient, once that is quantized in a `format`.
     """
 
     samples: tuple[SampleRange, ...]
     tokens: int
     loss: float
     contribution: Sum | None = field(default=None, kw_only=True)
+    format: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True)
 class Reduction:
     """What there is to average for outer step `index`: checked blocks of a fragment, from `first_block` on, each with
-    its owner's weight.
+    its owner's weight, in the format that `formats` has at its place; without `formats`, in the average's.
 
     Weights are tokens, or less for a contribution that is old or clipped; the sum is divided by `tokens`, which is the
     sum of the weights before anything is clipped, and by default the sum of the weights. The average may lie in `out`,
-    which has as many bytes as each contribution.
+    which has as many bytes as it takes.
     """
 
     contributions: Sequence[tuple[Blocks, float]]
@@ -94,16 +95,22 @@ class Reduction:
     tokens: float | None = None
     fragment: int = 0
     index: int = 0
+    formats: Sequence[int] = ()
 
 
 class Blocked(Protocol):
-    """How the payloads of one fragment are cut into blocks."""
+    """How the payloads of one fragment are cut into blocks. Averages are in format 0; contributions are in any format,
+    of which later ones are smaller. A block holds the same values in each."""
 
     @property
     def block_count(self) -> int:
         """Number of blocks in a payload."""
 
-    def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
+    @property
+    def format_count(self) -> int:
+        """Number of formats in which a peer may contribute."""
+
+    def byte_range(self, first_block: int, last_block: int, format: int = 0) -> tuple[int, int]:
         """Byte offsets [start, stop) of blocks [first_block, last_block) within a payload."""
 
     def check(self, blocks: Blocks, first_block: int) -> None:
@@ -164,9 +171,10 @@ class Workload(ReplicatedState, Protocol):
         it. Of the last fragment that is so when this returns. In a run with an overlap the worker then still takes its
         last inner steps, before all else that it is asked to do."""
 
-    async def contribution(self, fragment: int = 0) -> Blocks:
-        """The quantized pseudo-gradient of a fragment, a whole payload: the theta that its training began with, less
-        local. Once for each time that it is captured. The bytes may lie where those of the call before lay."""
+    async def contribution(self, fragment: int = 0, format: int = 0) -> Blocks:
+        """Return the pseudo-gradient of a fragment quantized in a format, a whole payload: the theta that its training
+        began with, less local. Once for each time that it is captured. The bytes may lie where those of the call before
+        lay."""
 
     async def reduce(self, reduction: Reduction) -> Blocks:
         """Return the average of the blocks: in fp32, in their order, weighted; quantized once.
@@ -175,9 +183,9 @@ class Workload(ReplicatedState, Protocol):
         too.
         """
 
-    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
-        """Return the sum of the squares of what a fragment's blocks from `first_block` on decode to, the same bits
-        everywhere.
+    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0, format: int = 0) -> float:
+        """Return the sum of the squares of what a fragment's blocks in a format, from `first_block` on, decode to, the
+        same bits everywhere.
 
         Raises: BadBlocksError when these bytes are not whole blocks, or not what an encoder makes.
         """

@@ -60,7 +60,7 @@ LEASES: dict[str, Lease] = {
 """The samples that a founder gives to each."""
 
 
-def inspect(chunk: int, data: Blocks) -> float:
+def inspect(chunk: int, data: Blocks, format: int = 0) -> float:
     """Return the squared norm of a chunk's blocks: here their number of bytes."""
     return float(len(data))
 

@@ -136,6 +136,7 @@ class FakeWorkload:
     """As many blocks as the payloads of the tests' rounds have chunks; nobody trains."""
 
     block_count = SIZE.chunks
+    format_count = 1
 
     def __init__(self, state: bytes = b"mine") -> None:
         self.state = state
@@ -148,14 +149,14 @@ class FakeWorkload:
     def state_size(self) -> int:
         return len(self.state)
 
-    def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
+    def byte_range(self, first_block: int, last_block: int, format: int = 0) -> tuple[int, int]:
         return BLOCK * first_block, BLOCK * last_block
 
     def check(self, blocks: Blocks, first_block: int) -> None:
         if blocks == GARBAGE:
             raise BadBlocksError("code -128")
 
-    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
+    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0, format: int = 0) -> float:
         """All are as long as `PROOF` says."""
         self.check(blocks, first_block)
         return PROOF.squares
@@ -176,7 +177,7 @@ class FakeWorkload:
     ) -> Trained:
         raise NotImplementedError
 
-    async def contribution(self, fragment: int = 0) -> bytes:
+    async def contribution(self, fragment: int = 0, format: int = 0) -> bytes:
         raise NotImplementedError
 
     async def reduce(self, reduction: Reduction) -> bytes:

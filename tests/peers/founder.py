@@ -32,7 +32,7 @@ class Founder:
     def __init__(self, settings: RunSettings = SETTINGS, log: LogState | None = None) -> None:
         """Begin at the end of a log, by default before its first entry."""
         self.now = 0.0
-        payloads = [PayloadKind(SIZE, lambda chunk, data: 1.0)] * settings.fragments
+        payloads = [PayloadKind(SIZE, lambda chunk, data, format: 1.0)] * settings.fragments
         self.peer = Peer("b", settings, payloads, STATE, 0.0, 0, SimulatedKeys("b"), Lineage(log or settings.empty_log))
         self.effects: list[Effect] = []
         self._beats = 0

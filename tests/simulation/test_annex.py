@@ -111,8 +111,9 @@ def test_nobody_is_excluded_by_lies_about_it(kind: str, liar: str) -> None:
 
 
 def test_proofs_that_are_repeated_exclude_whom_they_convict_once() -> None:
-    swarm = lying("many averages", besides=(Deceit("peer1", "old proofs", 2),))
-    said = told(swarm, "peer1")
+    """The leader, peer1, shows the proofs to its members, of which one repeats them."""
+    swarm = lying("many averages", besides=(Deceit("peer2", "old proofs", 2),))
+    said = told(swarm, "peer2")
     assert swarm.run(300.0, until=lambda: any(excluded(swarm)))
     before = swarm.longest
     assert swarm.run(300.0, until=lambda: swarm.longest >= before + 5)

@@ -18,7 +18,7 @@ SPOILT = b"\xff" * BLOCK_BYTES
 class Garbage(SimulatedWorkload):
     """Commits to what no encoder makes, and sends that."""
 
-    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
+    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0, format: int = 0) -> float:
         return super().squared_norm(blocks, first_block) if any(blocks) else 1e5
 
     def contribution(self, trained: Trained) -> bytes:

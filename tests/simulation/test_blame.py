@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from peers.log.settings import RunSettings, Timing
@@ -94,6 +96,22 @@ def test_another_norm_than_the_committed_one_convicts_its_owner_alone() -> None:
     assert swarm.run(300.0, until=lambda: all(LIAR in swarm.peers[name].peer.log.excluded for name in HONEST))
     assert swarm.history.named.keys() == {"contribution"}
     the_honest_count(swarm)
+
+
+def test_who_sends_another_format_than_it_has_committed_to_is_absent_from_what_others_average() -> None:
+    swarm = five_together()
+    swarm.formats = (0, 1)
+    mine = swarm.peers[LIAR].fragments[0]
+    commit_to = mine.commit_to
+    mine.commit_to = lambda trained: commit_to(replace(trained, format=1 - trained.format))  # type: ignore[method-assign]
+    swarm.run(60.0)
+    counted = swarm.history.counted[LIAR]
+    the_honest_count(swarm)
+    whole = SETTINGS.samples_per_lease * SETTINGS.tokens_per_sample
+    assert swarm.history.counted[LIAR] - counted <= 8 * whole / 4, "its own chunks are with what it averages itself"
+    last = swarm.peers["peer0"].peer.log.last
+    assert last is not None
+    assert {member.format for member in last.roster} == {0, 1}, "the log names formats"
 
 
 @pytest.mark.parametrize("slower", [50.0, 500.0])

@@ -118,10 +118,13 @@ def costs_at(peers: int, monkeypatch: pytest.MonkeyPatch) -> list[Cost]:
 def test_a_round_grows_with_the_number_of_peers_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a takeover; but for certificates, which every peer needs: they are signed by more than half."""
     growth = 1.5 * LARGE / SMALL  # with the square it would be twice as much as that
-    for small, large in zip(costs_at(SMALL, monkeypatch), costs_at(LARGE, monkeypatch), strict=True):
-        assert large.by_leaders < growth * small.by_leaders
-        assert large.messages < growth * small.messages
-        assert large.certificate < growth * small.certificate
-        assert large.checked < growth * small.checked
-        proofs = [2 * size * cost.certificate for size, cost in ((SMALL, small), (LARGE, large))]  # of both phases
-        assert large.by_all - proofs[1] < growth * (small.by_all - proofs[0])
+    small, large = costs_at(SMALL, monkeypatch), costs_at(LARGE, monkeypatch)
+    for one, other in zip(small, large, strict=True):
+        assert other.certificate < growth * one.certificate
+        assert other.checked < growth * one.checked
+    # One takeover may be a try longer than another: what is said counts in all of them together.
+    assert sum(cost.by_leaders for cost in large) < growth * sum(cost.by_leaders for cost in small)
+    assert sum(cost.messages for cost in large) < growth * sum(cost.messages for cost in small)
+    proofs = [2 * size * sum(cost.certificate for cost in costs) for size, costs in ((SMALL, small), (LARGE, large))]
+    by_all = [sum(cost.by_all for cost in costs) for costs in (small, large)]  # certificates are of both phases
+    assert by_all[1] - proofs[1] < growth * (by_all[0] - proofs[0])

@@ -158,7 +158,10 @@ def live(life: Life, watch: Callable[[Swarm], None] = unwatched, traced: bool = 
     settings = RunSettings("simulated", manifest, INNER_STEPS, 10, 10, founders, life.timing, fragments=life.fragments)
     settings = replace(settings, contributions=life.contributions)
     speeds = tuple(life.pace * speed for speed in SPEEDS)
-    swarm = Swarm(life.seed, settings, life.faults, one_child=not life.liars, traced=traced, speeds=speeds)
+    formats = (0, 0, 1) if life.seed % 3 == 0 else (0,)
+    swarm = Swarm(
+        life.seed, settings, life.faults, one_child=not life.liars, traced=traced, speeds=speeds, formats=formats
+    )
     if life.liars:
         swarm.unevenness = EVENLY
         plant(swarm, life.liars)

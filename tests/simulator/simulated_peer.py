@@ -80,6 +80,7 @@ class World(Protocol):
 
     settings: RunSettings
     speeds: tuple[float, ...]
+    formats: tuple[int, ...]
     now: float
     incarnations: Iterator[int]
 
@@ -280,13 +281,15 @@ class SimulatedPeer:
     def _begin_training(self, train: Train) -> None:
         settings = self.world.settings
         steps, trained = trained_in(train, settings)
+        formats = self.world.formats
+        trained = replace(trained, format=formats[(ord(self.name[-1]) + train.index) % len(formats)])
         *others, closing = [fragment.commit_to(trained) for fragment in self.fragments]
         self._trained = replace(trained, contribution=closing)
         self.world.soon(self, TrainingProgress(Progress(1, 1.0, self.world.tokens_per_second(self.speed))))
         seconds = self.world.training_time(steps) / self.speed
         self._training = SimulatedTraining(self.world.now, seconds, steps)
         self._captured = [
-            Captured(number, Trained((), trained.tokens, 1.0, contribution=root)) for number, root in enumerate(others)
+            Captured(number, replace(trained, samples=(), contribution=root)) for number, root in enumerate(others)
         ]
         for captured in self._captured:
             self.world.later(self, captured, seconds * (captured.fragment + 1) / len(self.fragments))
@@ -336,7 +339,7 @@ class SimulatedPeer:
         """Take in a chunk that took so long to come. Return what to tell the protocol, and whether the sender is rid of
         it."""
         admission = self._admissions[round_name.position.fragment]
-        admission.check_size(sender, header, len(data))
+        admission.check_size(sender, round_name, header, len(data))
         self._received.passed(len(data), seconds)
         self._from[sender].passed(len(data), seconds)
         return admission.take(sender, round_name, header, data)

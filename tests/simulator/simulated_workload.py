@@ -34,14 +34,15 @@ class SimulatedWorkload:
     def __init__(self, me: str, block_count: int) -> None:
         self.me = me
         self.block_count = block_count
+        self.format_count = 2
         self.state = GENESIS
 
-    def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
-        return first_block * BLOCK_BYTES, last_block * BLOCK_BYTES
+    def byte_range(self, first_block: int, last_block: int, format: int = 0) -> tuple[int, int]:
+        return first_block * BLOCK_BYTES // (1 + format), last_block * BLOCK_BYTES // (1 + format)
 
     def contribution(self, trained: Trained) -> bytes:
         seed = digest_of(repr((self.me, self.state, trained.samples)).encode())
-        size = self.block_count * BLOCK_BYTES
+        size = self.block_count * BLOCK_BYTES // (1 + trained.format)
         return (seed * (size // len(seed) + 1))[:size]
 
     def check(self, blocks: Blocks, first_block: int) -> None:
@@ -49,14 +50,16 @@ class SimulatedWorkload:
         if not any(blocks):
             raise BadBlocksError("all of its blocks are zero")
 
-    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
+    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0, format: int = 0) -> float:
         """Take bytes for values."""
         self.check(blocks, first_block)
         return float(sum(map(mul, blocks, blocks)))
 
     async def reduce(self, reduction: Reduction) -> bytes:
         plain = [(bytes(blocks), weight) for blocks, weight in reduction.contributions]
-        return digest_of(repr((plain, reduction.tokens)).encode())[: len(plain[0][0])]
+        first, *_ = formats = tuple(reduction.formats) or (0,)
+        size = len(plain[0][0]) * (1 + first)
+        return digest_of(repr((plain, reduction.tokens, formats if any(formats) else ())).encode())[:size]
 
     def apply(self, payload: bytes, amendment: Amendment | None = None) -> bytes:
         self.state = stepped(self.state, payload, amendment)
@@ -100,7 +103,10 @@ class Fragment:
     def commit_to(self, trained: Trained) -> Sum:
         """Make a contribution. Return its root."""
         return offer(
-            self.workload.contribution(trained), self.buffers, inspection(self.workload.squared_norm, self.buffers)
+            self.workload.contribution(trained),
+            self.buffers,
+            inspection(self.workload.squared_norm, self.buffers),
+            trained.format,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from peers.audit.spot_check import Sample, choose, is_refuted
 from peers.messages.commitment import ChunkProof
@@ -44,9 +44,9 @@ def _refuted(peer: SimulatedPeer, exchange: Exchange, swarm: Swarm, chance: rand
     place, chunks = exchange.name.position, exchange.round.chunks
     sample = Sample(average, place, chunks, tuple(reduce.weights), tokens, commitments)
 
-    async def ask(peers: Sequence[str], fragment: int, chunk: int, length: int) -> Shown:
+    async def ask(peers: Mapping[str, int], chunk: int) -> Shown:
         there = {one.name: one for one in swarm.fetch_from(peer, tuple(peers))}
-        buffers = {name: one.fragments[fragment].buffers for name, one in there.items()}
+        buffers = {name: one.fragments[place.fragment].buffers for name, one in there.items()}
         buffers = {name: each for name, each in buffers.items() if each.tree is not None}  # else it has started again
         return [
             (buffers[name].proof(chunk), bytes(buffers[name].own_chunk(chunk))) if name in buffers else None

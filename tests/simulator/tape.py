@@ -81,7 +81,7 @@ def play(tape: Tape, scenes: Sequence[range]) -> list[float]:
 def replayed(tape: Tape) -> Iterator[list[Effect]]:
     """Yield what a peer wants done about each thing that happened, with its messages packed."""
     keys = PricedKeys(tape.me)
-    payloads = [PayloadKind(size, lambda chunk, data: 0.0) for size in tape.payloads]  # nobody is accused
+    payloads = [PayloadKind(size, lambda chunk, data, format: 0.0) for size in tape.payloads]  # nobody is accused
     started = tape.settings, payloads, tape.state_digest, tape.started_at, tape.incarnation
     peer = Peer(tape.me, *started, keys)
     packer = Packer(peer)

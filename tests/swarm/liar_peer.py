@@ -86,8 +86,8 @@ class LyingWorkload(HonestWorkload):
 
     lies: tuple[Lie, ...] = ()
 
-    async def contribution(self, fragment: int = 0) -> bytes:
-        payload = await super().contribution(fragment)
+    async def contribution(self, fragment: int = 0, format: int = 0) -> bytes:
+        payload = await super().contribution(fragment, format)
         for lie in self.lies:
             if isinstance(lie, RealLie):
                 payload = lie.contributes(payload)

@@ -9,7 +9,7 @@ import numpy as np
 
 from opendiloco.config.optimizers import OuterOptimizerSection
 from opendiloco.config.overrides import Overrides
-from opendiloco.kernels import INT8, quantize_difference
+from opendiloco.kernels import E2M1, INT8, SPARSE, Payload, quantize_difference
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.outer import OuterState
 from peers.log.header import Header
@@ -30,6 +30,7 @@ from peers.values.workload import (
 VALUES = 5000
 TOKENS = 8  # of a sample
 TRAINING_SECONDS = 0.2
+THINNER = (E2M1, SPARSE)
 FRAGMENT = 2048  # values of each fragment but the last, where there are several
 
 
@@ -43,7 +44,7 @@ class VectorWorkload:
         self.values = values
         starts = [FRAGMENT * fragment for fragment in range(fragments)]
         self.parts = [slice(start, stop) for start, stop in zip(starts, [*starts[1:], values], strict=True)]
-        self.fragments = [BlockCodec(INT8, part.stop - part.start) for part in self.parts]
+        self.fragments = [BlockCodec(INT8, part.stop - part.start, THINNER) for part in self.parts]
         self.state_size = 8 * values
         theta = np.random.default_rng(0).standard_normal(values).astype(np.float32)
         self.state = OuterState(theta, OuterOptimizerSection(learning_rate=0.7, momentum=0.6), self.parts)
@@ -77,18 +78,20 @@ class VectorWorkload:
     async def take_inner_steps(self) -> None:
         """Those before the next fragment's offset. They take no time."""
 
-    async def contribution(self, fragment: int = 0) -> bytes:
+    async def contribution(self, fragment: int = 0, format: int = 0) -> bytes:
         codec, part = self.fragments[fragment], self.parts[fragment]
-        payload = codec.empty_payload()
+        payload = Payload(codec.formats[format], codec.values)
         quantize_difference(self.base[part], self.local[part], payload)
         return bytes(payload)
 
     async def reduce(self, reduction: Reduction) -> Blocks:
         codec = self.fragments[reduction.fragment]
-        return codec.average(reduction.contributions, reduction.first_block, None, reduction.tokens)
+        return codec.average(
+            reduction.contributions, reduction.first_block, None, reduction.tokens, formats=reduction.formats
+        )
 
-    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
-        return self.fragments[fragment].squared_norm(blocks, first_block)
+    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0, format: int = 0) -> float:
+        return self.fragments[fragment].squared_norm(blocks, first_block, format)
 
     async def apply(
         self,

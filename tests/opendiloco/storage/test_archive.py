@@ -21,7 +21,7 @@ from opendiloco.kernels import quantize_difference
 from opendiloco.run import Run
 from opendiloco.storage import archive as archives
 from opendiloco.storage.archive import Archive, ArchivedRun, _DiskRoom, _NoRoomError
-from opendiloco.training.codec import BlockCodec
+from opendiloco.training.codec import BLOCK_VALUES, BlockCodec
 from peers.errors import LocalProtocolError
 from peers.log.folder import LogFolder
 from peers.log.head_signer import SIGNED
@@ -49,6 +49,7 @@ from tests.peers.logs import CERTIFIED, next_header
 VALUES = 3000
 NODE = Identity.generate()
 CODEC = BlockCodec(kernels.INT8, VALUES)
+BLOCK_BYTES = kernels.INT8.payload_size(BLOCK_VALUES)
 
 
 class Network:
@@ -99,7 +100,7 @@ def archive(run: Run, folder: Path, limit: int | None = None) -> ArchivedRun:
 def payload(seed: int) -> Payload:
     theta, out = np.random.default_rng(seed).standard_normal(VALUES).astype(np.float32), CODEC.empty_payload()
     quantize_difference(theta, np.zeros_like(theta), out)
-    return Payload.cut(memoryview(bytes(out)), kernels.INT8.block_bytes)
+    return Payload.cut(memoryview(bytes(out)), BLOCK_BYTES)
 
 
 def positions(kept: ArchivedRun, entries: int) -> list[LogState]:
@@ -496,7 +497,7 @@ def test_it_keeps_what_proves_the_annexes_of_its_entries(
     for header in (first, second):
         kept.log.append(header, None, None)
     kept.end = log.append(second)
-    theirs = LogFolder.open(tmp_path / "theirs", log.at(None), kernels.INT8.block_bytes)
+    theirs = LogFolder.open(tmp_path / "theirs", log.at(None), BLOCK_BYTES)
     theirs.keep_proofs([shown])
     kept.buffers, kept._snapshot = cast(Any, object()), cast(Any, SimpleNamespace(index=2))
     beat = Heartbeat.model_construct(

@@ -14,7 +14,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.kernels import quantize_difference
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
-from opendiloco.training.codec import BlockCodec
+from opendiloco.training.codec import BLOCK_VALUES, BlockCodec
 from opendiloco.training.outer import OuterState
 from peers.log.certificate import Certificate
 from peers.log.folder import RunLog
@@ -28,7 +28,7 @@ from peers.values.manifest import Amendment
 from tests.peers import logs
 from tests.peers.logs import next_header
 
-BLOCK_BYTES = kernels.INT8.block_bytes
+BLOCK_BYTES = kernels.INT8.payload_size(BLOCK_VALUES)
 IDENTITIES = tuple(Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)) for number in range(2))
 PEERS = tuple(identity.peer_id for identity in IDENTITIES)
 NO_AMENDMENTS: Mapping[int, Amendment] = {}

@@ -3,12 +3,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from opendiloco.kernels import FORMATS, INT8, Format, quantize_difference
-from opendiloco.training.codec import BlockCodec
+from opendiloco.config.run_config import BITS, CodecSection
+from opendiloco.kernels import FORMATS, INT8, Format, Payload, dequantize, quantize, quantize_difference
+from opendiloco.training.codec import BLOCK_VALUES, BlockCodec
 from peers.values.chunks import parts_of, split_by_rate
 from peers.values.workload import BadBlocksError
 
-VALUES = 5000  # four whole blocks and a short one
+VALUES = 17_000  # four whole blocks and a short one
 
 
 def contributions(codec: BlockCodec, count: int) -> list[bytes]:
@@ -52,6 +53,37 @@ def test_blocks_of_a_part_are_checked_with_its_own_length() -> None:
         codec.squared_norm(payload[start : stop - 1], 3)
     with pytest.raises(BadBlocksError):
         codec.squared_norm(b"\xff" * (stop - start), 3)
+
+
+def test_a_mean_of_contributions_in_other_formats_is_that_of_their_values() -> None:
+    """Also chunk by chunk, in the order of the contributions."""
+    codec, draw, formats = BlockCodec.of(CodecSection(), VALUES), np.random.default_rng(1), (2, 0, 1)
+    weights, sent, total = (100.0, 50.0, 7.0), [], np.zeros(VALUES, np.float32)
+    for format, weight in zip(formats, weights, strict=True):
+        payload, values = Payload(codec.formats[format], VALUES), np.empty(VALUES, np.float32)
+        quantize(draw.standard_normal(VALUES).astype(np.float32), payload)
+        dequantize(payload, values)
+        total += np.float32(weight) * values
+        sent.append(bytes(payload))
+    expected = Payload(INT8, VALUES)
+    quantize(total / np.float32(200), expected)
+    averaged = b""
+    for first, last in ((0, 2), (2, codec.block_count)):
+        cuts = [slice(*codec.byte_range(first, last, format)) for format in formats]
+        blocks = [(each[cut], weight) for each, cut, weight in zip(sent, cuts, weights, strict=True)]
+        averaged += codec.average(blocks, first, tokens=200.0, formats=formats)
+    assert averaged == bytes(expected)
+
+
+def test_formats_for_thin_uplinks_are_thinner() -> None:
+    for kind in BITS:
+        section = CodecSection.model_validate({"kind": kind})
+        bits = [8 * FORMATS[each].payload_size(1 << 20) / (1 << 20) for each in section.contributions]
+        assert section.contributions[0] == kind
+        assert bits == sorted(bits, reverse=True)
+        assert bits[0] == pytest.approx(BITS[kind], abs=0.02)
+        assert len(bits) == 1 or bits[1] < 0.6 * bits[0]
+        assert all(BLOCK_VALUES % FORMATS[each].block_values == 0 for each in section.contributions)
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=str)

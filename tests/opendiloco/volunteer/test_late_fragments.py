@@ -7,6 +7,7 @@ import asyncio
 import copy
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,10 +24,16 @@ from tests.opendiloco.volunteer.threaded_workers import ThreadedWorkers
 
 TOKENS = 16
 """Of a sample."""
+PARTS = 3
 
 
 def work(replica: str, first: int, age: int = 0, fragments: tuple[int, ...] | None = None) -> Work:
     return Work(replica, (SampleRange(first, first + 8),), 4, age=age, fragments=fragments)
+
+
+def format_of(began_at: int, replica: str, fragment: int, count: int) -> int:
+    """Return the format of a contribution: each of so many in turn."""
+    return (began_at + fragment + ord(replica)) % count
 
 
 OUTER_STEPS = (
@@ -55,13 +62,14 @@ class Swarm:
     """Takes what a peer has learned of a fragment in the outer step that the rosters say, and no sooner. The first
     entries take in the `amendments`, one each."""
 
-    def __init__(self, config: RunConfig, amendments: Sequence[LoggedAmendment] = ()) -> None:
+    def __init__(self, config: RunConfig, amendments: Sequence[LoggedAmendment] = (), formats: int = 1) -> None:
         self.amendments = amendments
         self.peers = {name: LocalWorkload(ThreadedWorkers(config), config) for name in "ab"}
         self.fragments = len(self.peers["a"].fragments)
         self.trainings: dict[str, asyncio.Task[Trained]] = {}
         self.turns: defaultdict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
         self.given: dict[tuple[str, int], asyncio.Future[bytes]] = {}
+        self.formats = formats
         self.tokens = 0
 
     async def outer_step(self, index: int, roster: Sequence[Work]) -> bytes:
@@ -86,7 +94,8 @@ class Swarm:
 
         async def take(fragment: int) -> None:
             await self.turns[name, fragment].wait()
-            self.given[name, fragment].set_result(bytes(await self.peers[name].contribution(fragment)))
+            format = format_of(index, name, fragment, self.formats)
+            self.given[name, fragment].set_result(bytes(await self.peers[name].contribution(fragment, format)))
 
         loop = InnerLoop(index, each.samples, each.steps, self.tokens, tuple(self.amendments[:index]))
         trained = await self.peers[name].run_inner_loop(loop, ignore, take)
@@ -95,11 +104,13 @@ class Swarm:
 
     async def average(self, index: int, fragment: int, present: Sequence[Work]) -> None:
         weighted = []
+        formats = [format_of(index - each.age, each.replica, fragment, self.formats) for each in present]
         for each in present:
             self.turns[each.replica, fragment].set()
             tokens = TOKENS * sample_count(each.samples)
             weighted.append((await self.given[each.replica, fragment], aged(tokens, each.age)))
-        payload = bytes(await self.peers["a"].reduce(Reduction(weighted, 0, fragment=fragment, index=index)))
+        reduction = Reduction(weighted, 0, fragment=fragment, index=index, formats=formats)
+        payload = bytes(await self.peers["a"].reduce(reduction))
         in_force = self.amendments[:index][-1].amendment if self.amendments[:index] else None
         for name, peer in self.peers.items():
             counts = name in [each.replica for each in present]
@@ -116,20 +127,32 @@ class Swarm:
 @pytest.mark.parametrize(
     ("codec", "streaming"),
     [
-        ({"kind": "int8"}, {"overlap": 0}),
+        ({"kind": "int8", "contributions": ["int8"]}, {"overlap": 0}),
         ({"kind": "e3m0", "rounding": "stochastic"}, {"overlap": 2, "alpha": 0.5}),
+        ({"kind": "int8"}, {"overlap": 1}),
+        ({"kind": "int8", "rounding": "stochastic", "error_feedback": 0.5}, {"overlap": 1}),
         ({"kind": "sparse"}, {"overlap": 1}),
     ],
-    ids=["all wait", "chance", "what payloads leave out"],
+    ids=["all wait", "chance", "mixed formats", "mixed formats, chance, feedback", "what payloads leave out"],
 )
 def test_a_slow_peers_work_counts_for_each_fragment_as_in_the_reference(
     small_content: dict[str, Any], codec: dict[str, Any], streaming: dict[str, Any]
 ) -> None:
     config = config_of(small_content, codec, streaming)
-    expected = list(Reference(config).run(OUTER_STEPS))
+    count = len(config.codec.contributions)
+    rosters = [
+        [
+            replace(
+                each, formats=tuple(format_of(index - each.age, each.replica, part, count) for part in range(PARTS))
+            )
+            for each in roster
+        ]
+        for index, roster in enumerate(OUTER_STEPS)
+    ]
+    expected = list(Reference(config).run(rosters))
 
     async def story() -> None:
-        assert await Swarm(config).run() == expected
+        assert await Swarm(config, formats=count).run() == expected
 
     asyncio.run(asyncio.wait_for(story(), 60.0))
 

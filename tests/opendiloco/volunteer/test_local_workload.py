@@ -135,15 +135,15 @@ class StateOnly(WorkerGroup):
 
 @pytest.fixture
 def workload(small_config: RunConfig) -> LocalWorkload:
-    return LocalWorkload(StateOnly(2500), small_config)
+    return LocalWorkload(StateOnly(10_000), small_config)
 
 
 def test_it_is_a_workload_of_whole_and_ragged_blocks(workload: LocalWorkload) -> None:
     as_seen_by_peers: Workload = workload
     [whole] = as_seen_by_peers.fragments
     assert whole.block_count == 3
-    assert whole.byte_range(0, 1) == (0, 1028)
-    assert whole.byte_range(1, 3) == (1028, kernels.INT8.payload_size(2500))
+    assert whole.byte_range(0, 1) == (0, 4112)
+    assert whole.byte_range(1, 3) == (4112, kernels.INT8.payload_size(10_000))
 
 
 @pytest.mark.parametrize("first_block", [0, 1, 2])
@@ -157,9 +157,9 @@ def test_check_knows_which_blocks_are_whole(workload: LocalWorkload, first_block
 
 
 def test_check_takes_full_blocks_from_the_middle_and_none_past_the_end(workload: LocalWorkload) -> None:
-    workload.squared_norm(bytes(1028), 0)
-    workload.squared_norm(bytes(2 * 1028), 0)
-    for blocks, first_block in ((bytes(1028), 2), (bytes(1028), 3), (bytes(1000), 0), (bytes(10**6), 0)):
+    workload.squared_norm(bytes(4112), 0)
+    workload.squared_norm(bytes(2 * 4112), 0)
+    for blocks, first_block in ((bytes(4112), 2), (bytes(4112), 3), (bytes(1000), 2), (bytes(10**6), 0)):
         with pytest.raises(BadBlocksError):
             workload.squared_norm(blocks, first_block)
 
@@ -168,13 +168,13 @@ def test_a_payload_is_applied_whole_or_not_at_all(workload: LocalWorkload, small
     async def story() -> None:
         before = await workload.state_digest()
         payload = bytes(await workload.contribution())
-        corrupt = payload[:2056] + b"\xff\xff\xff\xff" + payload[2060:]
+        corrupt = payload[:8224] + b"\xff\xff\xff\xff" + payload[8228:]
         for wrong in (payload[:-1], b"", corrupt):
             with pytest.raises(BadBlocksError):
                 await workload.apply(wrong, 0)
         assert await workload.state_digest() == before
-        alone = OuterState(np.ones(2500, np.float32), small_config.outer_optimizer)
-        alone.apply(kernels.Payload(kernels.INT8, 2500, payload), 0)
+        alone = OuterState(np.ones(10_000, np.float32), small_config.outer_optimizer)
+        alone.apply(kernels.Payload(kernels.INT8, 10_000, payload), 0)
         await workload.apply(payload, 0)
         assert await workload.state_digest() == alone.digest() != before
 
@@ -201,7 +201,7 @@ class Overtaken(StateOnly):
 
 def test_work_counts_from_the_theta_that_it_began_with(small_config: RunConfig) -> None:
     async def story() -> None:
-        workers = Overtaken(2500)
+        workers = Overtaken(10_000)
         workload = LocalWorkload(workers, small_config)
         workers.vectors.local[:] = workers.vectors.theta + 2
         entry = bytes(await workload.contribution())
@@ -209,8 +209,8 @@ def test_work_counts_from_the_theta_that_it_began_with(small_config: RunConfig) 
         for _ in range(2):
             await workload.run_inner_loop(InnerLoop(0, (SampleRange(0, 1),), 1, 0), ignore)
             moved = await workload.contribution()
-            one_step = kernels.Payload(kernels.INT8, 2500)
-            kernels.quantize(np.ones(2500, np.float32), one_step)
+            one_step = kernels.Payload(kernels.INT8, 10_000)
+            kernels.quantize(np.ones(10_000, np.float32), one_step)
             assert bytes(moved) == bytes(one_step)
 
     asyncio.run(story())
@@ -264,7 +264,7 @@ def test_a_training_that_ran_out_of_memory_begins_again_from_the_same_weights(
     small_config: RunConfig, applied_meanwhile: bool
 ) -> None:
     async def story() -> None:
-        workers = ShortOfMemory(2500, None)
+        workers = ShortOfMemory(10_000, None)
         workload = LocalWorkload(workers, small_config)
         payload = bytes(await workload.contribution())
         if applied_meanwhile:

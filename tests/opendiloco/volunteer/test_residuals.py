@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from opendiloco import kernels
-from opendiloco.config.run_config import RunConfig
+from opendiloco.config.run_config import CodecSection, RunConfig
 from opendiloco.host_memory import HostMemory
+from opendiloco.training import codec
 from opendiloco.training.codec import Residual
 from opendiloco.volunteer.local_workload import LocalWorkload
 from peers.errors import ManifestError
+from peers.transfer.storage import MemoryFile
 from tests.opendiloco.volunteer.threaded_workers import ThreadedWorkers
 
 
 def test_a_share_of_what_was_left_out_comes_back() -> None:
-    residual = Residual(0.5, 3)
+    residual = Residual(CodecSection(error_feedback=0.5), 3)
     left_out = residual.to_add()
     assert left_out is not None
     assert left_out.tolist() == [0, 0, 0]
@@ -30,7 +33,7 @@ def test_a_share_of_what_was_left_out_comes_back() -> None:
 
 
 def test_what_no_entry_has_answered_is_forgotten_when_training_begins_anew() -> None:
-    residual = Residual(1.0, 4096 + 64)
+    residual = Residual(CodecSection(error_feedback=1.0), 4096 + 64)
     left_out = residual.to_add()
     assert left_out is not None
     left_out[:] = 1
@@ -43,7 +46,7 @@ def test_what_no_entry_has_answered_is_forgotten_when_training_begins_anew() -> 
 
 
 def test_without_it_there_is_none_and_it_takes_no_memory() -> None:
-    residual = Residual(0.0, 3)
+    residual = Residual(CodecSection(), 3)
     residual.forget()
     assert residual.to_add() is None
 
@@ -61,7 +64,7 @@ def sparse(values: dict[int, float]) -> kernels.Payload:
 
 
 def test_what_a_sparse_average_left_out_is_taken_back() -> None:
-    feedback = Residual(0.5, 4096 + 64)
+    feedback = Residual(CodecSection(error_feedback=0.5), 4096 + 64)
     residual = feedback.to_add()
     assert residual is not None
     residual[SHARED] = 3
@@ -79,7 +82,7 @@ def test_what_a_sparse_average_left_out_is_taken_back() -> None:
 def test_what_all_take_back_is_what_the_average_lost() -> None:
     """But for the rounding of what it kept."""
     draw, size, members = np.random.default_rng(3), 3 * 4096 + 700, 3
-    residuals = [Residual(1.0, size) for _ in range(members)]
+    residuals = [Residual(CodecSection(error_feedback=1.0), size) for _ in range(members)]
     payloads, average = (
         [kernels.Payload(kernels.SPARSE, size) for _ in range(members)],
         kernels.Payload(kernels.SPARSE, size),
@@ -159,3 +162,41 @@ def test_what_a_fragment_left_out_is_in_the_payloads_that_follow(small_content: 
         kernels.quantize_difference(theta, local, payload, residual=residual)
         kernels.dequantize(payload, row)
     assert sent[:, 1:].mean() == pytest.approx(0.004, rel=0.05)
+
+
+def test_what_a_thin_payload_left_out_is_made_up_for_in_any_format(tmp_path: Path) -> None:
+    """Once: what the run's own format leaves out is not, in a run without error feedback."""
+    residual = Residual(CodecSection(), 4)
+    assert residual.to_add() is None
+    left_out = residual.to_add(2, tmp_path)
+    assert left_out is not None
+    left_out[:] = 1
+    again = residual.to_add(0)
+    assert again is not None
+    assert again.tolist() == pytest.approx([0.95] * 4)
+    again[:] = 0.01
+    assert residual.to_add(0) is None
+
+
+def test_of_many_values_it_lies_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "IN_MEMORY", 1000)
+    files = list[Path]()
+
+    def on_disk(size: int, folder: Path) -> MemoryFile:
+        files.append(folder)
+        return MemoryFile.in_memory(size)
+
+    monkeypatch.setattr(MemoryFile, "on_disk", on_disk)
+    vector = Residual(CodecSection(), 500).to_add(1, tmp_path)
+    assert vector is not None
+    assert vector.tolist() == [0.0] * 500
+    assert files == [tmp_path]
+    vector += 1
+
+    def is_full(size: int, folder: Path) -> Any:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(MemoryFile, "on_disk", is_full)
+    vector = Residual(CodecSection(), 500).to_add(1, tmp_path)
+    assert vector is not None, "it is in memory then"
+    assert vector.size == 500

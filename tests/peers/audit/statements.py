@@ -27,7 +27,7 @@ INCARNATION = 7
 verify = SimulatedKeys("").verify
 
 
-def inspect(chunk: int, data: Blocks) -> float:
+def inspect(chunk: int, data: Blocks, format: int = 0) -> float:
     """Return the squared norm of blocks that are taken for values."""
     return float(sum(value * value for value in data))
 

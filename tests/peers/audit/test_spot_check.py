@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -23,8 +23,9 @@ class Payloads:
     """Payloads of six chunks of one block."""
 
     block_count = CHUNKS
+    format_count = 1
 
-    def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
+    def byte_range(self, first_block: int, last_block: int, format: int = 0) -> tuple[int, int]:
         return BLOCK * first_block, BLOCK * last_block
 
     def check(self, blocks: Blocks, first_block: int) -> None:
@@ -36,7 +37,7 @@ class Circle:
     """The members of a round, each with a payload of one byte; c has averaged chunk 4."""
 
     bytes_of: dict[str, int] = field(default_factory=lambda: {"a": 10, "b": 20, "c": 30})
-    asked: list[tuple[tuple[str, ...], int, int, int]] = field(default_factory=list)
+    asked: list[tuple[dict[str, int], int]] = field(default_factory=list)
     silent: set[str] = field(default_factory=set)
     reductions: list[Reduction] = field(default_factory=list)
     failure: Exception | None = None
@@ -51,15 +52,16 @@ class Circle:
         """Return the average that consists of this byte."""
         peers = [peer for peer in self.bytes_of if peer not in absent]
         roots = {peer: self.tree(peer).root for peer in peers}
-        committed = {peer: Contribution(digest=root.digest, squares=root.squares) for peer, root in roots.items()}
+        committed = {
+            peer: Contribution(digest=root.digest, squares=root.squares, format=int(peer == "c"))
+            for peer, root in roots.items()
+        }
         signed = average(bytes([byte]) * BLOCK, tuple(absent), chunk=CHUNK)
         weights = tuple((peer, 100.0) for peer in peers)
         return Sample(signed, ABC.position, CHUNKS, weights, 100.0 * len(peers), committed)
 
-    async def ask(
-        self, peers: Sequence[str], fragment: int, chunk: int, length: int
-    ) -> Sequence[tuple[ChunkProof, Blocks] | None]:
-        self.asked.append((tuple(peers), fragment, chunk, length))
+    async def ask(self, peers: Mapping[str, int], chunk: int) -> Sequence[tuple[ChunkProof, Blocks] | None]:
+        self.asked.append((dict(peers), chunk))
         proofs = {peer: ChunkProof(squares=1.0, path=self.tree(peer).path(chunk)) for peer in peers}
         return [None if peer in self.silent else (proofs[peer], self.blocks(peer)) for peer in peers]
 
@@ -79,9 +81,10 @@ class Circle:
 def test_an_average_is_what_it_is_made_of_or_refuted(byte: int, is_wrong: bool) -> None:
     circle = Circle()
     assert circle.refutes(circle.sample(byte)) is is_wrong
-    assert circle.asked == [(("a", "b", "c"), 0, CHUNK, BLOCK)]
+    assert circle.asked == [({"a": 0, "b": 0, "c": 1}, CHUNK)]
     (reduction,) = circle.reductions
     assert (reduction.first_block, reduction.tokens, reduction.index) == (CHUNK, 300.0, ABC.position.index)
+    assert reduction.formats == (0, 0, 1)
     assert reduction.out is not None
     assert len(reduction.out) == BLOCK
 
@@ -89,7 +92,7 @@ def test_an_average_is_what_it_is_made_of_or_refuted(byte: int, is_wrong: bool) 
 def test_members_that_are_absent_from_an_average_are_not_asked() -> None:
     circle = Circle()
     assert not circle.refutes(circle.sample(15, absent="c"))
-    assert circle.asked[0][0] == ("a", "b")
+    assert list(circle.asked[0][0]) == ["a", "b"]
 
 
 def test_weights_are_those_of_the_round_and_the_divisor_is_not_clipped() -> None:

@@ -141,7 +141,7 @@ class FussyWorkload(FakeWorkload):
         await self.may_end_training.wait()
         return Trained(work.samples, 100, 1.0)
 
-    async def contribution(self, fragment: int = 0) -> bytes:
+    async def contribution(self, fragment: int = 0, format: int = 0) -> bytes:
         return self.trained
 
     async def reduce(self, reduction: Reduction) -> bytes:
@@ -169,7 +169,7 @@ class DriverOf(Driver):
         self.workload = FussyWorkload()
         super().__init__(Identity.generate(), cast(HivemindTransport, transport), self.workload, SETTINGS, STATE)
         [self.buffers] = self.rounds._buffers
-        offer(bytes(SIZE.bytes), self.buffers, lambda chunk, data: 1.0)
+        offer(bytes(SIZE.bytes), self.buffers, lambda chunk, data, format: 1.0)
 
     def carry_on(self, rig: Founder) -> None:
         """Begin what the rig's last event asked for."""

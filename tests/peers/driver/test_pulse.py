@@ -26,7 +26,7 @@ from tests.peers.heartbeats import beat
 from tests.peers.logs import LOG, RUN, SETTINGS, STATE, chain_of, first_log, next_header
 from tests.peers.rounds import SIZE
 
-PAYLOADS = (PayloadKind(SIZE, lambda chunk, data: 0.0),)
+PAYLOADS = (PayloadKind(SIZE, lambda chunk, data, format: 0.0),)
 ME, OTHER = Identity.generate(), Identity.generate()
 EARLY, LATE = "/ip4/192.0.2.1/tcp/1", "/ip4/192.0.2.2/tcp/2"
 

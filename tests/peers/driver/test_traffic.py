@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,7 +18,7 @@ from prometheus_client import REGISTRY
 
 from peers.driver import outgoing
 from peers.driver.outgoing import CHUNKS, CLOSING_TIME, StreamHeader
-from peers.driver.traffic import ADMISSION_TIMEOUT, Traffic
+from peers.driver.traffic import ADMISSION_TIMEOUT, Scout, Traffic
 from peers.errors import RemoteProtocolError
 from peers.messages.averages import Origin
 from peers.messages.rounds import Round, RoundName
@@ -249,7 +250,7 @@ class Host:
 
     def quantized(self) -> None:
         """Our own blocks are ready and go out; until the test says so, they are held back."""
-        offer(OWN, self.buffers, lambda chunk, data: 1.0)
+        offer(OWN, self.buffers, lambda chunk, data, format: 1.0)
         for send in self._held_back:
             self.traffic.send(send)
         self._held_back.clear()
@@ -568,7 +569,7 @@ def test_one_of_many_streams_that_breaks_leaves_the_others_their_work() -> None:
                 return True
 
             a.answer = break_one
-            offer(OWN, host.buffers, lambda chunk, data: 1.0)
+            offer(OWN, host.buffers, lambda chunk, data, format: 1.0)
             for _ in range(count):
                 host.traffic.send(SendChunk(host.round, "a", 0, False))
             await host.when(lambda: len(host.seen(ChunkSent)) + unsent(host) >= count)
@@ -586,7 +587,7 @@ def test_streams_to_all_members_together_are_bounded(monkeypatch: pytest.MonkeyP
     async def scenario() -> None:
         async with Host.running() as host:
             host.traffic.uplink.lanes.count = MOST
-            offer(OWN, host.buffers, lambda chunk, data: 1.0)
+            offer(OWN, host.buffers, lambda chunk, data, format: 1.0)
             host.traffic.send(SendChunk(host.round, "a", 0, False))
             assert len(host.traffic._outgoing[0]._senders["a"]) == SIZE.chunks, "no more than there are chunks"
             host.traffic.send(SendChunk(host.round, "c", 4, False))
@@ -904,3 +905,30 @@ def test_a_link_is_measured_both_ways() -> None:
             assert host.traffic.rate == 1, "more than the owner allows, the link does not carry"
 
     simulate(scenario())
+
+
+def test_a_link_is_not_taken_for_that_of_a_peer_with_a_thin_one() -> None:
+    """Regression: a member that had measured with the one thin uplink of its swarm was dealt nothing to average."""
+    rates = {"thin": (6e6, 6e5), "b": (1e7, 9e6), "c": (9e6, 1e7)}
+    known = list[tuple[float, float]]()
+
+    @asynccontextmanager
+    async def stream(peer: str, what: str) -> AsyncIterator[str]:
+        if peer == "gone":
+            raise PeerUnreachableError(peer, "it does not answer")
+        yield peer
+
+    async def ask(channel: Any) -> tuple[float, float]:
+        return rates[channel]
+
+    async def scenario() -> None:
+        transport: Any = SimpleNamespace(no_round=asyncio.Event(), stream=stream)
+        traffic: Any = SimpleNamespace(knows=lambda *rates: known.append(rates))
+        scout = Scout(transport, traffic, cast(Any, None))
+        scout._rater.ask = ask  # type: ignore[method-assign]
+        await scout._measure(["thin", "b", "c"])
+        await scout._measure(["gone", "thin"])
+        await scout._measure(["gone"])
+
+    simulate(scenario())
+    assert known == [(1e7, 1e7), (6e6, 6e5)]

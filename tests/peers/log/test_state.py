@@ -44,7 +44,7 @@ def test_digest_of_a_fixed_header_never_changes() -> None:
     header = first_log().last
     assert header is not None
     assert header.digest == digest_of(pack(header))
-    assert header.digest.hex() == "4572593deecdf7cabc16ae52152b61c9101e8f39e984e35c8154e2cc98f010d5"
+    assert header.digest.hex() == "4c2e4adfd2e7dadb1f57005d16d18f3f3c5e32fb4009dae4659643420dc8eaba"
     assert unpack(Header, pack(header)).digest == header.digest
 
 

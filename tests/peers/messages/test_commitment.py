@@ -37,7 +37,7 @@ def test_a_norm_that_is_not_the_committed_one_convicts() -> None:
 
 
 def test_what_no_encoder_makes_convicts_whatever_norm_was_committed_to() -> None:
-    def refuse(chunk: int, data: Blocks) -> float:
+    def refuse(chunk: int, data: Blocks, format: int) -> float:
         raise BadBlocksError("code -128")
 
     shown = evidence(LOG, "c", honest=True)
@@ -91,4 +91,4 @@ def test_a_commitment_is_for_one_training_at_one_position_in_one_incarnation() -
 @pytest.mark.parametrize("squares", [-1.0, float("nan"), float("inf"), True, "1", None])
 def test_a_norm_is_a_finite_number(squares: object) -> None:
     with pytest.raises(WireError, match="squares"):
-        from_plain(Contribution, [CONTRIBUTION.digest, squares, 0])
+        from_plain(Contribution, [CONTRIBUTION.digest, squares, 0, 0])

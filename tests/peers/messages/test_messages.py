@@ -304,7 +304,7 @@ MANY = [[0, 1]] * (MEMBER_LIMIT + 1)
         ([NAME, ALL, [1, 1, -1], STATE, []], "chunks"),
         ([NAME, ALL, [1, 1, True], STATE, []], "chunks"),
         ([NAME, [[[0, 4]], []], [1] * 4, STATE, []], "no such places"),
-        ([NAME, [[[0, 3]], [[3, 1, 1, 0]]], [1] * 3, STATE, []], "no member 3"),
+        ([NAME, [[[0, 3]], [[3, 1, 1, 0, 0]]], [1] * 3, STATE, []], "no member 3"),
         ([NAME, ALL, [1, 1, 1], STATE], "needs 5 fields"),
         ([NAME, ALL, [1, 1, 1], b"short", []], "committed"),
         ([NAME, ALL, [1, 1, 1], STATE, [[3, 0]]], "no place 3"),

@@ -175,6 +175,48 @@ def test_a_steady_rate_is_measured(seconds: float) -> None:
     assert meter.rate == pytest.approx(MEGABYTE, rel=0.05)
 
 
+def test_the_last_round_alone_shows_that_a_link_has_become_slower() -> None:
+    meter = Meter()
+    assert meter.last == 0
+    for rate in (10 * MEGABYTE, MEGABYTE):
+        meter.begin_round()
+        meter.carry(rate, 3.0)
+    assert meter.last == pytest.approx(MEGABYTE, rel=0.05)
+    assert meter.rate == pytest.approx(10 * MEGABYTE, rel=0.05)
+    meter.begin_round()
+    assert meter.last == pytest.approx(MEGABYTE, rel=0.05), "the present round has carried nothing yet"
+
+
+def test_a_few_bytes_count_over_the_time_that_they_took() -> None:
+    """A contribution in a thin format passes in less than half a second."""
+    meter = Meter()
+    meter.begin_round()
+    meter.carry(MEGABYTE, 0.1)
+    assert meter.last == pytest.approx(MEGABYTE, rel=0.05)
+
+
+def test_a_measurement_after_the_last_round_counts_more_than_it() -> None:
+    meter = Meter()
+    meter.now = 1.0
+    meter.begin_round()
+    meter.carry(MEGABYTE, 3.0)
+    meter.knows(5 * MEGABYTE)
+    assert meter.last == 5 * MEGABYTE
+    meter.now += 1.0
+    meter.begin_round()
+    meter.carry(MEGABYTE, 3.0)
+    assert meter.last == pytest.approx(MEGABYTE, rel=0.05)
+
+
+def test_a_round_that_waits_for_one_slow_link_does_not_make_the_others_seem_slow() -> None:
+    """Regression: after a round in which a thin uplink took twenty times as long, most links seemed to need as long."""
+    meter = Meter()
+    meter.begin_round()
+    meter.carry(10 * MEGABYTE, 2.5)
+    meter.carry(MEGABYTE / 2, 40.0)
+    assert meter.rate == pytest.approx(10 * MEGABYTE, rel=0.05)
+
+
 @pytest.mark.parametrize("streams", [1, 4])
 def test_a_slow_link_is_not_taken_for_a_fast_one(streams: int) -> None:
     """Regression: two chunks that arrived within half a second, after many without any, counted as that rate."""

@@ -23,12 +23,14 @@ from peers.protocol.planning import (
     deal,
     evened_out,
     foreseen,
+    format_for,
     heirs_of,
     reducers,
     seconds_for,
+    seconds_to_send,
     shares,
 )
-from peers.values.chunks import payloads_moved
+from peers.values.chunks import PayloadSize, payloads_moved
 from peers.values.wire import Reach
 from tests.peers.rounds import round_among, round_with
 
@@ -247,12 +249,64 @@ def test_an_exchange_has_time_for_most_links(links: list[float], seconds: float)
     assert deadline(links, TIMING) == seconds
 
 
+SIZE = PayloadSize(6, 1000, thinner=(500, 30))
+
+
 def test_links_of_a_round_say_how_long_it_may_take() -> None:
     round = round_with({"a": 3, "b": 3, "c": 0})
     links = {name: MemberLink(rate=100) for name in "abc"}
-    assert seconds_for(round, links, 1000, TIMING) == 3 * 1000 * 2.0 / 100
-    assert seconds_for(round, {}, 1000, TIMING) == TIMING.round_timeout
-    assert seconds_for(round, {"a": MemberLink(rate=1000)}, 1000, TIMING) == 0.25 * TIMING.round_timeout
+    assert seconds_for(round, links, SIZE, TIMING) == 3 * 1000 * 2.0 / 100
+    assert seconds_for(round, {}, SIZE, TIMING) == TIMING.round_timeout
+    assert seconds_for(round, {"a": MemberLink(rate=1000)}, SIZE, TIMING) == 0.25 * TIMING.round_timeout
+
+
+def test_an_exchange_lasts_for_as_long_as_members_train_on() -> None:
+    round, links = round_with({"a": 3, "b": 3, "c": 0}), {name: MemberLink(rate=100) for name in "abc"}
+    assert seconds_for(round, links, SIZE, TIMING, overlap=90.0) == 90.0
+    assert seconds_for(round, links, SIZE, TIMING, overlap=10.0) == 60.0
+    assert seconds_for(round, links, SIZE, TIMING, overlap=1e6) == TIMING.round_timeout
+
+
+@pytest.mark.parametrize(
+    ("uplink", "seconds", "format"),
+    [(0.0, 1.0, 0), (100.0, 10.0, 0), (99.0, 10.0, 1), (50.0, 10.0, 1), (49.0, 10.0, 2), (0.1, 10.0, 2)],
+    ids=["not measured", "carries all", "nearly", "half", "less", "next to nothing"],
+)
+def test_r3_a_member_sends_the_first_format_that_its_uplink_carries_in_time(
+    uplink: float, seconds: float, format: int
+) -> None:
+    assert format_for(SIZE, uplink, seconds) == format
+    assert format_for(PayloadSize(6, 1000), uplink, seconds) == 0, "there is no other"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "usual", "overlap", "seconds"),
+    [
+        (None, None, 0.0, 10.0),
+        (60.0, 30.0, 0.0, 20.0),
+        (120.0, 5.0, 0.0, 5.0),
+        (60.0, 30.0, 30.0, 20.0),
+        (60.0, 5.0, 50.0, 25.0),
+        (60.0, 30.0, 500.0, 30.0),
+    ],
+    ids=["no exchange yet", "as most need", "not measured", "a short overlap", "half of an overlap", "a long overlap"],
+)
+def test_r3_blocks_are_out_when_most_members_are_done(
+    allowed: float | None, usual: float | None, overlap: float, seconds: float
+) -> None:
+    assert seconds_to_send(allowed, usual, TIMING, overlap) == seconds
+
+
+@pytest.mark.parametrize(
+    ("thin", "reducing"),
+    [("d", "abc"), ("cd", "ab"), ("bcd", "a"), ("abcd", "abcd")],
+    ids=["one", "half", "all but one", "all"],
+)
+def test_r3_members_that_send_a_thinner_format_average_nothing_if_others_can(thin: str, reducing: str) -> None:
+    roster = round_among("abcd").roster
+    members = [one.model_copy(update={"format": int(one.peer in thin)}) for one in roster]
+    dealt = {share.member.peer: share.chunks for share in shares(members, {}, CHUNKS)}
+    assert "".join(name for name, chunks in dealt.items() if chunks) == reducing
 
 
 # What a claim is worth ------------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ class Measuring(FakeWorkload):
         super().__init__()
         self.squares = squares
 
-    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
+    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0, format: int = 0) -> float:
         return self.squares
 
 
@@ -263,5 +263,5 @@ def test_after_a_proposal_its_average_takes_the_place_of_another_one_and_no_othe
 def test_what_is_no_whole_chunk_need_not_be_read(door: Door, chunk: int, length: int, reason: str) -> None:
     header = ChunkHeader(chunk=chunk, reduced=False, absent=())
     with pytest.raises(RemoteProtocolError, match=reason) as caught:
-        door.admission.check_size("a", header, length)
+        door.admission.check_size("a", ROUND.name, header, length)
     assert caught.value.peer == "a"

@@ -57,7 +57,7 @@ def test_the_first_that_spoils_the_average(
     contributions: list[tuple[bytes, int]], place: int, error: Exception
 ) -> None:
     workload = Fussy(error)
-    assert asyncio.run(_find_spoiler(workload.reduce, contributions, 0)) == place
+    assert asyncio.run(_find_spoiler(workload.reduce, Reduction(contributions, 0))) == place
     assert workload.calls <= 10
 
 

@@ -42,7 +42,9 @@ class Circle:
 
         async def scenario() -> list[int | None]:
             await self.serve()
-            answers = await ask_for_contributions(self.network["b"], RUN, "b", self.buffers["b"], list(peers), CHUNK)
+            answers = await ask_for_contributions(
+                self.network["b"], RUN, "b", self.buffers["b"], dict.fromkeys(peers, 0), CHUNK
+            )
             bytes_shown: list[int | None] = []
             for peer, answer in zip(peers, answers, strict=True):
                 if answer is not None:

@@ -36,8 +36,9 @@ class Fragment:
 
     def __init__(self, number: int) -> None:
         self.block_count = 2 + number
+        self.format_count = 1
 
-    def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
+    def byte_range(self, first_block: int, last_block: int, format: int = 0) -> tuple[int, int]:
         return BLOCK * first_block, BLOCK * last_block
 
     def check(self, blocks: Blocks, first_block: int) -> None:

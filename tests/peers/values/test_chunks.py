@@ -35,7 +35,7 @@ def test_chunks_cover_every_block_once(block_count: int) -> None:
 
 @pytest.mark.parametrize(
     ("block_count", "size", "count"),
-    [(1, 1, 1), (7, 1, 7), (CHUNKS, 1, CHUNKS), (CHUNKS * CHUNK_BLOCKS, CHUNK_BLOCKS, CHUNKS), (200_000, 512, 391)],
+    [(1, 1, 1), (7, 1, 7), (CHUNKS, 1, CHUNKS), (CHUNKS * CHUNK_BLOCKS, CHUNK_BLOCKS, CHUNKS), (200_000, 128, 1563)],
 )
 def test_small_payloads_have_small_chunks_and_large_ones_many(block_count: int, size: int, count: int) -> None:
     chunking = Chunking(block_count)
