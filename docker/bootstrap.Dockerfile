@@ -2,9 +2,9 @@
 #
 #   docker build --file docker/bootstrap.Dockerfile --tag diloco-bootstrap .
 #   docker run --init --publish 31337:31337 --publish 31338:31338 --volume diloco-bootstrap:/data diloco-bootstrap \
-#       bootstrap --identity /data/bootstrap.pem --announce /ip4/<public address>/tcp/31337 --metrics-port 9100
+#       bootstrap --identity /data/bootstrap.pem --announce /ip4/<public address>/tcp/31337 --metrics-port 31339
 #
-# The health check asks port 9100.
+# The health check asks port 31339.
 
 FROM python:3.11 AS build
 WORKDIR /source
@@ -23,6 +23,6 @@ WORKDIR /data
 USER 10001:10001
 EXPOSE 31337 31338
 HEALTHCHECK --interval=30s --timeout=5s --start-period=30s \
-    CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:9100/healthz', timeout=4)"]
+    CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:31339/healthz', timeout=4)"]
 ENTRYPOINT ["diloco-peer"]
-CMD ["bootstrap", "--identity", "/data/bootstrap.pem", "--listen", "/ip4/0.0.0.0/tcp/31337", "--metrics-port", "9100"]
+CMD ["bootstrap", "--identity", "/data/bootstrap.pem", "--listen", "/ip4/0.0.0.0/tcp/31337", "--metrics-port", "31339"]

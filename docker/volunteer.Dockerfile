@@ -43,7 +43,7 @@ RUN if [ "$CUDA" != no ]; then \
     fi \
     && useradd --no-log-init --uid 10001 --create-home --home-dir /data volunteer
 COPY --from=build /opt/diloco-peer /opt/diloco-peer
-ENV HOME=/data PATH=/opt/diloco-peer/bin:$PATH DILOCO_METRICS_PORT=9100
+ENV HOME=/data PATH=/opt/diloco-peer/bin:$PATH DILOCO_METRICS_PORT=31339
 
 # The home folder has the machine's identity (in .config/diloco-peer), what was compiled for its GPU (in
 # .local/state/diloco-peer/compiled), and what the hub's models and data sets need. It is also that of a user without an
@@ -51,7 +51,7 @@ ENV HOME=/data PATH=/opt/diloco-peer/bin:$PATH DILOCO_METRICS_PORT=9100
 VOLUME /data
 WORKDIR /data
 USER 10001:10001
-EXPOSE 9100
+EXPOSE 31339
 HEALTHCHECK --interval=30s --timeout=5s --start-period=5m \
     CMD ["python", "-c", "from urllib.request import urlopen; from os import environ; urlopen('http://127.0.0.1:' + environ['DILOCO_METRICS_PORT'] + '/healthz', timeout=4)"]
 ENTRYPOINT ["diloco-peer"]

@@ -44,3 +44,8 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{minutes:.0f} min" if minutes < 90 else f"{hours:.1f} h"
+
+
+def counted(count: int, thing: str) -> str:
+    """Return a count of things: "1 round", "2 rounds"."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"

@@ -42,6 +42,12 @@ class LocalNetworkError(DilocoPeerError):
     exit_code = 5
 
 
+class InUseError(LocalNetworkError):
+    """A port or an identity file that another program on this machine uses: only a person can choose another."""
+
+    exit_code = 15
+
+
 class AdmissionError(DilocoPeerError):
     """A run by invitation does not admit this machine: its ticket is missing, expired, revoked or for somebody else."""
 

@@ -6,6 +6,7 @@ docs/metrics.md has all names, and a test compares.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -21,7 +22,7 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from prometheus_client import Counter, Gauge, Info, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from peers.errors import LocalNetworkError
+from peers.errors import InUseError, LocalNetworkError
 from peers.values.system import now
 from peers.values.wire import PROTOCOL_VERSION
 
@@ -80,6 +81,7 @@ TOKENS_COUNTED = Counter("diloco_peer_tokens_counted", "Tokens that this peer tr
 ROUNDS = Counter("diloco_peer_rounds", "Rounds that this peer took part in")
 ROUND_SECONDS = Counter("diloco_peer_round_seconds", "Seconds that this peer has spent in rounds")
 ROUND_BYTES = Counter("diloco_peer_round_bytes", "Bytes of chunks moved in rounds", ["direction"])
+MEASURING_BYTES = Counter("diloco_peer_measuring_bytes", "Bytes moved to measure links", ["direction"])
 PAYLOADS_FETCHED = Counter("diloco_peer_payloads_fetched", "Entries that this peer missed and got from others")
 STATES_FETCHED = Counter("diloco_peer_states_fetched", "Snapshots taken over from other peers")
 TOKENS_LOST = Counter("diloco_peer_tokens_lost", "Tokens that this peer trained and that no entry counts", ["what"])
@@ -95,7 +97,7 @@ UNREACHED_PEERS = Gauge("diloco_peer_unreached_peers", "Live peers that this pee
 TROUBLED = Gauge("diloco_peer_troubled", "1 while this peer's work does not count; its log says why")
 TOKENS_PER_SECOND = Gauge("diloco_peer_tokens_per_second", "This machine's training speed")
 LOSS = Gauge("diloco_peer_loss", "Training loss of the last inner step, nats per token; NaN: not training")
-HELD_OUT_LOSS = Gauge("diloco_peer_held_out_loss", "Loss of theta on held-out text, when this peer last evaluated it")
+HELD_OUT_LOSS = Gauge("diloco_peer_held_out_loss", "Loss of theta on held-out text; NaN: not evaluated yet")
 KNOWN_RUNS = Gauge("diloco_peer_known_runs", "Runs that this bootstrap node remembers")
 RUN_LIVE_PEERS = Gauge("diloco_peer_run_live_peers", "Live peers of a run, as this bootstrap node last saw", ["run"])
 ARCHIVED_OUTER_STEP = Gauge("diloco_peer_archived_outer_step", "Entries of a run's log that are archived here", ["run"])
@@ -107,6 +109,14 @@ for _gauge in (OUTER_STEP, LINEAGE_TOKENS, LIVE_PEERS, RELAYED_PEERS, UNREACHED_
 
 HEALTHY.set_function(lambda: not HEALTH.reasons)
 BUILD.info({"protocol": str(PROTOCOL_VERSION)})
+
+
+def moved(counter: Counter) -> tuple[int, int]:
+    """Return the bytes that a counter with directions has counted as sent and as received."""
+    samples = [sample for one in counter.collect() for sample in one.samples if sample.name.endswith("_total")]
+    counted = {sample.labels["direction"]: sample.value for sample in samples}
+    return int(counted.get("sent", 0)), int(counted.get("received", 0))
+
 
 REQUESTS_AT_ONCE = 32  # a scraper needs one; more is a flood, and each has a thread
 REQUEST_BYTES = 1 << 14
@@ -125,7 +135,8 @@ class MetricsServer:
         try:
             self._server = make_server(host, port, _answer, _Server, _SilentHandler)
         except OSError as error:
-            raise LocalNetworkError(
+            kind = InUseError if error.errno == errno.EADDRINUSE else LocalNetworkError
+            raise kind(
                 f"metrics cannot be served on {host}, port {port}: {error.strerror}.",
                 "Choose another --metrics-port, and an address of this machine as --metrics-host.",
             ) from error

@@ -155,6 +155,24 @@ def unexplained_constants(text: str) -> list[str]:
     return found
 
 
+# Tasks ---------------------------------------------------------------------------------------------------------------
+def bare_tasks(tree: ast.Module) -> list[int]:
+    """Return the lines that make a task whose exception may be lost: neither by `start_task` nor in a TaskGroup."""
+    groups = {
+        ast.unparse(item.optional_vars)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AsyncWith)
+        for item in node.items
+        if item.optional_vars and ast.unparse(item.context_expr).endswith("TaskGroup()")
+    }
+    found = []
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        owner, _, name = ast.unparse(call.func).rpartition(".")
+        if name in ("create_task", "ensure_future") and owner not in groups:
+            found.append(call.lineno)
+    return found
+
+
 # Files ---------------------------------------------------------------------------------------------------------------
 def imported_once() -> int:
     """Return the number of modules that exactly one other module imports."""

@@ -18,6 +18,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from opendiloco.cli import main
+from opendiloco.cli.bootstrap import DATA_PORT, LIBP2P_PORT
 from opendiloco.cli.group import EXIT_CODES
 from opendiloco.config.run_config import RunConfig
 from peers.messages.messages import KINDS
@@ -263,6 +264,14 @@ def test_compose_commands_can_be_typed(services: dict[str, Any]) -> None:
         assert_is_a_command(services[name]["command"])
 
 
+def test_compose_publishes_what_others_dial(services: dict[str, Any]) -> None:
+    """Regression: a bootstrap node for the world published no port."""
+    published = [port.rpartition(":")[2] for port in services["bootstrap"]["ports"]]
+    assert published == [str(LIBP2P_PORT), str(DATA_PORT), "8080"]
+    assert "--dashboard=0.0.0.0:8080" in services["bootstrap"]["command"]
+    assert any("ANNOUNCE" in each for each in services["bootstrap"]["command"])
+
+
 def test_compose_gives_gpus_to_the_volunteer_whose_torch_has_cuda(services: dict[str, Any]) -> None:
     reserved = {name: service["deploy"] for name, service in services.items() if "deploy" in service}
     [device] = reserved.pop("volunteer-gpu")["resources"]["reservations"]["devices"]
@@ -283,9 +292,9 @@ def test_compose_has_prometheus_scrape_what_serves_metrics(services: dict[str, A
     config = yaml.safe_load((COMPOSE.parent / "prometheus" / "compose.yml").read_text(encoding="utf-8"))
     [job] = config["scrape_configs"]
     [targets] = [static["targets"] for static in job["static_configs"]]
-    assert set(targets) == {f"{name}:9100" for name in ("bootstrap", "volunteer-1", "volunteer-2")}
-    assert [(found["names"], found["port"]) for found in job["dns_sd_configs"]] == [(["volunteer-gpu"], 9100)]
-    assert {"--metrics-port=9100", "--metrics-host=0.0.0.0"} <= set(services["bootstrap"]["command"])
+    assert set(targets) == {f"{name}:31339" for name in ("bootstrap", "volunteer-1", "volunteer-2")}
+    assert [(found["names"], found["port"]) for found in job["dns_sd_configs"]] == [(["volunteer-gpu"], 31339)]
+    assert {"--metrics-port=31339", "--metrics-host=0.0.0.0"} <= set(services["bootstrap"]["command"])
     for name in ("volunteer-1", "volunteer-2", "volunteer-gpu"):
         assert services[name]["environment"]["DILOCO_METRICS_HOST"] == "0.0.0.0"
         assert services[name]["shm_size"] == "4g"

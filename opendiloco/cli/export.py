@@ -25,7 +25,7 @@ from opendiloco.cli.options import (
     parse_run,
     reader,
     reader_option,
-    run_of_volunteers,
+    run_here,
 )
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import fit_for_terminal
@@ -77,7 +77,7 @@ def _place_of(
     if source is not None and not is_typed(click.get_current_context(), "run"):
         run = None  # the settings name the run that this machine usually joins
     if run is None and source is None:
-        run = run_of_volunteers()
+        run = run_here()
     if (run is None) == (source is None):
         raise click.UsageError("say where the model is to come from, with either --run or --from.")
     if source is None and (chosen["at"] is not None or chosen["manifest"] is not None):

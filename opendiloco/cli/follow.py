@@ -17,6 +17,7 @@ import click
 
 from opendiloco.cli.options import (
     FOLDER,
+    RunCommand,
     dashboard_option,
     data_option,
     initial_peers_option,
@@ -76,7 +77,7 @@ class _FollowPlan:
         return self.export is not None or self.push_to is not None
 
 
-@click.command(short_help="Print a run's entries as they come, without training.")
+@click.command(cls=RunCommand, short_help="Print a run's entries as they come, without training.")
 @run_option
 @initial_peers_option
 @reader_option

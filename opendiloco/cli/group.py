@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 import traceback
 from importlib import import_module
 from pathlib import Path
@@ -11,7 +13,7 @@ import click
 
 from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import FILE_KEY, PATH_KEY, log_options
-from opendiloco.errors import SettingsError, fit_for_terminal
+from opendiloco.errors import MachineError, SettingsError, fit_for_terminal
 from opendiloco.settings.join_settings import default_settings_path, read_settings_file
 from peers.errors import DilocoPeerError
 
@@ -21,7 +23,7 @@ EXIT_CODES = {
     2: "wrong usage: an option, argument, environment variable or configuration file",
     3: "a wrong or tampered manifest, invite, run id, run.toml or links.toml; an amendment that is not understood here",
     4: "the swarm is out of reach: no bootstrap node answers, the run is unknown, or nobody is there",
-    5: "this machine's side of the network: a port in use, an identity file, libp2p's daemon",
+    5: "this machine's side of the network: an identity file, an address, libp2p's daemon",
     6: "this machine does not fit: memory, disk, torch, or a device that is not there or of no use to torch",
     7: "the corpus is missing, unreadable, too small, or a local folder not named with --data, --model or --tokenizer",
     8: "training failed: a worker died too often, a GPU failed, or a loss or weight is not finite",
@@ -31,6 +33,7 @@ EXIT_CODES = {
     12: "a peer of a run that is followed has another state than the log leads to, or this machine has",
     13: "a run by invitation does not admit this machine: no ticket, or one that is expired or revoked",
     14: "another machine takes part with the same key: a copied identity file",
+    15: "a port or an identity file is in use by another program on this machine",
     16: "`doctor` has found what keeps this machine from training, or from taking part in the run",
     70: "the protocol was broken: a bug, ours or a peer's",
     130: "left at once: after a second Ctrl-C, or the first where there is nothing to finish",
@@ -56,6 +59,7 @@ COMMANDS = {
     "sample": "export:sample",
     "follow": "follow:follow",
     "log": "log:log_group",
+    "service": "machine:service_group",
     "identity": "machine:identity_group",
     "config": "machine:config_group",
 }
@@ -63,7 +67,7 @@ COMMANDS = {
 
 LOG_LEVELS = {"bootstrap": "info", "tokenize": "info", "follow": "info", "doctor": "error"}
 """What a command logs, unless the options say otherwise; the others log warnings."""
-START_NO_LOG = {"join", "pause", "resume", "finish", "config", "identity"}
+START_NO_LOG = {"join", "pause", "resume", "finish", "service", "config", "identity"}
 """`join` looks at its screen first; the others must work also where the log file cannot be written."""
 
 FIRST_STEPS = (
@@ -110,6 +114,9 @@ class _Commands(click.Group):
         formatter.write(f"\nExit codes:\n{lines}\n")
 
     def invoke(self, context: click.Context) -> object:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # what a terminal's encoding lacks is shown as a question mark
+                stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")
         # Libraries make files and folders as the umask says: torch runs compiled code that it finds in one of them.
         os.umask(os.umask(0o077) | 0o022)
         try:
@@ -130,6 +137,13 @@ def _report(error: Exception, debug: bool) -> int:
     if isinstance(error, DilocoPeerError):
         click.echo(fit_for_terminal(f"error: {error}"), err=True)
         return error.exit_code
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] not in ("opendiloco", "peers"):
+        package = (error.name or "").partition(".")[0]
+        needed = f"error: this command needs the Python package {package}, which is not installed here."
+        click.echo(
+            f"{needed} A bootstrap node alone does without: pip install diloco-peer, with all it asks for.", err=True
+        )
+        return MachineError.exit_code
     innermost: BaseException = error
     while isinstance(innermost, BaseExceptionGroup):
         innermost = innermost.exceptions[0]
@@ -155,6 +169,13 @@ def _read_settings(context: click.Context, parameter: click.Parameter, path: Pat
     """Read what the configuration file says for all options that it may have."""
     if context.resilient_parsing:
         return
+    try:
+        Path.home()
+    except RuntimeError as error:
+        user = f"the user {os.getuid()} has no entry in /etc/passwd"
+        raise click.UsageError(
+            f"HOME is not set, and {user}: set HOME to a folder for what is kept.", context
+        ) from error
     try:
         context.meta[FILE_KEY] = read_settings_file(path)
     except SettingsError as error:

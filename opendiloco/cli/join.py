@@ -16,7 +16,6 @@ import click
 
 from opendiloco.cli.logs import PLACE, LogOptions
 from opendiloco.cli.options import (
-    HOW_TO_FIND_A_RUN,
     SettingsCommand,
     all_of,
     is_typed,
@@ -47,10 +46,9 @@ logger = logging.getLogger(__name__)
 
 
 @click.command(cls=SettingsCommand)
-@click.argument("invite", required=False, metavar="[ID|INVITE]")
-@join_settings(needs_run=False)
+@join_settings()
 @click.pass_obj
-def join(log: LogOptions, settings: JoinSettings, invite: str | None) -> None:
+def join(log: LogOptions, settings: JoinSettings) -> None:
     """Train in a run with this machine until Ctrl-C.
 
     The run may come as the first word or with --run. The first Ctrl-C leaves politely, the second at once. `doctor
@@ -67,8 +65,8 @@ def join(log: LogOptions, settings: JoinSettings, invite: str | None) -> None:
     view = _view_for(log, is_plain=settings.plain)
     for warning in unknown_variables(os.environ):
         logger.warning("%s", warning)
-    chosen = parse_run(_named_run(settings, invite), settings.initial_peers, settings.state)
-    PLACE.run = chosen.run_id
+    invite = parse_run(settings.run, settings.initial_peers, settings.state)
+    PLACE.run = invite.run_id
     check_quickly(settings.state, settings.workers)
     watch = _owners_watch(settings, view)
     if settings.metrics_port is not None:
@@ -76,23 +74,12 @@ def join(log: LogOptions, settings: JoinSettings, invite: str | None) -> None:
     page = open_dashboard(settings.dashboard)
     with hold_identity(settings.identity) as key:
         PLACE.peer = key.peer_id
-        joining = _Joining(settings, chosen, key, watch, view, page)
+        joining = _Joining(settings, invite, key, watch, view, page)
         try:
             run_interruptible(joining.live)
         finally:
             view.close()
             gc.freeze()  # ends with the process: Python 3.11 crashed when it took cycles of shared memory's views apart
-
-
-def _named_run(settings: JoinSettings, invite: str | None) -> str:
-    """Return the run that the first word names, or else the settings. Raises: UsageError unless one of them does."""
-    context = click.get_current_context()
-    if invite is not None and is_typed(context, "run"):
-        raise click.UsageError("the run is named twice: leave out --run.")
-    if run := invite or settings.run:
-        return run
-    option = next(each for each in context.command.params if each.name == "run")
-    raise click.MissingParameter(HOW_TO_FIND_A_RUN, context, option)
 
 
 def _owners_watch(settings: JoinSettings, view: JoinView) -> OwnersWatch:
@@ -133,13 +120,14 @@ class _Joining:
         async with page, serve_controls(folder, self.watch.answer):
             while await self.watch.wait_until_wanted():
                 await self._take_part(interrupts, sources)
-                self.view.say("left the run")
                 if not self.watch.comes_back:
                     break
                 gc.collect()  # so that the machine has its memory back while it is paused
 
     async def _take_part(self, interrupts: Interrupts, sources: list[Source]) -> None:
         """Take part once, and keep nothing of it. Raises: AdmissionError, MachineError."""
+        from asyncio import CancelledError
+
         from opendiloco.dashboard.watching import volunteer_source
         from opendiloco.owner.watch import watching
         from opendiloco.storage.remote import check_url
@@ -166,6 +154,9 @@ class _Joining:
         try:
             async with watching(self.watch):
                 await session.take_part(self.view, when_ready)
+        except CancelledError:
+            self.view.say("ended before it was in the run" if interrupts.polite is None else "ended at once")
+            raise
         finally:
             interrupts.polite, PLACE.outer_step = None, lambda: None
             sources.clear()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from opendiloco.cli.options import EXISTING_FOLDER, FILE, all_of, own_files_options, run_of_volunteers
+from opendiloco.cli.options import EXISTING_FOLDER, FILE, all_of, own_files_options, run_here
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import DamagedLogError
 from peers.errors import ManifestError
@@ -122,7 +122,7 @@ def _find_log(run: str | None, folder: Path | None) -> Path:
     from peers.values.manifest import Invite
 
     if run is None and folder is None:
-        run = run_of_volunteers()
+        run = run_here()
     if run is not None and folder is not None:
         raise click.UsageError("say which log with either --run or --folder.")
     where = folder or default_state_folder() / (Invite.parse(run).run_id if run else "")

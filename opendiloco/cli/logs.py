@@ -18,11 +18,12 @@ from peers.presence.allowances import Allowance
 FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 FORMAT_WITH_PLACE = "%(asctime)s %(levelname)-7s %(place)s%(message)s"
 OURS = ("opendiloco", "peers")
-OF_EXTRAS = ("torchao", "torch.utils._pytree")
-"""Warn, where torchao is installed, of parts of it that nothing here uses."""
+CHATTY = ("torchao", "torch.utils._pytree")
+"""Libraries whose warnings are about their own builds, and nothing that a person could act on."""
 FILE_BYTES, OLD_FILES = 10_000_000, 3
 """A log file is renamed when it has so many bytes; as many older ones are kept: .1 is the newest of them."""
 
+OF_STRANGERS = "peers.network"
 WARNINGS_AT_ONCE, WARNINGS_PER_SECOND = 30.0, 0.2  # of one place in the code
 
 
@@ -33,7 +34,8 @@ def _is_no_disconnect(record: logging.LogRecord) -> bool:
 
 
 class _FloodGate:
-    """A filter that holds back warnings of one place in the code that come too fast: strangers choose how often."""
+    """A filter that holds back warnings, and all lines about the network, of one place in the code that come too fast:
+    strangers choose how often."""
 
     def __init__(self) -> None:
         self._allowances: dict[tuple[str, int], Allowance] = {}
@@ -41,7 +43,7 @@ class _FloodGate:
 
     def __call__(self, record: logging.LogRecord) -> bool:
         """Return whether the record is logged. The next one that is tells how many were not."""
-        if record.levelno < logging.WARNING:
+        if record.levelno < logging.WARNING and not record.name.startswith(OF_STRANGERS):
             return True
         place = record.name, record.lineno
         allowance = self._allowances.setdefault(place, Allowance(WARNINGS_AT_ONCE, WARNINGS_PER_SECOND))
@@ -136,7 +138,7 @@ class LogOptions:
         handler.addFilter(PLACE.fill)
         handler.setFormatter(_JsonFormatter() if self.is_json else _PlainFormatter(format, datefmt="%H:%M:%S"))
         logging.basicConfig(handlers=[handler], level=level if level in ("DEBUG", "ERROR") else "WARNING", force=True)
+        for name in CHATTY:
+            logging.getLogger(name).setLevel("DEBUG" if level == "DEBUG" else "ERROR")
         for name in OURS:
             logging.getLogger(name).setLevel(level)
-        for name in OF_EXTRAS:
-            logging.getLogger(name).setLevel("DEBUG" if level == "DEBUG" else "ERROR")

@@ -1,9 +1,11 @@
-"""Commands about this machine: `demo`, `doctor`, `config` and `identity`."""
+"""Commands about this machine: `demo`, `doctor`, `config`, `service` and `identity`."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +26,13 @@ from opendiloco.cli.options import (
     reader,
     refuse_torchrun,
 )
+from opendiloco.errors import MachineError
 from opendiloco.settings.join_settings import (
     SECTIONS,
     JoinSettings,
     LogSettings,
     Setting,
+    default_settings_path,
     settings_of,
     unknown_variables,
 )
@@ -191,3 +195,95 @@ def _show_identity(identity: Path | None) -> None:
     path = usable_path(identity)
     click.echo(f"peer id:   {Identity.load(path).peer_id}")
     click.echo(f"key file:  {path}")
+
+
+# A service of systemd -------------------------------------------------------------------------------------------------
+_SERVICE = """\
+# Written by `diloco-peer service install`. docs/operating.md says more.
+[Unit]
+Description=diloco-peer {command}
+Wants=network-online.target
+After=network-online.target
+
+[Service]
+Type=exec
+{where}
+Environment=PYTHONUNBUFFERED=1
+ExecStart={program}
+KillMode=mixed
+TimeoutStopSec={leave}
+OOMPolicy=continue
+Restart=on-failure
+RestartSec=30
+RestartPreventExitStatus={final}
+SuccessExitStatus=130
+LimitNOFILE=65536
+NoNewPrivileges=yes
+
+[Install]
+WantedBy={target}
+"""
+FINAL_CODES = "2 3 6 7 9 11 13 14 15"
+"""Exit codes after which a person has to mend something: another try would end with the same."""
+_LEAVE_SECONDS = {"join": 300, "bootstrap": 30}  # until systemd kills a process that is asked to leave
+
+
+@click.group()
+def service_group() -> None:
+    """Have systemd run a volunteer or a bootstrap node."""
+
+
+@service_group.command(
+    "install",
+    short_help="Write a systemd unit, and say how to start it.",
+    context_settings={"ignore_unknown_options": True},
+)
+@click.option("--system", is_flag=True, help="A bootstrap node that starts with the machine, instead; as root.")
+@click.option("--print", "prints", is_flag=True, help="Print the unit instead of writing it.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS OF THE COMMAND]...")
+def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
+    """Write a systemd unit of this user that runs `join ARGUMENTS`, and say how to start it.
+
+    With --system it is one of the machine that runs `bootstrap ARGUMENTS`, as a user that systemd makes. Nothing is
+    started, and a unit of that name is replaced. Paths are those of the current folder, with --system those of
+    /var/lib/diloco-bootstrap.
+    """
+    from peers.values.system import make_private_folder
+
+    command = "bootstrap" if system else "join"
+    given = ["--identity", "bootstrap.pem", *arguments] if system else ["--plain", *arguments]
+    group: Any = click.get_current_context().find_root().command
+    group.get_command(click.get_current_context(), command).make_context(command, list(given))  # or it is wrong usage
+    name = "diloco-bootstrap" if system else "diloco-volunteer"
+    folder = Path("/etc/systemd/system") if system else default_settings_path().parents[1] / "systemd" / "user"
+    own = f"DynamicUser=yes\nStateDirectory={name}\nWorkingDirectory=%S/{name}\nEnvironment=HOME=%S/{name}"
+    unit = _SERVICE.format(
+        command=command,
+        where=own if system else f"WorkingDirectory={_for_systemd(str(Path.cwd()))}",
+        program=" ".join(map(_for_systemd, [sys.executable, "-m", "opendiloco.cli", command, *given])),
+        leave=_LEAVE_SECONDS[command],
+        final=FINAL_CODES,
+        target="multi-user.target" if system else "default.target",
+    )
+    if prints:
+        click.echo(unit, nl=False)
+        return
+    path = folder / f"{name}.service"
+    try:
+        make_private_folder(folder)
+        path.write_text(unit, encoding="utf-8")
+    except OSError as error:
+        remedy = "Run it as root." if system else "--print shows the unit, to be written where systemd finds it."
+        raise MachineError(f"cannot write {path}: {error.strerror}.", remedy) from error
+    control = "systemctl" if system else "systemctl --user"
+    click.echo(f"{path} is written. To start it now, and with {'the machine' if system else 'each login'}:")
+    click.echo(f"  {control} daemon-reload && {control} enable --now {name}")
+    if not system:
+        click.echo("  loginctl enable-linger        # so that it runs while you are not logged in, too")
+    click.echo(f"  journalctl {'' if system else '--user '}--unit {name} --follow")
+
+
+def _for_systemd(word: str) -> str:
+    """Return a word as a unit has it: systemd replaces % and $, and splits at spaces."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{escaped}"' if escaped != word or re.search(r"[\s;']", word) or not word else word

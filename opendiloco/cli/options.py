@@ -68,10 +68,28 @@ class _SettingOption(click.Option):
         try:
             return super().process_value(ctx, value)
         except click.MissingParameter as error:  # no other setting has to be given
+            if ctx.info_name != "join" and (run := run_here()) is not None:
+                return run
             raise click.MissingParameter(HOW_TO_FIND_A_RUN, ctx, self) from error
 
 
-class SettingsCommand(click.Command):
+class RunCommand(click.Command):
+    """A command about one run, whose invite may stand without --run."""
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[INVITE]"]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given, rest, _ = self.make_parser(ctx).parse_args(list(args))
+        if len(rest) == 1:
+            if given.get("run"):
+                raise click.UsageError("the run is named twice: leave out --run.", ctx)
+            args.remove(rest[0])
+            args = ["--run", rest[0], *args]
+        return super().parse_args(ctx, args)
+
+
+class SettingsCommand(RunCommand):
     """A command with all settings: its help shows them section by section, as the reference does."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -179,20 +197,8 @@ def _type_of(setting: Setting) -> Any:
     return bounded(low, setting.most, min_open=setting.above is not None)
 
 
-# Options that several commands share ----------------------------------------------------------------------------------
-log_options = all_of(*map(_option_for, settings_of(LogSettings)))
-initial_peers_option = join_option("initial_peers")
-
-
-def _or_own_run(context: click.Context, parameter: click.Parameter, run: str | None) -> str:
-    """Return the run that is named, or that of this machine's volunteers. Raises: MissingParameter."""
-    if run is None and not context.resilient_parsing and (run := run_of_volunteers()) is None:
-        raise click.MissingParameter(HOW_TO_FIND_A_RUN, context, parameter)
-    return run or ""
-
-
-def run_of_volunteers() -> str | None:
-    """Return the run that the volunteers of this machine are in, if it is one."""
+def run_here() -> str | None:
+    """Return the id of the run that this machine's volunteers train in; None without one, or if there are several."""
     from opendiloco.owner.controls import volunteers
     from opendiloco.storage.run_folder import default_state_folder
 
@@ -200,7 +206,10 @@ def run_of_volunteers() -> str | None:
     return runs.pop() if len(runs) == 1 else None
 
 
-run_option = join_option("run", required=False, default=None, callback=_or_own_run)
+# Options that several commands share ----------------------------------------------------------------------------------
+log_options = all_of(*map(_option_for, settings_of(LogSettings)))
+initial_peers_option = join_option("initial_peers")
+run_option = join_option("run")
 dashboard_option = typed_option("dashboard")
 reader_option = click.option(
     "--identity",

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from opendiloco.cli.options import initial_peers_option, known_addresses, parse_run, reader, reader_option, run_option
+from opendiloco.cli.options import (
+    RunCommand,
+    initial_peers_option,
+    known_addresses,
+    parse_run,
+    reader,
+    reader_option,
+    run_option,
+)
 from opendiloco.data.own_files import NONE
 from opendiloco.errors import fit_for_terminal
 from peers.errors import DilocoPeerError
@@ -180,7 +188,7 @@ def _needs_here(run: Run) -> Needs:
 
 
 # One run --------------------------------------------------------------------------------------------------------------
-@click.command()
+@click.command(cls=RunCommand)
 @run_option
 @initial_peers_option
 @reader_option

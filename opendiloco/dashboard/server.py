@@ -8,6 +8,7 @@ on connections, requests and reading keep one client from shutting the others ou
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 from collections import Counter
@@ -20,10 +21,10 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from opendiloco.dashboard.watching import Board, NodeSources, RunWatch, Source, Watching
-from peers.errors import LocalNetworkError
+from peers.errors import InUseError, LocalNetworkError
 from peers.network.contacts import is_loopback
 from peers.network.own_network import network_of
-from peers.values.system import cancel_and_wait
+from peers.values.system import cancel_and_wait, start_task
 
 if TYPE_CHECKING:
     from opendiloco.storage.archive import Archive
@@ -148,7 +149,8 @@ def bind(address: tuple[str, int]) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family)
     except OSError as error:
-        raise LocalNetworkError(
+        kind = InUseError if error.errno == errno.EADDRINUSE else LocalNetworkError
+        raise kind(
             f"the dashboard cannot be served at {host} port {port}: {error.strerror or error}.",
             "Choose another --dashboard HOST:PORT.",
         ) from error
@@ -180,7 +182,7 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
     handler, networks = runner.server, dict[_Connection, str]()
     assert handler is not None
     server = await asyncio.get_running_loop().create_server(lambda: _Connection(handler(), networks), sock=listening)
-    looking = asyncio.create_task(watching.keep_looking())
+    looking = start_task(watching.keep_looking())
     try:
         yield
     finally:

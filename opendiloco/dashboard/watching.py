@@ -29,7 +29,7 @@ from peers.network.run_failures import RunFailures
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.manifest import Invite, SignedManifest
 from peers.values.signed_heads import SignedHeads
-from peers.values.system import cancel_and_wait
+from peers.values.system import cancel_and_wait, start_task
 
 if TYPE_CHECKING:
     from opendiloco.storage.archive import ArchivedRun
@@ -532,7 +532,7 @@ class Watching:
                 self.board.show({"runs": [watch.summary for watch in self.runs.values()]})
                 looking = {run: task for run, task in looking.items() if not task.done()}
                 for run, watch in self._due(looking):
-                    looking[run] = asyncio.create_task(watch.look())
+                    looking[run] = start_task(watch.look())
                 await asyncio.sleep(LOOK_SECONDS)
         except Exception:
             logger.exception("the dashboard shows nothing new any more")

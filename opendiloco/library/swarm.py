@@ -38,6 +38,7 @@ from peers.driver.driver import Driver
 from peers.values.identity import Identity
 from peers.values.leases import prefix, sample_count
 from peers.values.manifest import Invite
+from peers.values.system import start_task
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
 
@@ -348,7 +349,7 @@ class SwarmThread(threading.Thread):
             self.joined.result().worker.end()
 
     async def _begin(self) -> None:
-        life = asyncio.create_task(self._take_part())
+        life = start_task(self._take_part())
         self._living.set_result((asyncio.get_running_loop(), life))
         await life
 
@@ -366,7 +367,7 @@ class SwarmThread(threading.Thread):
             volunteer = Volunteer(run, driver, transport, workload, admission=admission)
             worker.telemetry.track_with([], configuration_of(run, self.identity.peer_id, worker.device))
             loop = asyncio.get_running_loop()
-            watching = asyncio.create_task(self._leave_when_abandoned(volunteer))
+            watching = start_task(self._leave_when_abandoned(volunteer))
             self.joined.set_result(Joined(run, worker, lambda: _call(loop, volunteer.leave)))
             try:
                 await volunteer.take_part()

@@ -4,5 +4,5 @@ Other rooms import:
 conditions: Condition, parse_conditions, parse_hours, parse_until
 controls: Answer, Request, ask, serve_controls, volunteers
 facts: GpuState, Observer, is_on_battery, machine_line, read_gpus, read_sensors
-watch: OwnersWatch, watching
+watch: OwnersWatch, how_to_go_on, watching
 """

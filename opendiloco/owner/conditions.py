@@ -38,7 +38,7 @@ def parse_hours(text: str) -> Condition:
     def reason(facts: Facts) -> str | None:
         now = facts.now.time()
         is_within = begin <= now < end if begin < end else now >= begin or now < end
-        return None if is_within else f"outside of the hours {hours}"
+        return None if is_within else f"outside of the hours {hours}, until {begin:%H:%M}"
 
     return Condition("hours", reason)
 

@@ -20,7 +20,7 @@ from opendiloco.owner.conditions import Condition
 from opendiloco.owner.controls import Answer, Request
 from opendiloco.owner.facts import Facts
 from opendiloco.quantities import duration
-from peers.values.system import cancel_and_wait
+from peers.values.system import cancel_and_wait, start_task
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,14 @@ SHORTEST_HOLD = CALM_SECONDS + 2 * LOOK_SECONDS
 """Seconds for which it keeps them at least where it was not asked to pause: for less than that nobody can know whether
 what it pauses for is over already, and to join again costs more."""
 NOTICED_SLEEP = 2.0  # seconds: two clocks that are read one after the other differ a little
+
+
+ASKED = "you asked for it"
+
+
+def how_to_go_on(reasons: Sequence[str]) -> str:
+    """Return the command that ends a pause for these reasons."""
+    return "`diloco-peer resume` goes on" if set(reasons) <= {ASKED} else "`diloco-peer resume --anyway` goes on anyway"
 
 
 class _Wishes:
@@ -49,7 +57,7 @@ class _Wishes:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why to pause; empty while the volunteer is to train."""
-        asked = ("you asked for it",) if self.is_asked else ()
+        asked = (ASKED,) if self.is_asked else ()
         return asked + tuple(reason for name, (reason, _) in self._held.items() if name not in self._overruled)
 
     def observe(self, facts: Facts, now: float) -> None:
@@ -203,7 +211,8 @@ class OwnersWatch:
         """Carry out what the owner wants at time `now`."""
         wanted = self._wishes.reasons
         if wanted != self._shown:
-            self._say(f"paused: {', '.join(wanted)}" if wanted else "the pause is over")
+            said = f"paused: {', '.join(wanted)}; {how_to_go_on(wanted)}" if wanted else "the pause is over"
+            self._say(said)
             self._shown = wanted
         volunteer = self._volunteer
         if volunteer is None or self._is_leaving:
@@ -242,7 +251,7 @@ def _since_start() -> float:
 @asynccontextmanager
 async def watching(watch: OwnersWatch) -> AsyncIterator[None]:
     """Watch the machine, and the volunteer that begins meanwhile, until the context ends."""
-    task = asyncio.create_task(watch.watch())
+    task = start_task(watch.watch())
     try:
         yield
     finally:

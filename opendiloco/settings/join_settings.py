@@ -130,7 +130,7 @@ def _pydantic_field(setting: Setting, needs_all: bool) -> tuple[Any, Any]:
 
     item: Any = Annotated[setting.kind, Field(ge=setting.least, gt=setting.above, le=setting.most)]
     if setting.kind is Path:
-        item = Annotated[item, AfterValidator(Path.expanduser)]
+        item = Annotated[item, AfterValidator(Path.expanduser), AfterValidator(_validator(_check_encoding))]
     for check in (setting.check, setting.check_here if needs_all else None):
         if check is not None:
             item = Annotated[item, AfterValidator(_validator(check))]
@@ -138,6 +138,14 @@ def _pydantic_field(setting: Setting, needs_all: bool) -> tuple[Any, Any]:
     if setting.is_repeated:
         return tuple[item, ...], default
     return (item if default is not None else item | None), default
+
+
+def _check_encoding(path: Path) -> None:
+    """Raise ValueError for a name that cannot be written into files or sent to workers."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("its name is not UTF-8: rename it, or set LC_ALL=C.UTF-8") from error
 
 
 def _validator(check: Callable[[Any], object]) -> Callable[[Any], Any]:

@@ -27,7 +27,7 @@ from opendiloco.storage.writer import KeepingPlan, folder_bytes
 from opendiloco.training.codec import BlockCodec, block_bytes
 from peers import metrics
 from peers.driver.driver import CALL, CALL_TIMEOUT
-from peers.errors import DilocoPeerError, RemoteProtocolError
+from peers.errors import RemoteProtocolError, SwarmUnreachableError
 from peers.log.folder import LogFolder, RunLog
 from peers.log.head_signer import CannotSignError, HeadSigner, SignedFileError
 from peers.log.header import NO_PAYLOAD, Position
@@ -62,7 +62,10 @@ SIGNING_RETRY = 5.0  # seconds until peers are asked again that did not answer
 ASKED = 32  # peers that are asked, before the first head, what this archive has signed
 SNAPSHOT_SHARE = 4  # of so many snapshots of the peers one is kept: each takes their links 8 bytes a parameter
 NO_STATE = bytes(DIGEST_BYTES)
-FAILURES = (PeerUnreachableError, RemoteProtocolError, LogError, PayloadError, SnapshotError, OSError)
+OF_PEERS = (PeerUnreachableError, RemoteProtocolError, SwarmUnreachableError, LogError, PayloadError, SnapshotError)
+"""What peers do not give or give wrongly: nothing for an archive's operator to act on."""
+FAILURES = (*OF_PEERS, OSError)
+ASK_AGAIN = 1.0  # seconds until a peer is asked again that had nothing to give; then twice as many each time
 
 
 class ArchivedRun:
@@ -224,6 +227,7 @@ class ArchivedRun:
             self.buffers = ()
         if not self.buffers:
             self._size_is(await ask_size(self._transport, donors, self.log.empty_log, available_memory()))
+        failures = list[Exception]()
         for beat in ahead:
             others = [peer for peer in donors if peer != beat.peer]
             try:
@@ -231,7 +235,10 @@ class ArchivedRun:
                     donors = [beat.peer, *others]
                     break
             except FAILURES as error:  # another one may have what this one does not
-                _note_failure(self.run.run_id, error)
+                failures.append(error)
+        else:
+            if failures:
+                raise failures[0]
         await self._complete_log(donors)
         await asyncio.to_thread(self._proofs.look)
         await self._proofs.fetch(self._peers)
@@ -387,6 +394,8 @@ class Archive:
         self._room = _DiskRoom(folder, limit)
         self._runs: dict[str, ArchivedRun] = {}
         self._crowded = set[str]()  # runs for which the disk had no room at the last look
+        self._following = RunFailures("following it", OF_PEERS, ASK_AGAIN)
+        self._signing = RunFailures("signing its log", OF_PEERS, ASK_AGAIN)
 
     def kept(self, run: str) -> ArchivedRun | None:
         """Return what is kept of a run; None: nothing, or nothing yet."""
@@ -441,19 +450,18 @@ class Archive:
 
     async def _keep_up(self, archived: ArchivedRun, kept: dict[str, Sequence[PayloadBuffers]]) -> None:
         run_id = archived.run.run_id
-        try:
-            if await archived.follow():
-                self._crowded.discard(run_id)
-        except _NoRoomError as error:
-            if run_id not in self._crowded:
-                logger.error("run %s: %s", run_id, error)
-            self._crowded.add(run_id)
-        except (*FAILURES, DilocoPeerError) as error:
-            _note_failure(run_id, error)
-        try:  # also where a peer does not give what was asked for
-            await archived.sign()
-        except (*FAILURES, DilocoPeerError) as error:
-            logger.warning("run %s: %s", run_id, error)
+        if self._following.is_due(run_id):
+            with self._following.caught(run_id):
+                try:
+                    if await archived.follow():
+                        self._crowded.discard(run_id)
+                except _NoRoomError as error:
+                    if run_id not in self._crowded:
+                        logger.error("run %s: %s", run_id, error)
+                    self._crowded.add(run_id)
+        if self._signing.is_due(run_id):  # also where a peer does not give what was asked for
+            with self._signing.caught(run_id):
+                await archived.sign()
         if archived.buffers:
             kept[run_id] = archived.buffers
         if archived.end.last is not None or archived.run.manifest.is_by_invitation:  # else nobody gives it any
@@ -528,10 +536,3 @@ class _DiskRoom:
         """Count a run no more, whose folder is gone."""
         self._taken.pop(run, None)
         self._held.pop(run, None)
-
-
-def _note_failure(run_id: str, error: Exception) -> None:
-    """Log what kept an archive from keeping something, until its next heartbeat. A peer that is gone, or busy with
-    other joiners, is nothing to act on."""
-    level = logging.INFO if isinstance(error, PeerUnreachableError) else logging.WARNING
-    logger.log(level, "run %s: %s", run_id, error)

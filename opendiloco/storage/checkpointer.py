@@ -20,7 +20,7 @@ from opendiloco.workers.supervisor import Supervisor
 from peers.errors import DilocoPeerError
 from peers.network.signals import signals_held_back
 from peers.transfer.snapshots import FrozenSnapshot
-from peers.values.system import PARTIAL
+from peers.values.system import PARTIAL, start_task
 from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Checkpointer:
             logger.info("no checkpoint of outer step %d: those before take too long", self._waiting.index)
         self._waiting = state
         if self._writing is None or self._writing.done():
-            self._writing = asyncio.create_task(self._write_waiting())
+            self._writing = start_task(self._write_waiting())
 
     async def idle(self) -> None:
         """Wait until all that was taken is written or given up."""

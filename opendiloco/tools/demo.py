@@ -30,6 +30,7 @@ from opendiloco.cores import usable_cores
 from opendiloco.data.own_files import local_sources
 from opendiloco.errors import DemoError, MachineError
 from opendiloco.model.export import RunFacts
+from opendiloco.quantities import duration
 from opendiloco.run import Run
 from opendiloco.settings.join_settings import without_settings
 from opendiloco.view.run_view import Agreement, Row, is_finished, peers_table, plain_line, row_of
@@ -42,7 +43,7 @@ from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.values.identity import Identity
-from peers.values.system import cancel_and_wait, make_private_folder
+from peers.values.system import cancel_and_wait, make_private_folder, start_task
 
 LINES_SHOWN = 10  # of a process that did not start, the last ones; its log has all
 LOG_SECONDS = 0.1  # between two looks for a line
@@ -54,6 +55,7 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 START_SECONDS = 60.0  # for the bootstrap node, which takes a few on an idle machine
 WRAP_UP_SECONDS = 10.0  # kept for the end: fetching the state, evaluating, exporting, leaving
 LOOK_SECONDS = 0.5  # between two pictures
+LONGER = "Give it more time: --minutes, or make demo MINUTES=…"
 SAMPLE_TOKENS = 160  # that the model writes at the end: a few lines
 
 
@@ -306,7 +308,7 @@ async def _train_and_export(swarm: _Swarm, transport: HivemindTransport) -> Demo
     """Watch the volunteers from their start to the exported model."""
     async with AsyncExitStack() as stack:
         # An onlooker's own worker, which evaluates the model before and after and does nothing in between.
-        starting = asyncio.create_task(stack.enter_async_context(working(swarm.run)))
+        starting = start_task(stack.enter_async_context(working(swarm.run)))
         try:
             while not starting.done():
                 await _look(swarm, transport)
@@ -343,7 +345,9 @@ async def _look(swarm: _Swarm, transport: HivemindTransport) -> None:
 
 
 async def _finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWorkload, before: float) -> DemoResult:
-    """Fetch the state while somebody has it, let everybody leave, and see what has become of the model."""
+    """Fetch the state while a volunteer has it, have all leave, and see what has become of the model."""
+    if swarm.outer_step() == 0:
+        raise DemoError(f"the demo was too short: no outer step was taken in {duration(swarm.screen.elapsed)}.", LONGER)
     past = past_of(swarm.run, await fetch_state(swarm.run, transport, workload), {})
     reason = "the run is over" if swarm.finished() else "time is up"
     swarm.screen.event(f"{reason}: fetched the state after outer step {past.outer_steps}")
@@ -375,7 +379,7 @@ def _judge(swarm: _Swarm, facts: RunFacts, before: float) -> tuple[str, ...]:
     elif not swarm.newcomer.trains:
         lacking = f"{swarm.newcomer.name}, which came in the middle, had not taken over the run's state when it ended"
     if lacking:
-        problems.append(f"the demo was too short: {lacking}. Give it more time: --minutes, or make demo MINUTES=…")
+        problems.append(f"the demo was too short: {lacking}. {LONGER}")
     return tuple(problems)
 
 

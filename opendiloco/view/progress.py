@@ -11,17 +11,20 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from opendiloco.quantities import MEGABIT, duration, in_words
+from opendiloco.owner.watch import how_to_go_on
+from opendiloco.quantities import MEGABIT, counted, duration, in_words
 from opendiloco.run import Run
 from opendiloco.stages import NOT_COMPILING, WITH_A_COMPILER
 from opendiloco.view.chronicle import Chronicle, Standing
 from opendiloco.view.run_view import (
     RunView,
     held_out_lines,
+    holders,
     is_finished,
     peers_table,
     reach_lines,
@@ -32,7 +35,7 @@ from peers.errors import DilocoPeerError
 from peers.log.folder import RunLog
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.states import State
-from peers.values.system import cancel_and_wait
+from peers.values.system import cancel_and_wait, start_task
 from peers.values.wire import Reach
 
 if TYPE_CHECKING:
@@ -103,9 +106,10 @@ class Fragments:
 @dataclass(frozen=True)
 class OwnFacts:
     """What a volunteer's own process knows of its run. Of the heartbeats the first is its own. `trains_on`: workers
-    still take the last inner steps of what is being averaged. `reach` has the ways to other peers, `download` the last
-    download of the state, and `bytes_per_token` how much of the held-out text a token stands for. `uncompiled` says why
-    training is not compiled, where it should be. `sending` is the format of the last contribution."""
+    still take the last inner steps of what is being averaged. `reach` has the ways to other peers, `purposes` what was
+    sent and received for what, `download` the last download of the state, and `bytes_per_token` how much of the
+    held-out text a token stands for. `uncompiled` says why training is not compiled, where it should be. `sending` is
+    the format of the last contribution."""
 
     heartbeats: Sequence[Heartbeat]
     log: RunLog
@@ -115,6 +119,7 @@ class OwnFacts:
     caps: Caps
     sent: int
     received: int
+    purposes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     download: Download | None = None
     fragments: Fragments | None = None
     bytes_per_token: float | None = None
@@ -125,8 +130,8 @@ class OwnFacts:
 @dataclass(frozen=True)
 class Progress:
     """One moment of a volunteer, in its view of the run. `up` and `down` are bytes of bulk data a second. It is paused
-    while there are `pause_reasons`. `machine` says which temperature and power can be read, in words; it may be
-    empty."""
+    while there are `pause_reasons`, and leaves at `until`. `machine` says which temperature and power can be read, in
+    words; it may be empty."""
 
     view: RunView
     facts: OwnFacts
@@ -137,6 +142,7 @@ class Progress:
     up: float = 0.0
     down: float = 0.0
     pause_reasons: tuple[str, ...] = ()
+    until: datetime | None = None
     machine: str = ""
 
     @property
@@ -172,15 +178,24 @@ class Progress:
             "contribution": None if self.contribution is None else asdict(self.contribution),
             "sent_bytes": self.facts.sent,
             "received_bytes": self.facts.received,
+            "bytes_by_purpose": {purpose: list(moved) for purpose, moved in self.facts.purposes.items()},
             "uncompiled": self.facts.uncompiled or None,
             "pause_reasons": list(self.pause_reasons),
         }
 
 
 class ProgressReader:
-    """Reads one volunteer's progress, again and again. `pause_reasons` says why the volunteer is paused."""
+    """Reads one volunteer's progress, again and again. `pause_reasons` says why the volunteer is paused; it leaves at
+    `until`."""
 
-    def __init__(self, run: Run, facts: Callable[[], OwnFacts], pause_reasons: Callable[[], tuple[str, ...]]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        facts: Callable[[], OwnFacts],
+        pause_reasons: Callable[[], tuple[str, ...]],
+        until: datetime | None = None,
+    ) -> None:
+        self._until = until
         self.machine = ""  # what is known of this machine's temperature and power, in words
         self._run = run
         self._facts = facts
@@ -217,6 +232,7 @@ class ProgressReader:
             up=self._up.rate(facts.sent, now),
             down=self._down.rate(facts.received, now),
             pause_reasons=self._pause_reasons(),
+            until=self._until,
             machine=self.machine,
         )
 
@@ -281,12 +297,14 @@ def _healthy_line(progress: Progress) -> str:
         said.append(_averages(fragments))
     if facts.uncompiled:
         said.append("not compiled")
-    said += [_counted(1 + len(progress.others), "peer"), _reach(progress)]
+    said += [counted(1 + len(progress.others), "peer"), _reach(progress)]
     if progress.contribution is not None:
         said.append(_contributed(progress.contribution))
     said.append(f"{_rate(progress.up, facts.caps.upload)} up, {_rate(progress.down, facts.caps.download)} down")
     if progress.machine:
         said.append(progress.machine)
+    if progress.phase == FINISHED:
+        said.append(_whether_to_stay(progress))
     return ", ".join(said)
 
 
@@ -300,10 +318,12 @@ def _progress_lines(progress: Progress) -> list[str]:
     if facts.uncompiled:
         lines += [f"{NOT_COMPILING}:", f"  {facts.uncompiled[:REASON_LENGTH]}"]
     speed = f"{own.tokens_per_second:,.0f} tokens/s · " if own.tokens_per_second else ""
-    lines.append(f"{speed}{_counted(1 + len(progress.others), 'peer')} · {_reach(progress)}")
+    lines.append(f"{speed}{counted(1 + len(progress.others), 'peer')} · {_reach(progress)}")
     if fragments is not None:
-        under_way = f"{fragments.averaging} of {_counted(fragments.count, 'fragment')} averaging"
+        under_way = f"{fragments.averaging} of {counted(fragments.count, 'fragment')} averaging"
         lines += [f"{under_way}, {fragments.done} done", _averages(fragments)]
+    if progress.phase == FINISHED:
+        lines.append(_whether_to_stay(progress))
     if progress.contribution is not None:
         lines.append(f"contributed {_contributed(progress.contribution)}")
     up, down = _rate(progress.up, facts.caps.upload), _rate(progress.down, facts.caps.download)
@@ -313,6 +333,17 @@ def _progress_lines(progress: Progress) -> list[str]:
     if progress.machine:
         lines.append(f"this machine: {progress.machine}")
     return lines
+
+
+def _explanations(progress: Progress) -> list[str]:
+    """Return what a person may do, and what the traffic was for."""
+    moved = [f"{name} ↑{in_words(out)} ↓{in_words(back)}" for name, (out, back) in progress.facts.purposes.items()]
+    lines = [" · ".join(moved)] if moved else []
+    if progress.until is not None:
+        lines.append(f"leaves at {progress.until:%H:%M}")
+    if progress.pause_reasons:
+        lines.append(how_to_go_on(progress.pause_reasons))
+    return [*lines, STEERING]
 
 
 def _sending(sending: Sending, codec: CodecSection) -> str:
@@ -332,14 +363,20 @@ def _activity(progress: Progress) -> str:
         return f"training, inner step {progress.own.inner_step}/{inner_steps}{soon}"
     donors, facts = "", progress.facts
     if progress.phase == DOWNLOADING and facts.download is not None and facts.download.fetched:
-        count = _counted(len(facts.download.fetched), "donor")
+        count = counted(len(facts.download.fetched), "donor")
         donors = f" from {count} at {_rate(progress.down, facts.caps.download)}"
     return f"{progress.phase}{donors} {_how_far(progress.work)}".rstrip()
 
 
+def _whether_to_stay(progress: Progress) -> str:
+    """Return which others have the model of a run that is over."""
+    having = holders(progress.others, progress.own.index)
+    return f"you may leave: {having} have the model" if having else "please stay: no other machine has the model yet"
+
+
 def _averages(fragments: Fragments) -> str:
     """Return when averages come, and whether training waits for them."""
-    merged = f"merged after {_counted(fragments.overlap, 'step')}"
+    merged = f"merged after {counted(fragments.overlap, 'step')}"
     if fragments.longest is None:
         return f"averages {merged}"
     late = f", {fragments.late} late ({fragments.wait_share:.0%})" if fragments.late else ""
@@ -355,12 +392,7 @@ def _reach(progress: Progress) -> str:
 def _contributed(own: Standing) -> str:
     """Return what a peer has contributed."""
     tokens = in_words(own.tokens).removesuffix("B").rstrip() if own.tokens >= 1000 else own.tokens
-    return f"{tokens} tokens in {_counted(own.rounds, 'round')}: {own.share:.0%}, rank {own.rank} of {own.peers}"
-
-
-def _counted(count: int, thing: str) -> str:
-    """Return a count of things: "1 round", "2 rounds"."""
-    return f"{count} {thing}{'' if count == 1 else 's'}"
+    return f"{tokens} tokens in {counted(own.rounds, 'round')}: {own.share:.0%}, rank {own.rank} of {own.peers}"
 
 
 def _rate(rate: float, cap: float | None) -> str:
@@ -383,8 +415,11 @@ SCREEN_SECONDS = 0.5  # between two pictures
 HEALTHY_SECONDS = 60.0  # between two lines in a log that all is well
 MACHINE_SECONDS = 10.0  # between two looks at its heat and power, which change slowly
 THIS_MACHINE = "this machine"
-LEAST_ROWS, LINES_BESIDE = 3, 4
-"""Peers that the picture of a volunteer has at least, and its lines beside those of progress and peers."""
+STEERING = "Ctrl-C leaves; in another terminal: diloco-peer pause, resume, finish"
+LEGEND = "equal digests: equal models · reach open: others can dial this peer"
+LEAST_ROWS, LINES_BESIDE, ROOMY = 3, 5, 24
+"""Peers that the picture of a volunteer has at least, its lines beside those of progress and peers, and the lines of a
+terminal that has room for explanations."""
 
 
 class JoinView(ABC):
@@ -425,7 +460,7 @@ class JoinView(ABC):
     async def showing(self, reader: ProgressReader) -> AsyncIterator[None]:
         """Show how training goes, for as long as the context lasts."""
         self._is_training = True
-        beside = [asyncio.create_task(self.show(reader)), asyncio.create_task(_read_machine(reader))]
+        beside = [start_task(self.show(reader)), start_task(_read_machine(reader))]
         try:
             yield
         finally:
@@ -534,7 +569,11 @@ def _volunteer_picture(progress: Progress, height: int) -> Group:
 
     own, run = progress.own, progress.view.run
     lines = [*_progress_lines(progress), *reach_lines([own])]
+    legend: list[Text] = []
+    if height >= ROOMY:
+        lines += _explanations(progress)
+        legend.append(Text(LEGEND, style="dim"))
     room = max(LEAST_ROWS, height - len(lines) - LINES_BESIDE)
     rows = [row_of(own, run.config, THIS_MACHINE), *(row_of(beat, run.config) for beat in progress.others)]
     more = [f"… and {len(rows) - room} more"] if len(rows) > room else []
-    return Group(peers_table(rows[:room], run.run_id), *map(Text, [*more, *lines]))
+    return Group(peers_table(rows[:room], run.run_id), *legend, *map(Text, [*more, *lines]))

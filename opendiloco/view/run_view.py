@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.evaluation_turns import bits_per_byte
+from opendiloco.quantities import counted
 from opendiloco.run import Run
 from opendiloco.view.amended import Amended, outer_steps_in_force
 from opendiloco.view.chronicle import Chronicle
@@ -45,6 +46,14 @@ def _shown_state(beat: Heartbeat, config: RunConfig) -> str:
 def is_finished(beat: Heartbeat, config: RunConfig) -> bool:
     """Return whether the peer has been through the whole run, and is there to hand out its result."""
     return beat.state is PeerState.TRAINING and beat.index >= outer_steps_in_force(config, beat.amendment)
+
+
+def holders(beats: Iterable[Heartbeat], step: int) -> str:
+    """Return how many archives and volunteers have an outer step, in words; empty: none."""
+    states = [beat.state for beat in beats if beat.index >= step]
+    archives, volunteers = states.count(PeerState.ARCHIVING), sum(state in PARTICIPATING for state in states)
+    said = [counted(archives, "archive")] * bool(archives) + [counted(volunteers, "other volunteer")] * bool(volunteers)
+    return " and ".join(said)
 
 
 def reachability(beat: Heartbeat) -> str:

@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peers.errors import CopiedKeyError, DilocoPeerError, LocalNetworkError
+from peers.errors import CopiedKeyError, DilocoPeerError, InUseError, LocalNetworkError
 from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
-from peers.values.system import cancel_and_wait, make_private_folder, now
+from peers.values.system import cancel_and_wait, make_private_folder, now, start_task
 
 if TYPE_CHECKING:
     from peers.network.transport import HivemindTransport
@@ -61,7 +61,7 @@ def hold_identity(path: Path | None) -> Iterator[Identity]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise LocalNetworkError(
+            raise InUseError(
                 f"the identity {path} is in use by another diloco-peer on this machine.",
                 "Give this one its own: --identity other.pem (it is made if it does not exist).",
             ) from error
@@ -75,7 +75,7 @@ LOOK_LATER = 2.0  # seconds between two looks afterwards
 @asynccontextmanager
 async def listening(transport: HivemindTransport, run_id: str) -> AsyncIterator[asyncio.Task[None]]:
     """Listen beside other work. Yields what to wait for before we say anything; it raises CopiedKeyError."""
-    task = asyncio.create_task(listen(transport, run_id))
+    task = start_task(listen(transport, run_id))
     try:
         yield task
     finally:

@@ -24,7 +24,7 @@ from peers.log.header import Position
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.transfer.following import CannotFollowError, Donors, Following, FollowTransport
-from peers.values.system import cancel_and_wait
+from peers.values.system import cancel_and_wait, start_task
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ async def state_for(run: Run, transport: FollowTransport) -> LocalState:
 
 async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, Any, DilocoPeerError]) -> T:
     """Return the result of `work`, unless what it stands on fails before. Raises: that failure."""
-    working, failing = asyncio.create_task(work), asyncio.create_task(failure)
+    working, failing = start_task(work), start_task(failure)
     try:
         await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)
         if failing.done():

@@ -26,13 +26,14 @@ from opendiloco.training.codec import block_bytes
 from opendiloco.view.amended import outer_steps_in_force
 from opendiloco.view.curves import Curves, configuration_of
 from opendiloco.view.progress import CHECKING, FINDING, Fragments, JoinView, OwnFacts, ProgressReader
-from opendiloco.view.run_view import RunView
+from opendiloco.view.run_view import RunView, holders, is_finished
 from opendiloco.volunteer.admission import ask_for_signed_heads, enter, shown_out
 from opendiloco.volunteer.identity import doubled, listening
 from opendiloco.volunteer.local_workload import LocalWorkload, Trainer, Workload, working
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.supervisor import Supervisor
 from opendiloco.workers.trackers import tracking
+from peers import metrics
 from peers.driver.driver import Driver
 from peers.errors import DilocoPeerError, LocalNetworkError
 from peers.log.folder import LogFolder, RunLog
@@ -46,12 +47,13 @@ from peers.network.own_network import everywhere
 from peers.network.throttle import Caps
 from peers.network.transport import HivemindTransport
 from peers.presence.admission import RunAdmission
-from peers.presence.heartbeat import Heartbeat
+from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.presence.membership import PARTICIPATING
 from peers.protocol.states import State
 from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
-from peers.values.system import cancel_and_wait, now
+from peers.values.system import cancel_and_wait, now, start_task
 from peers.values.tickets import Ticket
 from peers.values.workload import SnapshotError
 
@@ -60,7 +62,14 @@ logger = logging.getLogger(__name__)
 RESUMABLE = 2  # of the newest checkpoints have the payloads after them: should one be damaged, there is another
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 AT_WORK = frozenset({State.TRAINING, State.READY, State.AVERAGING, State.APPLYING})
-LISTEN_SECONDS = 2.0  # between two looks at what other peers say of theta
+LOOK_SECONDS = 2.0  # between two looks at what other peers say of theta, and whether the run is over
+ALONE = (
+    "no other peer and no archive of this run was found: this machine begins it at outer step 0. If others have "
+    "trained in it before, leave (Ctrl-C) and join when one of them or an archive is there: of two beginnings a run "
+    "keeps one"
+)
+HAND_OVER_SECONDS = 10.0  # for which a volunteer that leaves waits for another machine to have the newest outer step
+HAND_OVER_LOOK = 0.2  # seconds between two looks whether one has it
 
 
 @dataclass(frozen=True)
@@ -127,9 +136,10 @@ class Session:
                     view.say(f"joining as {key.peer_id} on {workload.trainer.device}; Ctrl-C to leave")
                     self.watch.begin(volunteer, run.settings.timing.grace)
                     when_ready(volunteer, transport)
-                    reader = ProgressReader(run, volunteer.facts, lambda: self.watch.reasons)
+                    reader = ProgressReader(run, volunteer.facts, lambda: self.watch.reasons, self.watch.until)
                     async with view.showing(reader):
                         await volunteer.take_part()
+                    view.say(volunteer.farewell)
 
     def _keeping(self, folder: RunFolder, caps: Caps) -> KeepingPlan:
         settings, rate = self.settings, self.settings.checkpoint_rate
@@ -247,7 +257,7 @@ class Volunteer:
         self._workers = workload.trainer if isinstance(workload.trainer, WorkerGroup) else None
         self._admission = admission
         self._remembered = remembered
-        self._leaving = False
+        self._leaving: asyncio.Task[None] | None = None
         self.log: RunLog = driver.entries
         """The entries of the run that are here."""
         self.held_out = HeldOutCurve(folder.held_out if folder else None)
@@ -257,11 +267,9 @@ class Volunteer:
 
     async def take_part(self) -> None:
         """Take part until `leave` is called. Raises: DilocoPeerError: what made going on impossible."""
-        driving = asyncio.create_task(self._driver.run())
-        keeping = asyncio.create_task(keep_announced(self._transport, self.run.manifest, self.others, self._remembered))
-        beside = [keeping, asyncio.create_task(self._listen_for_losses())]
-        for aside in beside:
-            aside.add_done_callback(_report_failure)
+        driving = start_task(self._driver.run())
+        keeping = start_task(keep_announced(self._transport, self.run.manifest, self.others, self._remembered))
+        beside = [keeping, start_task(self._look_at_run())]
         peer = self._driver.peer
         ends = [
             self._workload.trainer.wait_for_death(),
@@ -270,7 +278,7 @@ class Volunteer:
         ]
         if self._admission is not None:
             ends.append(shown_out(self._admission, peer.me))
-        failures = [asyncio.create_task(end) for end in ends]
+        failures = [start_task(end) for end in ends]
         try:
             done, _ = await asyncio.wait([driving, *failures], return_when=asyncio.FIRST_COMPLETED)
             broken: list[DilocoPeerError] = [end.result() for end in failures if end in done]
@@ -281,17 +289,30 @@ class Volunteer:
             except LocalNetworkError as error:
                 broken.append(error)
             for failure in broken:
-                if not self._leaving:
+                if self._leaving is None:
                     raise failure
                 logger.debug("while leaving: %s", failure)  # systemd, for one, ends a service's processes all at once
         finally:
-            await cancel_and_wait(driving, *beside, *failures)
+            await cancel_and_wait(driving, *beside, *failures, *filter(None, [self._leaving]))
 
-    async def _listen_for_losses(self) -> None:
+    async def _look_at_run(self) -> None:
+        """Take in what others say of theta, and whether there is anything left to train."""
+        has_warned = False
         while True:
+            if self._founds_alone and not has_warned:
+                logger.warning("%s", ALONE)
+                has_warned = True
             beats = self.heartbeats()
             self._curves.heard(beats[0], RunView(self.run, beats))
-            await asyncio.sleep(LISTEN_SECONDS)
+            if is_finished(beats[0], self.run.config):
+                self._driver.rest()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    @property
+    def _founds_alone(self) -> bool:
+        """Whether this machine trains the first outer step of another organiser's run, and no other peer is there."""
+        peer, organiser = self._driver.peer, self.run.manifest.organiser
+        return peer.log.last is None and peer.trainer.is_training and not self.others() and organiser != peer.me
 
     @property
     def outer_step(self) -> int:
@@ -310,6 +331,7 @@ class Volunteer:
             caps=self._transport.caps,
             sent=self._transport.upload.passed,
             received=self._transport.download.passed,
+            purposes=_bytes_by_purpose(self._transport.upload.passed, self._transport.download.passed),
             download=self._driver.replication.download,
             fragments=self._fragments(),
             bytes_per_token=self._workload.trainer.telemetry.bytes_per_token,
@@ -347,9 +369,41 @@ class Volunteer:
             self._workers.supervisor.hold(held)
 
     def leave(self) -> None:
-        """Leave politely: a round under way is finished, then the others are told, and `take_part` returns."""
-        self._leaving = True
-        self._driver.leave()
+        """Leave politely: another machine gets the newest outer step, a round under way is finished, then the others
+        are told, and `take_part` returns."""
+        self._leaving = self._leaving or start_task(self._hand_over())
+
+    async def _hand_over(self) -> None:
+        """Leave once another machine has the newest outer step, or after some seconds. Train nothing meanwhile."""
+        deadline = now() + HAND_OVER_SECONDS
+        self.hold(True)
+        try:
+            while not self._is_handed_over and now() < deadline:
+                await asyncio.sleep(HAND_OVER_LOOK)
+        finally:  # whatever goes wrong, the owner wants to leave
+            self._driver.leave()
+
+    @property
+    def _is_handed_over(self) -> bool:
+        """Whether the newest outer step needs this machine no more. Other volunteers suffice, unless this one is the
+        last of them by its id, since all may leave at once: then an archive is waited for, if there is one."""
+        others, me = self.others(), self._driver.peer.me
+        at_work = [beat for beat in others if beat.state in PARTICIPATING]
+        archives = [beat for beat in others if beat.state is PeerState.ARCHIVING]
+        needed = archives if archives and all(beat.peer < me for beat in at_work) else at_work
+        step = self._driver.peer.settled.position.index
+        return not needed or (not self._driver.peer.is_exchanging and bool(holders(needed, step)))
+
+    @property
+    def farewell(self) -> str:
+        """Which machines have the newest outer step now that this one has left, in words."""
+        step = self.outer_step
+        having = holders(self.others(), step)
+        if not step:
+            return "left the run before its first outer step"
+        if having:
+            return f"left the run; outer step {step} is with {having}"
+        return f"left the run; only this machine has outer step {step}: join again from it, and the run goes on there"
 
     def heartbeats(self) -> list[Heartbeat]:
         """Return the newest heartbeat of each live peer, ours first."""
@@ -360,10 +414,11 @@ class Volunteer:
         return list(self._driver.peer.membership.live(now()).values())
 
 
-def _report_failure(task: asyncio.Task[None]) -> None:
-    """Log what ended a task that nobody waits for."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("a task beside training has ended: the run may not be findable any more", exc_info=error)
+def _bytes_by_purpose(sent: int, received: int) -> dict[str, tuple[int, int]]:
+    """Return what became of all bytes of bulk data that were sent and received."""
+    counts = {"rounds": metrics.moved(metrics.ROUND_BYTES), "measuring": metrics.moved(metrics.MEASURING_BYTES)}
+    known = [sum(directions) for directions in zip(*counts.values(), strict=True)]
+    return counts | {"serving": (max(0, sent - known[0]), max(0, received - known[1]))}
 
 
 @asynccontextmanager

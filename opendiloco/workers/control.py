@@ -35,7 +35,7 @@ from opendiloco.workers.options import TEMPERATURE, WorkerOptions
 from peers.errors import DilocoPeerError, ManifestError
 from peers.network.signals import signals_held_back
 from peers.values.leases import SampleRange
-from peers.values.system import cancel_and_wait
+from peers.values.system import cancel_and_wait, start_task
 from peers.values.workload import InnerLoop, SnapshotError
 
 logger = logging.getLogger(__name__)
@@ -447,8 +447,8 @@ class WorkerProcess:
         except BaseException:
             worker.kill()
             raise
-        output = asyncio.create_task(worker._read_output())
-        worker._tasks = [output, asyncio.create_task(worker._read_replies(reader, output))]
+        output = start_task(worker._read_output())
+        worker._tasks = [output, start_task(worker._read_replies(reader, output))]
         return worker
 
     def write(self, message: ControlMessage) -> None:

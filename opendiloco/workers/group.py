@@ -37,6 +37,7 @@ from opendiloco.workers.options import AUTO, TEMPERATURE, WorkerOptions, parse_o
 from opendiloco.workers.supervisor import Supervisor, WorkersRestartedError
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
+from peers.values.system import start_task
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
 logger = logging.getLogger(__name__)
@@ -243,7 +244,7 @@ class UnderWay:
         elif isinstance(report, FragmentStored):
             self._stored[report.fragment] += 1
             if self._stored[report.fragment] == self._workers():
-                self._captures.add(asyncio.create_task(self._capture(report)))
+                self._captures.add(start_task(self._capture(report)))
 
     async def outcome(self, request: asyncio.Task[InnerLoopDone], stop: Callable[[], None]) -> FragmentStored:
         """Return what the request has trained, once all that was captured is taken. When it is cancelled or fails,

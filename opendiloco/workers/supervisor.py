@@ -47,6 +47,7 @@ from opendiloco.workers.options import WorkerOptions, choose_devices, choose_thr
 from opendiloco.workers.telemetry import COMPILED
 from peers.errors import DilocoPeerError
 from peers.metrics import HEALTH
+from peers.values.system import start_task
 from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
@@ -330,7 +331,7 @@ class Supervisor:
     async def _move_now(self, command: MoveMoments, are_given: asyncio.Event | None = None) -> None:
         """Return once all workers have answered. Raises: what one of them does."""
         async with self._moving:
-            moves = [asyncio.ensure_future(worker.move_moments(command)) for worker in self.workers]
+            moves = [start_task(worker.move_moments(command)) for worker in self.workers]
             await asyncio.sleep(0)  # in which each sends the command
             if are_given is not None:
                 are_given.set()
@@ -541,7 +542,7 @@ class _RequestQueue:
 
     def keep(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """Begin now; should it fail while nobody waits for it, asyncio prints nothing."""
-        task = asyncio.create_task(work)
+        task = start_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         return task

@@ -38,7 +38,16 @@ from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.protocol import effects
 from peers.protocol.effect_table import EffectTable, row
 from peers.protocol.effects import Dropped, KeepVotes, Note, Send, TokensLost, Trouble
-from peers.protocol.events import Event, LeaveRequested, Received, Tick, Undelivered, VotesKept, VotesNotKept
+from peers.protocol.events import (
+    Event,
+    LeaveRequested,
+    NothingToTrain,
+    Received,
+    Tick,
+    Undelivered,
+    VotesKept,
+    VotesNotKept,
+)
 from peers.protocol.peer import Peer
 from peers.protocol.voting import RecordError, VotingRecord
 from peers.transfer.buffers import PayloadBuffers, inspection
@@ -355,6 +364,11 @@ class Driver:
     def leave(self, at_once: bool = False) -> None:
         """Leave politely, and unless `at_once` finish the round under way; `run` then returns."""
         self.handle(LeaveRequested(at_once))
+
+    def rest(self) -> None:
+        """Expect no training any more: the run has had its last outer step, and this peer hands the state out."""
+        self._training.rest()
+        self.handle(NothingToTrain())
 
     # What the parts ask for -----------------------------------------------------------------------------------
     def handle(self, event: Event) -> None:

@@ -90,6 +90,11 @@ class Training:
             self._is_watched = False
             HEALTH.over("training")
 
+    def rest(self) -> None:
+        """Expect no inner step any more."""
+        self._is_watched = False
+        HEALTH.over("training")
+
     def look(self) -> None:
         """Look now and then whether an average is awaited, or waits to be applied: the worker may wait for it, and is
         well all the same. Late work waits for nothing."""

@@ -32,7 +32,7 @@ from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 from peers.values.manifest import RUN_ID, SignedManifest
 from peers.values.signed_heads import SignedHeadsError, unpack_heads
-from peers.values.system import cancel_and_wait, now
+from peers.values.system import cancel_and_wait, now, start_task
 from peers.values.tickets import Ticket, TicketError
 from peers.values.wire import printable
 
@@ -204,9 +204,9 @@ def _is_publishing() -> None:
 
 async def _work_until_stopped(node: _BootstrapNode, beside: Sequence[NodeTask], stop: asyncio.Event) -> None:
     """Publish the runs and do the work beside that, until `stop` is set. Raises: LocalNetworkError."""
-    stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(node.transport.daemon.failure())
-    publishing, living = asyncio.create_task(node.keep_publishing()), asyncio.create_task(_give_life_signs())
-    others = [asyncio.create_task(work(node.transport, node.store)) for work in beside]
+    stopped, failed = start_task(stop.wait()), start_task(node.transport.daemon.failure())
+    publishing, living = start_task(node.keep_publishing()), start_task(_give_life_signs())
+    others = [start_task(work(node.transport, node.store)) for work in beside]
     for task in others:
         task.add_done_callback(_report_failure)
     try:

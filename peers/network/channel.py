@@ -24,7 +24,7 @@ from blake3 import blake3
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.network.connection import DirectReads
 from peers.network.throttle import UNLIMITED, LinkTime, Throttle
-from peers.values.system import cancel_and_wait, now
+from peers.values.system import cancel_and_wait, now, start_task
 from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, Buffer, printable
 
 Serve: TypeAlias = Callable[[str, bytes], AbstractAsyncContextManager[tuple[bytes, Buffer]]]
@@ -320,8 +320,8 @@ class ChunkSender(Generic[Item]):
 
         Raises: PeerUnreachableError when the other side says no, and whatever breaks the stream.
         """
-        reading = asyncio.create_task(self._read_answers(answered))
-        writing = asyncio.create_task(self._write(header, following))
+        reading = start_task(self._read_answers(answered))
+        writing = start_task(self._write(header, following))
         try:
             done, _ = await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
             for task in done:

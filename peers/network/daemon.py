@@ -25,6 +25,7 @@ from typing import Any
 
 from peers.errors import (
     DilocoPeerError,
+    InUseError,
     LocalNetworkError,
     ManifestError,
     RemoteProtocolError,
@@ -38,7 +39,7 @@ from peers.network.own_network import network_at
 from peers.network.signals import signals_held_back
 from peers.presence.heartbeat import ADDRESS_LENGTH
 from peers.values.identity import Identity, is_peer_id
-from peers.values.system import open_private, sweep_folders, temporary_folder
+from peers.values.system import open_private, start_task, sweep_folders, temporary_folder
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +215,7 @@ def peer_errors(peer_id: str) -> Iterator[None]:
     try:
         yield
     except RemoteProtocolError as error:
-        logger.warning("dropped a stream: %s", error)
+        logger.info("dropped a stream: %s", error)
         raise PeerUnreachableError(peer_id, error.message) from error
     except NETWORK_ERRORS as error:
         raise PeerUnreachableError(peer_id, _said_by(error)) from error
@@ -288,7 +289,7 @@ async def _start(folder: Path, initial_peers: list[str], **options: Any) -> Daem
     _starting.set(attempts := list[Daemon]())
     # What asks us to leave is sent to our children, too: until p2pd has its own session, it waits, for both of us.
     with signals_held_back():
-        starting = asyncio.ensure_future(place.create(initial_peers=initial_peers, **options))
+        starting = start_task(place.create(initial_peers=initial_peers, **options))
         try:
             daemon: Daemon = await asyncio.shield(starting)
             attempts.clear()  # or our context would keep the daemon, and all that has listened to it, for good
@@ -344,7 +345,7 @@ async def _end(daemon: Daemon, ending: Awaitable[object]) -> None:
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
     """Do the work whole: a cancellation meanwhile is raised afterwards."""
-    task = asyncio.ensure_future(work)
+    task = start_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -400,8 +401,8 @@ def _start_error(message: str, initial_peers: Sequence[str]) -> DilocoPeerError:
     return LocalNetworkError(f"libp2p's daemon did not start: {message}.", "Run again with --debug to see more.")
 
 
-def _port_in_use(port: str, host: str) -> LocalNetworkError:
-    return LocalNetworkError(
+def _port_in_use(port: str, host: str) -> InUseError:
+    return InUseError(
         f"port {port} on {host} is in use by another program.", "End that program, or choose another port (0: any)."
     )
 
@@ -410,6 +411,5 @@ def unreachable(initial_peers: Sequence[str]) -> SwarmUnreachableError:
     """The error for bootstrap nodes that do not answer, naming them."""
     return SwarmUnreachableError(
         f"no bootstrap node answered at {', '.join(initial_peers)}.",
-        "Check the address and that this machine is online; ask the organiser whether the node runs. Another node's "
-        "address will do, too, or that of a volunteer that others can dial: --initial-peer.",
+        "The address of another node will do, too, or that of a volunteer that others can dial: --initial-peer.",
     )

@@ -39,7 +39,7 @@ from peers.network.sockets import (
 from peers.network.throttle import Throttle
 from peers.presence.allowances import Allowances
 from peers.presence.heartbeat import Endpoint
-from peers.values.system import cancel_and_wait
+from peers.values.system import cancel_and_wait, start_task
 from peers.values.wire import Count, PeerId, Value, pack, unpack_from
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class Listener:
             return
         if len(self._strangers) >= STRANGERS:  # the oldest has to go, so that a flood shuts nobody out
             next(iter(self._strangers)).cancel()
-        task = asyncio.create_task(self._welcome(sock, endpoint_of(host, port)))
+        task = start_task(self._welcome(sock, endpoint_of(host, port)))
         self._strangers[task] = network
         task.add_done_callback(self._strangers.pop)
 
@@ -328,7 +328,7 @@ class Splicer:
         other = meeting.waiting.pop(opening.number, None)
         if other is not None:
             meeting.joined += 1
-            pump = asyncio.create_task(self._join(sock, other))
+            pump = start_task(self._join(sock, other))
             self._pumps.add(pump)
             pump.add_done_callback(self._pumps.discard)
         elif self._load < self._connections:
@@ -347,7 +347,7 @@ class Splicer:
 
     async def _join(self, one: socket.socket, other: socket.socket) -> None:
         with metrics.RELAYED_CONNECTIONS.track_inprogress(), one, other:
-            pumps = [asyncio.create_task(self._pump(one, other)), asyncio.create_task(self._pump(other, one))]
+            pumps = [start_task(self._pump(one, other)), start_task(self._pump(other, one))]
             try:
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             finally:

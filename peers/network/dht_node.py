@@ -21,7 +21,7 @@ from peers.network.first_contact import endpoint, which_answer
 from peers.network.known_runs import Admissions
 from peers.presence.heartbeat import Heartbeat
 from peers.values.manifest import SignedManifest
-from peers.values.system import cancel_and_wait
+from peers.values.system import cancel_and_wait, start_task
 
 if TYPE_CHECKING:
     from peers.network.transport import HivemindTransport
@@ -130,7 +130,7 @@ class DhtNode:
         try:
             return SignedManifest.unpack(found.value, run_id)
         except ManifestError as error:
-            logger.warning("dropped a manifest for %s: %s", run_id, error)
+            logger.info("dropped a manifest for %s: %s", run_id, error)
             return None
 
     async def store_heartbeat(self, heartbeat: Heartbeat, signed: bytes) -> bool:
@@ -170,7 +170,7 @@ class DhtMembership:
         self._remembered = remembered
         self._may_serve = may_serve
         self._is_settled = not may_serve
-        self._keeping = asyncio.create_task(self._keep())
+        self._keeping = start_task(self._keep())
 
     async def close(self) -> None:
         await cancel_and_wait(self._keeping)
@@ -179,7 +179,7 @@ class DhtMembership:
         """Begin anew: what was connected is not any more, and what is being waited for does not come."""
         self._network.links.drop_all()
         self._keeping.cancel()
-        self._keeping = asyncio.create_task(self._keep_anew(self._keeping))
+        self._keeping = start_task(self._keep_anew(self._keeping))
 
     async def _keep_anew(self, before: asyncio.Task[None]) -> None:
         await asyncio.gather(before, return_exceptions=True)

@@ -19,7 +19,7 @@ from peers.presence.calls import PAGE, WHO
 from peers.presence.copies import Copies
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.meeting_place import MeetingPlace
-from peers.values.system import cancel_and_wait, now
+from peers.values.system import cancel_and_wait, now, start_task
 from peers.values.wire import pack
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class PeerDiscovery:
         """Begin to tell those who are due."""
         self.beats.choose(self._voters, now())
         for peer in self.beats.audience.due(now()):
-            task = asyncio.create_task(self._tell_one(peer))
+            task = start_task(self._tell_one(peer))
             self._telling.add(task)
             task.add_done_callback(self._telling.discard)
 
@@ -130,7 +130,7 @@ class PeerDiscovery:
             self.beats.failed(peer, now())
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("heartbeat").inc()
-            logger.warning("dropped the answer to a beat: %s", error)
+            logger.info("dropped the answer to a beat: %s", error)
 
     async def close(self) -> None:
         HEALTH.over(f"dht {self._run}")
@@ -159,7 +159,7 @@ class PeerDiscovery:
                 self.beats.found(signed, now(), time.time())
             except RemoteProtocolError as error:
                 metrics.DROPPED.labels("heartbeat").inc()
-                logger.warning("dropped a heartbeat: %s", error)
+                logger.info("dropped a heartbeat: %s", error)
 
     # Who else is there ----------------------------------------------------------------------------------------
     async def _ask_around(self) -> None:
@@ -171,7 +171,7 @@ class PeerDiscovery:
             self._has_met = True
             await self._meet()
         elif self._is_due(ASK_SHARE) and (self._asking is None or self._asking.done()):
-            self._asking = asyncio.create_task(self._ask(1))
+            self._asking = start_task(self._ask(1))
 
     def _is_due(self, share: float) -> bool:
         return now() - self._asked_at >= share * self.beats.lifetime
@@ -229,6 +229,6 @@ class PeerDiscovery:
             return False
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("heartbeat").inc()
-            logger.warning("dropped what a peer told us of others: %s", error)
+            logger.info("dropped what a peer told us of others: %s", error)
             return False
         return True

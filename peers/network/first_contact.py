@@ -9,19 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated, Self, TypeVar
 
+from cryptography import x509
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from peers.errors import SwarmUnreachableError
 from peers.network.contacts import is_public
 from peers.presence.heartbeat import ADDRESS_LENGTH, Heartbeat, PeerState
-from peers.values.identity import is_peer_id
+from peers.values.identity import is_peer_id, peer_id_of_bytes
 from peers.values.manifest import ADDRESS
-from peers.values.system import cancel_and_wait, write_whole
+from peers.values.system import cancel_and_wait, start_task, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +157,11 @@ ANSWER_SECONDS = 5.0  # for the first node that answers: TCP repeats a lost SYN 
 MORE_SECONDS = 1.0  # for the others, once one has answered
 CONTACT_LIMIT = 8  # nodes that a peer begins with
 GREETING = b"\x13/multistream/1.0.0\n"  # with which every libp2p node begins every TCP connection
+TLS = b"\x0b/tls/1.0.0\n"  # the way to say that TLS follows, and the answer of a node that agrees
+KEY_EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
+"""Where a libp2p node's certificate has its key."""
+PUBLIC_KEY, KEY_BYTES = b"\x08\x01\x12\x20", 32  # how an Ed25519 key begins there, and its length
+KEY_SECONDS = 3.0  # for a node that answers to show its key
 TCP = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<port>\d{1,5})/p2p/[^/]+/?")
 
 
@@ -177,20 +185,70 @@ async def reach(start: Callable[[], Awaitable[T]], contacts: Sequence[str]) -> T
     """Start what needs to reach one of these nodes, and once more if it does not, though a node answers: libp2p's
     daemon has but one try, of five seconds, and the node or this machine may be busy.
 
-    Raises: SwarmUnreachableError, and whatever `start` raises.
+    Raises: SwarmUnreachableError, which says of each node why it was not reached; and whatever `start` raises.
     """
     try:
         return await start()
-    except SwarmUnreachableError:
-        if not await which_answer(contacts):
-            raise
+    except SwarmUnreachableError as error:
+        reasons = await asyncio.gather(*map(_why_silent, contacts))
+        if all(reasons):
+            said = "; ".join(f"{address}: {reason}" for address, reason in zip(contacts, reasons, strict=True))
+            raise SwarmUnreachableError(f"no bootstrap node answered: {said}.", error.remedy) from error
     logger.info("a bootstrap node answers, but was not reached in time: trying once more")
     return await start()
 
 
+async def _why_silent(address: str) -> str:
+    """Return why no node can be reached at an address, in words; empty where the right one answers."""
+    if (where := endpoint(address)) is None:
+        return "no answer"
+    peer, (host, port) = address.rstrip("/").rpartition("/")[2], where
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            reader, writer = await asyncio.open_connection(host, port)
+            with closing(writer.transport):
+                greeting = await reader.read(len(GREETING))
+                if not greeting.startswith(GREETING[:1]):
+                    return f"another program than a bootstrap node answers on port {port}; the address has another port"
+                key = await _key_shown(reader, writer)
+    except TimeoutError:
+        return f"no answer from {host}: the machine is off, or a firewall, there or here, lets nothing through"
+    except ConnectionRefusedError:
+        return f"nothing listens on port {port} of {host}: the node does not run, or has another port"
+    except (socket.gaierror, UnicodeError):
+        return f"no machine has the name {host}: check its spelling, and that this machine's name server answers"
+    except OSError as error:
+        return f"no way to {host} ({error.strerror or error}): check this machine's network"
+    if key in (None, peer):
+        return ""
+    return f"another key answers there: {key}. Ask for the node's address of today"
+
+
+async def _key_shown(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str | None:
+    """Return the peer id that a libp2p node proves by its TLS certificate; None where it has no such."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # a node's own certificate: the key in it counts
+    context.set_alpn_protocols(["libp2p"])
+    try:
+        async with asyncio.timeout(KEY_SECONDS):
+            writer.write(GREETING + TLS)
+            if await reader.readexactly(len(TLS)) != TLS:
+                return None
+            await writer.start_tls(context)
+        shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        certificate = x509.load_der_x509_certificate(shown)
+        extension = certificate.extensions.get_extension_for_oid(KEY_EXTENSION).value
+    except (OSError, EOFError, ValueError, x509.ExtensionNotFound) as error:
+        logger.debug("a node's key is not known: %r", error)
+        return None
+    assert isinstance(extension, x509.UnrecognizedExtension)
+    _, begins, rest = extension.value.partition(PUBLIC_KEY)
+    return peer_id_of_bytes(rest[:KEY_BYTES]) if begins and len(rest) >= KEY_BYTES else None
+
+
 async def which_answer(addresses: Sequence[str]) -> set[str]:
     """Return the addresses at which a libp2p node answers, when all that answer soon have done so."""
-    tasks = [asyncio.create_task(_answering(address)) for address in addresses]
+    tasks = [start_task(_answering(address)) for address in addresses]
     found: set[str] = set()
     try:
         with suppress(TimeoutError):

@@ -17,10 +17,12 @@ import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from functools import partial
 from importlib.util import find_spec, module_from_spec
+from multiprocessing import Lock
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from peers.values.system import cancel_and_wait
+from peers.errors import LocalNetworkError
+from peers.values.system import cancel_and_wait, start_task
 
 HEAVY_PACKAGES = ("hivemind", "hivemind.utils", "hivemind.dht")
 # What torch-free modules take from the package hivemind.utils instead of from its submodules.
@@ -62,7 +64,15 @@ class _Unrun(ModuleType):
 
 
 def load_hivemind() -> _Hivemind:
-    """Import what we use of hivemind, and not torch. Its log messages then go through standard `logging`."""
+    """Import what we use of hivemind, and not torch. Its log messages then go through standard `logging`. Raises:
+    LocalNetworkError where it cannot have the lock that it makes when it is imported."""
+    try:
+        Lock()
+    except (OSError, ImportError) as error:
+        raise LocalNetworkError(
+            f"/dev/shm cannot be used ({getattr(error, 'strerror', None) or error}), where hivemind has a lock.",
+            "Mount it: `mount -t tmpfs tmpfs /dev/shm`; a container has one of its own unless its options forbid that.",
+        ) from error
     if "hivemind" not in sys.modules:
         for name in HEAVY_PACKAGES:
             _enter_unrun(name)
@@ -109,11 +119,11 @@ def _ending_when_cancelled(traverse: Callable[..., Coroutine[Any, Any, Any]]) ->
     async def search(*arguments: Any, get_neighbors: Any, found_callback: Any = None, **options: Any) -> Any:
         is_over = asyncio.Event()
 
-        async def unless_over(work: Callable[..., Awaitable[Any]], *details: Any) -> Any:
+        async def unless_over(work: Callable[..., Coroutine[Any, Any, Any]], *details: Any) -> Any:
             """Return the result of a request; None when the search is over before."""
             if is_over.is_set():
                 return None
-            request, end = asyncio.ensure_future(work(*details)), asyncio.create_task(is_over.wait())
+            request, end = start_task(work(*details)), start_task(is_over.wait())
             try:
                 await asyncio.wait((request, end), return_when=asyncio.FIRST_COMPLETED)
                 return None if is_over.is_set() else request.result()
@@ -125,7 +135,7 @@ def _ending_when_cancelled(traverse: Callable[..., Coroutine[Any, Any, Any]]) ->
             return await unless_over(get_neighbors, node, queries) or dict.fromkeys(queries, ((), True))
 
         tell = found_callback and partial(unless_over, found_callback)
-        searching = asyncio.create_task(traverse(*arguments, get_neighbors=ask, found_callback=tell, **options))
+        searching = start_task(traverse(*arguments, get_neighbors=ask, found_callback=tell, **options))
         try:
             return await asyncio.shield(searching)
         except asyncio.CancelledError:

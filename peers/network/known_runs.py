@@ -25,7 +25,7 @@ from peers.presence.admission import RunAdmission
 from peers.presence.heartbeat import Heartbeat
 from peers.values.manifest import Amendment, SignedManifest, newest
 from peers.values.signed_heads import SignedHead, SignedHeads, SignedHeadsError, pack_heads, unpack_heads
-from peers.values.system import cancel_and_wait
+from peers.values.system import cancel_and_wait, start_task
 from peers.values.tickets import LIST_BYTES, TicketError
 from peers.values.wire import RunId, Value, pack, unpack_from
 
@@ -113,7 +113,7 @@ class Admissions:
         if self.find is None or _is_busy(self._seeking) or run in self._others or was_sought:
             return
         _remember(self._sought, run, now)
-        self._seeking = asyncio.create_task(self._seek(run, self.find(run)))
+        self._seeking = start_task(self._seek(run, self.find(run)))
 
     async def _seek(self, run: str, finding: Awaitable[SignedManifest | None]) -> None:
         try:
@@ -168,7 +168,7 @@ class Admissions:
         if ahead:
             peer = random.choice(sorted(ahead))
             self._asked[peer] = now
-            self._asking = asyncio.create_task(self._ask(call, run, peer))
+            self._asking = start_task(self._ask(call, run, peer))
 
     async def _ask(self, call: Call, run: str, peer: str) -> None:
         try:
@@ -177,7 +177,7 @@ class Admissions:
             logger.debug("%s", error)
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("message").inc()
-            logger.warning("dropped %s", error)
+            logger.info("dropped %s", error)
 
     async def close(self) -> None:
         await cancel_and_wait(*filter(None, (self._asking, self._seeking)))
@@ -312,7 +312,7 @@ class KnownRuns:
                 self.take_heads(run, unpack_heads(answer))
                 taken += 1
             except SignedHeadsError as error:
-                logger.warning("dropped the signed heads that %s tells: %s", peer, error)
+                logger.info("dropped the signed heads that %s tells: %s", peer, error)
         return taken
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 
@@ -22,7 +22,7 @@ from peers.errors import RemoteProtocolError
 from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.connection import Connection
 from peers.network.throttle import MOST, UNLIMITED, Throttle
-from peers.values.system import cancel_and_wait
+from peers.values.system import cancel_and_wait, start_task
 from peers.values.wire import MESSAGE_LIMIT, Count, Reach, Value, pack, printable, unpack_from
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Link:
         peer: str,
         serve: Serve,
         dial_more: Callable[[int], Awaitable[None]],
-        start: Callable[[Awaitable[None]], object],
+        start: Callable[[Coroutine[Any, Any, None]], object],
         caps: Callable[[], tuple[Throttle, Throttle]],
         on_change: Callable[[], None],
     ) -> None:
@@ -144,7 +144,7 @@ class Link:
             logger.debug("a connection of %s ended: %r", self.peer, error)
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("stream").inc()
-            logger.warning("dropped a conversation: %s", error)
+            logger.info("dropped a conversation: %s", error)
         except Exception:
             logger.exception("a conversation with %s failed", self.peer)
         finally:
@@ -342,7 +342,7 @@ async def answer_calls(channel: Channel, answer: Answer) -> None:
             while len(replies) >= ASKED_AT_ONCE or sum(replies.values()) > HELD_BYTES:
                 await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
             payload = await _read(channel, frame[1])
-            task = asyncio.create_task(reply(question, payload))
+            task = start_task(reply(question, payload))
             replies[task] = len(payload)
             task.add_done_callback(replies.pop)
         raise EOFError("the asker ended it")

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from peers import metrics
 from peers.errors import RemoteProtocolError
@@ -22,7 +23,7 @@ from peers.network.port_mapping import PortMapper
 from peers.network.sockets import dial, raise_file_limit
 from peers.network.throttle import Throttle
 from peers.values.identity import Identity
-from peers.values.system import cancel_and_wait
+from peers.values.system import cancel_and_wait, start_task
 from peers.values.wire import Reach, Value, pack, unpack_from
 
 logger = logging.getLogger(__name__)
@@ -99,17 +100,12 @@ class Links:
         for way in list(self._ways.values()):
             way.link.close()
 
-    def start(self, work: Awaitable[None]) -> asyncio.Future[None]:
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task that ends with the links at the latest."""
-        task = asyncio.ensure_future(work)
+        task = start_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._tasks.discard)
         return task
-
-    def _ended(self, task: asyncio.Future[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            logger.error("a task of the links failed", exc_info=error)
 
     @property
     def port(self) -> int:
@@ -349,7 +345,7 @@ class _Way:
         """Try all of the peer's endpoints at once. At the first that answers we make a connection for either side."""
         local = not self._links.port or all(map(is_local, contact.endpoints))
         endpoints = [one for one in contact.endpoints if local or not is_local(one)]
-        pending = {asyncio.ensure_future(self._connect(one, is_ours=True)) for one in endpoints}
+        pending = {start_task(self._connect(one, is_ours=True)) for one in endpoints}
         has_answered = False
         try:
             while pending and self.link.reach is not Reach.OPEN:

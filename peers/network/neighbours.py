@@ -20,6 +20,7 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 from peers.network.first_contact import endpoint
 from peers.network.own_network import SOMEWHERE, address_towards
 from peers.values.identity import is_peer_id
+from peers.values.system import start_task
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ async def announced(peer: str, run: str, addresses: Sequence[str]) -> AsyncItera
     info, interfaces = _service(peer, run, addresses), _local_interfaces()
     async with AsyncExitStack() as stack:
         if info is not None and interfaces:
-            saying = asyncio.create_task(_say(info, interfaces, stack))
+            saying = start_task(_say(info, interfaces, stack))
             stack.callback(saying.cancel)
         yield
 
@@ -97,7 +98,7 @@ async def neighbours(run: str) -> tuple[str, ...]:
         return ()
     texts: dict[str, dict[str, str]] = {}  # by the service's name
     is_found = asyncio.Event()
-    loop, asking = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+    asking = list[asyncio.Task[None]]()
 
     async def ask(name: str) -> None:
         info = AsyncServiceInfo(SERVICE, name)
@@ -109,7 +110,7 @@ async def neighbours(run: str) -> tuple[str, ...]:
     def hear(zeroconf: Zeroconf, service_type: str, name: str, state_change: object) -> None:
         if len(texts) < MOST_HEARD and name not in texts:
             texts[name] = {}
-            asking.append(loop.create_task(ask(name)))
+            asking.append(start_task(ask(name)))
 
     async with ear, AsyncServiceBrowser(ear.zeroconf, SERVICE, handlers=[hear]):
         try:

@@ -28,6 +28,7 @@ NETWORK_BITS = {4: 24, 6: 48}  # of an address, that one customer of a provider 
 
 INTERVAL = 1.0  # seconds between two looks
 LONG_SLEEP = 30.0  # seconds, also of being stopped: the others have given us up
+CLOCK_JUMP = 2.0  # seconds between two looks, by which NTP never sets a clock that runs
 LONG_OFFLINE = 10.0  # seconds: what was sent meanwhile is sent again much later
 
 
@@ -113,6 +114,31 @@ async def watch_network(
             logger.info("the network of this machine has changed: %s", change)
             on_change()
         await asyncio.sleep(INTERVAL)
+
+
+def _clock_offset() -> float:
+    """Return by how much the clock of day is ahead of the clock since the machine's start, which no one sets."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+async def watch_clock(look: Callable[[], float] = _clock_offset) -> None:
+    """Warn of a clock of day that is set while we run, until cancelled. The DHT lets only a right one in."""
+    first = before = look()
+    while True:
+        await asyncio.sleep(INTERVAL)
+        offset = look()
+        if abs(offset - before) >= CLOCK_JUMP:
+            wrong = offset - first
+            if abs(wrong) >= CLOCK_JUMP:
+                logger.warning(
+                    "this machine's clock was set %s by %.0f s. Peers whose clocks are more than 3 seconds apart do not"
+                    " find each other: set it right, and switch on time synchronisation (NTP)",
+                    "forward" if wrong > 0 else "back",
+                    abs(wrong),
+                )
+            else:
+                logger.info("this machine's clock is right again")
+        before = offset
 
 
 def _network_towards(target: str) -> str | None:

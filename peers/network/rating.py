@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from peers import metrics
 from peers.errors import RemoteProtocolError
 from peers.network.channel import Channel, PeerRefusedError
 
@@ -90,6 +91,7 @@ async def _send(channel: Channel) -> float:
 async def _send_pieces(channel: Channel, count: int) -> None:
     for _ in range(count):
         await channel.send_frame(b"", PIECE)
+        metrics.MEASURING_BYTES.labels("sent").inc(len(PIECE))
 
 
 async def _read_answers(channel: Channel, count: int) -> list[float]:
@@ -109,6 +111,7 @@ async def _receive(channel: Channel) -> float:
         if frame[1] != len(PIECE) or len(passed_at) * len(PIECE) > 2 * MOST:
             raise RemoteProtocolError(channel.peer, "it measures with something else than agreed")
         await channel.read_data(data)
+        metrics.MEASURING_BYTES.labels("received").inc(len(PIECE))
         await channel.answer_frame(is_taken=True)
         passed_at.append(time.monotonic())
     return _rate(passed_at)

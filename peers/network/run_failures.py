@@ -13,14 +13,21 @@ from peers.values.system import now
 logger = logging.getLogger(__name__)
 
 RETRY_FIRST, RETRY_LAST = 5.0, 600.0  # seconds
+OTHERS_LAST = 8.0  # seconds; a volunteer that leaves waits a little longer for an archive to have what it has
+QUIET = 60.0  # seconds between two lines about what an operator cannot mend
 
 
 class RunFailures:
     """The runs for which a piece of work has failed. Each failure is logged once, until the work succeeds again."""
 
-    def __init__(self, work: str) -> None:
+    def __init__(self, work: str, others_fault: tuple[type[Exception], ...] = (), first: float = RETRY_FIRST) -> None:
+        """Try again after `first` seconds, then after twice as many each time. An error of `others_fault` is nothing
+        that the operator can mend: it is logged as information, once a minute and run at most."""
         self._work = work
+        self._others_fault = others_fault
+        self._first = first
         self._failed: dict[str, tuple[int, float]] = {}  # how often in a row, and when it may be tried again
+        self._quiet: dict[str, float] = {}  # until when the others' faults are not logged
 
     def is_due(self, run: str) -> bool:
         """Return whether the work may be tried: after each failure later than after the one before."""
@@ -34,11 +41,16 @@ class RunFailures:
             yield
         except Exception as error:  # of any kind: a stranger may have made the run
             count, _ = self._failed.get(run, (0, 0.0))
-            self._failed[run] = count + 1, now() + min(RETRY_LAST, RETRY_FIRST * 2**count)
-            if count:
+            is_others = isinstance(error, self._others_fault)
+            last = OTHERS_LAST if is_others else RETRY_LAST
+            self._failed[run] = count + 1, now() + min(last, self._first * 2**count)
+            if count or (is_others and now() < self._quiet.get(run, 0.0)):
                 logger.debug("run %s: %s: %r", run, self._work, error)
+            elif is_others:
+                self._quiet[run] = now() + QUIET
+                logger.info("run %s: %s waits: %s", run, self._work, error)
             else:
-                is_known = isinstance(error, DilocoPeerError)
+                is_known = isinstance(error, DilocoPeerError | OSError)
                 message = "run %s: %s failed, which is tried again later: %s"
                 logger.error(message, run, self._work, error, exc_info=None if is_known else error)
         else:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from peers.errors import LocalNetworkError
+from peers.errors import InUseError, LocalNetworkError
 
 CONGESTION_CONTROL = b"bbr"  # loss does not make it give up the link; the kernel says whether we may have it
 KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES = 15, 5, 3  # seconds, seconds: NATs keep what is used
@@ -79,7 +79,7 @@ def listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
         for listener in listeners:
             listener.close()
         in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        raise LocalNetworkError(
+        raise (InUseError if in_use else LocalNetworkError)(
             f"data port {port} is in use by another program." if in_use else f"cannot use data port {port}: {error}.",
             "Choose another --data-port, or 0 for any free one.",
         ) from error

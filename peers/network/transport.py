@@ -34,7 +34,7 @@ from peers.network.discovery import PeerDiscovery
 from peers.network.first_contact import endpoint, first_contacts, reach
 from peers.network.known_runs import KnownRuns
 from peers.network.links import EAGER, Links, LinkSettings
-from peers.network.own_network import is_behind_nat, watch_network
+from peers.network.own_network import is_behind_nat, watch_clock, watch_network
 from peers.network.throttle import Caps, LinkTime, Throttle
 from peers.presence.beats import Beats
 from peers.presence.calls import BEAT, BEAT_BYTES, HEARTBEAT, SHORT, WHO, Beat, Request, tag_of
@@ -42,7 +42,7 @@ from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
-from peers.values.system import cancel_and_wait, now
+from peers.values.system import cancel_and_wait, now, start_task
 from peers.values.wire import MESSAGE_LIMIT, Reach, printable, unpack_from
 
 logger = logging.getLogger(__name__)
@@ -147,6 +147,7 @@ class HivemindTransport:
             raise
         transport.links.start(transport.links.arranging.keep(initial_peers))
         transport._membership = DhtMembership(transport, initial_peers, remembered, waits and not client_mode)
+        transport.links.start(watch_clock())
         if exposure is not Exposure.LOCAL:
             transport.links.start(watch_network(transport._membership.network_changed))
         return transport
@@ -209,7 +210,7 @@ class HivemindTransport:
         self.runs.forget(run_id)
         self.dht.forget(run_id)
         if discovery := self._discoveries.pop(run_id, None):
-            task = asyncio.create_task(discovery.close())
+            task = start_task(discovery.close())
             self._serving.add(task)
             task.add_done_callback(self._serving.discard)
 
@@ -365,7 +366,7 @@ class HivemindTransport:
             raise
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("message").inc()
-            logger.warning("dropped a %s message: %s", name, error)
+            logger.info("dropped a %s message: %s", name, error)
             raise RefusalError(error.message) from error
         except AdmissionError as error:
             raise RefusalError(str(error)) from error
@@ -435,7 +436,7 @@ class HivemindTransport:
                 logger.debug("stopped serving a %s stream of %s", protocol, channel.peer)
             except RemoteProtocolError as error:
                 metrics.DROPPED.labels("stream").inc()
-                logger.warning("dropped a %s stream: %s", protocol, error)
+                logger.info("dropped a %s stream: %s", protocol, error)
             except NETWORK_ERRORS as error:
                 logger.debug("a %s stream of %s broke: %r", protocol, channel.peer, error)
             except Exception:

@@ -7,7 +7,7 @@ effects: Apply, AssemblePayload, Dropped, FetchLineage, FetchPayload, FetchSnaps
     OpenRound, ReduceChunk, Send, SendChunk, StopTraining, TokensLost, Train, Trouble
 events: AmendmentSeen, Applied, AverageRefuted, BadBlocks, Captured, ChunkSent, ChunksUnsent,
     ContributionArrived, Digested, Event, HeadsSeen, HeartbeatsSeen, LeaveRequested, LineageNotSeen,
-    LineageSeen, PayloadAssembled, PayloadFetched, PayloadNotFetched, RateMeasured, ReachSeen, Received,
+    LineageSeen, NothingToTrain, PayloadAssembled, PayloadFetched, PayloadNotFetched, RateMeasured, ReachSeen, Received,
     ReducedArrived, SignedHeadsSeen, SnapshotFailed, SnapshotRestored, Tick, TrainingDone, TrainingProgress,
     Undelivered, VotesKept, VotesNotKept
 exchange: Exchange

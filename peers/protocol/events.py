@@ -147,6 +147,11 @@ class ChunksUnsent(Event):
 
 
 @dataclass(frozen=True)
+class NothingToTrain(Event):
+    """The run has had its last outer step: the worker rests, and this peer hands the state out."""
+
+
+@dataclass(frozen=True)
 class VotesKept(Event):
     """The oldest voting record that waited is on the disk."""
 

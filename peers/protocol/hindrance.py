@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.context import Context
 from peers.protocol.effects import Trouble
@@ -33,12 +34,13 @@ class Kind(StrEnum):
     NO_SIGNED_LOG = "no signed log"
     TOO_SLOW = "too slow"
     MINORITY = "minority"
+    ALL_ELSE_GONE = "all else gone"
     WAITING = "waiting"
     LATE = "late"
     ON_PROBATION = "on probation"
 
 
-AS_MEANT = frozenset({Kind.ON_PROBATION, Kind.WAITING})
+AS_MEANT = frozenset({Kind.ON_PROBATION, Kind.WAITING, Kind.ALL_ELSE_GONE})
 """Kinds that the run's or the volunteer's own settings bring about: no person need act."""
 
 
@@ -101,6 +103,8 @@ class Hindrances:
         return heard.union(self._presence.unheard, self._replica.log.incarnations) - {self._context.me}
 
     def _find(self, leader: str | None) -> Hindrance | None:
+        if self._trainer.watch.is_resting:
+            return None
         return (
             self._convicted()
             or self._no_vote()
@@ -174,6 +178,13 @@ class Hindrances:
         replica, doubt = self._replica, self._replica.lineage.doubt
         if doubt is not None and replica.is_of_minority:
             rest = len(set(doubt.voters) & set(replica.log.voters))
+            archives = [beat for beat in self._presence.live().values() if beat.state is PeerState.ARCHIVING]
+            if any(beat.index > doubt.position.index for beat in archives):
+                reason = (
+                    f"{rest} of the {len(doubt.voters)} peers of outer step {doubt.position.index} went on from there;"
+                    f" an archive keeps what is trained here, and the others follow when they come back"
+                )
+                return Hindrance(Kind.ALL_ELSE_GONE, reason)
             reason = (
                 f"only {rest} of the {len(doubt.voters)} peers of outer step {doubt.position.index} went on from there:"
                 f" what is trained here counts nothing if the others did, too; this peer looks for them and goes over"

@@ -56,6 +56,7 @@ from peers.protocol.events import (
     LeaveRequested,
     LineageNotSeen,
     LineageSeen,
+    NothingToTrain,
     PayloadFetched,
     PayloadNotFetched,
     RateMeasured,
@@ -165,6 +166,8 @@ class Peer:
                 self.presence.rate = rate or self.presence.rate
             case Undelivered(peer):
                 self.membership.unreachable(peer)
+            case NothingToTrain():
+                self.trainer.watch.rest()
             case VotesKept():
                 self._context.votes.kept()
             case VotesNotKept(reason):

@@ -207,10 +207,15 @@ class WorkerWatch:
         self._since: float | None = None  # when progress was seen last in the present training
         self._pause = 0.0  # the longest in the present training
         self._longest: float | None = None  # in finished trainings
+        self.is_resting = False  # the run has nothing to train on the lease in hand
 
     def begin(self, now: float) -> None:
         """Note that a training begins."""
-        self._since, self._pause = now, 0.0
+        self._since, self._pause, self.is_resting = now, 0.0, False
+
+    def rest(self) -> None:
+        """Expect no progress until the next training begins."""
+        self._since, self.is_resting = None, True
 
     def progress(self, now: float) -> None:
         """Note a sign of progress."""

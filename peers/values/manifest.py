@@ -45,6 +45,8 @@ DIGEST_CHARACTERS = 32  # of lower-case base32: 160 bits
 RUN_ID = re.compile(rf"(?P<name>[a-z0-9-]{{1,40}})-[a-z2-7]{{{DIGEST_CHARACTERS}}}")
 ADDRESS = re.compile(r"(/[A-Za-z0-9.:%_-]+)+/p2p/[A-Za-z0-9]+")
 SIGNING_CONTEXT = b"diloco-peer manifest\0"  # a signature made for anything else is worth nothing here
+AROUND = " \t\r\n<>()'\"`“”."
+"""Characters that begin and end no invite."""
 INVITE_PREFIX = "diloco:"
 ASK_AGAIN = "Ask the organiser for the invite again."
 AMENDMENT_CONTEXT = b"diloco-peer amendment\0"  # a signature made for anything else is worth nothing here
@@ -163,8 +165,14 @@ class Invite:
 
     @classmethod
     def parse(cls, text: str) -> Invite:
-        """An invite, or a run id alone. Raises: ManifestError naming what is wrong."""
-        run_id, at, addresses = text.strip().removeprefix(INVITE_PREFIX).partition("@")
+        """An invite, or a run id alone; what an e-mail or a chat puts around it is no part of it. Raises: ManifestError
+        naming what is wrong."""
+        run_id, at, addresses = text.strip(AROUND).removeprefix(INVITE_PREFIX).partition("@")
+        if run_id.startswith("/"):
+            raise ManifestError(
+                f"{quoted(run_id, 120)} is the address of a node, not a run.",
+                "`diloco-peer runs --initial-peer ADDRESS` lists the runs that it knows.",
+            )
         if RUN_ID.fullmatch(run_id) is None:
             raise ManifestError(
                 f"{quoted(run_id, 120)} is not a run id: a name, a hyphen and {DIGEST_CHARACTERS} letters and digits.",

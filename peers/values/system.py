@@ -1,22 +1,30 @@
 """The operating system and the event loop, as the swarm uses them: a clock that runs on while the machine sleeps,
-folders that only this user may enter whatever the umask, files that are there whole or not at all, and tasks that end.
+folders that only this user may enter whatever the umask, files that are there whole or not at all, and tasks whose
+exceptions are seen.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from peers.errors import DilocoPeerError
 
 if TYPE_CHECKING:
     import asyncio
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+UNSEEN_SECONDS = 1.0  # after its end, in which a task's owner takes its exception; who awaits it does so at once
 PARTIAL = ".partial"
 """What the name of a file ends in while it is written. A process that is killed leaves it behind."""
 
@@ -26,13 +34,39 @@ def now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel these tasks, and return when all have ended. What they raise is dropped."""
+def start_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start a task. Its exception is logged where no caller takes it: all tasks outside of a TaskGroup begin here."""
     import asyncio  # here, since the checkpoints' writer, which needs none, is to start fast
 
+    task = asyncio.create_task(work)
+    task.add_done_callback(_look_later)
+    return task
+
+
+def _look_later(task: asyncio.Task[Any]) -> None:
+    if task._log_traceback:  # asyncio's note of an exception that no one has taken; it logs it only at the task's end
+        # Weakly: its traceback has the frames, and with them the memory, of what may be over. asyncio reports the rest.
+        task.get_loop().call_later(UNSEEN_SECONDS, _report_unseen, weakref.ref(task))
+
+
+def _report_unseen(reference: weakref.ref[asyncio.Task[Any]]) -> None:
+    task = reference()
+    if task is not None and task._log_traceback:
+        logger.error("a task has failed: %s", task.get_coro(), exc_info=task.exception())
+
+
+async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel these tasks, and return when all have ended. One that had failed before is logged, unless a caller has
+    taken its exception; what others raise while they are cancelled is of interest only to developers."""
+    import asyncio
+
+    failed = [task for task in tasks if task.done() and task._log_traceback]
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    for task, end in zip(tasks, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
+        if isinstance(end, Exception):
+            is_fault = task in failed and not isinstance(end, DilocoPeerError | OSError | EOFError)
+            logger.log(logging.ERROR if is_fault else logging.DEBUG, "a task has failed: %s", task, exc_info=end)
 
 
 def next_sequence(*last: int) -> int:

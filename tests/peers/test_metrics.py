@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.error import HTTPError
 
 import pytest
-from prometheus_client import REGISTRY, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
 import opendiloco.storage.checkpointer
@@ -188,3 +188,18 @@ def test_names_are_as_prometheus_wants_them() -> None:
     done = subprocess.run(["promtool", "check", "metrics"], input=generate_latest(), capture_output=True, timeout=60)
     found = [line for line in done.stdout.decode().splitlines() + done.stderr.decode().splitlines() if line]
     assert not [line for line in found if not line.startswith(UNUSUAL)]
+
+
+def test_bytes_are_told_by_direction_and_not_when_the_counting_began() -> None:
+    counter = Counter("test_moved_bytes", "For this test", ["direction"], registry=CollectorRegistry())
+    assert metrics.moved(counter) == (0, 0)
+    counter.labels("sent").inc(3)
+    assert metrics.moved(counter) == (3, 0)
+
+
+def test_losses_are_not_known_where_nothing_is_trained() -> None:
+    """Regression: a bootstrap node had a loss of 0."""
+    code = "from peers import metrics; from prometheus_client import generate_latest; print(generate_latest())"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "diloco_peer_loss NaN" in shown
+    assert "diloco_peer_held_out_loss NaN" in shown

@@ -112,10 +112,10 @@ def test_port_in_use(place: Place) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         listen = ("--listen", f"/ip4/127.0.0.1/tcp/{port}", "--data-port", "0")
-        assert f"port {port} " in place.refuses(5, "bootstrap", "--identity", "other.pem", *listen)
-        assert f"port {port} " in place.refuses(5, "join", "--run", place.invite, *listen)
+        assert f"port {port} " in place.refuses(15, "bootstrap", "--identity", "other.pem", *listen)
+        assert f"port {port} " in place.refuses(15, "join", "--run", place.invite, *listen)
         data_port = ("--data-port", str(port))
-        assert f"port {port} " in place.refuses(5, "bootstrap", "--identity", "other.pem", *LOOPBACK, *data_port)
+        assert f"port {port} " in place.refuses(15, "bootstrap", "--identity", "other.pem", *LOOPBACK, *data_port)
 
 
 @pytest.mark.thorough
@@ -123,7 +123,7 @@ def test_identity_file(place: Place) -> None:
     (place.site.folder / "text.pem").write_text("not a key")
     join = ("join", "--run", place.invite, *LOOPBACK, "--identity")
     assert "text.pem is not an identity file" in place.refuses(5, *join, "text.pem")
-    assert "bootstrap.pem is in use" in place.refuses(5, *join, "bootstrap.pem")
+    assert "bootstrap.pem is in use" in place.refuses(15, *join, "bootstrap.pem")
     assert "nowhere" in place.refuses(5, *join, "nowhere/identity.pem")
 
 

@@ -47,6 +47,7 @@ from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.manifest import Invite
+from peers.values.system import start_task
 from peers.values.wire import Reach
 from peers.values.workload import InnerLoop, Progress
 
@@ -185,7 +186,7 @@ async def _measured_speed(config: RunConfig, options: WorkerOptions) -> _Speed |
             trying.cancel()
 
     group = await WorkerGroup.start(config, options)
-    trying = asyncio.create_task(group.run_inner_loop(work, progressed))
+    trying = start_task(group.run_inner_loop(work, progressed))
     try:
         await asyncio.wait({trying}, timeout=FIRST_SECONDS)
     finally:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from opendiloco.errors import DemoError
 from opendiloco.model.export import RunFacts
 from opendiloco.run import Run
-from opendiloco.tools.demo import DemoScreen, _Child, _judge, _Swarm, _Volunteer
+from opendiloco.tools.demo import DemoScreen, _Child, _finish, _judge, _Swarm, _Volunteer
 from opendiloco.view.run_view import Agreement
 from tests.peers.heartbeats import beat
 from tests.peers.logs import LOG
@@ -48,3 +51,12 @@ def test_nor_was_a_death_that_did_not_happen(swarm: _Swarm) -> None:
 
 def test_a_model_that_did_not_learn(swarm: _Swarm) -> None:
     assert _judge(swarm, FACTS, before=2.0) == ("the held-out loss has not fallen",)
+
+
+def test_a_demo_without_an_outer_step_was_too_short(swarm: _Swarm) -> None:
+    """Regression: on a busy machine a demo of one minute ended with "no peer gave its state"."""
+    swarm.screen = cast(DemoScreen, SimpleNamespace(elapsed=60.0))
+    for volunteer in swarm.volunteers.values():
+        volunteer.child = cast(_Child, SimpleNamespace(exit_code=None))
+    with pytest.raises(DemoError, match=r"too short: no outer step was taken in 60 s\. Give it more time: --minutes"):
+        asyncio.run(_finish(swarm, cast(Any, None), cast(Any, None), 5.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pkgutil
 import subprocess
 import sys
@@ -52,6 +53,8 @@ COMMANDS = [
     ["log"],
     ["log", "show"],
     ["log", "verify"],
+    ["service"],
+    ["service", "install"],
     ["identity"],
     ["identity", "show"],
     ["config"],
@@ -132,6 +135,36 @@ def test_wrong_usage_has_its_exit_code(arguments: list[str]) -> None:
     assert done.exit_code == 2
     assert "Error: " in done.stderr
     assert isinstance(done.exception, SystemExit), "not with a traceback"
+
+
+def test_a_package_that_is_not_installed_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: where only a bootstrap node was installed, `run needs` called its lack of torch a bug."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "opendiloco.model.build", raising=False)
+    done = CliRunner().invoke(group.main, ["run", "needs", TINY])
+    assert done.exit_code == 6
+    assert "needs the Python package torch, which is not installed" in done.stderr
+    assert "bug" not in done.stderr
+
+
+def test_a_user_without_a_home_is_told_to_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a container's bare user id got a traceback."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    done = CliRunner().invoke(group.main, ["config", "show"])
+    assert done.exit_code == 2
+    assert "set HOME to a folder" in done.stderr
+
+
+def test_a_terminal_that_lacks_a_character_shows_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with an ASCII terminal `status` ended with a UnicodeEncodeError."""
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    group.main(["run", "example"], standalone_mode=False)
+    terminal.write("…")
+    terminal.flush()
+    assert terminal.buffer.getvalue().endswith(b"?")
 
 
 def test_help_shows_the_exit_codes() -> None:

@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from datetime import datetime
+from types import SimpleNamespace
+from typing import Any, cast
 
-from opendiloco.cli.join import _owners_watch
+import click
+import pytest
+from click.testing import CliRunner
+
+from opendiloco.cli.join import _Joining, _owners_watch
+from opendiloco.cli.options import SettingsCommand, join_settings
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.view.progress import Lines
+from opendiloco.volunteer.volunteer import Session
+from peers.values.identity import Identity
+
+
+@pytest.mark.parametrize("typed", [["INVITE"], ["--run", "INVITE"], ["--plain", "INVITE", "--hours", "22-7"]])
+def test_the_invite_may_stand_alone(typed: list[str]) -> None:
+    """Regression: `join INVITE` was wrong usage."""
+    given: dict[str, object] = {}
+
+    @click.command(cls=SettingsCommand)
+    @join_settings()
+    def show(settings: JoinSettings) -> None:
+        given.update(run=settings.run, hours=settings.hours)
+
+    done = CliRunner().invoke(show, typed)
+    assert done.exit_code == 0, done.output
+    assert given == {"run": "INVITE", "hours": "22-7" if "--hours" in typed else given["hours"]}
+    assert "Usage: show [OPTIONS] [INVITE]" in CliRunner().invoke(show, ["--help"]).output
+    assert CliRunner().invoke(show, ["INVITE", "AGAIN"]).exit_code == 2
 
 
 def test_a_volunteer_leaves_at_the_next_such_moment() -> None:
@@ -14,3 +42,27 @@ def test_a_volunteer_leaves_at_the_next_such_moment() -> None:
     assert watch.until is not None
     assert watch.until > datetime.now()
     assert _owners_watch(JoinSettings(run="tiny-x"), Lines()).until is None
+
+
+@pytest.mark.parametrize(("is_in_run", "said"), [(False, "ended before it was in the run"), (True, "ended at once")])
+def test_who_interrupts_a_start_hears_that_it_has_ended(
+    is_in_run: bool, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: after Ctrl-C during the start the terminal showed nothing at all."""
+
+    async def take_part(session: Session, view: Lines, when_ready: Callable[[Any, Any], None]) -> None:
+        if is_in_run:
+            when_ready(SimpleNamespace(leave=lambda: None, outer_step=0), None)
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(Session, "take_part", take_part)
+    monkeypatch.setattr("opendiloco.dashboard.watching.volunteer_source", lambda volunteer, transport: None)
+    settings, view = JoinSettings(run="tiny-x"), Lines()
+    joining = _Joining(settings, cast(Any, None), Identity.generate(), _owners_watch(settings, view), view, None)
+
+    async def interrupt() -> None:
+        with pytest.raises(asyncio.CancelledError):
+            await joining._take_part(cast(Any, SimpleNamespace(polite=None)), [])
+
+    asyncio.run(interrupt())
+    assert capsys.readouterr().out.strip() == said

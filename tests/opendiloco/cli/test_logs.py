@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,7 +55,18 @@ def test_a_peers_words_do_not_rewrite_a_terminal() -> None:
     assert stream.getvalue().removesuffix("\n").isprintable()
 
 
-def test_a_flood_of_warnings_is_held_back_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("level", "shown"), [(None, False), ("debug", True)])
+def test_libraries_do_not_warn_of_their_own_builds(level: str | None, shown: bool) -> None:
+    """Regression: where torchao is installed `run create` began with four warnings about it."""
+    LogOptions(level, None).start("warning")
+    assert logging.getLogger("torchao").isEnabledFor(logging.WARNING) is shown
+    assert logging.getLogger("datasets").isEnabledFor(logging.WARNING)
+
+
+@pytest.mark.parametrize("flooded", [logger.warning, logging.getLogger("peers.network.link").info])
+def test_a_flood_of_warnings_is_held_back_and_counted(
+    flooded: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regression: one stranger had a node write 1,500 lines a second."""
     stream, clock = io.StringIO(), [1000.0]
     monkeypatch.setattr(time, "time", lambda: clock[0])
@@ -66,7 +77,7 @@ def test_a_flood_of_warnings_is_held_back_and_counted(monkeypatch: pytest.Monkey
         stream.seek(0)
         stream.truncate()
         for number in range(1000):
-            logger.warning("dropped message %d", number)
+            flooded("dropped message %d", number)
             logger.info("step %d", number)
         logger.warning("another")
         return stream.getvalue().splitlines()

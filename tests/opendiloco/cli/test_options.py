@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from opendiloco.cli import main
 from opendiloco.cli.bootstrap import bootstrap
-from opendiloco.cli.options import INITIAL_PEERS, initial_peers_option, parse_run, refuse_torchrun, run_option
+from opendiloco.cli.options import INITIAL_PEERS, initial_peers_option, parse_run, refuse_torchrun, run_here, run_option
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.settings.join_settings import JoinSettings
@@ -32,6 +32,25 @@ VARIABLE = {INITIAL_PEERS: f"{FIRST} {SECOND}"}
 def show(run: str, initial_peers: tuple[str, ...]) -> None:
     """Print the addresses that a command would ask."""
     click.echo(" ".join(parse_run(run, initial_peers).addresses))
+
+
+@pytest.mark.parametrize(("here", "said"), [(["a"], "a"), (["a", "a"], "a"), (["a", "b"], None), ([], None)])
+def test_the_only_run_that_this_machine_trains_in_needs_no_name(
+    here: list[str], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: `status` wanted --run where `pause` found the volunteer by itself."""
+    sockets = {Path(f"/state/{run}/{number}/control.sock"): None for number, run in enumerate(here)}
+    monkeypatch.setattr("opendiloco.owner.controls.volunteers", lambda state: sockets)
+    assert run_here() == said
+    monkeypatch.setattr("opendiloco.cli.options.run_here", lambda: said)
+
+    @click.command("show")
+    @run_option
+    def shown(run: str) -> None:
+        click.echo(run)
+
+    done = CliRunner().invoke(shown, [])
+    assert (done.output if said else done.exit_code) == (f"{said}\n" if said else 2)
 
 
 @pytest.fixture

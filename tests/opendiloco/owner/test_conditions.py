@@ -63,18 +63,18 @@ def test_a_condition_that_is_said_twice_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hours", "within", "outside"),
+    ("hours", "begin", "within", "outside"),
     [
-        ("22-07", ["22:00", "23:59", "00:00", "06:59"], ["07:00", "12:00", "21:59"]),
-        ("9-17", ["09:00", "16:59"], ["08:59", "17:00", "00:00"]),
-        ("21:30-7:15", ["21:30", "07:14"], ["21:29", "07:15"]),
-        ("18-24", ["18:00", "23:59"], ["00:00", "17:59"]),
+        ("22-07", "22:00", ["22:00", "23:59", "00:00", "06:59"], ["07:00", "12:00", "21:59"]),
+        ("9-17", "09:00", ["09:00", "16:59"], ["08:59", "17:00", "00:00"]),
+        ("21:30-7:15", "21:30", ["21:30", "07:14"], ["21:29", "07:15"]),
+        ("18-24", "18:00", ["18:00", "23:59"], ["00:00", "17:59"]),
     ],
 )
-def test_hours_may_go_past_midnight(hours: str, within: list[str], outside: list[str]) -> None:
+def test_hours_may_go_past_midnight(hours: str, begin: str, within: list[str], outside: list[str]) -> None:
     condition = parse_hours(hours)
     assert [clock for clock in within if condition.reason(facts(clock))] == []
-    assert {condition.reason(facts(clock)) for clock in outside} == {f"outside of the hours {hours}"}
+    assert {condition.reason(facts(clock)) for clock in outside} == {f"outside of the hours {hours}, until {begin}"}
 
 
 @pytest.mark.parametrize("text", ["22", "22-25", "7-7", "a-b", "10:99-11"])

@@ -77,7 +77,7 @@ def test_a_condition_holds_the_training_from_the_second_look_on_and_until_it_has
     assert not machine.volunteer.is_held
     machine.look(after=2, on_battery=True)
     assert machine.volunteer.is_held
-    assert machine.said == ["paused: on battery"]
+    assert machine.said == ["paused: on battery; `diloco-peer resume --anyway` goes on anyway"]
     machine.look(after=CALM_SECONDS - 1)
     assert machine.volunteer.is_held
     machine.look(after=1)

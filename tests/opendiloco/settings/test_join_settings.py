@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from pydantic import ValidationError
 
 from opendiloco.cli.group import main
 from opendiloco.errors import SettingsError
 from opendiloco.settings.join_settings import (
     FileSettings,
     JoinSettings,
+    model_of,
     read_settings_file,
     settings_of,
     unknown_variables,
@@ -150,6 +152,12 @@ def test_a_folder_of_the_file_has_to_be_there_for_those_who_read_it(tmp_path: Pa
 def test_a_wrong_variable_is_wrong_usage() -> None:
     done = show(DILOCO_KEEP="many")
     assert (done.exit_code, "--keep" in done.stderr) == (2, True)
+
+
+def test_a_path_that_is_not_text_is_refused() -> None:
+    """Regression: below such a folder moments were never kept, and nothing said so."""
+    with pytest.raises(ValidationError, match=r"its name is not UTF-8: rename it, or set LC_ALL=C.UTF-8"):
+        model_of(JoinSettings, needs_all=False).model_validate({"state": Path("st\udce4te")})
 
 
 def test_a_variable_of_no_setting_is_told_with_the_nearest() -> None:

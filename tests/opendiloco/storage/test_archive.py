@@ -30,6 +30,7 @@ from peers.log.header import Fault, Header, Member
 from peers.log.state import LogState
 from peers.messages.messages import Certified, Elsewhere, Inquire
 from peers.messages.packing import unpack_message
+from peers.network import run_failures
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.known_runs import KnownRuns
 from peers.network.transport import HivemindTransport
@@ -42,6 +43,7 @@ from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHead, SignedHeads, pack_heads
 from peers.values.wire import digest_of
+from peers.values.workload import SnapshotError
 from tests.peers.fakes import FakeTransport
 from tests.peers.heartbeats import beat
 from tests.peers.logs import CERTIFIED, log_at, next_header
@@ -308,12 +310,13 @@ def test_a_run_that_is_too_large_is_not_fetched_until_there_is_room(
         if kept.end.last is not None:
             kept._state_bytes, kept.buffers = 0, ()  # else asked for anew: what peers told may have been a lie
         monkeypatch.setattr(archives, "ask_size", answering(state_bytes))
+        keeping._following.forget(run.run_id)  # it is due at once
         asyncio.run(keeping._keep_up(kept, {}))
         return [each.getMessage() for each in caplog.records if each.levelno == logging.ERROR]
 
     with monkeypatch.context() as context:
         context.setattr("opendiloco.shared_memory.available_memory", lambda: 1000)
-        assert look(8 * VALUES) == []
+        assert "use a machine with more memory" in look(8 * VALUES)[0]
     assert (fetched, kept.end.last) == ([], None), "there is no memory for a payload"
     [said] = look(20_000_000)
     assert run.run_id in said
@@ -445,7 +448,12 @@ def test_who_says_most_and_has_nothing_that_is_kept_does_not_keep_it_from_others
 
 
 @pytest.mark.parametrize(
-    ("error", "level"), [(PeerRefusedError("b", "ask again later"), "INFO"), (OSError("no disk"), "WARNING")]
+    ("error", "level"),
+    [
+        (PeerRefusedError("b", "ask again later"), "INFO"),
+        (SnapshotError("b refused"), "INFO"),
+        (OSError("no disk"), "ERROR"),
+    ],
 )
 def test_a_peer_that_is_busy_or_gone_is_nothing_to_warn_of(
     run: Run,
@@ -455,9 +463,12 @@ def test_a_peer_that_is_busy_or_gone_is_nothing_to_warn_of(
     error: Exception,
     level: str,
 ) -> None:
-    """It is asked again at the next heartbeat, and may say the same each time."""
+    """Regression: a peer that was busy was asked again, and told of, twice a second. It is asked again after a
+    second, two, and so on, and told of once."""
+    asked, seconds = list[float](), 0.0
 
     async def fail(*arguments: object) -> bool:
+        asked.append(seconds)
         raise error
 
     kept, network = archive(run, tmp_path), cast(Any, Network(run.manifest))
@@ -470,7 +481,12 @@ def test_a_peer_that_is_busy_or_gone_is_nothing_to_warn_of(
     monkeypatch.setattr(kept, "_complete_log", answering(None))
     kept._snapshot = cast(Any, SimpleNamespace(index=1))
     caplog.set_level(logging.INFO)
-    asyncio.run(kept.follow())
+    monkeypatch.setattr(run_failures, "now", lambda: seconds)
+    keeping = Archive(NODE, tmp_path)
+    for at in (0.0, 0.5, 1.0, 2.5, 3.0, 6.5, 7.0):
+        seconds = at
+        asyncio.run(keeping._keep_up(kept, {}))
+    assert asked == [0.0, 1.0, 3.0, 7.0]
     told = [record.levelname for record in caplog.records if str(error) in record.getMessage()]
     assert told == [level]
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import datetime
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from opendiloco.config.run_config import RunConfig
+from opendiloco.owner.watch import ASKED
 from opendiloco.run import Run
 from opendiloco.view.chronicle import Standing
 from opendiloco.view.progress import (
     COMPILING,
     DOWNLOADING,
+    FINISHED,
+    LEGEND,
     OF_STATES,
     PREPARING,
     TRAINING,
@@ -22,6 +26,7 @@ from opendiloco.view.progress import (
     OwnFacts,
     Progress,
     _curve,
+    _explanations,
     _GrowthMeter,
     _healthy_line,
     _phase_of_stage,
@@ -32,7 +37,7 @@ from opendiloco.view.progress import (
 from opendiloco.view.run_view import RunView
 from peers.log.folder import RunLog
 from peers.network.throttle import Caps
-from peers.presence.heartbeat import Heartbeat, HeldOutLoss
+from peers.presence.heartbeat import Heartbeat, HeldOutLoss, PeerState
 from peers.protocol.states import State
 from peers.transfer.download import Download
 from peers.values.identity import Identity
@@ -60,7 +65,12 @@ def progress(small_config: RunConfig) -> Progress:
     beats = own_beat(held_out=HeldOutLoss(index=8, loss=2.31)), *map(own_beat, ("b", "c", "unknown"))
     reach = {"b": Reach.RELAYED, "c": Reach.OPEN, "gone": Reach.NONE}
     log, caps, traffic = RunLog(run.settings.empty_log), Caps(upload=20e6 / 8), (3_400_000, 12_000_000_000)
-    facts = OwnFacts(beats, log, State.TRAINING, False, reach, caps, *traffic)
+    purposes = {
+        "rounds": (1_000_000, 7_000_000_000),
+        "measuring": (400_000, 1_000_000_000),
+        "serving": (2_000_000, 4_000_000_000),
+    }
+    facts = OwnFacts(beats, log, State.TRAINING, False, reach, caps, *traffic, purposes)
     return Progress(
         view=RunView(run, facts.heartbeats),
         facts=facts,
@@ -70,6 +80,7 @@ def progress(small_config: RunConfig) -> Progress:
         contribution=Standing(tokens=1_234_000, rounds=11, share=0.34, rank=2, peers=5),
         up=1e6 / 8,
         down=2e6 / 8,
+        until=datetime(2026, 11, 24, 7, 30),
         machine="61 °C",
     )
 
@@ -118,7 +129,36 @@ def test_the_screen_fits_80_columns(progress: Progress) -> None:
         "up 1.0 of 20 Mbit/s (3.4 MB) · down 2.0 Mbit/s (12 GB)",
         "this machine: 61 °C",
     ]
-    assert max(map(len, lines)) <= 80
+    explained = _explanations(replace(progress, pause_reasons=("on battery",)))
+    assert explained == [
+        "rounds ↑1 MB ↓7 GB · measuring ↑400 kB ↓1 GB · serving ↑2 MB ↓4 GB",
+        "leaves at 07:30",
+        "`diloco-peer resume --anyway` goes on anyway",
+        "Ctrl-C leaves; in another terminal: diloco-peer pause, resume, finish",
+    ]
+    assert "`diloco-peer resume` goes on" in _explanations(replace(progress, pause_reasons=(ASKED,)))
+    assert max(map(len, [*lines, *explained, LEGEND])) <= 80
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (
+            [("b", PeerState.TRAINING, 12), ("z", PeerState.ARCHIVING, 12)],
+            "you may leave: 1 archive and 1 other",
+        ),
+        ([("b", PeerState.TRAINING, 11)], "please stay: no other machine has the model yet"),
+    ],
+)
+def test_a_run_that_is_over_says_whether_to_stay(
+    progress: Progress, others: list[tuple[str, PeerState, int]], said: str
+) -> None:
+    """Regression: who waited beside a finished run was told that it waited for the others."""
+    beats = [own_beat(), *(own_beat(peer, state=state, index=index) for peer, state, index in others)]
+    view = RunView(progress.view.run, beats)
+    over = replace(progress, view=view, facts=replace(progress.facts, heartbeats=beats), phase=FINISHED)
+    assert any(line.startswith(said) for line in _progress_lines(over))
+    assert said in _healthy_line(over)
 
 
 def test_that_it_trains_uncompiled_stays_on_the_screen(progress: Progress) -> None:

@@ -97,6 +97,21 @@ def test_a_late_worker_waits_for_no_average(health: Health, clock: Clock) -> Non
     asyncio.run(training._watched(Train(index=0, samples=(), steps=1, tokens=0)))
 
 
+def test_a_worker_of_a_run_that_is_over_is_well(health: Health, clock: Clock) -> None:
+    """Regression: half an hour after the last outer step a volunteer was ill, and was started again."""
+
+    def rest() -> None:
+        training.rest()
+        clock.now += 1000 * STEP_LIMIT
+        training.look()
+        assert health.reasons == []
+
+    workload = Worker(rest)
+    host = host_with(SimpleNamespace(state=RoundState.READY), is_late=False)
+    training = Training(workload, [PayloadBuffers(workload, 0)], REPLICATION, host)
+    asyncio.run(training._watched(Train(index=0, samples=(), steps=1, tokens=0)))
+
+
 @pytest.mark.parametrize("awaited", [RoundState.READY, RoundState.EXCHANGING, RoundState.DECIDED])
 def test_a_worker_that_waits_for_an_average_is_well(awaited: RoundState, health: Health, clock: Clock) -> None:
     """However long that takes, and however long it waits to be applied; from then on it counts anew."""

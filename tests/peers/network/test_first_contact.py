@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
 from peers.errors import SwarmUnreachableError
 from peers.network import first_contact
-from peers.network.first_contact import CONTACT_LIMIT, GREETING, endpoint, first_contacts, reach, which_answer
+from peers.network.first_contact import (
+    CONTACT_LIMIT,
+    GREETING,
+    TLS,
+    _why_silent,
+    endpoint,
+    first_contacts,
+    reach,
+    which_answer,
+)
 from peers.values.identity import Identity
 
 PEERS = [Identity.generate().peer_id for _ in range(12)]
@@ -19,10 +29,12 @@ PEERS = [Identity.generate().peer_id for _ in range(12)]
 
 @asynccontextmanager
 async def node(peer: str, greeting: bytes = GREETING) -> AsyncIterator[str]:
-    """Something that listens and greets; yields its multiaddr."""
+    """Something that listens, greets, and has no TLS; yields its multiaddr."""
 
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(greeting)
+        await reader.read(1)
+        writer.write(b"\x03na\n".ljust(len(TLS)))
         await reader.read()
         writer.close()
 
@@ -111,6 +123,52 @@ def test_silence_of_all_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with node(PEERS[0], b"") as silent:
             assert await which_answer([silent, "/dns4/no such host\udc80/tcp/1/p2p/X"]) == set()
+
+    asyncio.run(scenario())
+
+
+async def no_route(host: str, port: int) -> None:
+    raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+
+async def no_such_name(host: str, port: int) -> None:
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+async def no_answer(host: str, port: int) -> None:
+    raise TimeoutError
+
+
+@pytest.mark.parametrize(
+    ("connect", "reason"),
+    [
+        (None, "nothing listens on port"),
+        (no_such_name, "no machine has the name 127.0.0.1"),
+        (no_answer, "no answer from 127.0.0.1: the machine is off, or a firewall"),
+        (no_route, "no way to 127.0.0.1 (Network is unreachable): check this machine's network"),
+    ],
+)
+def test_the_error_says_of_each_node_why_it_was_not_reached(
+    connect: Callable[[str, int], Awaitable[None]] | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a wrong name, a closed port and another key were told in the same words."""
+    if connect is not None:
+        monkeypatch.setattr(asyncio, "open_connection", connect)
+    contacts = [dead(PEERS[0]), dead(PEERS[1])]
+
+    async def start() -> None:
+        raise SwarmUnreachableError("no bootstrap node answered.", "Try another.")
+
+    with pytest.raises(SwarmUnreachableError) as raised:
+        asyncio.run(reach(start, contacts))
+    assert all(f"{address}: {reason}" in raised.value.message for address in contacts)
+    assert raised.value.remedy == "Try another."
+
+
+def test_another_program_in_the_place_of_a_node_is_told() -> None:
+    async def scenario() -> None:
+        async with node(PEERS[0], b"SSH-2.0-OpenSSH_9.2\r\n") as address:
+            assert "another program than a bootstrap node answers" in await _why_silent(address)
 
     asyncio.run(scenario())
 

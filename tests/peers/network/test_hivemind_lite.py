@@ -5,6 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+WITHOUT_SHM = """
+import multiprocessing.synchronize, os
+def refuse(*arguments): raise OSError(30, os.strerror(30))
+multiprocessing.synchronize._multiprocessing.SemLock = refuse
+from opendiloco.cli import main
+main(["bootstrap", "--identity", "/dev/null/no.pem"])
+"""
+
 LOAD_LIGHT = """
 import sys
 from peers.network.hivemind_lite import load_hivemind
@@ -67,3 +75,11 @@ def test_whole_hivemind_before() -> None:
 
 def test_messages_go_through_the_root_logger() -> None:
     assert run(LOGS_THROUGH_ROOT) == "ours: WARNING careful\n"
+
+
+def test_a_machine_without_shared_memory_is_told_to_mount_it() -> None:
+    """Regression: a read-only /dev/shm was called a bug of ours."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_SHM], capture_output=True, text=True)
+    assert done.returncode == 5
+    assert "/dev/shm cannot be used (Read-only file system)" in done.stderr
+    assert "mount -t tmpfs tmpfs /dev/shm" in done.stderr

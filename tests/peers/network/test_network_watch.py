@@ -19,6 +19,7 @@ from peers.network.own_network import (
     _changes,
     _network_towards,
     _observe,
+    watch_clock,
     watch_network,
 )
 
@@ -43,6 +44,23 @@ class Machine:
     def offline(self, seconds: float) -> None:
         for _ in range(int(seconds / INTERVAL)):
             assert not self.look()
+
+
+def test_a_clock_that_is_set_is_named_and_so_is_its_return(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a peer whose clock had jumped was told that no other could be reached."""
+    monkeypatch.setattr(own_network, "INTERVAL", 0.0)
+    caplog.set_level("INFO")
+    offsets = iter([50.0, 50.1, 7250.0, 7250.2, 50.3, 40.0])
+
+    with pytest.raises(RuntimeError):  # what StopIteration becomes in a coroutine
+        asyncio.run(watch_clock(lambda: next(offsets)))
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in said] == ["WARNING", "INFO", "WARNING"]
+    assert "clock was set forward by 7200 s" in said[0][1]
+    assert said[1][1] == "this machine's clock is right again"
+    assert "clock was set back by 10 s" in said[2][1]
 
 
 def test_where_nothing_changes_nothing_is_said() -> None:

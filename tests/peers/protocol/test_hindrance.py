@@ -10,15 +10,24 @@ import pytest
 
 from peers.log.header import Exclusion
 from peers.messages.messages import LeaseRequest, Leaving, Propose, Ready, Vote
+from peers.presence.heartbeat import PeerState
 from peers.protocol.abstention import TURN
 from peers.protocol.effects import StopTraining, Train, Trouble
-from peers.protocol.events import ReachSeen, SignedHeadsSeen, TrainingDone, TrainingProgress
+from peers.protocol.events import (
+    HeartbeatsSeen,
+    NothingToTrain,
+    ReachSeen,
+    SignedHeadsSeen,
+    TrainingDone,
+    TrainingProgress,
+)
 from peers.protocol.hindrance import IN_VAIN, TOLD_AFTER, TRAIN_AGAIN
 from peers.protocol.states import State
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import Reach
 from peers.values.workload import Progress
 from tests.peers.builders import Rig, follower_at_second, of, propose, roster, sends, trained
+from tests.peers.heartbeats import beat
 from tests.peers.logs import LOG, SETTINGS, TIMING, next_header
 from tests.peers.protocol.test_catching_up import replays
 from tests.simulator.simulated_keys import SimulatedKeys
@@ -119,6 +128,27 @@ def test_r14_why_work_cannot_count_is_told_once_when_it_has_lasted(kind: str) ->
     assert rig.peer.hindrances.is_aside is is_vain
     assert not of(lasts(rig, **said), Trouble), "once"
     assert bool(of(effects, StopTraining)) is is_vain
+
+
+def test_who_goes_on_where_all_others_have_left_is_not_alarmed_while_an_archive_has_its_log() -> None:
+    """Regression: a newcomer that came while all others paused was told that its work might count nothing."""
+    rig, effects = minority(), list[Any]()
+    for sequence in range(1, int(TOLD_AFTER) + 3):
+        archive = beat("z", rig.peer.log, PeerState.ARCHIVING, sequence, index=2)
+        effects += rig.do(HeartbeatsSeen((archive,))) + rig.see() + rig.tick()
+    (told,) = of(effects, Trouble)
+    assert "an archive keeps what is trained here" in told.reason
+    assert told.level == "info"
+
+
+@pytest.mark.parametrize("make", [slow, follower_at_second])
+def test_a_peer_of_a_run_that_is_over_is_hindered_by_nothing_and_keeps_its_say(make: Callable[[], Rig]) -> None:
+    """Regression: a volunteer that hands the model out was told that it was too slow, or took part in nothing."""
+    rig = make()
+    before = rig.peer.incarnation
+    rig.do(NothingToTrain())
+    assert not of(lasts(rig, 3 * SECONDS, speed=1000.0), Trouble)
+    assert rig.peer.incarnation == before
 
 
 def test_r14_a_hindrance_that_is_over_is_told_too_and_it_asks_for_a_lease_again() -> None:

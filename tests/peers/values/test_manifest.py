@@ -126,7 +126,8 @@ def test_every_flipped_byte_is_noticed(position: int, mask: int) -> None:
 def test_invite_round_trip() -> None:
     invite = Invite(manifest().run_id, (ADDRESS, ADDRESS.replace("ip4/203.0.113.5", "dns4/boot.example.org")))
     assert Invite.parse(str(invite)) == invite
-    assert Invite.parse(f"  {invite}\n") == invite
+    for copied in (f"  {invite}\n", f"<{invite}>", f"'{invite}'", f"“{invite}”.", f"`{invite}`."):
+        assert Invite.parse(copied) == invite
 
 
 def test_run_id_alone_is_an_invite() -> None:
@@ -143,6 +144,7 @@ def test_run_id_alone_is_an_invite() -> None:
         ("diloco:", "not a run id"),
         ("tiny-" + "a" * 31, "not a run id"),
         ("Tiny-" + "a" * 32, "not a run id"),
+        ("/ip4/203.0.113.5/tcp/31337/p2p/12D3KooW", "is the address of a node, not a run"),
         ("tiny-" + "a" * 32 + "@", "address ''"),
         ("tiny-" + "a" * 32 + "@203.0.113.5:31337", "address '203.0.113.5:31337'"),
         ("tiny-" + "a" * 32 + "@/ip4/203.0.113.5/tcp/31337", "/p2p/"),

@@ -67,6 +67,13 @@ def test_a_run(positions: list[int], verdict: Verdict, says: str, config: RunCon
     assert_finding(_check_run(RunView(run, beats)), verdict, says)
 
 
+def test_a_run_that_only_an_archive_keeps_is_as_far_as_the_archive(config: RunConfig) -> None:
+    """Regression: at outer step 174 `doctor` said 0."""
+    run = Run.sign(config.model_copy(update={"outer_steps": 12}), Identity.generate())
+    archive = beat("z", 7).model_copy(update={"state": PeerState.ARCHIVING})
+    assert_finding(_check_run(RunView(run, [archive])), PASS, "0 peers there, outer step 7 of 12")
+
+
 @pytest.mark.parametrize(
     ("finding", "verdict", "says"),
     [

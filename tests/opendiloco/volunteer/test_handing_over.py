@@ -1,0 +1,116 @@
+"""A volunteer that leaves waits until another machine has the newest outer step, and says which do."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from opendiloco.volunteer import volunteer as module
+from opendiloco.volunteer.volunteer import Volunteer
+from peers.presence.heartbeat import Heartbeat, PeerState
+from tests.peers.heartbeats import beat
+from tests.peers.logs import LOG
+
+ME, STEP = "m", 5
+ARCHIVE, LATE_ARCHIVE = ("archive", PeerState.ARCHIVING, STEP), ("archive", PeerState.ARCHIVING, STEP - 1)
+
+
+class Leaving(Volunteer):
+    """A volunteer without a swarm, at outer step STEP."""
+
+    def __init__(self, *others: tuple[str, PeerState, int], is_exchanging: bool = False) -> None:
+        self.beats = [beat(peer, LOG, state, index=index) for peer, state, index in others]
+        position = SimpleNamespace(position=SimpleNamespace(index=STEP))
+        peer = SimpleNamespace(me=ME, log=position, settled=position, is_exchanging=is_exchanging)
+        self.has_left = False
+        self.held: list[bool] = []
+        driver: Any = SimpleNamespace(peer=peer, leave=lambda: setattr(self, "has_left", True))
+        self._driver, self._leaving = driver, None
+
+    def others(self) -> list[Heartbeat]:
+        return self.beats
+
+    def hold(self, held: bool) -> None:
+        self.held.append(held)
+
+
+def training(peer: str, index: int = STEP) -> tuple[str, PeerState, int]:
+    return peer, PeerState.TRAINING, index
+
+
+@pytest.mark.parametrize(
+    ("others", "waits", "farewell"),
+    [
+        ([], False, "only this machine has outer step 5: join again from it, and the run goes on there"),
+        ([LATE_ARCHIVE], True, "only this machine has outer step 5: join again"),
+        ([ARCHIVE], False, "outer step 5 is with 1 archive"),
+        ([training("z"), LATE_ARCHIVE], False, "outer step 5 is with 1 other volunteer"),
+        ([training("a"), LATE_ARCHIVE], True, "outer step 5 is with 1 other volunteer"),  # all may leave at once
+        ([training("a"), training("z"), ARCHIVE], False, "outer step 5 is with 1 archive and 2 other volunteers"),
+        ([training("z", STEP - 1)], True, "only this machine"),
+        ([("z", PeerState.JOINING, 0)], False, "only this machine"),
+    ],
+)
+def test_it_waits_for_a_machine_that_will_have_the_newest_outer_step(
+    others: list[tuple[str, PeerState, int]], waits: bool, farewell: str
+) -> None:
+    """Regression: an archive lacked the last outer steps of a run whose last volunteer had left."""
+    leaving = Leaving(*others)
+    assert leaving._is_handed_over is not waits
+    assert farewell in leaving.farewell
+
+
+def test_it_leaves_when_an_archive_has_it_and_trains_nothing_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HAND_OVER_LOOK", 0.0)
+    leaving = Leaving(LATE_ARCHIVE)
+
+    async def leave() -> None:
+        leaving.leave()
+        leaving.leave()  # another word changes nothing
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert leaving.held == [True]
+        assert not leaving.has_left
+        leaving.beats = Leaving(ARCHIVE).beats
+        while not leaving.has_left:
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(leave(), 10))
+
+
+def test_it_waits_for_some_seconds_only_and_not_while_a_round_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not Leaving(ARCHIVE, is_exchanging=True)._is_handed_over
+    monkeypatch.setattr(module, "HAND_OVER_SECONDS", 0.0)
+    leaving = Leaving(LATE_ARCHIVE)
+
+    async def leave() -> None:
+        leaving.leave()
+        while not leaving.has_left:
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(leave(), 10))
+
+
+@pytest.mark.parametrize(
+    ("others", "changed", "warns"),
+    [
+        ([], {}, True),
+        ([ARCHIVE], {}, False),
+        ([], {"last": "an entry"}, False),
+        ([], {"is_training": False}, False),
+        ([], {"organiser": ME}, False),  # it knows that its run is new
+    ],
+)
+def test_a_volunteer_that_begins_a_run_alone_is_warned(
+    others: list[tuple[str, PeerState, int]], changed: dict[str, Any], warns: bool
+) -> None:
+    """Regression: a run whose volunteers had all left was begun again without a word."""
+    facts = {"last": None, "is_training": True, "organiser": "o"} | changed
+    alone, here = Leaving(*others), SimpleNamespace
+    peer = here(me=ME, log=here(last=facts["last"]), trainer=here(is_training=facts["is_training"]))
+    alone._driver = cast(Any, here(peer=peer))
+    alone.run = cast(Any, here(manifest=here(organiser=facts["organiser"])))
+    assert alone._founds_alone is warns
