@@ -82,6 +82,12 @@ ROUNDS = Counter("diloco_peer_rounds", "Rounds that this peer took part in")
 ROUND_SECONDS = Counter("diloco_peer_round_seconds", "Seconds that this peer has spent in rounds")
 ROUND_BYTES = Counter("diloco_peer_round_bytes", "Bytes of chunks moved in rounds", ["direction"])
 MEASURING_BYTES = Counter("diloco_peer_measuring_bytes", "Bytes moved to measure links", ["direction"])
+MONTH_BYTES = Gauge(
+    "diloco_peer_month_bytes", "Bulk data of this machine's volunteers in the calendar month (UTC)", ["direction"]
+)
+MONTH_LIMIT_BYTES = Gauge(
+    "diloco_peer_month_limit_bytes", "The owner's limit on bulk data in a calendar month (UTC), if any", ["direction"]
+)
 PAYLOADS_FETCHED = Counter("diloco_peer_payloads_fetched", "Entries that this peer missed and got from others")
 STATES_FETCHED = Counter("diloco_peer_states_fetched", "Snapshots taken over from other peers")
 TOKENS_LOST = Counter("diloco_peer_tokens_lost", "Tokens that this peer trained and that no entry counts", ["what"])

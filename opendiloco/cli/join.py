@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     import socket
 
     from opendiloco.dashboard.watching import Source
+    from opendiloco.owner.conditions import Condition
+    from opendiloco.owner.monthly import MonthlyTraffic
     from opendiloco.owner.watch import OwnersWatch
     from opendiloco.view.progress import JoinView
     from opendiloco.volunteer.interrupts import Interrupts
@@ -56,6 +59,8 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
     environment variable (DILOCO_HOURS) and a key of the configuration file; `config show` prints all values, and where
     they come from.
     """
+    from opendiloco.owner.monthly import MonthlyTraffic
+    from opendiloco.storage.run_folder import RunFolder
     from opendiloco.tools.doctor.machine import check_quickly
     from opendiloco.volunteer.identity import hold_identity
     from opendiloco.volunteer.interrupts import run_interruptible
@@ -68,13 +73,15 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
     invite = parse_run(settings.run, settings.initial_peers, settings.state)
     PLACE.run = invite.run_id
     check_quickly(settings.state, settings.workers)
-    watch = _owners_watch(settings, view)
     if settings.metrics_port is not None:
         MetricsServer(settings.metrics_port, settings.metrics_host)
     page = open_dashboard(settings.dashboard)
     with hold_identity(settings.identity) as key:
         PLACE.peer = key.peer_id
-        joining = _Joining(settings, invite, key, watch, view, page)
+        folder = RunFolder.at(invite.run_id, key.peer_id, settings.state).path
+        traffic = MonthlyTraffic(folder, settings.monthly_limits)
+        watch = _owners_watch(settings, view, traffic.conditions())
+        joining = _Joining(settings, invite, key, watch, traffic, view, page)
         try:
             run_interruptible(joining.live)
         finally:
@@ -82,13 +89,13 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
             gc.freeze()  # ends with the process: Python 3.11 crashed when it took cycles of shared memory's views apart
 
 
-def _owners_watch(settings: JoinSettings, view: JoinView) -> OwnersWatch:
-    """Return what looks at this machine for its owner."""
+def _owners_watch(settings: JoinSettings, view: JoinView, monthly: Sequence[Condition] = ()) -> OwnersWatch:
+    """Return what looks at this machine for its owner, who pauses it by the settings and by `monthly` limits."""
     from opendiloco.owner.facts import Observer
     from opendiloco.owner.watch import OwnersWatch
 
     until = None if settings.until is None else parse_until(settings.until, datetime.now())
-    conditions = settings.conditions()
+    conditions = (*settings.conditions(), *monthly)
     look = Observer(any(one.name == "hot" for one in conditions)).look if settings.pause_when else None
     return OwnersWatch(conditions, until, look, view.say, lambda: view.phase)
 
@@ -101,12 +108,13 @@ class _Joining:
     invite: Invite
     key: Identity
     watch: OwnersWatch
+    traffic: MonthlyTraffic
     view: JoinView
     page: socket.socket | None
 
     async def live(self, interrupts: Interrupts) -> None:
         """Train until asked to leave, whenever the owner wants this machine to: again after each long pause."""
-        from opendiloco.owner.controls import serve_controls
+        from opendiloco.owner.controls import Answer, Request, serve_controls
         from opendiloco.storage.run_folder import RunFolder
 
         interrupts.heard = self.watch.stop
@@ -117,7 +125,11 @@ class _Joining:
             from opendiloco.dashboard.server import dashboard
 
             page = dashboard(self.page, lambda: sources)
-        async with page, serve_controls(folder, self.watch.answer):
+
+        def answer(request: Request) -> Answer:
+            return self.watch.answer(request).model_copy(update={"month": tuple(self.traffic.lines())})
+
+        async with page, serve_controls(folder, answer):
             while await self.watch.wait_until_wanted():
                 await self._take_part(interrupts, sources)
                 if not self.watch.comes_back:
@@ -140,7 +152,7 @@ class _Joining:
         journal = None if settings.journal is None else Journal(settings.journal)
         if settings.remote is not None:
             check_url(settings.remote)
-        session = Session(settings, self.invite, self.key, self.watch, ticket, journal)
+        session = Session(settings, self.invite, self.key, self.watch, self.traffic, ticket, journal)
 
         def when_ready(volunteer: Volunteer, transport: HivemindTransport) -> None:
             def leave() -> None:
@@ -241,7 +253,11 @@ def pause(**which: Any) -> None:
 
 
 @click.command(short_help="Have this machine's volunteer go on.")
-@click.option("--anyway", is_flag=True, help="Also against --pause-when and --hours, until what holds now has ended.")
+@click.option(
+    "--anyway",
+    is_flag=True,
+    help="Also against --pause-when, --hours and monthly limits, until these have ended.",
+)
 @_volunteer_options
 def resume(**which: Any) -> None:
     """Have the volunteer on this machine go on after a pause."""

@@ -240,7 +240,10 @@ async def _show_status(invite: Invite, key: Identity, as_json: bool, watch: bool
         "signed": plain_signed(signed),
         "in_force": view.amended.plain(run.config),
         "peers": [_plain(beat, run.config) for beat in view.peers],
-        "here": [{"peer": peer, "phase": one.phase, "paused": list(one.reasons)} for peer, one in here.items()],
+        "here": [
+            {"peer": peer, "phase": one.phase, "paused": list(one.reasons), "month": list(one.month)}
+            for peer, one in here.items()
+        ],
     }
     click.echo(json.dumps(shown, indent=2))
 
@@ -279,7 +282,9 @@ def _picture(view: RunView, signed: SignedHeads, here: Mapping[str, Answer]) -> 
 
     run = view.run
     paused = {peer: f"paused: {', '.join(one.reasons)}" for peer, one in here.items() if one.reasons}
-    own = [f"on this machine …{peer[-8:]}: {paused.get(peer, one.phase)}" for peer, one in here.items()]
+    own = list[str]()
+    for peer, one in here.items():
+        own += [f"on this machine …{peer[-8:]}: {paused.get(peer, one.phase)}", *one.month]
     if not view.peers:
         return Group(run.run_id, "no live peers: nobody trains in this run now", *signed_lines(signed), *own)
     table = peers_table([row_of(beat, run.config) for beat in view.peers], run.run_id)

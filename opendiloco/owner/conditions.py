@@ -18,10 +18,12 @@ PERCENTS, DEGREES = range(1, 100), range(30, 121)
 
 @dataclass(frozen=True)
 class Condition:
-    """When to pause. `name` is what the owner calls it; `reason` says why to pause, None while there is no reason."""
+    """When to pause. `name` is what the owner calls it; `reason` says why to pause, None while there is no reason. One
+    that `is_long` lasts longer than others wait, so the volunteer leaves at once."""
 
     name: str
     reason: Callable[[Facts], str | None]
+    is_long: bool = False
 
 
 def parse_hours(text: str) -> Condition:

@@ -34,13 +34,14 @@ class Request(BaseModel):
 
 
 class Answer(BaseModel):
-    """What the volunteer says. It is paused while there are `reasons`."""
+    """What the volunteer says. It is paused while there are `reasons`. `month` has its traffic beside its limits."""
 
     model_config = ConfigDict(frozen=True)
 
     says: str
     phase: str
     reasons: tuple[str, ...] = ()
+    month: tuple[str, ...] = ()
 
 
 @asynccontextmanager

@@ -60,6 +60,12 @@ class _Wishes:
         asked = (ASKED,) if self.is_asked else ()
         return asked + tuple(reason for name, (reason, _) in self._held.items() if name not in self._overruled)
 
+    @property
+    def is_long(self) -> bool:
+        """Return whether a pause lasts for longer than others wait, as one of its conditions says."""
+        holding = self._held.keys() - self._overruled
+        return any(condition.is_long for condition in self.conditions if condition.name in holding)
+
     def observe(self, facts: Facts, now: float) -> None:
         """Take in which conditions hold at time `now`: each counts from the second look in a row on that sees it, since
         a program may be busy for a moment, and until it has been gone for a while."""
@@ -221,6 +227,7 @@ class OwnersWatch:
             volunteer.hold(bool(wanted))
             self._held_since = now if wanted else None
         patience = self._hold_seconds if self._wishes.is_asked else max(self._hold_seconds, SHORTEST_HOLD)
+        patience = 0.0 if self._wishes.is_long else patience
         if self._held_since is not None and now - self._held_since >= patience:
             self._leave("the pause is long: leaving the run meanwhile", comes_back=True)
         if self._wishes.is_finishing:

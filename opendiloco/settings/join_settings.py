@@ -287,11 +287,32 @@ class _NetworkSettings(Settings):
     download_limit: float | None = setting(
         "Receive model data at no more than so many megabits a second.", None, metavar="MBIT", above=0
     )
+    monthly_upload: float | None = setting(
+        "Send no more than so many gigabytes of model data in a calendar month (UTC): near that in thinner formats, "
+        "then pause until the month is over.",
+        None,
+        metavar="GB",
+        above=0,
+        most=MOST_GIGABYTES,
+    )
+    monthly_download: float | None = setting(
+        "Receive no more than so many gigabytes of model data in a calendar month (UTC), in the same way.",
+        None,
+        metavar="GB",
+        above=0,
+        most=MOST_GIGABYTES,
+    )
     contribution_format: FormatName | None = setting(
         "Send contributions in this format, of those that the run allows in codec.contributions.",
         None,
         shown="the first that the uplink carries in time",
     )
+
+    @property
+    def monthly_limits(self) -> tuple[float | None, float | None]:
+        """Bytes, up and down."""
+        up, down = (limit and limit * GIGABYTE for limit in (self.monthly_upload, self.monthly_download))
+        return up, down
 
 
 @dataclass(frozen=True, kw_only=True)

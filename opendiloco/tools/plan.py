@@ -22,13 +22,15 @@ from opendiloco.host_memory import STATE_BYTES
 from opendiloco.kernels import FORMATS
 from opendiloco.model.utilisation import peak_tokens_per_second
 from opendiloco.quantities import SECONDS_A_DAY, OptimizerState, bandwidth_in_words
+from opendiloco.training.codec import BLOCK_VALUES
 from opendiloco.workers.options import WorkerOptions
+from peers.driver.training import Sending
 from peers.errors import ManifestError
 from peers.log.settings import Timing
 from peers.protocol.pace import Pace
-from peers.protocol.planning import deal
+from peers.protocol.planning import deadline, deal, foreseen, format_for, is_fair, seconds_to_send
 from peers.protocol.voter import OPEN_LIMIT
-from peers.values.chunks import Chunking, payloads_moved
+from peers.values.chunks import Chunking, PayloadSize, payloads_moved
 
 if TYPE_CHECKING:
     from opendiloco.workers.needs import Needs
@@ -104,6 +106,8 @@ DELAYS, DELAYS_OF_MORE = 8, 10
 more than `OPEN_LIMIT` peers also a certificate after each vote (docs/protocol.md, Liveness)."""
 QUANTIZED, QUANTIZED_SPARSE = 1.67e9, 0.37e9
 """Values a second that one thread encodes, and as sparse payloads with error feedback (docs/codecs.md)."""
+SETTLING = 8
+"""Rounds at most, after which members have the formats that they keep: each goes by how long the one before took."""
 STEPPED = 1.69e9
 """Values a second for which one thread takes the outer step (docs/codecs.md)."""
 
@@ -134,16 +138,25 @@ class Peer:
         """Return the bits of data that its link carries in a second, both ways at once."""
         return LINK_SHARE * min(self.up, self.down)
 
+    @property
+    def uplink(self) -> float:
+        """Return the bytes of data that its link carries away in a second."""
+        return LINK_SHARE * self.up / 8
+
 
 @dataclass(frozen=True)
 class _Round:
-    """One round: its seconds, and how many payloads each kind of peers sends, and gets, in it."""
+    """One round: its seconds, and of each kind of peers how many payloads it gets and sends, for how many seconds its
+    link is busy, and how its contribution goes."""
 
     arithmetic: float
     delays: float
     transfer: float
     payload_bits: float
     moved: tuple[float, ...]
+    sent: tuple[float, ...]
+    busy: tuple[float, ...]
+    sending: tuple[Sending, ...]
 
     @property
     def lag(self) -> float:
@@ -155,25 +168,64 @@ class _Round:
         return self.transfer + self.lag
 
 
-def round_of(peers: Sequence[Peer], values: int, bits: float, encoded: float = QUANTIZED) -> _Round:
+def round_of(
+    peers: Sequence[Peer],
+    values: int,
+    bits: float,
+    encoded: float = QUANTIZED,
+    thinner: Sequence[float] = (),
+    timing: Timing | None = None,
+    overlaps: Sequence[float] = (),
+) -> _Round:
     """Return the round that averages so many values at so many bits each, of which each peer encodes `encoded` a
-    second. Parts are dealt as a leader deals them."""
-    rates = [peer.rate for peer in peers for _ in range(peer.count)]
-    names = [str(place) for place in range(len(rates))]
-    blocks = FORMATS["int8"].block_count(values)  # of 1,024 values, as those of most formats are
-    chunks = deal(Chunking(blocks).count, len(names), names, dict(zip(names, rates, strict=True)))
-    moved = [payloads_moved(len(names), chunks[name] / sum(chunks.values())) for name in names]
-    payload = values * bits
-    starts = [sum(peer.count for peer in peers[:place]) for place in range(len(peers))]
+    second. Parts are dealt, and contributions go in `thinner` formats of so many bits, as in the protocol. `overlaps`
+    are the seconds for which each kind of peers trains on meanwhile; by default none does."""
+    timing, overlaps = timing or Timing(), overlaps or [0.0] * len(peers)
+    kinds = [kind for kind, peer in enumerate(peers) for _ in range(peer.count)]
+    names = [str(place) for place in range(len(kinds))]
+    rates = {name: peers[kind].rate / 8 for name, kind in zip(names, kinds, strict=True)}
+    sizes = [round(values * each / 8) for each in (bits, *thinner)]
+    size = PayloadSize(Chunking(-(-values // BLOCK_VALUES)).count, sizes[0], tuple(sizes[1:]))
     furthest = sorted(peer.latency for peer in peers for _ in range(min(2, peer.count)))[-2:]
+    delays = (DELAYS if len(names) <= OPEN_LIMIT else DELAYS_OF_MORE) * sum(furthest) / 2
+    arithmetic = values / encoded + values / STEPPED
+    allowed, usual = None, None
+    sending, moved, sent, busy = list[Sending](), list[float](), list[float](), list[float]()
+    for _ in range(SETTLING):
+        before, sending = sending, list[Sending]()
+        for peer, overlap in zip(peers, overlaps, strict=True):
+            seconds = seconds_to_send(allowed, usual, timing, overlap)
+            format = format_for(size, peer.uplink, seconds)
+            sending.append(Sending(format, size.share(format) * size.bytes, peer.uplink, seconds))
+        if sending == before:
+            break
+        shares = [size.share(sending[kind].format) for kind in kinds]
+        able = [name for name, kind in zip(names, kinds, strict=True) if not sending[kind].format]
+        dealt = deal(size.chunks, len(names), able if is_fair(able, names, len(names)) else names, rates)
+        moved = [payloads_moved(len(names), dealt.get(name, 0) / size.chunks) for name in names]
+        sent = [both - 1 + share for both, share in zip(moved, shares, strict=True)]
+        busy = [
+            values * bits / LINK_SHARE * max(out / peers[kind].up, back / peers[kind].down)
+            for out, back, kind in zip(sent, moved, kinds, strict=True)
+        ]
+        thin = dict(zip(names, shares, strict=True))
+        seconds = deadline(foreseen(dealt, names, rates, size.bytes, thin), timing)
+        allowed = max(seconds, min(*overlaps, timing.round_timeout))
+        usual = arithmetic + delays + max(busy)
+
+    def mean_of_kinds(each: Sequence[float]) -> tuple[float, ...]:
+        sums = [math.fsum(one for one, place in zip(each, kinds, strict=True) if place == kind) for kind in set(kinds)]
+        return tuple(total / peer.count for total, peer in zip(sums, peers, strict=True))
+
     return _Round(
-        arithmetic=values / encoded + values / STEPPED,
-        delays=(DELAYS if len(names) <= OPEN_LIMIT else DELAYS_OF_MORE) * sum(furthest) / 2,
-        transfer=max(payload * share / rate for share, rate in zip(moved, rates, strict=True)),
-        payload_bits=payload,
-        moved=tuple(
-            math.fsum(moved[start : start + peer.count]) / peer.count for start, peer in zip(starts, peers, strict=True)
-        ),
+        arithmetic=arithmetic,
+        delays=delays,
+        transfer=max(busy),
+        payload_bits=values * bits,
+        moved=mean_of_kinds(moved),
+        sent=mean_of_kinds(sent),
+        busy=mean_of_kinds(busy),
+        sending=tuple(sending),
     )
 
 
@@ -182,7 +234,8 @@ class Plan:
     """A run as far as the planner needs to know it. What has a default is the manifest's, too.
 
     `fragments` are the numbers of values in each; `bits` are those of a value on its way, of which `encoded` a second
-    become payload. Training goes on for `overlap` inner steps (the papers' tau) without the result; with 0 it waits.
+    become payload. Contributions may also have the bits of `thinner` formats; `formats` are all names, the run's own
+    first. Training goes on for `overlap` inner steps (the papers' tau) without the result; with 0 it waits.
     """
 
     fragments: tuple[int, ...]
@@ -197,6 +250,8 @@ class Plan:
     staleness: int = 1
     contributions: float | None = None
     overlap: int = 0
+    formats: tuple[str, ...] = ("int8",)
+    thinner: tuple[float, ...] = ()
 
     @property
     def values(self) -> int:
@@ -223,7 +278,12 @@ class Plan:
     @cached_property
     def rounds(self) -> tuple[_Round, ...]:
         """Return the round of each fragment."""
-        return tuple(round_of(self.peers, values, self.bits, self.encoded) for values in self.fragments)
+        speeds = [self.tokens_per_step / peer.step_seconds for peer in self.peers]
+        overlaps = list(map(self.pace.overlap_seconds, speeds))
+        return tuple(
+            round_of(self.peers, values, self.bits, self.encoded, self.thinner, self.timing, overlaps)
+            for values in self.fragments
+        )
 
     def own_steps(self, peer: Peer) -> int:
         """Return the inner steps that a peer makes while the fastest makes all, as its leases are sized."""
@@ -276,6 +336,8 @@ def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
         staleness=config.rounds.staleness,
         contributions=config.rounds.enough,
         overlap=config.streaming.overlap,
+        formats=config.codec.contributions,
+        thinner=tuple(map(_bits_of, config.codec.contributions[1:])),
     )
 
 
@@ -325,8 +387,9 @@ CYCLES = 2
 @dataclass(frozen=True)
 class _PeerForecast:
     """Of each of some equal peers: inner steps that it makes for an entry, how many cycles there are from one of its
-    entries to the next (0: its work never counts), shares of its time that it computes for them and its link sends;
-    seconds until a newcomer among them has the state, None if it never has."""
+    entries to the next (0: its work never counts), shares of its time that it computes for them and its link is busy,
+    the formats of its contributions, the thinnest last; seconds until a newcomer among them has the state, None if it
+    never has."""
 
     name: str
     count: int
@@ -335,6 +398,7 @@ class _PeerForecast:
     utilisation: float
     link_share: float
     sent_bits: float
+    formats: tuple[str, ...]
     joining: float | None
 
 
@@ -381,9 +445,9 @@ def forecast(plan: Plan) -> Forecast:
     seconds = max(map(plan.training_seconds, waited_for)) + max(
         max(0.0, _cycle_seconds(plan, peer) - plan.training_seconds(peer)) for peer in waited_for
     )
-    sent = [sum(each.payload_bits * each.moved[kind] for each in plan.rounds) for kind in range(len(kinds))]
+    sent = [sum(each.payload_bits * each.sent[kind] for each in plan.rounds) for kind in range(len(kinds))]
+    busy = [sum(each.busy[kind] for each in plan.rounds) for kind in range(len(kinds))]
     cycles = [_cycles(plan, peer, seconds) for peer in kinds]
-    busy = max(bits / peer.rate for bits, peer in zip(sent, kinds, strict=True))
     peers = tuple(
         _PeerForecast(
             name=peer.name,
@@ -391,11 +455,14 @@ def forecast(plan: Plan) -> Forecast:
             inner_steps=own,
             cycles=between,
             utilisation=own * peer.step_seconds / (between * seconds) if between else 0.0,
-            link_share=min(1.0, bits / peer.rate / seconds),
-            sent_bits=bits,
-            joining=_joining(plan, peer, seconds, busy),
+            link_share=min(1.0, busy[kind] / seconds),
+            sent_bits=sent[kind],
+            formats=tuple(
+                plan.formats[number] for number in sorted({each.sending[kind].format for each in plan.rounds})
+            ),
+            joining=_joining(plan, peer, seconds, max(busy)),
         )
-        for peer, own, between, bits in zip(kinds, steps, cycles, sent, strict=True)
+        for kind, (peer, own, between) in enumerate(zip(kinds, steps, cycles, strict=True))
     )
     tokens = plan.tokens_per_step * sum(peer.count * peer.inner_steps / peer.cycles for peer in peers if peer.cycles)
     prices = [None if peer.price_per_hour is None else peer.count * peer.price_per_hour for peer in kinds]
@@ -536,7 +603,7 @@ def show(console: Console, plan: Plan, found: Forecast, needed: Mapping[float, f
 
 def _peers_table(plan: Plan, found: Forecast) -> Table:
     """Return a row for each kind of peer."""
-    table = _table("peers", "count", "steps", "counts", "computes", "link busy", "memory", "per GPU")
+    table = _table("peers", "count", "steps", "counts", "computes", "link busy", "sends", "memory", "per GPU")
     for peer, each in zip(plan.peers, found.peers, strict=True):
         table.add_row(
             peer.name,
@@ -545,6 +612,7 @@ def _peers_table(plan: Plan, found: Forecast) -> Table:
             _how_often(each.cycles),
             f"{each.utilisation:.1%}",
             f"{each.link_share:.1%}",
+            ", ".join(each.formats),
             _gigabytes(peer.main_needed),
             "-" if peer.gpu_needed is None else _gigabytes(peer.gpu_needed),
         )
@@ -566,6 +634,14 @@ def _warnings(plan: Plan, found: Forecast) -> list[str]:
         for peer, each in zip(plan.peers, found.peers, strict=True)
         if not each.cycles
     ]
+    for kind, peer in enumerate(plan.peers):
+        sending = max((each.sending[kind] for each in plan.rounds), key=lambda one: one.seconds / one.allowed)
+        if sending.seconds > sending.allowed:
+            lines.append(
+                f"too thin: the uplink of {peer.name} takes {duration(sending.seconds)} for a contribution in"
+                f" {plan.formats[sending.format]}, and has {duration(sending.allowed)}: what comes later is left out. A"
+                " thinner format in codec.contributions or more rounds.round_timeout_seconds help."
+            )
     busiest = max(found.peers, key=lambda peer: peer.link_share)
     if plan.overlap and busiest.link_share >= FULL:
         lines.append(

@@ -4,7 +4,7 @@ evaluation, inner, optimizers, reference, team and trials import torch; codec, m
 the peer process uses, do not.
 
 Other rooms import:
-codec: BlockCodec, Residual, RunRounding, block_bytes
+codec: BLOCK_VALUES, BlockCodec, Residual, RunRounding, block_bytes
 evaluation: EVALUATED_AT_ONCE, generate_sample, held_out_loss
 inner: InnerStep, InnerSteps, ModelReplica
 moments_file: NO_STEP, digest_place, header_of, read_header

@@ -130,8 +130,8 @@ class OwnFacts:
 @dataclass(frozen=True)
 class Progress:
     """One moment of a volunteer, in its view of the run. `up` and `down` are bytes of bulk data a second. It is paused
-    while there are `pause_reasons`, and leaves at `until`. `machine` says which temperature and power can be read, in
-    words; it may be empty."""
+    while there are `pause_reasons`, and leaves at `until`. `month` has the month's traffic beside its limits, if there
+    are any, and `machine` says which temperature and power can be read, both in words."""
 
     view: RunView
     facts: OwnFacts
@@ -143,6 +143,7 @@ class Progress:
     down: float = 0.0
     pause_reasons: tuple[str, ...] = ()
     until: datetime | None = None
+    month: Sequence[str] = ()
     machine: str = ""
 
     @property
@@ -181,6 +182,7 @@ class Progress:
             "bytes_by_purpose": {purpose: list(moved) for purpose, moved in self.facts.purposes.items()},
             "uncompiled": self.facts.uncompiled or None,
             "pause_reasons": list(self.pause_reasons),
+            "month": list(self.month),
         }
 
 
@@ -194,8 +196,9 @@ class ProgressReader:
         facts: Callable[[], OwnFacts],
         pause_reasons: Callable[[], tuple[str, ...]],
         until: datetime | None = None,
+        month: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        self._until = until
+        self._until, self._month = until, month
         self.machine = ""  # what is known of this machine's temperature and power, in words
         self._run = run
         self._facts = facts
@@ -233,6 +236,7 @@ class ProgressReader:
             down=self._down.rate(facts.received, now),
             pause_reasons=self._pause_reasons(),
             until=self._until,
+            month=self._month(),
             machine=self.machine,
         )
 
@@ -301,6 +305,7 @@ def _healthy_line(progress: Progress) -> str:
     if progress.contribution is not None:
         said.append(_contributed(progress.contribution))
     said.append(f"{_rate(progress.up, facts.caps.upload)} up, {_rate(progress.down, facts.caps.download)} down")
+    said += progress.month
     if progress.machine:
         said.append(progress.machine)
     if progress.phase == FINISHED:
@@ -330,6 +335,7 @@ def _progress_lines(progress: Progress) -> list[str]:
     lines.append(f"up {up} ({in_words(facts.sent)}) · down {down} ({in_words(facts.received)})")
     if facts.sending is not None and facts.sending.uplink:
         lines.append(_sending(facts.sending, progress.view.run.config.codec))
+    lines += progress.month
     if progress.machine:
         lines.append(f"this machine: {progress.machine}")
     return lines

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
+from opendiloco.owner.monthly import MonthlyTraffic
 from opendiloco.owner.watch import OwnersWatch
 from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
@@ -80,6 +81,7 @@ class Session:
     invite: Invite
     key: Identity
     watch: OwnersWatch
+    traffic: MonthlyTraffic
     ticket: Ticket | None = None
     journal: Journal | None = None
 
@@ -112,6 +114,7 @@ class Session:
                 async with (
                     neighbours if settings.local_network else nullcontext(),
                     listening(transport, run.run_id) as sole,
+                    self.traffic.counting(lambda: (transport.upload.passed, transport.download.passed)),
                     working(run, settings.workers) as workload,
                     Checkpointer(self._keeping(folder, caps)) as checkpointer,
                 ):
@@ -130,13 +133,15 @@ class Session:
                         team=settings.team or "",
                         contribution_format=settings.contribution_format,
                         name=settings.name or "",
+                        share=self.traffic.share,
                     )
                     await sole
                     view.say(f"what outlives this process is in {folder.path}")
                     view.say(f"joining as {key.peer_id} on {workload.trainer.device}; Ctrl-C to leave")
                     self.watch.begin(volunteer, run.settings.timing.grace)
                     when_ready(volunteer, transport)
-                    reader = ProgressReader(run, volunteer.facts, lambda: self.watch.reasons, self.watch.until)
+                    watch, month = self.watch, self.traffic.lines
+                    reader = ProgressReader(run, volunteer.facts, lambda: watch.reasons, watch.until, month)
                     async with view.showing(reader):
                         await volunteer.take_part()
                     view.say(volunteer.farewell)
@@ -169,6 +174,7 @@ async def volunteer_with(
     team: str = "",
     contribution_format: str | None = None,
     name: str = "",
+    share: Callable[[], float] = lambda: 1.0,
 ) -> Volunteer:
     """Return a volunteer whose workers are ready to train; with a folder, from where this machine left off.
 
@@ -190,6 +196,7 @@ async def volunteer_with(
         team=team,
         format=None if contribution_format is None else run.config.codec.number_of(contribution_format),
         name=name,
+        share=share,
     )
     checkpointer.workers = workload.trainer.supervisor
     if folder is not None and log is not None:

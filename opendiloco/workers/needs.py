@@ -6,7 +6,7 @@ of a GPU's peak, and not measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,15 @@ import torch
 
 from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.host_memory import CONTEXT_BYTES, MOMENTS_BYTES, NCCL_BYTES, STATE_BYTES, HostMemory, WorkerMemory
+from opendiloco.kernels import FORMATS
 from opendiloco.model.loss import LEAST_LOGITS, in_pieces_of, positions_at_once
 from opendiloco.model.parameters import layout_of, multiplied_weights, transformer_blocks
 from opendiloco.model.utilisation import Precision, flops_per_token, peak_tokens_per_second
-from opendiloco.quantities import SECONDS_A_DAY, days_in_words, in_words
+from opendiloco.quantities import MEGABIT, SECONDS_A_DAY, days_in_words, duration, in_words
 from opendiloco.training.optimizers import FUSED_ON
 from opendiloco.workers.options import WorkerOptions
+from peers.log.settings import Timing
+from peers.protocol.planning import deadline, seconds_to_send
 
 UTILISATION = 0.4  # share of its peak at which a GPU is taken to train
 SHARE_OF_ROUNDS = 0.1  # of a peer's time, that rounds may take: what a link must carry follows from it
@@ -47,7 +50,9 @@ MACHINES = (
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one peer of a run, with so many GPUs. Bytes and tokens; activations come on top of what its devices take."""
+    """Of one peer of a run, with so many GPUs. Bytes and tokens; activations come on top of what its devices take.
+    `contributions` are the bytes of one in each format that the run allows, of its largest fragment; `overlap` is the
+    share of an outer step for which training goes on meanwhile."""
 
     gpus: int
     host: HostMemory
@@ -57,6 +62,9 @@ class Needs:
     outer_steps: int
     precision: Precision
     token_flops: float | None
+    contributions: Mapping[str, int]
+    overlap: float
+    timing: Timing
 
     @property
     def main_memory(self) -> int:
@@ -83,7 +91,7 @@ class Needs:
         """Trained by one peer that is there from the first outer step to the last."""
         return self.outer_steps * self.tokens_per_outer_step
 
-    def plain(self) -> dict[str, int]:
+    def plain(self) -> dict[str, Any]:
         """Return what a machine with one GPU, or none, has to have, in bytes."""
         return {
             "parameters": self.host.values,
@@ -92,6 +100,7 @@ class Needs:
             "main_memory_on_cpu": self.main_memory_on_cpu,
             "disk": self.disk,
             "traffic_each_way": 2 * self.host.payload,
+            "contributions": dict(self.contributions),
         }
 
     def days(self, machine: _Machine) -> float | None:
@@ -107,11 +116,20 @@ class Needs:
         seconds = SECONDS_A_DAY * days / self.outer_steps * SHARE_OF_ROUNDS / (1 - SHARE_OF_ROUNDS)
         return seconds, 8 * 2 * self.host.payload / seconds
 
+    def uplinks(self, days: float) -> tuple[float, dict[str, float]]:
+        """Return the seconds in which contributions should be out, and the bytes a second that carry one in each format
+        in that time. The others have links as `link` says, and train for as many days."""
+        usual = max(self.link(days)[0], SHORTEST_ROUND)
+        overlap = self.overlap * SECONDS_A_DAY * days / self.outer_steps
+        seconds = seconds_to_send(deadline([usual], self.timing), usual, self.timing, overlap)
+        return seconds, {format: size / seconds for format, size in self.contributions.items()}
+
 
 def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1, options: WorkerOptions | None = None) -> Needs:
     """Return what a run takes of a peer with so many GPUs, from the skeleton of its model."""
     training, layout = config.training, layout_of(skeleton, config.streaming)
     host = HostMemory.of(layout.size, config.codec)
+    largest = max(part.stop - part.start for part in layout.fragments)
     return Needs(
         gpus=gpus,
         host=host,
@@ -121,6 +139,9 @@ def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1, options: WorkerOpt
         outer_steps=config.total_outer_steps,
         precision=training.precision,
         token_flops=flops_per_token(skeleton.config, multiplied_weights(skeleton), training.sequence_length),
+        contributions={format: FORMATS[format].payload_size(largest) for format in config.codec.contributions},
+        overlap=config.streaming.overlap / training.inner_steps,
+        timing=config.rounds.timing,
     )
 
 
@@ -132,10 +153,22 @@ def needs_lines(needs: Callable[[int], Needs]) -> Iterator[str]:
     yield f"main memory: {beside} beside GPUs, {alone} without; Python's libraries and the data come on top"
     yield f"disk: {in_words(one.disk)} for checkpoints, and the log"
     yield f"each outer step: {in_words(2 * one.host.payload)} to send and as much to get"
+    sizes = ", ".join(f"{in_words(size)} in {format}" for format, size in one.contributions.items())
+    yield f"a contribution: {sizes}; a thin uplink sends the first that it carries in time"
     for machine in MACHINES:
         here = needs(machine.gpus)
         memory = f"{machine.name}: {in_words(here.device_memory)} of each GPU, and activations"
         yield memory + _time_on(machine, here)
+        days = here.days(machine)
+        if days is not None:
+            yield f"  {_uplinks(here, days)}"
+
+
+def _uplinks(needs: Needs, days: float) -> str:
+    """Return which uplink carries which format in time, where peers train for so many days."""
+    seconds, uplinks = needs.uplinks(days)
+    each = ", ".join(f"{format} {float(f'{rate / MEGABIT:.2g}'):,g}" for format, rate in uplinks.items())
+    return f"uplink in Mbit/s for a contribution in {duration(seconds)}: {each}"
 
 
 def _time_on(machine: _Machine, needs: Needs) -> str:

@@ -234,6 +234,7 @@ class Driver:
         team: str = "",
         format: int | None = None,
         name: str = "",
+        share: Callable[[], float] = lambda: 1.0,
     ) -> None:
         """Begin with the workload's state, which has this digest.
 
@@ -247,6 +248,7 @@ class Driver:
             on_snapshot: is told of every state that is frozen here or fetched.
             team: is told to others with each heartbeat; so is the nickname `name`.
             format: that of all contributions; by default the one that our uplink has time for.
+            share: returns the share of a whole contribution's bytes that ours may have, if the run has such a format.
         """
         self.entries = RunLog(settings.empty_log, 0) if log is None else log
         buffers = PayloadBuffers.of_each(workload.fragments, KEPT_BYTES, self.entries.payload)
@@ -273,7 +275,7 @@ class Driver:
         self.replication = Replication(
             transport, workload, buffers, self.entries, storage or Storage(), self, on_entry, on_snapshot
         )
-        self._training = Training(workload, buffers, self.replication, self, format)
+        self._training = Training(workload, buffers, self.replication, self, format, share)
         self._effects = self._table()
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -38,6 +38,11 @@ class Sending(NamedTuple):
     uplink: float
     allowed: float
 
+    @property
+    def seconds(self) -> float:
+        """Return the seconds that the uplink takes for it; 0: not known."""
+        return self.bytes / self.uplink if self.uplink else 0.0
+
 
 class Training:
     """Has the worker train once at a time."""
@@ -49,8 +54,10 @@ class Training:
         replication: Replication,
         host: Driver,
         format: int | None = None,
+        share: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """`buffers` are of each fragment. Contributions have this format; None: what the uplink has time for."""
+        """`buffers` are of each fragment. Contributions have this format; None: what the uplink has time for, and no
+        more than a `share` of a whole contribution's bytes, if the run has such a format."""
         self._workload = workload
         self._buffers = buffers
         self._replication = replication
@@ -61,7 +68,7 @@ class Training:
         self._longest_step = 0.0  # seconds
         self._stepped_at: float | None = None
         self._is_watched = False
-        self._format = format
+        self._format, self._share = format, share
         self.sending: Sending | None = None
         """The format of the last contribution."""
 
@@ -129,7 +136,10 @@ class Training:
         """Return the format of a fragment's contribution, and note it for the volunteer."""
         size, uplink = self._buffers[fragment].size, self._host.rounds.traffic.last_uplink
         allowed = self._host.peer.seconds_to_send(fragment)
-        format = format_for(size, uplink, allowed) if self._format is None else self._format
+        format = self._format
+        if format is None:
+            in_share = format_for(size, self._share() * size.bytes, 1.0)
+            format = max(format_for(size, uplink, allowed), in_share)
         self.sending = Sending(format, size.share(format) * size.bytes, uplink, allowed)
         return format
 

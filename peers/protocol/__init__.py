@@ -13,7 +13,7 @@ events: AmendmentSeen, Applied, AverageRefuted, BadBlocks, Captured, ChunkSent, 
 exchange: Exchange
 pace: Pace
 peer: Peer
-planning: deal, format_for
+planning: deadline, deal, foreseen, format_for, is_fair, seconds_to_send
 round: RoundState
 states: SHOWN_AS, State
 voter: OPEN_LIMIT

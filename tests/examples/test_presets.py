@@ -316,6 +316,8 @@ def test_the_command_says_it_without_a_network() -> None:
     assert "10,211,381,248 parameters; 904 outer steps, 94,791,270,400 tokens of each peer" in done.output
     assert "H100: 203 GB of each GPU, and activations: it is too small" in done.output
     assert "8 H100: 34.1 GB of each GPU, and activations; 23 days at 40% of its peak" in done.output
+    assert "a contribution: 10.3 GB in int8, 5.15 GB in e2m1, 289 MB in sparse; " in done.output
+    assert "  uplink in Mbit/s for a contribution in 4 min: int8 330, e2m1 170, sparse 9.4\n" in done.output
 
 
 def test_the_command_knows_where_moments_are() -> None:

@@ -114,6 +114,7 @@ def _check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
     outlook, ourselves, peers = forecast(plan), plan.peers[0], plan.count
     own, training = outlook.peers[0], plan.training_seconds(ourselves)
     sent, sent_a_day = own.sent_bits / 8, own.sent_bits / 8 / outlook.cycle_seconds * SECONDS_A_DAY
+    received = sum(each.payload_bits * each.moved[0] for each in plan.rounds) / 8
     if is_supposed:
         with_whom = "with one peer like this machine, since nobody is there"
     else:
@@ -121,8 +122,13 @@ def _check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
     found = (
         f"an outer step takes {duration(outlook.cycle_seconds)} {with_whom}: {duration(training)}"
         f" for {own.inner_steps} inner steps, {duration(outlook.round_seconds)} to average;"
-        f" {in_words(round(sent))} up and as much down in each, {in_words(round(sent_a_day))} a day"
+        f" {in_words(round(sent))} up and {in_words(round(received))} down in each,"
+        f" {in_words(round(sent_a_day))} up a day"
     )
+    sending = max((each.sending[0] for each in plan.rounds), key=lambda one: one.bytes)
+    formats, is_late = " and ".join(own.formats), sending.seconds > sending.allowed
+    time = f"{duration(sending.seconds)} of {duration(sending.allowed)}"
+    found += f"; its uplink sends contributions in {formats}, {time}"
     if own.joining is not None:
         found += f"; joining takes {duration(max(1.0, own.joining))}"
     values = {
@@ -131,7 +137,11 @@ def _check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
         "round_seconds": outlook.round_seconds,
         "sent_bytes": sent,
         "sent_bytes_a_day": sent_a_day,
+        "received_bytes": received,
         "joining_seconds": own.joining,
+        "formats": formats,
+        "sending_seconds": sending.seconds,
+        "sending_allowed_seconds": sending.allowed,
         "peers": peers,
     }
     wrong = failed if is_measured else warned
@@ -143,6 +153,9 @@ def _check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
     if own.cycles > 1:
         found = f"{found}; its work counts in one of {own.cycles} outer steps"
         return warned("round", found, "A faster machine would count in each.", **values)
+    if is_late:
+        remedy = "What comes later is left out: use a faster uplink, or one that nothing else uses."
+        return warned("round", f"{found}; the uplink is too thin", remedy, **values)
     return passed("round", found, **values)
 
 
@@ -380,7 +393,8 @@ class Examination:
             self._tell(skipped("round", f"the {'speed' if speed is None else 'bandwidth'} is not known"))
             return
         others = [beat.speed for beat in self._others]
-        plan = _plan_among(self._run.config, skeleton, speed, self._bandwidth, self._latency, others)
+        bandwidth = self._bandwidth.within(self._settings.upload_limit, self._settings.download_limit)
+        plan = _plan_among(self._run.config, skeleton, speed, bandwidth, self._latency, others)
         self._tell(_check_round(plan, is_supposed=not others, is_measured=bool(speed.steps)))
 
     def _gpus(self, torch: Torch | None) -> tuple[Gpu, ...]:

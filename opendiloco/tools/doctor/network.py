@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import random
 import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opendiloco.quantities import bandwidth_in_words
 from opendiloco.tools.doctor.findings import Finding, Value, failed, failed_with, passed, skipped, warned
@@ -82,6 +83,11 @@ class Bandwidth:
     up: float
     down: float
     measured_with: str
+
+    def within(self, upload: float | None, download: float | None) -> Bandwidth:
+        """Return what is left of it by the owner's limits, in megabits a second."""
+        up, down = (math.inf if limit is None else 1e6 * limit for limit in (upload, download))
+        return replace(self, up=min(self.up, up), down=min(self.down, down))
 
 
 async def check_p2pd() -> Finding:

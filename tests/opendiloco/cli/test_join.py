@@ -58,7 +58,9 @@ def test_who_interrupts_a_start_hears_that_it_has_ended(
     monkeypatch.setattr(Session, "take_part", take_part)
     monkeypatch.setattr("opendiloco.dashboard.watching.volunteer_source", lambda volunteer, transport: None)
     settings, view = JoinSettings(run="tiny-x"), Lines()
-    joining = _Joining(settings, cast(Any, None), Identity.generate(), _owners_watch(settings, view), view, None)
+    traffic: Any = None
+    watch = _owners_watch(settings, view)
+    joining = _Joining(settings, cast(Any, None), Identity.generate(), watch, traffic, view, None)
 
     async def interrupt() -> None:
         with pytest.raises(asyncio.CancelledError):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opendiloco.owner import watch as owners_watch
-from opendiloco.owner.conditions import parse_conditions
+from opendiloco.owner.conditions import Condition, parse_conditions
 from opendiloco.owner.controls import Request
 from opendiloco.owner.facts import Facts
 from opendiloco.owner.watch import CALM_SECONDS, LONGEST_HOLD, LOOK_SECONDS, SHORTEST_HOLD, OwnersWatch
@@ -123,6 +123,25 @@ def test_a_condition_that_goes_on_leaves_later_than_it_would_be_known_to_be_over
     machine.look(after=0.1, on_battery=True)
     assert machine.volunteer.has_left
     assert machine.watch.comes_back
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_pause_that_is_known_to_be_long_leaves_at_once_unless_it_is_overruled() -> None:
+    """It would move data that the owner's limit does not allow any more."""
+    machine = Machine()
+    machine.watch._wishes.conditions = [Condition("monthly-upload", lambda facts: "spent", is_long=True)]
+    machine.look()
+    assert not machine.volunteer.has_left
+    machine.look()
+    assert machine.volunteer.has_left
+    assert machine.watch.comes_back
+    machine.watch.end()
+    assert machine.ask("resume", anyway=True) == "training goes on"
+    machine.volunteer = Volunteer()
+    machine.watch._is_leaving = False  # as another stay begins
+    machine.watch.begin(machine.volunteer, GRACE)
+    machine.look()
+    assert not machine.volunteer.has_left
 
 
 def test_no_pause_is_held_for_longer_than_a_minute() -> None:

@@ -161,6 +161,13 @@ def test_a_run_that_is_over_says_whether_to_stay(
     assert said in _healthy_line(over)
 
 
+def test_the_months_traffic_is_shown_beside_its_limits(progress: Progress) -> None:
+    limited = replace(progress, month=("this month (UTC): up 1 GB of 2 GB", "near the limit"))
+    assert _progress_lines(limited)[-3:-1] == list(limited.month)
+    assert ", this month (UTC): up 1 GB of 2 GB, near the limit, " in _healthy_line(limited)
+    assert limited.plain()["month"] == list(limited.month)
+
+
 def test_that_it_trains_uncompiled_stays_on_the_screen(progress: Progress) -> None:
     uncompiled = replace(progress, facts=replace(progress.facts, uncompiled="fatal error: Python.h " * 9))
     lines = _progress_lines(uncompiled)

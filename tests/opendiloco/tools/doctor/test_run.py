@@ -92,14 +92,32 @@ def plan(mbit: float = 800.0, step_seconds: float = 3.0, latency: float = 0.0, o
     own, other = (
         Peer("", count, 1e6 * mbit, 1e6 * mbit, latency, step) for count, step in ((1, step_seconds), (others, 3.0))
     )
-    return Plan((GB,), (own, other), 100, 1000, smallest_share=0.125, snapshot_every=4, bits=8)
+    return Plan(
+        *((GB,), (own, other), 100, 1000),
+        smallest_share=0.125,
+        snapshot_every=4,
+        bits=8,
+        formats=("int8", "e2m1", "sparse"),
+        thinner=(4.0, 0.25),
+    )
+
+
+def thin(up: float) -> Plan:
+    """The same with 200 Mbit/s, and another uplink of this machine."""
+    usual = plan(mbit=200.0, others=3)
+    longer = replace(usual.timing, round_timeout=600.0)
+    return replace(usual, timing=longer, peers=(replace(usual.peers[0], up=1e6 * up), *usual.peers[1:]))
 
 
 @pytest.mark.parametrize(
     ("planned", "is_measured", "verdict", "says"),
     [
         (plan(), True, PASS, "5.25 min with 2 others"),
-        (plan(), True, PASS, "1.33 GB up and as much down in each, 365 GB a day; joining takes"),
+        (plan(), True, PASS, "1.33 GB up and 1.33 GB down in each, 365 GB up a day; its uplink"),
+        (plan(), True, PASS, "; its uplink sends contributions in int8, 10.5 s of 15.2 s; joining"),
+        (thin(90.0), True, PASS, "500 MB up and 1 GB down in each, "),
+        (thin(90.0), True, PASS, "; its uplink sends contributions in e2m1, 46.8 s of 71.4 s; joining"),
+        (thin(1.0), True, WARN, "the uplink is too thin"),
         (plan(step_seconds=36.0), True, WARN, "its work counts in one of 2 outer steps"),
         (plan(step_seconds=60.0), True, FAIL, "too slow"),
         (plan(step_seconds=60.0), False, WARN, "too slow"),
@@ -160,6 +178,12 @@ def test_the_first_inner_step_does_not_count_unless_it_is_alone() -> None:
     assert _speed_of([60.0, 61.0, 62.0], told, 32) == _Speed(32.0, 2)
     assert _speed_of([60.0], told[:1], 32) == _Speed(10.0, 1)
     assert _speed_of([], [], 32) is None
+
+
+def test_the_owners_limits_are_part_of_the_link() -> None:
+    link = Bandwidth(up=50e6, down=400e6, measured_with="a peer")
+    assert link.within(20.0, None) == replace(link, up=20e6)
+    assert link.within(100.0, 100.0) == replace(link, down=100e6)
 
 
 def planned(config: RunConfig, skeleton: Any, speed: float, bits: float, *others: float) -> Plan:

@@ -52,12 +52,21 @@ def test_it_prints_tables_and_writes_what_is_asked_for(links: Path, tmp_path: Pa
     figures = tmp_path / "plan.json"
     done = plan(links, "--json", figures)
     assert done.exit_code == 0, done.output
-    for words in ("parameters in 1 fragment, 4 peers", "computes", "fast", "peer 2", "a day", "each link needs"):
+    for words in (
+        "parameters in 1 fragment, 4 peers",
+        "computes",
+        "fast",
+        "peer 2",
+        "a day",
+        "each link needs",
+        "sends",
+    ):
         assert words in done.output
     assert "too small: fast: needs 0.569 GB of each GPU, and has 0.001 GB" in done.output
     found = json.loads(figures.read_text())
     assert 0 < found["utilisation"] <= 1
     assert found["cost_per_day"] == 24 * 3.5
+    assert [peer["formats"] for peer in found["peers"]] == [["int8"], ["int8"]]
     assert set(found["bandwidth_needed"]) == {"0.5", "0.8", "0.9", "0.95", "0.99"}
 
 

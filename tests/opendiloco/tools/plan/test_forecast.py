@@ -22,6 +22,7 @@ from opendiloco.tools.plan import (
     least_bandwidth,
     round_of,
 )
+from peers.log.settings import Timing
 
 MBIT = 1e6
 VALUES = 100_000_000
@@ -233,3 +234,45 @@ def test_a_link_that_rounds_need_all_of_is_named() -> None:
     assert [line[:8] for line in _warnings(eight, forecast(eight))] == ["too full"]
     for calm in (replace(eight, bits=4), replace(eight, overlap=0)):
         assert _warnings(calm, forecast(calm)) == []
+
+
+# Thin uplinks ---------------------------------------------------------------------------------------------------------
+THINNER = (4.0, 0.25)
+FORMATS = ("int8", "e2m1", "sparse")
+
+
+def thin(up: float, down: float = 200, count: int = 1) -> Peer:
+    return Peer("thin", count, up * MBIT, down * MBIT, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(("up", "format"), [(200, 0), (120, 0), (90, 1), (60, 1), (40, 2), (5, 2)])
+def test_a_thin_uplink_sends_the_first_format_that_it_carries_while_the_others_average(up: float, format: int) -> None:
+    """No longer than the others' links are busy: the three of them average for all."""
+    found = round_of([thin(up), peer(200, count=3)], VALUES, 8, thinner=THINNER)
+    share = (8, *THINNER)[format] / 8
+    assert [one.format for one in found.sending] == [format, 0]
+    assert found.sending[0].allowed == pytest.approx((1 + 2 * 0.33) * 8e8 / (LINK_SHARE * 200 * MBIT), rel=0.1)
+    assert found.sending[0].seconds == pytest.approx(share * 8e8 / (LINK_SHARE * up * MBIT))
+    assert found.sent[0] == pytest.approx(found.moved[0] - 1 + share)
+    if format:
+        assert found.moved[0] == 1, "it reduces nothing"
+        assert found.transfer == pytest.approx((1 + 2 / 3) * 8e8 / (LINK_SHARE * 200 * MBIT), rel=0.02)
+
+
+def test_where_most_links_are_thin_a_round_has_time_for_them() -> None:
+    found = round_of([thin(20, count=9), peer(200)], VALUES, 8, thinner=THINNER, timing=Timing(round_timeout=3600.0))
+    assert [one.format for one in found.sending] == [0, 0]
+
+
+def test_half_of_the_overlap_is_time_to_send() -> None:
+    usual = round_of([thin(20), peer(200, count=3)], VALUES, 8, thinner=THINNER)
+    patient = round_of([thin(20), peer(200, count=3)], VALUES, 8, thinner=THINNER, overlaps=[100.0, 100.0])
+    assert [each.sending[0].format for each in (usual, patient)] == [2, 0]
+    assert patient.sending[0].allowed == 50.0
+
+
+def test_a_link_that_carries_no_format_in_time_is_named() -> None:
+    narrow = replace(plan(thin(0.1), peer(200, count=3)), formats=FORMATS, thinner=THINNER)
+    assert [each.formats for each in forecast(narrow).peers] == [("sparse",), ("int8",)]
+    [line] = _warnings(narrow, forecast(narrow))
+    assert line.startswith("too thin: the uplink of thin takes 4.39 min for a contribution in sparse, and has 8.42 s: ")

@@ -1,0 +1,226 @@
+"""The bulk data of a calendar month (UTC): counted, kept across restarts, and held to the owner's limits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from opendiloco.owner.conditions import Condition
+from opendiloco.quantities import SECONDS_A_DAY, in_words
+from peers.metrics import MONTH_BYTES, MONTH_LIMIT_BYTES
+from peers.values.system import cancel_and_wait, start_task, write_whole
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "traffic.json"
+KEEP_SECONDS = 30.0
+"""Between two writings of the file: a crash loses the count of no more."""
+PACE_SECONDS = SECONDS_A_DAY
+"""Over which the pace is taken: hours without training count, and the download of the state is no pace of a month."""
+NEAR = 0.9  # of a limit, from which on contributions are thinner whatever the pace
+SPENT = 0.98
+"""Of a limit, at which the volunteer pauses: what is left is for the round under way, which is finished first."""
+LEAST_SHARE = 1e-6
+"""Of a contribution's bytes, which asks for the thinnest format."""
+DIRECTIONS, MEASURED_AS = ("up", "down"), ("sent", "received")  # in words, and as metrics are labelled
+
+
+_Bytes = Annotated[int, Field(ge=0, le=1 << 63)]
+_Rate = Annotated[float, Field(ge=0, le=1e15)]
+
+
+class _Count(BaseModel):
+    """The bytes that one volunteer has sent and received in a month, its pace in bytes a second, and when it was last
+    counted, in seconds since the epoch."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    month: str = ""
+    at: float = 0.0
+    moved: tuple[_Bytes, _Bytes] = (0, 0)
+    pace: tuple[_Rate, _Rate] = (0.0, 0.0)
+
+    def in_month(self, now: datetime) -> tuple[int, int]:
+        """Return the bytes of the present month."""
+        return self.moved if self.month == _name(now) else (0, 0)
+
+    def pace_at(self, now: datetime) -> tuple[float, float]:
+        """Return the pace, which falls while nothing is moved."""
+        rest = math.exp(-max(now.timestamp() - self.at, 0.0) / PACE_SECONDS)
+        return self.pace[0] * rest, self.pace[1] * rest
+
+    def and_more(self, more: Sequence[int], now: datetime) -> _Count:
+        """Return the count with more bytes."""
+        moved = [before + new for before, new in zip(self.in_month(now), more, strict=True)]
+        pace = [before + new / PACE_SECONDS for before, new in zip(self.pace_at(now), more, strict=True)]
+        return _Count(month=_name(now), at=now.timestamp(), moved=(moved[0], moved[1]), pace=(pace[0], pace[1]))
+
+
+@dataclass(frozen=True)
+class _Use:
+    """The use of one direction: bytes so far, those by the month's end at the present pace, and the owner's limit."""
+
+    direction: str
+    moved: int
+    foreseen: float
+    limit: float | None
+
+    @property
+    def share(self) -> float:
+        """Return the share of the present pace that the limit leaves until the month's end; below 1: it is near."""
+        if self.limit is None:
+            return 1.0
+        left, to_come = self.limit - self.moved, self.foreseen - self.moved
+        share = left / to_come if to_come > left else 1.0
+        return max(min(share, NEAR if self.moved >= NEAR * self.limit else 1.0), LEAST_SHARE)
+
+    def __str__(self) -> str:
+        limit = "" if self.limit is None else f" of {in_words(round(self.limit))}"
+        return f"{self.direction} {in_words(self.moved)}{limit}"
+
+
+class MonthlyTraffic:
+    """The bulk data that the volunteers of this machine have moved in the present month, beside the owner's limits.
+
+    Each volunteer keeps its own count in its folder, and adds those beside it in the same state folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        limits: tuple[float | None, float | None] = (None, None),
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        """`folder` is the volunteer's own. `limits` are in bytes, up and down; None: no limit."""
+        self._file, self._limits, self._clock = folder / FILE_NAME, limits, clock
+        self._own = _read(self._file)
+        self._others = list(self._read_others())
+        self._transport: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._seen = (0, 0)  # bytes of the transport that are counted
+        self._can_write = True
+        for direction, limit in zip(MEASURED_AS, limits, strict=True):
+            if limit is not None:
+                MONTH_LIMIT_BYTES.labels(direction).set(limit)
+
+    # Counting ---------------------------------------------------------------------------------------------------------
+    @asynccontextmanager
+    async def counting(self, transport: Callable[[], tuple[int, int]]) -> AsyncIterator[None]:
+        """Count what a new transport moves until the context ends, and keep the count. `transport` returns the bytes
+        that it has sent and received so far."""
+        self._transport, self._seen = transport, (0, 0)
+        keeping = start_task(self._keep_on())
+        try:
+            yield
+        finally:
+            await cancel_and_wait(keeping)
+            self.uses()
+            self._transport = lambda: self._seen
+            self._keep(self._own)
+
+    async def _keep_on(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_SECONDS)
+            self.uses()
+            await asyncio.to_thread(self._keep, self._own)
+            self._others = await asyncio.to_thread(lambda: list(self._read_others()))
+
+    def _count(self) -> None:
+        """Add what the transport has moved since the last count."""
+        moved = self._transport()
+        more = [after - before for after, before in zip(moved, self._seen, strict=True)]
+        self._seen = moved
+        if any(more):
+            self._own = self._own.and_more(more, self._clock())
+
+    def _keep(self, count: _Count) -> None:
+        """Write a count to the file, unless nothing was ever counted."""
+        if not count.month:
+            return
+        try:
+            write_whole(self._file, [count.model_dump_json().encode()], is_durable=True)
+            self._can_write = True
+        except OSError as error:
+            if self._can_write:
+                reason = error.strerror or str(error)
+                logger.warning(
+                    "%s cannot be written, so the month's traffic is lost at a restart: %s. Free some space.",
+                    *(self._file, reason),
+                )
+            self._can_write = False
+
+    def _read_others(self) -> Iterator[_Count]:
+        """Yield the counts of the other volunteers in the state folder, of whichever run."""
+        state = self._file.parent.parent.parent
+        yield from (_read(path) for path in sorted(state.glob(f"*/*/{FILE_NAME}")) if path != self._file)
+
+    # Limits -----------------------------------------------------------------------------------------------------------
+    def uses(self) -> tuple[_Use, ...]:
+        """Return the use of the uplink and of the downlink in the present month."""
+        self._count()
+        now, found = self._clock(), list[_Use]()
+        seconds = (_end_of_month(now) - now).total_seconds()
+        counts = [self._own, *self._others]
+        for place, direction in enumerate(DIRECTIONS):
+            moved = sum(count.in_month(now)[place] for count in counts)
+            pace = sum(count.pace_at(now)[place] for count in counts)
+            found.append(_Use(direction, moved, moved + pace * seconds, self._limits[place]))
+            MONTH_BYTES.labels(MEASURED_AS[place]).set(moved)
+        return tuple(found)
+
+    def share(self) -> float:
+        """Return the share of a whole contribution's bytes that the limits leave; 1: all of them."""
+        return min(use.share for use in self.uses())
+
+    def lines(self) -> list[str]:
+        """Return the month's traffic in words, and whether a limit is near; nothing where there is no limit."""
+        if not any(self._limits):
+            return []
+        uses = self.uses()
+        lines, nearest = [f"this month (UTC): {' · '.join(map(str, uses))}"], min(uses, key=lambda use: use.share)
+        if nearest.share < 1:
+            foreseen = f"{nearest.direction} {in_words(round(nearest.foreseen))}"
+            end = f"{_end_of_month(self._clock()):%Y-%m-%d}"
+            lines.append(f"near the limit, so in thinner formats: {foreseen} by {end} at this pace")
+        return lines
+
+    def conditions(self) -> tuple[Condition, ...]:
+        """Return the conditions to pause: one for each limit, which holds once the limit is spent."""
+
+        def condition(place: int, limit: float) -> Condition:
+            def reason(_: object) -> str | None:
+                use = self.uses()[place]
+                until = f"until {_end_of_month(self._clock()):%Y-%m-%d %H:%M} UTC"
+                return f"the month's limit is spent ({use}), {until}" if use.moved >= SPENT * limit else None
+
+            return Condition(f"monthly-{DIRECTIONS[place]}load", reason, is_long=True)
+
+        return tuple(condition(place, limit) for place, limit in enumerate(self._limits) if limit is not None)
+
+
+def _read(path: Path) -> _Count:
+    """Return the count in a file; nothing counted where there is none."""
+    try:
+        return _Count.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        pass
+    except (OSError, ValidationError) as error:
+        logger.warning("%s is passed over, so the month's traffic before now is not counted: %s", path, error)
+    return _Count()
+
+
+def _name(now: datetime) -> str:
+    return f"{now:%Y-%m}"
+
+
+def _end_of_month(now: datetime) -> datetime:
+    first = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+    return (first + timedelta(days=32)).replace(day=1)
