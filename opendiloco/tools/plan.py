@@ -192,11 +192,10 @@ def round_of(
     allowed, usual = None, None
     sending, moved, sent, busy = list[Sending](), list[float](), list[float](), list[float]()
     for _ in range(SETTLING):
-        before, sending = sending, list[Sending]()
-        for peer, overlap in zip(peers, overlaps, strict=True):
-            seconds = seconds_to_send(allowed, usual, timing, overlap)
-            format = format_for(size, peer.uplink, seconds)
-            sending.append(Sending(format, size.share(format) * size.bytes, peer.uplink, seconds))
+        before, times = sending, [seconds_to_send(allowed, usual, timing, overlap) for overlap in overlaps]
+        chosen = [format_for(size, peer.uplink, time) for peer, time in zip(peers, times, strict=True)]
+        made = zip(chosen, peers, times, strict=True)
+        sending = [Sending(one, sizes[one], peer.uplink, time) for one, peer, time in made]
         if sending == before:
             break
         shares = [size.share(sending[kind].format) for kind in kinds]
@@ -457,9 +456,7 @@ def forecast(plan: Plan) -> Forecast:
             utilisation=own * peer.step_seconds / (between * seconds) if between else 0.0,
             link_share=min(1.0, busy[kind] / seconds),
             sent_bits=sent[kind],
-            formats=tuple(
-                plan.formats[number] for number in sorted({each.sending[kind].format for each in plan.rounds})
-            ),
+            formats=tuple(plan.formats[one] for one in sorted({each.sending[kind].format for each in plan.rounds})),
             joining=_joining(plan, peer, seconds, max(busy)),
         )
         for kind, (peer, own, between) in enumerate(zip(kinds, steps, cycles, strict=True))

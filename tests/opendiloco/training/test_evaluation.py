@@ -163,8 +163,9 @@ def test_a_run_names_the_held_out_text_that_is_on_the_organisers_machine(
     assert _with_held_out_text_named(named) == named
     assert _with_held_out_text_named(with_folder(tmp_path / "nowhere")).evaluation.digest is None
     (tmp_path / "own.txt").write_text("a few words, too few")
-    assert _with_held_out_text_named(with_folder(tmp_path)).evaluation.digest is None
-    assert "gets no digest" in caplog.text
+    with pytest.raises(DataError, match="1 training windows"):
+        _with_held_out_text_named(with_folder(tmp_path))
+    assert "nothing says which text is held out" in caplog.text
     other = named.evaluation.model_copy(update={"digest": "cd" * 32})
     with pytest.raises(DataError, match="has the digest cdcd"):
         _with_held_out_text_named(named.model_copy(update={"evaluation": other}))

@@ -71,7 +71,7 @@ def test_a_run_that_only_an_archive_keeps_is_as_far_as_the_archive(config: RunCo
     """Regression: at outer step 174 `doctor` said 0."""
     run = Run.sign(config.model_copy(update={"outer_steps": 12}), Identity.generate())
     archive = beat("z", 7).model_copy(update={"state": PeerState.ARCHIVING})
-    assert_finding(_check_run(RunView(run, [archive])), PASS, "0 peers there, outer step 7 of 12")
+    assert_finding(_check_run(RunView(run, [archive])), PASS, "0 peers and 1 archive there, outer step 7 of 12")
 
 
 @pytest.mark.parametrize(
