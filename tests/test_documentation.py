@@ -126,6 +126,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 def test_prose_fits_the_line(document: Path) -> None:
     lines = document.read_text(encoding="utf-8").splitlines()
     assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
+    assert not [line for line in lines if line.startswith(("<<<<<<<", ">>>>>>>"))], "a merge is not finished"
 
 
 def test_tree_names_what_is_there() -> None:

@@ -253,7 +253,10 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
     command = "bootstrap" if system else "join"
     given = ["--identity", "bootstrap.pem", *arguments] if system else ["--plain", *arguments]
     group: Any = click.get_current_context().find_root().command
-    group.get_command(click.get_current_context(), command).make_context(command, list(given))  # or it is wrong usage
+    if variables := sorted(name for name in os.environ if name.startswith("DILOCO_")):
+        raise click.UsageError(f"{variables[0]} is set here, and a unit does not have it: give the option instead.")
+    within = click.get_current_context().find_root()
+    group.get_command(within, command).make_context(command, list(given), parent=within)  # or it is wrong usage
     name = "diloco-bootstrap" if system else "diloco-volunteer"
     folder = Path("/etc/systemd/system") if system else default_settings_path().parents[1] / "systemd" / "user"
     own = f"DynamicUser=yes\nStateDirectory={name}\nWorkingDirectory=%S/{name}\nEnvironment=HOME=%S/{name}"

@@ -298,8 +298,10 @@ def _check(config: RunConfig) -> None:
     for part in _beyond_schedules(config, NO_OVERRIDES):
         logger.warning("%s; nothing is learned from there on. Lengthen the schedule, or shorten the run", part)
     for source in local_sources(config.data):
+        if source.startswith("~"):
+            raise DataError(f"data.source = {source!r} has a tilde.", "Write the path out: it is part of the manifest.")
         if not _is_here(source):
-            logger.warning("data.source = %r is not on this machine; each volunteer names a folder with --data", source)
+            logger.warning("data.source = %r is not on this machine; each volunteer names its own with --data", source)
     if config.model.path is not None:
         return
     try:

@@ -71,7 +71,7 @@ class CodecSection(Section):
     contributions: Annotated[tuple[FormatName, ...], Field(strict=False, max_length=len(BITS))] = ()
     """The formats in which a peer may contribute: `kind`, then thinner ones for thin uplinks. A peer sends the first
     that its uplink carries in time, and makes up for what that leaves out; averages are always in `kind`. `["int8"]`
-    allows none but int8."""
+    allows none but int8; by default `e2m1` and `sparse` are allowed beside int8, and `sparse` beside four bits."""
 
     def number_of(self, kind: str) -> int:
         """Return the number of a format of contributions. Raises: ManifestError when the run does not allow it."""
@@ -88,8 +88,8 @@ class CodecSection(Section):
         if not isinstance(content, dict):
             return content
         kind = content.get("kind", "int8")
-        if isinstance(kind, str) and kind in BITS:
-            content = {"contributions": (kind, *THINNER.get(kind, ("sparse",)))} | content
+        if isinstance(kind, str) and kind in BITS and not content.get("contributions"):
+            content = content | {"contributions": (kind, *THINNER.get(kind, ("sparse",)))}
         return {"error_feedback": SPARSE_ERROR_FEEDBACK} | content if kind == "sparse" else content
 
     @model_validator(mode="after")

@@ -82,7 +82,7 @@ REMEDIES = {
     "float_type": "not a number. Use one, without quotes.",
     "finite_number": "not finite. Use a finite number.",
     "string_type": "not a text. Put it in quotes.",
-    "string_too_short": "empty. Give a name or path.",
+    "string_too_short": "empty. Give a text.",
     "string_too_long": "too long. Use at most {max_length} characters.",
     "literal_error": "not known here. Use {expected}.",
     "string_pattern_mismatch": "not usable. Use 1 to 40 lower-case letters, digits and dashes.",

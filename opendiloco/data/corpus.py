@@ -233,7 +233,7 @@ class _Rows:
             first = " A CSV file begins with their names, with commas between." * is_csv
             raise DataError(
                 f"data.column = {section.column!r} is not in {section.source!r}.",
-                f"Choose one of: {', '.join(columns)}.{first}",
+                f"Choose one of: {', '.join(str(name)[:40] for name in columns[:20])}.{first}",
             )
         if types is not None and not _is_plain(types[section.column]):
             raise DataError(

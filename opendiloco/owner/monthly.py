@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from threading import Lock
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -29,6 +30,8 @@ PACE_SECONDS = SECONDS_A_DAY
 NEAR = 0.9  # of a limit, from which on contributions are thinner whatever the pace
 SPENT = 0.98
 """Of a limit, at which the volunteer pauses: what is left is for the round under way, which is finished first."""
+KEPT_MONTHS = 4
+"""Counted last: a clock that is set moves to another month."""
 LEAST_SHARE = 1e-6
 """Of a contribution's bytes, which asks for the thinnest format."""
 DIRECTIONS, MEASURED_AS = ("up", "down"), ("sent", "received")  # in words, and as metrics are labelled
@@ -39,19 +42,18 @@ _Rate = Annotated[float, Field(ge=0, le=1e15)]
 
 
 class _Count(BaseModel):
-    """The bytes that one volunteer has sent and received in a month, its pace in bytes a second, and when it was last
-    counted, in seconds since the epoch."""
+    """The bytes that one volunteer has sent and received in each of the last months, its pace in bytes a second, and
+    when it was last counted, in seconds since the epoch. A clock that was wrong for a while loses no month."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    month: str = ""
     at: float = 0.0
-    moved: tuple[_Bytes, _Bytes] = (0, 0)
+    months: Annotated[dict[str, tuple[_Bytes, _Bytes]], Field(max_length=KEPT_MONTHS)] = Field(default_factory=dict)
     pace: tuple[_Rate, _Rate] = (0.0, 0.0)
 
     def in_month(self, now: datetime) -> tuple[int, int]:
         """Return the bytes of the present month."""
-        return self.moved if self.month == _name(now) else (0, 0)
+        return self.months.get(_name(now), (0, 0))
 
     def pace_at(self, now: datetime) -> tuple[float, float]:
         """Return the pace, which falls while nothing is moved."""
@@ -62,7 +64,9 @@ class _Count(BaseModel):
         """Return the count with more bytes."""
         moved = [before + new for before, new in zip(self.in_month(now), more, strict=True)]
         pace = [before + new / PACE_SECONDS for before, new in zip(self.pace_at(now), more, strict=True)]
-        return _Count(month=_name(now), at=now.timestamp(), moved=(moved[0], moved[1]), pace=(pace[0], pace[1]))
+        others = [each for each in self.months.items() if each[0] != _name(now)]
+        months = dict([*others[1 - KEPT_MONTHS :], (_name(now), (moved[0], moved[1]))])
+        return _Count(at=now.timestamp(), months=months, pace=(pace[0], pace[1]))
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,8 @@ class _Use:
         if self.limit is None:
             return 1.0
         left, to_come = self.limit - self.moved, self.foreseen - self.moved
+        if left <= 0:
+            return LEAST_SHARE
         share = left / to_come if to_come > left else 1.0
         return max(min(share, NEAR if self.moved >= NEAR * self.limit else 1.0), LEAST_SHARE)
 
@@ -107,6 +113,7 @@ class MonthlyTraffic:
         self._transport: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._seen = (0, 0)  # bytes of the transport that are counted
         self._can_write = True
+        self._writing = Lock()
         for direction, limit in zip(MEASURED_AS, limits, strict=True):
             if limit is not None:
                 MONTH_LIMIT_BYTES.labels(direction).set(limit)
@@ -143,10 +150,11 @@ class MonthlyTraffic:
 
     def _keep(self, count: _Count) -> None:
         """Write a count to the file, unless nothing was ever counted."""
-        if not count.month:
+        if not count.months:
             return
         try:
-            write_whole(self._file, [count.model_dump_json().encode()], is_durable=True)
+            with self._writing:  # a session that ends does not wait for the thread that writes
+                write_whole(self._file, [count.model_dump_json().encode()], is_durable=True)
             self._can_write = True
         except OSError as error:
             if self._can_write:
@@ -160,7 +168,8 @@ class MonthlyTraffic:
     def _read_others(self) -> Iterator[_Count]:
         """Yield the counts of the other volunteers in the state folder, of whichever run."""
         state = self._file.parent.parent.parent
-        yield from (_read(path) for path in sorted(state.glob(f"*/*/{FILE_NAME}")) if path != self._file)
+        paths = (path for path in sorted(state.glob(f"*/*/{FILE_NAME}")) if path != self._file)
+        yield from (_read(path, logging.DEBUG) for path in paths)  # its own volunteer warns
 
     # Limits -----------------------------------------------------------------------------------------------------------
     def uses(self) -> tuple[_Use, ...]:
@@ -177,19 +186,19 @@ class MonthlyTraffic:
         return tuple(found)
 
     def share(self) -> float:
-        """Return the share of a whole contribution's bytes that the limits leave; 1: all of them."""
-        return min(use.share for use in self.uses())
+        """Return the share of a whole contribution's bytes that the limit on uploads leaves; 1: all of them."""
+        return self.uses()[0].share
 
     def lines(self) -> list[str]:
         """Return the month's traffic in words, and whether a limit is near; nothing where there is no limit."""
         if not any(self._limits):
             return []
-        uses = self.uses()
-        lines, nearest = [f"this month (UTC): {' · '.join(map(str, uses))}"], min(uses, key=lambda use: use.share)
-        if nearest.share < 1:
-            foreseen = f"{nearest.direction} {in_words(round(nearest.foreseen))}"
+        up, down = self.uses()
+        lines = [f"this month (UTC): {up} · {down}"]
+        if up.share < 1:
+            foreseen = f"up {in_words(round(up.foreseen))}"
             end = f"{_end_of_month(self._clock()):%Y-%m-%d}"
-            lines.append(f"near the limit, so in thinner formats: {foreseen} by {end} at this pace")
+            lines.append(f"near the limit: {foreseen} by {end} at this pace")
         return lines
 
     def conditions(self) -> tuple[Condition, ...]:
@@ -197,23 +206,23 @@ class MonthlyTraffic:
 
         def condition(place: int, limit: float) -> Condition:
             def reason(_: object) -> str | None:
-                use = self.uses()[place]
                 until = f"until {_end_of_month(self._clock()):%Y-%m-%d %H:%M} UTC"
-                return f"the month's limit is spent ({use}), {until}" if use.moved >= SPENT * limit else None
+                is_spent = self.uses()[place].moved >= SPENT * limit
+                return f"the month's limit on {DIRECTIONS[place]}loads is spent, {until}" if is_spent else None
 
             return Condition(f"monthly-{DIRECTIONS[place]}load", reason, is_long=True)
 
         return tuple(condition(place, limit) for place, limit in enumerate(self._limits) if limit is not None)
 
 
-def _read(path: Path) -> _Count:
+def _read(path: Path, level: int = logging.WARNING) -> _Count:
     """Return the count in a file; nothing counted where there is none."""
     try:
         return _Count.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         pass
     except (OSError, ValidationError) as error:
-        logger.warning("%s is passed over, so the month's traffic before now is not counted: %s", path, error)
+        logger.log(level, "%s is passed over, so the month's traffic before now is not counted: %s", path, error)
     return _Count()
 
 

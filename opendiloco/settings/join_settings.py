@@ -296,7 +296,7 @@ class _NetworkSettings(Settings):
         most=MOST_GIGABYTES,
     )
     monthly_download: float | None = setting(
-        "Receive no more than so many gigabytes of model data in a calendar month (UTC), in the same way.",
+        "Receive no more than so many gigabytes of model data in a calendar month (UTC), then pause until it is over.",
         None,
         metavar="GB",
         above=0,

@@ -189,10 +189,10 @@ def round_of(
     furthest = sorted(peer.latency for peer in peers for _ in range(min(2, peer.count)))[-2:]
     delays = (DELAYS if len(names) <= OPEN_LIMIT else DELAYS_OF_MORE) * sum(furthest) / 2
     arithmetic = values / encoded + values / STEPPED
-    allowed, usual = None, None
+    allowed = None
     sending, moved, sent, busy = list[Sending](), list[float](), list[float](), list[float]()
     for _ in range(SETTLING):
-        before, times = sending, [seconds_to_send(allowed, usual, timing, overlap) for overlap in overlaps]
+        before, times = sending, [seconds_to_send(allowed, timing, overlap) for overlap in overlaps]
         chosen = [format_for(size, peer.uplink, time) for peer, time in zip(peers, times, strict=True)]
         made = zip(chosen, peers, times, strict=True)
         sending = [Sending(one, sizes[one], peer.uplink, time) for one, peer, time in made]
@@ -210,7 +210,6 @@ def round_of(
         thin = dict(zip(names, shares, strict=True))
         seconds = deadline(foreseen(dealt, names, rates, size.bytes, thin), timing)
         allowed = max(seconds, min(*overlaps, timing.round_timeout))
-        usual = arithmetic + delays + max(busy)
 
     def mean_of_kinds(each: Sequence[float]) -> tuple[float, ...]:
         sums = [math.fsum(one for one, place in zip(each, kinds, strict=True) if place == kind) for kind in set(kinds)]

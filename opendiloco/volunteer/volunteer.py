@@ -104,6 +104,8 @@ class Session:
                 run = run.with_data(settings.data).with_own(settings.own_files)
                 run = replace(run, goes_on_alone=settings.on_partition == "continue")
                 folder = RunFolder.open(run, key.peer_id, settings.state)
+                wanted = settings.contribution_format
+                format = None if wanted is None else run.config.codec.number_of(wanted)
                 await ask_for_signed_heads(transport, run, invite.addresses, folder)
                 admission = await enter(transport, run, key, invite.addresses, folder, self.ticket)
                 view.say(
@@ -131,7 +133,7 @@ class Session:
                         remembered=remembered,
                         journal=self.journal,
                         team=settings.team or "",
-                        contribution_format=settings.contribution_format,
+                        format=format,
                         name=settings.name or "",
                         share=self.traffic.share,
                     )
@@ -172,7 +174,7 @@ async def volunteer_with(
     remembered: RememberedPeers | None = None,
     journal: Journal | None = None,
     team: str = "",
-    contribution_format: str | None = None,
+    format: int | None = None,
     name: str = "",
     share: Callable[[], float] = lambda: 1.0,
 ) -> Volunteer:
@@ -194,7 +196,7 @@ async def volunteer_with(
         on_entry=(lambda header, state_digest: None) if journal is None else journal.append,
         on_snapshot=checkpointer.take,
         team=team,
-        format=None if contribution_format is None else run.config.codec.number_of(contribution_format),
+        format=format,
         name=name,
         share=share,
     )

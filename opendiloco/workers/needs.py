@@ -119,9 +119,9 @@ class Needs:
     def uplinks(self, days: float) -> tuple[float, dict[str, float]]:
         """Return the seconds in which contributions should be out, and the bytes a second that carry one in each format
         in that time. The others have links as `link` says, and train for as many days."""
-        usual = max(self.link(days)[0], SHORTEST_ROUND)
+        needed = max(self.link(days)[0], SHORTEST_ROUND)
         overlap = self.overlap * SECONDS_A_DAY * days / self.outer_steps
-        seconds = seconds_to_send(deadline([usual], self.timing), usual, self.timing, overlap)
+        seconds = seconds_to_send(deadline([needed], self.timing), self.timing, overlap)
         return seconds, {format: size / seconds for format, size in self.contributions.items()}
 
 

@@ -206,17 +206,16 @@ class Scout:
             self._measuring = self._host.start(self._measure(direct))
 
     async def _measure(self, peers: list[str]) -> None:
-        """Measure with some of these peers, one after another. The best of each direction is ours: what a peer with a
-        thin link shows is its own."""
-        upload = download = 0.0
+        """Measure with some of these peers, one after another. Of each direction the median is ours, or the better of
+        two: what a peer with a thin link shows is its own, and one that lies cannot make it more."""
+        rates = list[tuple[float, float]]()
         for peer in random.sample(peers, min(len(peers), TRIES)):
             try:
                 async with self._transport.stream(peer, RATING) as channel:
-                    sent, received = await self._rater.ask(channel)
+                    rates.append(await self._rater.ask(channel))
             except PeerUnreachableError as error:
                 logger.debug("no measurement: %s", error)
-                continue
-            upload, download = max(upload, sent), max(download, received)
-        if upload:
+        if rates:
+            upload, download = (sorted(each)[len(each) // 2] for each in zip(*rates, strict=True))
             logger.info("our link carries %.0f Mbit/s up, %.0f down", 8e-6 * upload, 8e-6 * download)
             self._traffic.knows(upload, download)

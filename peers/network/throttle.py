@@ -153,6 +153,7 @@ class RateMeter:
         self._best: deque[float] = deque(maxlen=ROUNDS - 1)  # of the rounds before
         self._known, self._known_at = 0.0, 0.0
         self._began: float | None = None
+        self._first = math.inf  # when the first chunk of the round was begun
         self._last = 0.0  # when a chunk was there last
         self._window = WINDOW
         self._windows = list[float]()  # the bytes of each since the round began
@@ -161,13 +162,14 @@ class RateMeter:
         if self._began is not None:
             self._best.append(self._present)
         self._began = self._last = self._clock()
-        self._window = WINDOW
+        self._window, self._first = WINDOW, math.inf
         self._windows.clear()
 
     def passed(self, count: int, seconds: float = 0.0) -> None:
         """Count so many bytes that have arrived, here or there, in the last `seconds`."""
         if self._began is None:
             return
+        self._first = min(self._first, self._clock() - seconds)
         idle = self._clock() - seconds - self._last
         if idle > IDLE:
             self._began += idle
@@ -206,14 +208,14 @@ class RateMeter:
 
     @property
     def last(self) -> float:
-        """Return bytes a second of the last round, or of a measurement since then; 0: nothing measured. A few bytes,
-        which pass in less than a window, say little of a link; so much at least it has carried."""
+        """Return bytes a second of the last round, or of a measurement since then; 0: nothing measured. A few bytes
+        count over the time that they took, not over a window."""
         if self._known_at > (self._began or 0.0):
             return self._known
-        busy = self._last - (self._began or 0.0)
         if not any(self._windows):
             return self._best[-1] if self._best else 0.0
-        return self._present * max(1.0, self._window / busy)
+        busy = self._last - self._first
+        return sum(self._windows) / busy if 0 < busy < self._window else self._present
 
     @property
     def _present(self) -> float:

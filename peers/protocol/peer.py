@@ -121,8 +121,7 @@ class Peer:
         """Return the seconds in which our blocks of a fragment should be out, so that the others do not wait."""
         context = self._context
         overlap = context.pace.overlap_seconds(self.trainer.speed)
-        times, timing = context.round_times, self.settings.timing
-        return seconds_to_send(times.allowed.get(fragment), times.usual, timing, overlap)
+        return seconds_to_send(context.round_times.allowed.get(fragment), self.settings.timing, overlap)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event at time `now` (seconds, monotonic). Raises: LocalProtocolError for an illegal event."""

@@ -270,13 +270,11 @@ def foreseen(
 
 
 # What a member sends --------------------------------------------------------------------------------------------------
-def seconds_to_send(allowed: float | None, usual: float | None, timing: Timing, overlap: float = 0.0) -> float:
+def seconds_to_send(allowed: float | None, timing: Timing, overlap: float = 0.0) -> float:
     """Return the seconds in which a member's blocks should be out, so that the others do not wait for them: what most
-    members' links need, and no more than a `usual` round; or half of the `overlap`. `allowed` is what its last exchange
-    might take. None: there was none."""
+    members' links need, or half of the `overlap`. `allowed` is what its last exchange might take; None: the first."""
     allowed = UNMEASURED * timing.round_timeout if allowed is None else allowed
-    needed = allowed / MARGIN if usual is None else min(allowed / MARGIN, usual)
-    return max(needed, OVERLAP * min(overlap, allowed))
+    return max(allowed / MARGIN, OVERLAP * min(overlap, allowed))
 
 
 def format_for(size: PayloadSize, uplink: float, seconds: float) -> int:

@@ -352,7 +352,8 @@ class EntryRound(StateMachine):
         notes.views.clear()
         notes.began_at = notes.moved_at = context.now
         notes.heard = self._heard_incarnations()
-        context.round_times.allowed[self.log.fragment] = seconds
+        least = min(context.settings.timing.heartbeat_expiry, context.settings.timing.round_timeout)
+        context.round_times.allowed[self.log.fragment] = max(seconds, least)
         self._presence.reachability.round_begins(self.log.fragment)
         resend, contributions = context.settings.timing.resend, self._contributions(begin)
         delayed = late(self.log, context.settings)
@@ -363,13 +364,16 @@ class EntryRound(StateMachine):
         return True
 
     def _can_lead_to_an_entry(self, round: Round, leader: str) -> bool:
-        """Return whether the round's roster follows from the log, and its parts are the payload."""
+        """Return whether the round's roster follows from the log, in formats of this run, and its parts are the
+        payload."""
         try:
             round.entry(self.log, {}, self.log.position.head, leader if self.log.closes else None)  # any digest will do
         except LogError:
             return False
         reducers = {share.member.peer for share in round.shares if share.chunks}
         size = self._context.payloads[self.log.fragment].size
+        if any(member.format > len(size.thinner) for member in round.roster):
+            return False
         return round.chunks == size.chunks and reducers <= {member.peer for member in round.contributors}
 
     def _contributions(self, begin: Begin) -> Contributions:

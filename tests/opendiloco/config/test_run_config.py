@@ -80,7 +80,7 @@ def test_the_schedule_gives_the_number_of_outer_steps_unless_the_file_does(small
             {"sources": [{"source": "a", "weight": 0}]},
             "data: all weights are 0, so nothing would be read; give",
         ),
-        ("data", {"sources": [{"source": ""}]}, "data.sources.0.source = '': empty. Give a name or path."),
+        ("data", {"sources": [{"source": ""}]}, "data.sources.0.source = '': empty. Give a text."),
         ("data", {"sources": [{"source": "a"}] * 65}, "data.sources = "),
         ("data", {"sources": "a"}, "data.sources = 'a': not a list."),
         (

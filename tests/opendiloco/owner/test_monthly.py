@@ -78,7 +78,7 @@ def test_the_count_is_written_now_and_then(machine: Machine, monkeypatch: pytest
     asyncio.run(session())
 
 
-@pytest.mark.parametrize("content", [b"", b"{}x", b'{"month": "2026-11", "moved": [-1, 2]}', b'{"month": 3}'])
+@pytest.mark.parametrize("content", [b"", b"{}x", b'{"months": {"2026-11": [-1, 2]}}', b'{"months": 3}'])
 def test_a_file_with_anything_else_is_passed_over_and_named(
     machine: Machine, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -106,9 +106,9 @@ def test_a_disk_that_is_full_is_told_of_once(
     ("up", "share", "says"),
     [
         (1, 1.0, ""),
-        (10, 90 / 150, "near the limit, so in thinner formats: up 160 GB by 2026-12-01 at this pace"),
-        (89, 11 / (89 * 15), "near the limit, so in thinner formats: up 1.42 TB by 2026-12-01 at this pace"),
-        (101, LEAST_SHARE, "near the limit, so in thinner formats: up 1.62 TB by 2026-12-01 at this pace"),
+        (10, 90 / 150, "near the limit: up 160 GB by 2026-12-01 at this pace"),
+        (89, 11 / (89 * 15), "near the limit: up 1.42 TB by 2026-12-01 at this pace"),
+        (101, LEAST_SHARE, "near the limit: up 1.62 TB by 2026-12-01 at this pace"),
     ],
     ids=["far from it", "the pace is too high", "nearly spent", "spent"],
 )
@@ -126,13 +126,34 @@ def test_near_a_limit_contributions_get_the_share_that_it_leaves(
 
 def test_the_pace_is_that_of_a_day_and_a_limit_is_near_from_nine_tenths_on(machine: Machine) -> None:
     """A machine that has moved nothing for days does not overrun."""
-    traffic = machine.move(machine.traffic(down=100), down=89)
+    traffic = machine.move(machine.traffic(up=100), up=89)
     machine.now += timedelta(days=10)
     assert traffic.share() == 1.0
-    machine.move(traffic, down=1)
+    machine.move(traffic, up=1)
     machine.now += timedelta(days=4)
     assert traffic.share() == monthly.NEAR
-    assert traffic.lines()[1].endswith("down 90 GB by 2026-12-01 at this pace")
+    assert traffic.lines()[1].endswith("up 90 GB by 2026-12-01 at this pace")
+
+
+def test_what_is_downloaded_makes_no_contribution_thinner(machine: Machine) -> None:
+    """A joiner's download of the state is no pace, and contributions only go up."""
+    traffic = machine.move(machine.traffic(up=100, down=100), down=95)
+    assert traffic.share() == 1.0
+    assert len(traffic.lines()) == 1
+
+
+def test_a_clock_that_was_wrong_for_a_while_loses_no_month(machine: Machine) -> None:
+    traffic = machine.move(machine.traffic(), 97)
+    machine.now -= timedelta(days=40)
+    assert moved(machine.move(traffic, 1)) == [1, 0]
+    machine.now += timedelta(days=40)
+    assert moved(machine.traffic()) == [97, 0]
+
+
+def test_a_limit_that_is_overrun_leaves_the_least_share_until_the_last_second(machine: Machine) -> None:
+    traffic = machine.move(machine.traffic(up=1), 2)
+    machine.now = datetime(2026, 11, 30, 23, 59, 59, 999_999, tzinfo=UTC)
+    assert traffic.share() == LEAST_SHARE
 
 
 def test_without_limits_nothing_is_said_and_nothing_pauses(machine: Machine) -> None:
@@ -153,7 +174,7 @@ def test_a_spent_limit_pauses_until_the_month_is_over(machine: Machine, directio
     traffic = machine.move(limit(), **{direction: 97.9})
     assert reason(traffic) is None
     traffic = machine.move(limit(), **{direction: 0.1})
-    said = f"the month's limit is spent ({direction} 98 GB of 100 GB), until 2026-12-01 00:00 UTC"
+    said = f"the month's limit on {direction}loads is spent, until 2026-12-01 00:00 UTC"
     assert reason(traffic) == said
     assert reason(limit()) == said, "also after a restart"
     machine.now = datetime(2026, 12, 1, tzinfo=UTC)

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
 from opendiloco.config.run_config import BITS, CodecSection
 from opendiloco.kernels import FORMATS, INT8, Format, Payload, dequantize, quantize, quantize_difference
+from opendiloco.quantities import FormatName
 from opendiloco.training.codec import BLOCK_VALUES, BlockCodec
 from peers.values.chunks import parts_of, split_by_rate
 from peers.values.workload import BadBlocksError
@@ -76,6 +79,7 @@ def test_a_mean_of_contributions_in_other_formats_is_that_of_their_values() -> N
 
 
 def test_formats_for_thin_uplinks_are_thinner() -> None:
+    assert set(get_args(FormatName)) == set(BITS) == set(FORMATS)
     for kind in BITS:
         section = CodecSection.model_validate({"kind": kind})
         bits = [8 * FORMATS[each].payload_size(1 << 20) / (1 << 20) for each in section.contributions]

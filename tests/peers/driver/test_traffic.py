@@ -909,7 +909,7 @@ def test_a_link_is_measured_both_ways() -> None:
 
 def test_a_link_is_not_taken_for_that_of_a_peer_with_a_thin_one() -> None:
     """Regression: a member that had measured with the one thin uplink of its swarm was dealt nothing to average."""
-    rates = {"thin": (6e6, 6e5), "b": (1e7, 9e6), "c": (9e6, 1e7)}
+    rates = {"thin": (6e6, 6e5), "b": (1e7, 9e6), "c": (9e6, 1e7), "lies": (1e12, 1e12)}
     known = list[tuple[float, float]]()
 
     @asynccontextmanager
@@ -928,7 +928,8 @@ def test_a_link_is_not_taken_for_that_of_a_peer_with_a_thin_one() -> None:
         scout._rater.ask = ask  # type: ignore[method-assign]
         await scout._measure(["thin", "b", "c"])
         await scout._measure(["gone", "thin"])
+        await scout._measure(["b", "lies", "c"])
         await scout._measure(["gone"])
 
     simulate(scenario())
-    assert known == [(1e7, 1e7), (6e6, 6e5)]
+    assert known == [(9e6, 9e6), (6e6, 6e5), (1e7, 1e7)]

@@ -280,21 +280,12 @@ def test_r3_a_member_sends_the_first_format_that_its_uplink_carries_in_time(
 
 
 @pytest.mark.parametrize(
-    ("allowed", "usual", "overlap", "seconds"),
-    [
-        (None, None, 0.0, 10.0),
-        (60.0, 30.0, 0.0, 20.0),
-        (120.0, 5.0, 0.0, 5.0),
-        (60.0, 30.0, 30.0, 20.0),
-        (60.0, 5.0, 50.0, 25.0),
-        (60.0, 30.0, 500.0, 30.0),
-    ],
-    ids=["no exchange yet", "as most need", "not measured", "a short overlap", "half of an overlap", "a long overlap"],
+    ("allowed", "overlap", "seconds"),
+    [(None, 0.0, 10.0), (60.0, 0.0, 20.0), (60.0, 30.0, 20.0), (60.0, 50.0, 25.0), (60.0, 500.0, 30.0)],
+    ids=["no exchange yet", "as most need", "a short overlap", "half of an overlap", "a long overlap"],
 )
-def test_r3_blocks_are_out_when_most_members_are_done(
-    allowed: float | None, usual: float | None, overlap: float, seconds: float
-) -> None:
-    assert seconds_to_send(allowed, usual, TIMING, overlap) == seconds
+def test_r3_blocks_are_out_when_most_members_are_done(allowed: float | None, overlap: float, seconds: float) -> None:
+    assert seconds_to_send(allowed, TIMING, overlap) == seconds
 
 
 @pytest.mark.parametrize(

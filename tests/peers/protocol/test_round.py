@@ -30,6 +30,7 @@ from tests.peers.builders import (
     CONTRIBUTION,
     FIRST,
     PAYLOADS,
+    SIZE,
     Rig,
     ahead,
     at_second,
@@ -164,6 +165,14 @@ def test_a_round_that_can_lead_to_no_entry_is_dropped() -> None:
         dealt = tuple(one.model_copy(update={"chunks": some[one.member.peer]}) for one in round.shares)
         untold = begin_of(round.model_copy(update={"shares": dealt}), rig.log, commitments=())
         assert of(rig.hear("b", untold), Dropped), "it votes, and could not tell an average that is too long (R3)"
+    unknown = {"format": 1 + len(SIZE.thinner)}
+    strange = [one.member.model_copy(update=unknown if one.member.peer == "a" else {}) for one in round.shares]
+    shares = [one.model_copy(update={"member": each}) for one, each in zip(round.shares, strange, strict=True)]
+    said = [commitment(peer, rig.log).contribution for peer in "abc"]
+    said[0] = said[0].model_copy(update=unknown)
+    far = round.model_copy(update={"shares": tuple(shares), "committed": digest_of_all(said)})
+    dropped = of(rig.hear("b", begin_of(far, rig.log, commitments=tuple(said))), Dropped)
+    assert [one.reason for one in dropped] == ["its round can lead to no entry"], "this run has no such format"
     assert rig.peer.state is State.READY
 
 

@@ -114,9 +114,9 @@ def thin(up: float) -> Plan:
     [
         (plan(), True, PASS, "5.25 min with 2 others"),
         (plan(), True, PASS, "1.33 GB up and 1.33 GB down in each, 365 GB up a day; its uplink"),
-        (plan(), True, PASS, "; its uplink sends contributions in int8, 10.5 s of 15.2 s; joining"),
+        (plan(), True, PASS, "; its uplink sends contributions in int8, 10.5 s of 21.1 s; joining"),
         (thin(90.0), True, PASS, "500 MB up and 1 GB down in each, "),
-        (thin(90.0), True, PASS, "; its uplink sends contributions in e2m1, 46.8 s of 71.4 s; joining"),
+        (thin(90.0), True, PASS, "; its uplink sends contributions in e2m1, 46.8 s of 84.2 s; joining"),
         (thin(1.0), True, WARN, "the uplink is too thin"),
         (plan(step_seconds=36.0), True, WARN, "its work counts in one of 2 outer steps"),
         (plan(step_seconds=60.0), True, FAIL, "too slow"),

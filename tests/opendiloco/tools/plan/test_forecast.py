@@ -23,6 +23,7 @@ from opendiloco.tools.plan import (
     round_of,
 )
 from peers.log.settings import Timing
+from peers.protocol.planning import LEAST_PAYLOADS
 
 MBIT = 1e6
 VALUES = 100_000_000
@@ -247,11 +248,11 @@ def thin(up: float, down: float = 200, count: int = 1) -> Peer:
 
 @pytest.mark.parametrize(("up", "format"), [(200, 0), (120, 0), (90, 1), (60, 1), (40, 2), (5, 2)])
 def test_a_thin_uplink_sends_the_first_format_that_it_carries_while_the_others_average(up: float, format: int) -> None:
-    """No longer than the others' links are busy: the three of them average for all."""
+    """No longer than the others' links are taken to be busy: the three of them average for all."""
     found = round_of([thin(up), peer(200, count=3)], VALUES, 8, thinner=THINNER)
     share = (8, *THINNER)[format] / 8
     assert [one.format for one in found.sending] == [format, 0]
-    assert found.sending[0].allowed == pytest.approx((1 + 2 * 0.33) * 8e8 / (LINK_SHARE * 200 * MBIT), rel=0.1)
+    assert found.sending[0].allowed == pytest.approx(LEAST_PAYLOADS * 8e8 / (LINK_SHARE * 200 * MBIT))
     assert found.sending[0].seconds == pytest.approx(share * 8e8 / (LINK_SHARE * up * MBIT))
     assert found.sent[0] == pytest.approx(found.moved[0] - 1 + share)
     if format:
