@@ -253,8 +253,8 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
     command = "bootstrap" if system else "join"
     given = ["--identity", "bootstrap.pem", *arguments] if system else ["--plain", *arguments]
     group: Any = click.get_current_context().find_root().command
-    if variables := sorted(name for name in os.environ if name.startswith("DILOCO_")):
-        raise click.UsageError(f"{variables[0]} is set here, and a unit does not have it: give the option instead.")
+    if "DILOCO_RUN" in os.environ:
+        raise click.UsageError("DILOCO_RUN is set here, and a unit does not have it: name the run as an argument.")
     within = click.get_current_context().find_root()
     group.get_command(within, command).make_context(command, list(given), parent=within)  # or it is wrong usage
     name = "diloco-bootstrap" if system else "diloco-volunteer"

@@ -40,7 +40,8 @@ BLOCKS, MANY_BLOCKS = 7, 28
 
 
 class OneProposal:
-    """Raises InvariantError when two peers vote for different headers in one ballot. `rounds` are the exchanges."""
+    """Raises InvariantError when two peers vote for different headers in one ballot, of the whole run or of one group.
+    `rounds` are the exchanges."""
 
     def __init__(self, swarm: Swarm) -> None:
         self.rounds: dict[int, set[RoundName]] = {}
@@ -52,7 +53,7 @@ class OneProposal:
         if isinstance(message, Begin):
             self.rounds.setdefault(message.position.index, set()).add(message.round.name)
         if isinstance(message, Vote):
-            ballot = str(message.position), message.choice.ballot.order
+            ballot = str(message.position), message.choice.ballot.order, message.choice.group
             if self._headers.setdefault(ballot, message.choice.header) != message.choice.header:
                 raise InvariantError(f"two headers in ballot {message.choice.ballot}")
         return self._on_message(sender, to, message)
