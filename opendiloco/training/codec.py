@@ -63,8 +63,9 @@ class BlockCodec:
 
     def byte_range(self, first_block: int, last_block: int, format: int = 0) -> tuple[int, int]:
         """Byte offsets [start, stop) of blocks [first_block, last_block); the payload's last block may be short."""
-        size, whole = self.formats[format].payload_size(self.values), self.formats[format].payload_size(BLOCK_VALUES)
-        return min(first_block * whole, size), min(last_block * whole, size)
+        kind = self.formats[format]
+        each = BLOCK_VALUES // kind.block_values
+        return kind.byte_range(first_block * each, last_block * each, self.values)
 
     def empty_payload(self) -> Payload:
         """Memory for a payload; worth keeping, since taking it from the system takes longer than encoding into it."""

@@ -354,8 +354,7 @@ def _explanations(progress: Progress) -> list[str]:
 
 def _sending(sending: Sending, codec: CodecSection) -> str:
     """Return the format of the last contribution, and the reason for it."""
-    took, kind = sending.bytes / sending.uplink, codec.contributions[sending.format]
-    time = f"{duration(took)} of {duration(sending.allowed)}"
+    kind, time = codec.contributions[sending.format], f"{duration(sending.seconds)} of {duration(sending.allowed)}"
     return f"uplink {8e-6 * sending.uplink:,.0f} Mbit/s: sending {kind}, {time}"
 
 

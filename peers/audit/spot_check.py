@@ -85,5 +85,5 @@ async def is_refuted(sample: Sample, blocked: Blocked, ask: Ask, reduce: Reduce)
 
 
 def _is_committed(sample: Sample, peer: str, proof: ChunkProof, blocks: Blocks) -> bool:
-    said = sample.committed.get(peer)
-    return said is not None and leads_to(said.root, sample.average.chunk, sample.chunks, digest_of(blocks), proof)
+    root = sample.committed[peer].root
+    return leads_to(root, sample.average.chunk, sample.chunks, digest_of(blocks), proof)

@@ -140,7 +140,7 @@ class Training:
         if format is None:
             in_share = format_for(size, self._share() * size.bytes, 1.0)
             format = max(format_for(size, uplink, allowed), in_share)
-        self.sending = Sending(format, size.share(format) * size.bytes, uplink, allowed)
+        self.sending = Sending(format, size.by_format[format], uplink, allowed)
         return format
 
     def _planned_tokens(self, train: Train) -> int:

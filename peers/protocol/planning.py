@@ -280,6 +280,6 @@ def seconds_to_send(allowed: float | None, timing: Timing, overlap: float = 0.0)
 def format_for(size: PayloadSize, uplink: float, seconds: float) -> int:
     """Return the first format in which an uplink carries a contribution in so many seconds, or else the smallest one.
     `uplink` is in bytes a second; 0: not measured, which is taken to be enough."""
-    sizes = (size.bytes, *size.thinner)
-    fitting = (format for format, count in enumerate(sizes) if not uplink or count <= uplink * seconds)
-    return next(fitting, len(sizes) - 1)
+    sizes = enumerate(size.by_format)
+    fitting = (format for format, count in sizes if not uplink or count <= uplink * seconds)
+    return next(fitting, len(size.thinner))

@@ -141,7 +141,7 @@ class Readiness:
         author = said.author(sender, ready.incarnation, self._log.position)
         if not said.is_of(author, self._context.keys.verify):
             raise LogError("it has not signed its commitment")
-        if said.format > len(self._context.payloads[self._log.fragment].size.thinner):
+        if not self._context.payloads[self._log.fragment].size.has(said.format):
             raise LogError(f"this run has no format {said.format} of contributions")
 
     def _refuse(self, peer: str, state_digest: bytes, reason: str) -> None:

@@ -372,7 +372,7 @@ class EntryRound(StateMachine):
             return False
         reducers = {share.member.peer for share in round.shares if share.chunks}
         size = self._context.payloads[self.log.fragment].size
-        if any(member.format > len(size.thinner) for member in round.roster):
+        if not all(size.has(member.format) for member in round.roster):
             return False
         return round.chunks == size.chunks and reducers <= {member.peer for member in round.contributors}
 

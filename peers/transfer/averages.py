@@ -96,7 +96,7 @@ class Admission:
             raise RemoteProtocolError(sender, f"there is no chunk {chunk} in a payload")
         formats = [0]
         if not header.reduced:
-            known = range(1 + len(self._buffers.size.thinner))
+            known = range(len(self._buffers.size.by_format))
             formats = list(known) if exchange is None else [exchange.format_of(sender)]
         right = [self._buffers.chunk_length(chunk, format) for format in formats]
         if length not in right:

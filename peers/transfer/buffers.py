@@ -216,7 +216,7 @@ def inspection(measure: Measure, buffers: PayloadBuffers) -> Inspect:
     """Return what measures one chunk, and refuses bytes that are none."""
 
     def inspect(chunk: int, data: Blocks, format: int = 0) -> float:
-        if format > len(buffers.size.thinner):
+        if not buffers.size.has(format):
             raise BadBlocksError(f"this run has no format {format}")
         if len(data) != (length := buffers.chunk_length(chunk, format)):
             raise BadBlocksError(f"chunk {chunk} has {len(data)} bytes, not {length}")

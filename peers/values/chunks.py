@@ -62,9 +62,18 @@ class PayloadSize:
     bytes: int
     thinner: tuple[int, ...] = ()
 
+    @property
+    def by_format(self) -> tuple[int, ...]:
+        """The bytes of a contribution in each format."""
+        return (self.bytes, *self.thinner)
+
+    def has(self, format: int) -> bool:
+        """Return whether a member may contribute in a format of this number."""
+        return format < len(self.by_format)
+
     def share(self, format: int) -> float:
         """Return the bytes of a contribution in a format, as a share of an average's."""
-        return (self.bytes, *self.thinner)[format] / max(self.bytes, 1)
+        return self.by_format[format] / max(self.bytes, 1)
 
 
 def digest_of_chunks(digests: Iterable[bytes]) -> bytes:
