@@ -27,7 +27,7 @@ QUANTIZED_AT_ONCE, QUANTIZING_BYTES = 1 << 21, 41
 """Values of a moment that are quantized together, and what each takes meanwhile, which a test measures."""
 GAPS_BYTES = 25
 """Of gaps in glibc's heaps that gathering leaves, for each weight and each CPU worker but the first: measured with
-2 and 3 workers and 62 million parameters (docs/training.md)."""
+2 and 3 workers and 62 million parameters (docs/benchmarks.md)."""
 IN_USE = 1 << 26
 """Bytes of chunks and streams of a round, and of what the allocator keeps: measured, whatever the model."""
 LOGIT_BYTES = 12

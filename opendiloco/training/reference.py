@@ -2,7 +2,7 @@
 replicas. With one fragment and no overlap it is Algorithm 1 (DiLoCo, arXiv 2311.08105), by the same code.
 
 It is what a swarm must agree with, bit for bit, when given the same leases. It is also where an idea is tried: an outer
-optimizer, a codec and a pattern of fragments may be given in Python (docs/ideas.md).
+optimizer, a codec and a pattern of fragments may be given in Python (docs/library.md).
 
 A cycle, or outer step, is H inner steps of each replica, in which each fragment is synchronised once. Where the paper
 leaves something open:

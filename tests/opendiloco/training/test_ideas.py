@@ -22,7 +22,7 @@ from opendiloco.training.reference import Codec, Member, Reference, Work, run_co
 from peers.values.chunks import digest_of_state
 from peers.values.leases import SampleRange
 
-PAGE = Path(__file__).parents[3] / "docs" / "ideas.md"
+PAGE = Path(__file__).parents[3] / "docs" / "library.md"
 PLAIN = {"learning_rate": 0.7, "momentum": 0.6}
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)
 
@@ -253,11 +253,12 @@ def test_a_stream_with_all_three_learns(small_content: dict[str, Any]) -> None:
 def test_the_programs_of_the_page_run(
     small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In their order, on a smaller model and text."""
+    """Those that try an idea, in their order, on a smaller model and text."""
     small = config_of(small_content)
     monkeypatch.setattr(RunConfig, "from_toml", lambda path: small)
     before, program = Reference(small).held_out_loss(), dict[str, Any]()
-    for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+    tried = PAGE.read_text(encoding="utf-8").partition("\n## Trying an idea\n")[2]
+    for block in re.findall(r"^```python\n(.*?)^```$", tried, re.MULTILINE | re.DOTALL):
         exec(compile(block, str(PAGE), "exec"), program)
     losses = {
         what: float(loss) for what, loss in re.findall(r"^(.+): ([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
