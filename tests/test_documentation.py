@@ -369,7 +369,7 @@ def test_diagrams_are_those_of_the_tables(part: type[StateMachine]) -> None:
 
 
 def test_what_holds_a_sentence_about_security_is_there() -> None:
-    """Each cell of the page's tables names tests; `::test_…` is one of the file before it."""
+    """The page names tests beside its promises; `::test_…` is one of the file before it."""
     named = re.findall(r"`([\w/]+\.py)?::(test_\w+)`", (ROOT / "docs" / "security.md").read_text(encoding="utf-8"))
     assert len(named) > 30
     file = ""
