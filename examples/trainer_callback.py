@@ -1,4 +1,4 @@
-"""transformers' Trainer as a peer of a run. Needs `pip install "diloco-peer[trainer]"`.
+"""transformers' Trainer as a peer of a run. Needs `pip install accelerate`.
 
     python examples/trainer_callback.py run.toml diloco:tiny-qz3h…4a@/ip4/… --text FOLDER
 

@@ -26,7 +26,7 @@ OLD_CARDS = (
     "Builds of torch for CUDA 13 have no kernels for GPUs older than Turing. Install the build for CUDA 12.6 instead: "
     "pip uninstall torch; pip install 'torch<2.15' --index-url with the address that pytorch.org names for it."
 )
-INSTALL_TORCHAO = 'Install it: pip install "diloco-peer[8bit]"; or use --optimizer-state host.'
+INSTALL_TORCHAO = "Install it: pip install torchao; or use --optimizer-state host."
 INSTALL_TORCH = "Install a build of torch for this GPU (pytorch.org says how), into the environment of diloco-peer."
 ON_CPU = "Or train on the CPU: --device cpu."
 DEVICE_FAILURE = re.compile(

@@ -32,7 +32,8 @@ README, COMMANDS, RUNS, ARCHITECTURE, PROTOCOL = (
 )
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
 DOCKERFILES = sorted(ROOT.glob("docker/*Dockerfile*"))
-QUESTIONS = (ROOT / "docs" / "questions.md").read_text(encoding="utf-8")
+VOLUNTEER = (ROOT / "docs" / "volunteer.md").read_text(encoding="utf-8")
+REMEDIES = VOLUNTEER.split("## Errors and remedies")[1].split("\n## ")[0]
 NAVIGATION = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 COMPOSE = ROOT / "docker" / "compose.yaml"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -171,11 +172,11 @@ def test_manifest_in_the_page_on_runs_belongs_to_a_run(tmp_path: Path) -> None:
 
 
 def test_the_readme_is_short_and_every_page_is_in_the_navigation() -> None:
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 90
     pages = {page.name for page in ROOT.glob("docs/*.md")}
     navigation = set(re.findall(r"\b[\w-]+\.md$", NAVIGATION, re.MULTILINE))
     assert pages == navigation
-    assert {"docs/quickstart.md", "docs/commands.md"} <= set(LINK.findall(README))
+    assert {"docs/volunteer.md", "docs/commands.md"} <= set(LINK.findall(README))
 
 
 @pytest.fixture(scope="module")
@@ -224,13 +225,13 @@ def texts(path: Path) -> Iterator[str]:
 def test_errors_that_are_explained_are_those_of_the_program() -> None:
     modules = [path for package in ("opendiloco", "peers") for path in (ROOT / package).rglob("*.py")]
     known = {text for path in modules for text in texts(path)}
-    explained = re.findall(r"^### `(.*)`$", QUESTIONS, re.MULTILINE)
+    explained = re.findall(r"^### `(.*)`$", REMEDIES, re.MULTILINE)
     assert explained
     assert not [error for error in explained if not any(text.startswith(error.rstrip("…")) for text in known)]
 
 
-def test_exit_codes_in_the_questions_are_those_of_the_program() -> None:
-    shown = {int(code) for code in re.findall(r"[(, ](\d+)(?=[,)])", QUESTIONS)}
+def test_exit_codes_beside_errors_are_those_of_the_program() -> None:
+    shown = {int(code) for code in re.findall(r"[(, ](\d+)(?=[,)])", REMEDIES)}
     assert shown
     assert shown <= set(EXIT_CODES)
 
@@ -368,7 +369,7 @@ def test_diagrams_are_those_of_the_tables(part: type[StateMachine]) -> None:
 
 
 def test_what_holds_a_sentence_about_security_is_there() -> None:
-    """Each cell of the page's tables names tests; `::test_…` is one of the file before it."""
+    """The page names tests beside its promises; `::test_…` is one of the file before it."""
     named = re.findall(r"`([\w/]+\.py)?::(test_\w+)`", (ROOT / "docs" / "security.md").read_text(encoding="utf-8"))
     assert len(named) > 30
     file = ""

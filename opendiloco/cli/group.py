@@ -140,9 +140,8 @@ def _report(error: Exception, debug: bool) -> int:
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] not in ("opendiloco", "peers"):
         package = (error.name or "").partition(".")[0]
         needed = f"error: this command needs the Python package {package}, which is not installed here."
-        click.echo(
-            f"{needed} A bootstrap node alone does without: pip install diloco-peer, with all it asks for.", err=True
-        )
+        remedy = "Only a bootstrap node runs without it. Install diloco-peer again, without --no-deps."
+        click.echo(f"{needed} {remedy}", err=True)
         return MachineError.exit_code
     innermost: BaseException = error
     while isinstance(innermost, BaseExceptionGroup):

@@ -118,7 +118,7 @@ def _open_tracker(choice: Choice, run_id: str, peer_id: str) -> Tracker:
     except ImportError as error:
         raise MachineError(
             f"--track {choice.kind}: the package for it cannot be imported: {first_line(error)}",
-            f'Install it: pip install "diloco-peer[{choice.kind}]".',
+            f"Install it: pip install {choice.kind}",
         ) from error
     except Exception as error:  # each library has its own ways to object
         message = f"--track {choice.kind}:{choice.target} cannot be used: {first_line(error)}"

@@ -42,7 +42,7 @@ CHECKS: Mapping[str, str] = {
     "speed": "how fast this machine trains the run's model",
     "round": "how long an outer step takes, and what it costs in traffic a day",
 }
-"""Every check by its name, in the order in which they are made. docs/doctor.md has them with their remedies."""
+"""Every check by its name, in the order in which they are made. docs/volunteer.md#what-doctor-checks has them, too."""
 
 
 class Verdict(StrEnum):
@@ -137,7 +137,7 @@ def conclusion(findings: Sequence[Finding], run_id: str | None) -> str:
 
 
 def as_json(findings: Sequence[Finding], run_id: str | None) -> str:
-    """Return all findings as one JSON object. docs/doctor.md has its keys."""
+    """Return all findings as one JSON object."""
     checks = [
         {
             "name": finding.name,

@@ -100,7 +100,7 @@ def _check_python() -> Finding:
 def _check_torch(torch: Torch | None, cards: Cards, optimizer_state: OptimizerState = "device") -> Finding:
     """Return whether torch is there, and was built for the GPUs that are; and torchao, where it is needed."""
     if torch is None:
-        return failed("torch", "torch is not installed", "pip install diloco-peer into this environment again.")
+        return failed("torch", "torch is not installed", "Install it into this environment: pip install torch")
     values = {"version": torch.version, "platform": torch.platform}
     if torch.error and torch.gpus is None:
         return failed("torch", f"torch {torch.version} cannot be imported: {torch.error}", "Install torch again.")

@@ -241,7 +241,7 @@ def test_torchao_is_missed_before_anything_is_joined(monkeypatch: pytest.MonkeyP
     options = WorkerOptions(optimizer_state="8bit")
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     assert_finding(_check_torch(CUDA_BUILD, CARD, "8bit"), FAIL, "torchao, which --optimizer-state 8bit needs")
-    with pytest.raises(MachineError, match=r'is not installed. Install it: pip install "diloco-peer\[8bit\]"'):
+    with pytest.raises(MachineError, match=r"is not installed. Install it: pip install torchao"):
         check_quickly(STATE, options)
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
     assert worst(machine_findings(CUDA_BUILD, options)) is PASS

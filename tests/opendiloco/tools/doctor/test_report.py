@@ -1,4 +1,4 @@
-"""How findings are shown: on a terminal, as lines, as JSON, and what docs/doctor.md says of them."""
+"""How findings are shown: on a terminal, as lines, as JSON, and what docs/volunteer.md says of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opendiloco.tools.doctor.findings import CHECKS, as_json, conclusion, failed
 
 FINE, BETTER = passed("gpu", "an [H100]", gpus=1), warned("heat", "hot", "Give it air.")
 BROKEN, NOTHING = failed("disk", "full", "Name another."), skipped("clock", "nobody")
-PAGE = (Path(__file__).parents[4] / "docs" / "doctor.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[4] / "docs" / "volunteer.md").read_text(encoding="utf-8")
 
 
 def shown(is_terminal: bool) -> str:
@@ -78,5 +78,5 @@ def test_json_is_json() -> None:
 
 
 def test_the_page_has_every_check_in_its_order() -> None:
-    table = PAGE.split("## Every check")[1].split("##")[0]
+    table = PAGE.split("## What doctor checks")[1].split("##")[0]
     assert re.findall(r"^\| (\w+) \| ", table, re.MULTILINE)[1:] == list(CHECKS)
