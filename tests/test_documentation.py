@@ -89,7 +89,7 @@ def assert_is_a_command(arguments: list[str]) -> None:
 
 
 def tree() -> Iterator[str]:
-    """Yield the paths in the tree of docs/architecture.md: two spaces of indentation a level, folders end in a slash."""
+    """Yield the paths in the tree of docs/architecture.md: two spaces a level, folders end in a slash."""
     folders: list[str] = []
     for line in "".join(blocks(ARCHITECTURE, "")).splitlines():
         indentation, name = re.match(r"( *)(\S+)", line).groups()  # type: ignore[union-attr]
@@ -135,6 +135,14 @@ def test_tree_names_what_is_there() -> None:
     assert {room for room in rooms if room.startswith(("peers/", "opendiloco/"))} <= set(paths)
     assert {"native/check", "Makefile"} <= set(paths)
     assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_the_reading_list_counts_the_lines_of_its_files() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(\S+)\]\(\1\) \| (\d+) \|", text, re.MULTILINE)
+    lines = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name, _ in rows}
+    assert len(rows) == 7
+    assert not [name for name, count in rows if not 0.8 < lines[name] / int(count) < 1.2]
 
 
 def test_exit_codes_are_those_of_the_program() -> None:
