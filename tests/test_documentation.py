@@ -90,7 +90,7 @@ def assert_is_a_command(arguments: list[str]) -> None:
 
 
 def tree() -> Iterator[str]:
-    """The paths in the trees of docs/architecture.md: two spaces of indentation a level, folders end in a slash."""
+    """Yield the paths in the tree of docs/architecture.md: two spaces a level, folders end in a slash."""
     folders: list[str] = []
     for line in "".join(blocks(ARCHITECTURE, "")).splitlines():
         indentation, name = re.match(r"( *)(\S+)", line).groups()  # type: ignore[union-attr]
@@ -132,8 +132,18 @@ def test_prose_fits_the_line(document: Path) -> None:
 
 def test_tree_names_what_is_there() -> None:
     paths = list(tree())
-    assert {"peers/network/links.py", "opendiloco/cli", "native/check", "Makefile"} <= set(paths)
+    rooms = {f"{path.parent.parent.name}/{path.parent.name}" for path in ROOT.glob("*/*/__init__.py")}
+    assert {room for room in rooms if room.startswith(("peers/", "opendiloco/"))} <= set(paths)
+    assert {"native/check", "Makefile"} <= set(paths)
     assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_the_reading_list_counts_the_lines_of_its_files() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(\S+)\]\(\1\) \| (\d+) \|", text, re.MULTILINE)
+    lines = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name, _ in rows}
+    assert len(rows) == 7
+    assert not [name for name, count in rows if not 0.8 < lines[name] / int(count) < 1.2]
 
 
 def test_exit_codes_are_those_of_the_program() -> None:
@@ -365,7 +375,7 @@ def test_bootstrap_image_has_all_that_a_bootstrap_node_imports() -> None:
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
 def test_diagrams_are_those_of_the_tables(part: type[StateMachine]) -> None:
-    assert f"```mermaid\n{diagram(part)}\n```" in PROTOCOL
+    assert f"```mermaid\n{diagram(part)}\n```" in ARCHITECTURE
 
 
 def test_what_holds_a_sentence_about_security_is_there() -> None:
