@@ -247,7 +247,8 @@ class VotingRecord(Value):
         """Return what the peer remembers of a position, or why it does not vote there."""
         if self.left is not None and position.index >= self.left:
             return Refusal.LEFT
-        known = next((state for state in reversed(self.states) if state.position == position), None)  # newest last
+        there = (state for state in self.states if state.position.index == position.index)  # quicker than whole positions
+        known = next((state for state in there if state.position == position), None)
         if known is not None:
             return known
         if position.index < self.forgotten:
