@@ -128,7 +128,11 @@ class Swimmer(Beater):
                 self.asked_at = self.clock.now
 
 
-@pytest.mark.parametrize("weather", [{}, {"loss": 0.05}, {"loss": 0.05, "cut": 0.05}], ids=["fair", "loss", "cuts"])
+@pytest.mark.parametrize(
+    "weather",
+    [*(pytest.param(each, marks=pytest.mark.thorough) for each in ({}, {"loss": 0.05})), {"loss": 0.05, "cut": 0.05}],
+    ids=["fair", "loss", "cuts"],
+)
 def test_the_living_are_heard_the_dead_are_not_and_newcomers_are_met(weather: dict[str, float]) -> None:
     swarm = Swarm(40, loss=weather.get("loss", 0.0), cut=weather.get("cut", 0.0))
     swarm.live(40.0)
@@ -146,7 +150,7 @@ def test_the_living_are_heard_the_dead_are_not_and_newcomers_are_met(weather: di
     assert all(len(one.heard()) > 25 for one in new)
 
 
-@pytest.mark.parametrize("parted", [20.0, 300.0])
+@pytest.mark.parametrize("parted", [20.0, pytest.param(300.0, marks=pytest.mark.thorough)])
 def test_halves_that_were_parted_for_minutes_meet_again(parted: float) -> None:
     swarm = Swarm(24)
     swarm.live(30.0)

@@ -104,7 +104,7 @@ def unbroken() -> int:
 @pytest.mark.parametrize(
     ("broken", "minutes"),
     [
-        ((("peer3", "peer5"),), 10),
+        pytest.param((("peer3", "peer5"),), 10, marks=pytest.mark.thorough),
         ((("peer0", "peer5"),), 10),
         pytest.param((("peer0", "peer1"), ("peer2", "peer3")), 32, marks=pytest.mark.thorough),
     ],
@@ -153,6 +153,7 @@ def test_two_groups_that_one_peer_reaches_make_one_lineage() -> None:
     assert len(certified) <= 2, "one lineage, of which some may be an entry behind"
 
 
+@pytest.mark.thorough
 def test_relayed_pairs_carry_little(unbroken: int) -> None:
     """A peer that many reach through a relay only averages nothing, if others can share the work fairly."""
     relayed = (("peer0", "peer1"), ("peer0", "peer2"))
@@ -332,7 +333,7 @@ def test_a_leader_that_never_begins_makes_nobody_a_lineage_of_one() -> None:
 
 
 # Handshakes ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("peers", "handshakes"), [(5, 6), (17, 8)])
+@pytest.mark.parametrize(("peers", "handshakes"), [(5, 6), pytest.param(17, 8, marks=pytest.mark.thorough)])
 def test_handshakes_cost_six_delays_and_eight_above_sixteen(peers: int, handshakes: int) -> None:
     """Ready, Begin, Part, Propose and two votes; in a large swarm the leader passes on each certificate."""
     delay = 2.0

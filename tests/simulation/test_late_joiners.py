@@ -67,7 +67,7 @@ def test_where_payloads_are_kept_too_shortly_for_that_a_newer_state_is_frozen() 
     goes_on(swarm)
 
 
-@pytest.mark.parametrize("distance", [MEMORY - 2, MEMORY + 4])
+@pytest.mark.parametrize("distance", [MEMORY - 2, pytest.param(MEMORY + 4, marks=pytest.mark.thorough)])
 def test_a_state_that_was_frozen_longer_ago_than_anybody_remembers_keeps_nobody_out(
     distance: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,7 +188,14 @@ def test_who_signs_another_average_for_each_keeps_nobody_from_an_entry(seed: int
 
 
 @pytest.mark.parametrize("kind", ["many begins", "invented roots", "tells some"])
-@pytest.mark.parametrize(("peers", "liar"), [(3, "peer0"), (3, "peer1"), (5, "peer1"), (7, "peer2")])
+@pytest.mark.parametrize(
+    ("peers", "liar"),
+    [
+        (3, "peer0"),
+        (5, "peer1"),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((3, "peer1"), (7, "peer2"))),
+    ],
+)
 def test_a_leader_that_tells_each_something_else_makes_no_two_entries(kind: str, peers: int, liar: str) -> None:
     """Regression: all came to the same payload, and each half of the members to an entry of its own, certified."""
     swarm = Swarm(1, replace(SETTINGS, timing=Timing(), minimum_peers=peers), speeds=(1.0,), unevenness=EVENLY)
@@ -200,7 +207,7 @@ def test_a_leader_that_tells_each_something_else_makes_no_two_entries(kind: str,
 
 @pytest.mark.parametrize("kind", ["keeps few", "leaves out"])
 @pytest.mark.parametrize(("peers", "liars"), [(5, 2), pytest.param(11, 5, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_liars_of_whom_one_leads_do_not_become_the_majority(kind: str, peers: int, liars: int, first: int) -> None:
     """Regression: with one entry, of as few as make a majority, allies that were nearly half became more than half of
     its roster, and certified all that followed by themselves."""

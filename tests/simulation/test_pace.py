@@ -26,7 +26,7 @@ BLOCKS, KEPT_BYTES = 7, 200
 SPEEDS = (1.0, 0.95, 0.9, 0.85)
 
 
-@pytest.mark.parametrize("unevenness", [0.0, 0.03])
+@pytest.mark.parametrize("unevenness", [pytest.param(0.0, marks=pytest.mark.thorough), 0.03])
 def test_peers_that_are_nearly_as_fast_are_in_every_entry(unevenness: float) -> None:
     """Regression: each trained as much as the fastest, came later than the grace, and was in every other entry."""
     settings = replace(SETTINGS, minimum_peers=len(SPEEDS))

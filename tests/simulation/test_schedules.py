@@ -517,7 +517,13 @@ def _long_training(chance: Callable[[float, float], float], steps: int) -> float
     return steps * chance(2, 5)
 
 
-@pytest.mark.parametrize("lie", [too_many_tokens, scattered_samples, ever_higher_numbers])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        too_many_tokens,
+        *(pytest.param(lie, marks=pytest.mark.thorough) for lie in (scattered_samples, ever_higher_numbers)),
+    ],
+)
 def test_a_liar_stops_nobody(lie: Callable[[Ready], Ready]) -> None:
     """Some train for much longer than others: meanwhile it says Ready again and again. How long they do is chance, so
     that one seed says little."""

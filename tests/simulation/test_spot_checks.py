@@ -57,6 +57,7 @@ def test_a_leader_that_tells_each_other_commitments_has_no_honest_peers_blame_ea
     assert not swarm.history.refuted
 
 
+@pytest.mark.thorough
 def test_without_spot_checks_nobody_finds_that() -> None:
     swarm = lying(1)
     swarm.run(600.0, until=lambda: swarm.longest >= 2 + FEW)

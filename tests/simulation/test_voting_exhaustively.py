@@ -363,6 +363,7 @@ def test_no_fork_comes_before_a_liar_has_convicted_itself() -> None:
     assert states(World(voters=3, ballots=3, liars=1)).forks
 
 
+@pytest.mark.thorough
 def test_two_thirds_of_four_never_fork_with_one_liar() -> None:
     """R5, R6, R12."""
     world = World(voters=4, ballots=3, liars=1, quorum=Quorum.TWO_THIRDS)

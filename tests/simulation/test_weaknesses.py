@@ -320,7 +320,7 @@ class SecondReady(Lie):
             yield to, remade(message, wants=FAR)
 
 
-@pytest.mark.parametrize("lie", [EmptyReady, SecondReady])
+@pytest.mark.parametrize("lie", [EmptyReady, pytest.param(SecondReady, marks=pytest.mark.thorough)])
 def test_r14_no_peers_ready_voids_the_rounds_of_all(lie: type[Lie]) -> None:
     """An honest leader took it into its round, no entry could follow, and no member entered it."""
 
@@ -360,7 +360,7 @@ def unharmed() -> int:
 @pytest.mark.parametrize(
     ("lie", "share"),
     [
-        ("jumps views", 0.9),
+        pytest.param("jumps views", 0.9, marks=pytest.mark.thorough),
         *(pytest.param(lie, 0.7, marks=pytest.mark.thorough) for lie in ("wrong blocks", "many averages")),
         *(pytest.param(lie, 0.7, marks=pytest.mark.thorough) for lie in ("makes absent", "starves")),
         # Each round takes the time of an exchange and of an heir: longer than these trainings.

@@ -153,6 +153,7 @@ end([float(np.linalg.norm(trained(kept) - plain) / np.linalg.norm(plain - theta)
 """
 
 
+@pytest.mark.thorough
 def test_two_workers_that_share_a_model_keep_their_own_rows(small_content: dict[str, Any], tmp_path: Path) -> None:
     """And go on with what they have kept in a file."""
     content = small_content | {"training": small_content["training"] | {"batch_size": 4}}
