@@ -137,8 +137,8 @@ def windows_that_fit(name: str, gpus: int, kept: OptimizerState, card: int, chec
 
 
 def rows_of_cards(cases: Sequence[tuple[str, int]] = ON_CARDS) -> Iterator[dict[str, Any]]:
-    """Yield the lines of the table in docs/models.md: for each preset, so many GPUs that share it, and each way to keep
-    moments."""
+    """Yield the lines of the table that `--cards` prints: for each preset, so many GPUs that share it, and each way to
+    keep moments."""
     for (name, gpus), kept in product(cases, KEPT):
 
         def fitting(size: int, name: str = name, gpus: int = gpus, kept: OptimizerState = kept) -> str:

@@ -1,5 +1,5 @@
 """The planner: what a run would come to with given machines and links, before anybody rents them: utilisation, tokens,
-bytes, money, joining, bandwidth needed. Needs no torch but to size a model. docs/planning.md has the assumptions.
+bytes, money, joining, bandwidth needed. Needs no torch but to size a model. docs/runs.md has the assumptions.
 """
 
 from __future__ import annotations
