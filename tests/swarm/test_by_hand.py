@@ -21,7 +21,7 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
     with bootstrap(site) as address:
         invite = create_run(site, ROOT / "examples" / "tiny.toml", address)
         with follow(site, invite) as follower:
-            follower.line("nobody trains in the run", "it does not say that it waits")
+            follower.line("no peer trains in the run", "it does not say that it waits")
             with (
                 join(site, invite, "one.pem", "--track", "tensorboard:curves") as first,
                 join(site, invite, "two.pem", "--cpu-workers", "2") as second,

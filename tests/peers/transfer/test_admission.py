@@ -189,7 +189,7 @@ def test_all_averages_of_a_reducer_together_are_no_longer_than_what_they_are_mad
     door = Door(workload=Measuring(2.5))
     assert door.take_average("c", 4).is_taken
     event, is_taken = door.take_average("c", 5)
-    reason = "what its reducer gives is longer than what it can be made of"
+    reason = "the reducer's average is longer than its contributions allow"
     assert (event, is_taken) == (BadBlocks(ROUND.name, "c", 5, reason, reduced=True), False)
     assert door.take_average("a", 0, origin=Origin(reducer="a", signature=bytes(64))).is_taken, "another's"
 
