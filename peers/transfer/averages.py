@@ -152,10 +152,10 @@ class Admission:
         """Return the fault in blocks to be averaged, if any. It convicts their owner if the owner committed to them."""
         round_name, chunk, proof = exchange.name, header.chunk, header.proof
         if proof is None or not exchange.contributions.has(sender, chunk, digest_of(data), proof):
-            return BadBlocks(round_name, sender, chunk, "it has not committed to this")
+            return BadBlocks(round_name, sender, chunk, "it has not committed to these blocks")
         commitment = exchange.commitment(sender, header.signature)
         if commitment is None:
-            return BadBlocks(round_name, sender, chunk, "it has not signed what it committed to")
+            return BadBlocks(round_name, sender, chunk, "it has not signed its commitment")
         fault = fault_in(chunk, data, proof, self._inspect, exchange.format_of(sender))
         if fault is None:
             return None

@@ -144,7 +144,7 @@ class PayloadBuffers:
         return self._byte_range(*self.chunking.blocks(chunk), format)
 
     def chunk_length(self, chunk: int, format: int = 0) -> int:
-        """Return the bytes of a chunk."""
+        """Return the length of a chunk in bytes."""
         start, stop = self.chunk_bytes(chunk, format)
         return stop - start
 

@@ -224,7 +224,7 @@ class MissingProofs:
             request = pack(ProofRequest(run=self._log.empty_log.run, proof=proof))
             _, data = await self._transport.pull(donor, PROOF, request, PROOF_LIMIT, PROOF_TIMEOUT)
             if digest_of(data) != proof:
-                raise RemoteProtocolError(donor, "it has another proof")
+                raise RemoteProtocolError(donor, "it sent another proof than the requested one")
             await asyncio.to_thread(self._log.keep_proofs, [bytes(data)])
         except (PeerUnreachableError, RemoteProtocolError):
             asked = self._asked[proof]
@@ -232,6 +232,6 @@ class MissingProofs:
             if sum(times == TIMES for times in asked.values()) < PATIENCE:
                 return False
         except LogFolderError as error:
-            logger.warning("a proof is not kept: %s", error)
+            logger.warning("a proof of a fault cannot be stored: %s", error)
         del self._missing[proof], self._asked[proof]
         return True

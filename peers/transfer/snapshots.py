@@ -174,7 +174,7 @@ async def serve_snapshots(transport: PullTransport, sources: Mapping[str, Snapsh
     await transport.on_pull(SNAPSHOT, serve, gives_way=True)
 
 
-class _Shelf:
+class _SnapshotCache:
     """The two snapshots that are held, each with its head of the log."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -196,7 +196,7 @@ class _Shelf:
         given = self._all if self._is_asked_for else self._all[:1]
         return next((snapshot for _, snapshot in given if snapshot.index >= least), None)
 
-    def gives_again(self, head: bytes) -> bool:
+    def reuse(self, head: bytes) -> bool:
         """Return whether the snapshot at this head is held. If so, make it the first."""
         snapshot = self.held(head)
         if snapshot is not None and self._second is not None and self._second[1] is snapshot:
@@ -283,7 +283,7 @@ class Freezer:
         self._workload = workload
         self._storage = storage
         self._host = host
-        self._shelf = _Shelf(clock)
+        self._cache = _SnapshotCache(clock)
         self._freezing = asyncio.Lock()
         self._on_demand: asyncio.Task[None] | None = None
         self._refusal = ""  # the reason why the last one on demand was not made
@@ -298,7 +298,7 @@ class Freezer:
         return self._peer.is_live(peer)
 
     def held(self, head: bytes) -> Snapshot | None:
-        return self._shelf.held(head)
+        return self._cache.held(head)
 
     async def newest(self, least: int) -> Snapshot:
         """Return a snapshot at index `least` or later; make one if necessary. Raises: RefusalError."""
@@ -306,7 +306,7 @@ class Freezer:
             raise RefusalError(f"this peer has not reached outer step {least}; ask a peer that has")
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT):
-                while (snapshot := self._shelf.new_enough(least)) is None:
+                while (snapshot := self._cache.new_enough(least)) is None:
                     if self._on_demand is None or self._on_demand.done():
                         self._on_demand = self._host.start(self._freeze_on_demand())
                     await asyncio.wait([self._on_demand])  # it goes on for the next joiner if this one gives up
@@ -328,7 +328,7 @@ class Freezer:
 
     def hold(self, snapshot: FrozenSnapshot) -> None:
         """Make this the first snapshot; keep the one before only as long as a peer fetches it."""
-        self._shelf.add_chosen(self._peer.log.at(snapshot.last, snapshot.ends).position.head, snapshot)
+        self._cache.add_chosen(self._peer.log.at(snapshot.last, snapshot.ends).position.head, snapshot)
         self._on_snapshot(snapshot)
 
     async def freeze_if_due(self) -> None:
@@ -338,7 +338,7 @@ class Freezer:
         SnapshotError.
         """
         log = self._peer.settled
-        if (self._is_chosen(log) or self._shelf.new_enough(0) is None) and not await self._freeze(log.position):
+        if (self._is_chosen(log) or self._cache.new_enough(0) is None) and not await self._freeze(log.position):
             logger.info("no snapshot of outer step %d: older ones are being fetched", log.position.index)
 
     async def _freeze(self, place: Position | None = None) -> bool:
@@ -347,9 +347,9 @@ class Freezer:
         Raises: OSError, without memory; SnapshotError, when the state is corrupt.
         """
         async with self._freezing:
-            if self._shelf.gives_again(self._peer.settled.position.head):
+            if self._cache.reuse(self._peer.settled.position.head):
                 return True
-            if not self._shelf.has_room(self._is_chosen(self._peer.settled)):
+            if not self._cache.has_room(self._is_chosen(self._peer.settled)):
                 return False
             memory = await asyncio.to_thread(self._storage.snapshot, self._workload.state_size)
             async with self._copy_lock:
@@ -364,7 +364,7 @@ class Freezer:
             if self._is_chosen(log):
                 self.hold(snapshot)
             else:
-                self._shelf.add_asked_for(log.position.head, snapshot)
+                self._cache.add_asked_for(log.position.head, snapshot)
             return True
 
     def _is_chosen(self, log: LogState) -> bool:
@@ -385,7 +385,7 @@ def _is_chosen(me: str, log: LogState, every: int) -> bool:
 # Fetching a snapshot --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Offered:
-    """An offer, and the digests of the chunks that it is made of."""
+    """An offer, with its position in the log and the digests of its chunks."""
 
     offer: SnapshotOffer
     position: Position
