@@ -129,7 +129,7 @@ def nobody_is_left(site: Site, invite: str, address: str) -> None:
     assert "no live peers" in site.run("status", "--run", run_id, "--initial-peer", address).out
     refused = site.run("export", "--run", invite, "--out", "other")
     assert refused.code == 4
-    assert "nobody trains" in refused.error_line()
+    assert "no peer trains" in refused.error_line()
 
 
 @pytest.mark.thorough

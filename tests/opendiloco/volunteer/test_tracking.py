@@ -188,7 +188,7 @@ def test_the_states_size_is_what_most_peers_say(small_config: Any, monkeypatch: 
 
     async def scenario() -> None:
         swarm, entries = Swarm(), Run(2)
-        with pytest.raises(SwarmUnreachableError, match="nobody trains"):
+        with pytest.raises(SwarmUnreachableError, match="no peer trains"):
             await state_for(run, swarm)
         for name in "abc":
             donor = Donor(entries, frozen=2)

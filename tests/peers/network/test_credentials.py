@@ -101,7 +101,7 @@ def test_whoever_wants_to_talk_to_somebody_else_is_sent_away() -> None:
         hello = Hello(to=OTHER.peer_id, certificate=IMPOSTOR.certificate, is_yours=False)
         outcome = await outcome_of_hello(hello, IMPOSTOR)
         assert isinstance(outcome, RemoteProtocolError)
-        assert "not to us" in str(outcome)
+        assert "not to this peer" in str(outcome)
 
     simulate(scenario())
 
