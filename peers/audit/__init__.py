@@ -1,4 +1,4 @@
-"""Blame: what peers have signed that no honest peer signs, and the proofs of it. Begin reading at `evidence.py`.
+"""Evidence that peers lie: signed statements that no honest peer makes. Begin reading at `evidence.py`.
 
 Other rooms import:
 evidence: Evidence, FalseProofError

@@ -1,13 +1,12 @@
-"""One peer's evidence: what it has heard others state, and the proofs that some of them lie (R9).
+"""One peer's evidence: the statements that it has heard from others, and the proofs that some of them lie (R9).
 
-The protocol asks two things here. It has each statement *observed* that it hears, and learns which peers that convicts.
-And it asks which faults the next entry may name, or whether those that a leader names are proven to this peer. What
-follows from a fault that an entry names is the log's: the peer is excluded for some cycles. Nothing else follows: a
-claim without proof changes nothing, and a proof that is false costs its sender nothing but the attention to further
-ones for a cycle.
+The protocol uses it in two ways. It passes each statement that it hears to an `observe` method, which returns the
+faults that this statement proves. And it asks for the faults that the next entry may name, or checks that the faults in
+a leader's header are proven to this peer. The log then excludes a named peer for some cycles. There is no other
+penalty: a claim without proof changes nothing, and after a false proof its sender's proofs are ignored for a cycle.
 
-Everything here is pure: no clock, no input or output. The lineage is passed with each call, since what may be named
-depends on where the peer is in the log.
+Everything here is pure: no clock, no input or output. The lineage is passed with each call, since the faults that may
+be named depend on the peer's place in the log.
 """
 
 from __future__ import annotations
@@ -39,23 +38,22 @@ from peers.values.wire import WireError, digest_of, pack
 from peers.values.workload import PayloadKind
 
 OF_ONE = 4
-"""Proofs against one peer that are remembered: others may have seen others."""
+"""Proofs against one peer that are remembered, since different peers may have seen different ones."""
 PROVEN = 1 << 10
-"""Faults that are remembered as proven: a liar that floods others with proofs must not push out the one that is
-named."""
+"""Faults that are remembered as proven: so many that a liar cannot displace a named one by a flood of proofs."""
 KEPT = 64
-"""Proofs whose bytes are kept, to show them."""
+"""Proofs whose bytes are kept, so that they can be shown."""
 KEPT_BYTES = 1 << 23
-"""Bytes of those: eight of the longest, which have a whole chunk in them."""
+"""Bytes of kept proofs: eight of the longest, which contain a whole chunk."""
 LOOKED_AT = 16
-"""Proofs and late certificates of one sender that are checked in one cycle, besides proofs that a header names: each
-costs some signatures."""
+"""Proofs and late certificates of one sender that are checked in one cycle, besides proofs that a header names. Each
+costs some signature checks."""
 WANTED = 16
-"""Digests of named proofs that are waited for: four proposals' worth."""
+"""Digests of named proofs that are waited for: enough for four proposals."""
 SHOWN_BYTES = 1 << 24
-"""Bytes that a leader spends on showing one entry's proofs to all members. A fault that costs more is not named."""
+"""Bytes that a leader may send to show one entry's proofs to all members. A fault that needs more is not named."""
 SHOWN_TO_EACH = 1 << 20
-"""Bytes of them that each member is shown: one of the longest."""
+"""Bytes of these for each member: one of the longest proofs."""
 
 
 class FalseProofError(ValueError):
@@ -64,7 +62,7 @@ class FalseProofError(ValueError):
 
 # Attention --------------------------------------------------------------------------------------------------------
 class Known(NamedTuple):
-    """A proof that has been checked, as bytes."""
+    """A checked proof, with its packed bytes."""
 
     fault: Fault
     position: Position
@@ -72,38 +70,41 @@ class Known(NamedTuple):
 
 
 class Attention:
-    """What has been looked at and shown in one cycle, so that liars cost others a bounded time and bandwidth."""
+    """Limits on the proofs checked and shown in one cycle, so that liars cost others a bounded time and bandwidth."""
 
     def __init__(self, pause: float) -> None:
-        """`pause`: seconds until a proof is shown to one peer for the second time."""
+        """`pause`: seconds until a proof is shown to the same peer a second time."""
         self._pause = pause
-        self._looked_at = Counter[str]()  # by sender
+        self._looked_at = Counter[str]()  # checked proofs and late certificates, by sender
         self._misled = set[str]()  # senders of false proofs
         self._wanted: dict[bytes, None] = {}
-        self._shown: dict[tuple[str, bytes], tuple[int, float]] = {}  # how often each, and when last
+        self._shown: dict[tuple[str, bytes], tuple[int, float]] = {}  # by peer and proof: how often, and the last time
 
     def want(self, proofs: Iterable[bytes]) -> None:
-        """Check the proofs with these digests, from any sender."""
+        """Accept the proofs with these digests from any sender."""
         self._wanted |= dict.fromkeys(proofs)
         for oldest in list(self._wanted)[:-WANTED]:
             del self._wanted[oldest]
 
     def is_due(self, sender: str, proof: bytes) -> bool:
-        """Return whether to check what the sender shows: a few of each sender, none of one that has misled us, and any
-        proof with a digest that is wanted."""
+        """Return whether to check a sender's proof: always if its digest is wanted; else a few of each sender, and none
+        after a false one."""
         if proof in self._wanted:
             return True
         self._looked_at[sender] += 1
         return sender not in self._misled and self._looked_at[sender] <= LOOKED_AT
 
-    def is_misled(self, sender: str, proof: bytes) -> None:
-        """Note that the sender has shown a false proof."""
+    def record_false(self, sender: str, proof: bytes) -> None:
+        """Record that the sender has shown a false proof."""
         self._misled.add(sender)
         self._wanted.pop(proof, None)
 
     def may_show(self, peer: str, proof: bytes, now: float, again: bool) -> bool:
-        """Return whether to show a peer the proof with this digest now, and note that it is shown. A proof may be as
-        long as a chunk: each peer is shown it once, and `again` after a pause that doubles each time."""
+        """Return whether to show a peer the proof with this digest now; if so, record it.
+
+        Each peer is shown a proof once, since a proof may be as long as a chunk. It is shown `again` only after a pause
+        that doubles each time.
+        """
         times, last = self._shown.get((peer, proof), (0, 0.0))
         if times and not (again and now - last >= self._pause * 2.0 ** (times - 1)):
             return False
@@ -114,37 +115,40 @@ class Attention:
 class Evidence:
     """The evidence of one peer, for as long as it runs.
 
-    The `observe` methods return the faults of peers that are convicted now and were not before.
+    The `observe` methods return the faults of peers that are convicted by this statement, and were not before.
     """
 
     def __init__(self, settings: RunSettings, verify: Verify, payloads: Sequence[PayloadKind]) -> None:
-        """`payloads` are the kinds of each fragment's payloads."""
+        """`payloads` has the kind of each fragment's payloads."""
         self._verifier = Verifier(settings.run, verify, payloads)
         self._pause = settings.timing.heartbeat_expiry
         self._statements = Statements(self._verifier)
         self._proven: OrderedDict[bytes, tuple[Fault, Position]] = OrderedDict()  # by the digest of the proof
-        self._proofs: OrderedDict[bytes, Known] = OrderedDict()  # of some of these
+        self._proofs: OrderedDict[bytes, Known] = OrderedDict()  # for some of these
         self._attention = Attention(self._pause)
         self._position: Position | None = None
 
     # Statements -----------------------------------------------------------------------------------------------
     def observe_vote(self, peer: str, vote: Vote, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in a vote of any recent position."""
+        """Take in a vote at any recent position."""
         if not self._may_matter(peer, vote.position, lineage):
             return ()
         signed = SignedChoice(vote.choice, vote.signature)
         return self._found(self._statements.vote(peer, vote.position, vote.incarnation, signed), lineage)
 
     def observe_certified(self, certified: Certified, log: LogState, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in a certificate of either phase that has been proven. `log` is that before the entry."""
+        """Take in a verified certificate of either phase. `log` is the log before its entry."""
         before = log.of(certified.position.fragment)
         if certified.certificate is None or before.position != certified.position:
             return ()
         return self._observe_certificate(certified.certificate, before, lineage)
 
     def observe_late(self, sender: str, certified: Certified, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in a certificate of a recent position that is decided here, once it is proven, and that of our entry
-        there: the other branch of a fork has another one. A few of each sender are checked in a cycle."""
+        """Take in a certificate for a recent position that is decided here. It is verified first.
+
+        The certificate of our entry there is taken in, too, since a fork has two of them. A few of each sender are
+        checked in a cycle.
+        """
         self._follow(lineage)
         position, certificate = certified.position, certified.certificate
         log, entry = lineage.start(position.head), lineage.after(position)
@@ -162,7 +166,7 @@ class Evidence:
         return ours + self._observe_certificate(certificate, before, lineage)
 
     def observe_split(self, one: Branch, other: Branch, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in the certificates of the entries with which two branches part, all of which have been proven."""
+        """Take in the certificates of the entries at which two branches part. All of them have been verified."""
         faults: tuple[Fault, ...] = ()
         for fragment in sorted(one.certificates.keys() & other.certificates.keys()):
             for branch in (one, other):
@@ -170,8 +174,8 @@ class Evidence:
         return faults
 
     def _observe_certificate(self, certificate: Certificate, log: LogState, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in the votes and farewells of a certificate. A founding's voters are its own members, whom no entry can
-        name for it."""
+        """Take in the votes and farewells of a certificate. The voters of a founding are its own members, which no
+        entry can name for these votes."""
         position, faults = log.position, list[Fault]()
         voters = committee(certificate.group, position.head) if certificate.group else log.electors
         for signer in certificate.signers:
@@ -180,50 +184,49 @@ class Evidence:
                 signed = SignedChoice(certificate.choice, signer.signature)
                 proof = self._statements.vote(peer, position, incarnation, signed, is_checked=True)
                 faults += self._found(proof, lineage)
-        for left in certificate.farewells:
-            peer, incarnation = voters[left.place] if left.place < len(voters) else ("", 0)
+        for farewell in certificate.farewells:
+            peer, incarnation = voters[farewell.place] if farewell.place < len(voters) else ("", 0)
             if peer:
-                departure = Departure(run=log.run, peer=peer, incarnation=incarnation, index=left.index)
-                faults += self._observe_departure(SignedDeparture(departure, left.signature), lineage)
+                departure = Departure(run=log.run, peer=peer, incarnation=incarnation, index=farewell.index)
+                faults += self._observe_departure(SignedDeparture(departure, farewell.signature), lineage)
         return tuple(faults)
 
     def observe_farewell(self, peer: str, leaving: Leaving, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in a farewell of the incarnation that has a say: no other one counts anywhere."""
+        """Take in a farewell of the incarnation that votes, since no other one has an effect."""
         if lineage.log.incarnations.get(peer) != leaving.incarnation:
             return ()
         run, incarnation, index = self._verifier.run, leaving.incarnation, leaving.departure
         departure = Departure(run=run, peer=peer, incarnation=incarnation, index=index)
         return self._observe_departure(SignedDeparture(departure, leaving.signature), lineage)
 
-    def _observe_departure(self, left: SignedDeparture, lineage: Lineage) -> tuple[Fault, ...]:
+    def _observe_departure(self, farewell: SignedDeparture, lineage: Lineage) -> tuple[Fault, ...]:
         self._follow(lineage)
-        is_known = left.departure.peer in lineage.log.accountable
-        return self._found(self._statements.farewell(left), lineage) if is_known else ()
+        is_known = farewell.departure.peer in lineage.log.accountable
+        return self._found(self._statements.farewell(farewell), lineage) if is_known else ()
 
     def observe_average(self, round: Round, average: Averaged, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in what a reducer has signed in a round that this peer knows. The signature has been checked."""
+        """Take in an average that a reducer has signed in a round that this peer knows. The signature is verified."""
         if not self._may_matter(average.origin.reducer, round.name.position, lineage):
             return ()
         return self._found(self._statements.average(round, average), lineage)
 
     def observe_commitment(self, author: Author, commitment: Commitment, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in what a peer has committed to."""
+        """Take in a peer's commitment."""
         if not self._may_matter(author.peer, author.position, lineage):
             return ()
         return self._found(self._statements.commitment(author, commitment), lineage)
 
     def observe_blocks(self, author: Author, chunk: CommittedChunk, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in a chunk that its author has committed to, and that is no contribution."""
+        """Take in a chunk that its author has committed to, and that is not a valid contribution."""
         if not self._may_matter(author.peer, author.position, lineage):
             return ()
         return self._found(BadContribution(author=author, evidence=chunk), lineage)
 
     def observe_proof(self, sender: str, shown: Proof, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in what another peer shows as a proof.
+        """Take in another peer's message with a proof.
 
-        A proof that is too old, of another log, or of a peer without a lease, which may be excluded already, is not
-        checked: no entry could name it, and the sender may not know.
-
+        It is ignored if no entry could name it: if it is too old, of another log, or about a peer without a lease,
+        which may be excluded already. The sender may not know that, so this is not held against it.
         Raises: FalseProofError.
         """
         self._follow(lineage)
@@ -236,16 +239,16 @@ class Evidence:
             proof = read_proof(shown.fault, shown.proof)
             return self._file(proof) if self._may_matter(proof.accused, proof.position, lineage) else ()
         except (WireError, FalseProofError) as error:
-            self._attention.is_misled(sender, digest)
+            self._attention.record_false(sender, digest)
             raise FalseProofError(str(error)) from error
 
     def _may_matter(self, peer: str, position: Position, lineage: Lineage) -> bool:
-        """Return whether an entry might name the peer for what it states of this position."""
+        """Return whether an entry might name the peer for a statement about this position."""
         self._follow(lineage)
         return peer in lineage.log.accountable and _is_timely(position, lineage)
 
     def _follow(self, lineage: Lineage) -> None:
-        """Forget what no entry can name any more, once in a cycle."""
+        """Drop evidence that no entry can name any more, once in a cycle."""
         position = lineage.log.position
         if position == self._position:
             return
@@ -265,8 +268,8 @@ class Evidence:
         return any(fault.peer == peer for fault, _ in self._proven.values())
 
     def _found(self, proof: FaultProof | None, lineage: Lineage) -> tuple[Fault, ...]:
-        """File a proof that was found here, unless its peer is convicted already. Of a farewell the position is that of
-        the vote, which may be of another log by now."""
+        """File a proof that was found here, unless its peer is convicted already. A vote after a farewell may be of
+        another log by now, which has no effect."""
         if proof is None or self.has_convicted(proof.accused) or not _is_timely(proof.position, lineage):
             return ()
         try:
@@ -275,19 +278,19 @@ class Evidence:
             return ()
 
     def _file(self, proof: FaultProof) -> tuple[Fault, ...]:
-        """Remember a proof. Raises: FalseProofError."""
+        """Check and remember a proof. Raises: FalseProofError."""
         if not proof.convicts(self._verifier):
             raise FalseProofError(f"it does not show that {proof.accused} lies")
         return self._remember(Known(proof.fault, proof.position, pack(proof)))
 
     def _remember(self, known: Known) -> tuple[Fault, ...]:
-        """Remember a proof that has been checked. Returns its fault, if it is the first of its peer."""
+        """Remember a checked proof. Return its fault, if it is the first one of its peer."""
         fault, is_first = known.fault, not self.has_convicted(known.fault.peer)
         self._proven[fault.proof] = fault, known.position
         self._proven.move_to_end(fault.proof)
         self._proofs.setdefault(fault.proof, known)
         of_one = [digest for digest, known in self._proofs.items() if known.fault.peer == fault.peer]
-        for digest in of_one[OF_ONE - 1 : -1]:  # the first is the one that this peer names; another may name the newest
+        for digest in of_one[OF_ONE - 1 : -1]:  # keep the first, which this peer names, and the newest, for others
             del self._proofs[digest]
         while len(self._proofs) > KEPT or sum(len(known.data) for known in self._proofs.values()) > KEPT_BYTES:
             self._proofs.popitem(last=False)
@@ -300,8 +303,8 @@ class Evidence:
         self._proofs.pop(digest, None)
 
     def provable(self, log: LogState, lineage: Lineage, members: Collection[str]) -> tuple[Fault, ...]:
-        """Return the faults that the entry after `log` may name, if it has these members, who must be shown all of
-        them. None of the members themselves is named: who is needed for an entry is excluded later."""
+        """Return the faults that the entry after `log` may name, if it has these members. All of them must be shown the
+        proofs. A member itself is not named, since it is needed for the entry; it is excluded later."""
         self._follow(lineage)
         faults: dict[str, Fault] = {}
         room = min(SHOWN_TO_EACH, SHOWN_BYTES // max(1, len(members)))
@@ -312,8 +315,7 @@ class Evidence:
         return tuple(faults.values())[:FAULT_LIMIT] if log.closes else ()
 
     def lacking(self, faults: Iterable[Fault], lineage: Lineage) -> tuple[bytes, ...]:
-        """Return the digests of those proofs that are not here, of faults that a header names. They are checked when
-        they come."""
+        """Return the digests of named faults' proofs that are not here, and accept these from any sender."""
         self._follow(lineage)
         missing = tuple(fault.proof for fault in faults if self._proven.get(fault.proof, (None,))[0] != fault)
         self._attention.want(missing)
@@ -325,14 +327,14 @@ class Evidence:
 
     # Showing --------------------------------------------------------------------------------------------------
     def behind(self, faults: Iterable[Fault]) -> tuple[Known, ...]:
-        """Return the proofs of these faults, as far as their bytes are here."""
+        """Return the proofs of these faults whose bytes are here."""
         return tuple(self._proofs[fault.proof] for fault in faults if fault.proof in self._proofs)
 
     def show(
         self, peer: str, faults: Iterable[Fault], position: Position, now: float, again: bool = False
     ) -> tuple[Proof, ...]:
-        """Return the messages that show a peer the proofs of these faults. Each is sent once in a cycle, and `again`
-        after a pause that doubles: when the peer lacks it, or may not have received it."""
+        """Return the messages that show a peer the proofs of these faults. Each is sent once in a cycle,
+        and `again` after a doubling pause if the peer may not have received it."""
         return tuple(
             Proof(position=position, fault=known.fault.kind, proof=known.data)
             for known in self.behind(faults)
@@ -341,7 +343,7 @@ class Evidence:
 
 
 def _is_timely(position: Position, lineage: Lineage) -> bool:
-    """Return whether a lie was told in our log, and so lately that the next entry may name it."""
+    """Return whether a position is in our log, and so recent that the next entry may name a lie about it."""
     log = lineage.log
     is_recent = may_be_named(position.index, log.position.index, log.exclusion) and position.fragment < log.fragments
     return is_recent and lineage.head_at(position.index) == position.head

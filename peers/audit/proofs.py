@@ -1,15 +1,15 @@
-"""Proofs that a peer lies: statements that it has signed, and that an honest peer does not sign. `Statements` finds
-them among what peers have signed lately.
+"""Proofs that a peer lies: statements that it has signed, and that no honest peer signs. `Statements` finds them among
+the recent signed statements of peers.
 
-A proof convinces everybody or nobody, since it needs nothing but its own bytes. Its statements name the place in the
-log and the incarnation of the peer that signed them: what a peer forgets when it loses its memory, it has signed as
-another incarnation. There are four kinds (R9 in docs/protocol.md):
+A proof convinces every peer or no peer, since all it needs are its own bytes. Its statements name the place in the log
+and the incarnation of their signer. A peer that lost its memory signs as another incarnation, so its earlier statements
+do not convict it. There are four kinds (R9 in docs/protocol.md):
 
-    votes         two votes of one ballot and phase; a vote 2, and a later vote 1 that forgets the lock; a vote after a
+    votes         two votes of one ballot and phase; a vote 2, and a later vote 1 that ignores its lock; a vote after a
                   farewell
     averages      two averages of one chunk in one round
     commitments   two commitments for one training
-    contribution  a commitment to a chunk that is no contribution, or has another norm than it says
+    contribution  a commitment to a chunk that is no contribution, or has another norm than the commitment says
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from peers.values.wire import Count, Digest, PeerId, Value, WireError, digest_of
 from peers.values.workload import PayloadKind
 
 VOTES_OF_ONE = 16
-"""Votes of one peer that are remembered of one position, besides those in certificates: a liar could give others until
-those are forgotten. An honest voter gives two in each of a few ballots."""
+"""Remembered votes of one peer at one position, besides those in certificates. A liar could sign others until these are
+dropped; an honest voter signs two in each of a few ballots."""
 VOTES_OF_PEER = 1 << 12
-"""The same, of all positions: votes of many fragments must not push out those of others."""
+"""Remembered votes of one peer at all positions, so that votes for many fragments do not displace those of others."""
 VOTES = 1 << 16
-"""Votes that are remembered in all: two phases of 128 voters in each of 64 cycles, four times. Some 200 bytes each."""
+"""Remembered votes in all: two phases of 128 voters in each of 64 cycles, four times. Some 200 bytes each."""
 ROUNDS = 8
-"""Rounds whose averages are remembered: those of the present cycle's fragments matter, and late ones of some others."""
+"""Rounds whose averages are remembered: those of the present cycle's fragments, and some earlier ones."""
 COMMITMENTS = 4
-"""Commitments of one peer that are remembered: it makes one for each training."""
+"""Remembered commitments of one peer, which makes one for each training."""
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """What proofs are checked with: the run that they must be about, signatures, and the kind of each fragment's
+    """The values that proofs are checked with: their run, the check of signatures, and the kind of each fragment's
     payloads."""
 
     run: str
@@ -55,26 +55,26 @@ class Verifier:
 
 
 class Signed(NamedTuple):
-    """A statement as the bytes that its peer has signed."""
+    """A statement, as the bytes that its peer has signed."""
 
     text: bytes
     signature: bytes
 
 
 class FaultProof(Value):
-    """Statements of one peer."""
+    """Statements of one peer that convict it."""
 
     kind: ClassVar[Kind]
 
     @property
     @abstractmethod
     def accused(self) -> str:
-        """Return the peer that has signed them."""
+        """The peer that has signed them."""
 
     @property
     @abstractmethod
     def position(self) -> Position:
-        """Return the place in the log that they are about. If they are about two, it is the later one."""
+        """The place in the log that they are about; of two places, the later one."""
 
     @abstractmethod
     def convicts(self, verifier: Verifier) -> bool:
@@ -82,7 +82,7 @@ class FaultProof(Value):
 
     @property
     def fault(self) -> Fault:
-        """Return what an entry says of it."""
+        """The fault as an entry names it."""
         return Fault(peer=self.accused, kind=self.kind, proof=digest_of(pack(self)))
 
     def _is_signed(self, verifier: Verifier, *statements: Signed) -> bool:
@@ -112,7 +112,7 @@ class TwoVotes(FaultProof):
 
 
 class VoteAfterFarewell(FaultProof):
-    """A farewell from an index on, and a vote of the same incarnation from there on."""
+    """A farewell from an index on, and a vote of the same incarnation at that index or later."""
 
     kind: ClassVar[Kind] = "votes"
     departure: Departure
@@ -128,11 +128,11 @@ class VoteAfterFarewell(FaultProof):
         return self.vote.position
 
     def convicts(self, verifier: Verifier) -> bool:
-        """A farewell of another run says nothing of this one."""
-        gone, vote = self.departure, self.vote
-        is_broken = vote.incarnation == gone.incarnation and vote.position.index >= gone.index
-        statements = Signed(gone.text, self.signature), Signed(vote.text, vote.signature)
-        return is_broken and gone.run == verifier.run and self._is_signed(verifier, *statements)
+        """Return whether the vote breaks the farewell. A farewell to another run does not count."""
+        departure, vote = self.departure, self.vote
+        is_broken = vote.incarnation == departure.incarnation and vote.position.index >= departure.index
+        statements = Signed(departure.text, self.signature), Signed(vote.text, vote.signature)
+        return is_broken and departure.run == verifier.run and self._is_signed(verifier, *statements)
 
 
 def contradict(first: Vote, second: Vote) -> bool:
@@ -142,15 +142,18 @@ def contradict(first: Vote, second: Vote) -> bool:
 
 
 def are_exclusive(one: Choice, other: Choice) -> bool:
-    """Return whether no honest voter votes for both at one position: two choices in one phase of a ballot; or one in
-    phase 2, and in a later ballot another header in phase 1 without a certificate that is newer than the lock."""
+    """Return whether no honest voter votes for both at one position.
+
+    These are two choices in one phase of a ballot; or one in phase 2, and in a later ballot another header in phase 1
+    without a certificate that is newer than the lock.
+    """
     if (one.ballot, one.phase) == (other.ballot, other.phase):
         return one != other
     return _breaks_lock(one, other) or _breaks_lock(other, one)
 
 
 def _breaks_lock(commit: Choice, prepare: Choice) -> bool:
-    """Return whether a vote 2 forbids a vote 1. A minority's votes are for what is never certified, and break none."""
+    """Return whether a vote 2 forbids a vote 1. A minority's votes break no lock, since they never certify an entry."""
     if (commit.phase, prepare.phase) != (Phase.COMMIT, Phase.PREPARE) or commit.alone or prepare.alone:
         return False
     is_later = commit.ballot < prepare.ballot and commit.header != prepare.header
@@ -159,7 +162,7 @@ def _breaks_lock(commit: Choice, prepare: Choice) -> bool:
 
 # The exchange ----------------------------------------------------------------------------------------------------
 class TwoAverages(FaultProof):
-    """Two averages of one chunk in one round, by one reducer."""
+    """Two averages of one chunk in one round, signed by one reducer."""
 
     kind: ClassVar[Kind] = "averages"
     round: RoundName
@@ -195,7 +198,7 @@ class TwoAverages(FaultProof):
 
 
 class TwoCommitments(FaultProof):
-    """Two commitments to what one peer contributes of one training."""
+    """Two commitments of one peer to its contribution of one training."""
 
     kind: ClassVar[Kind] = "commitments"
     author: Author
@@ -244,7 +247,7 @@ PROOFS: tuple[type[FaultProof], ...] = (TwoVotes, VoteAfterFarewell, TwoAverages
 
 
 def read_proof(kind: str, data: bytes) -> FaultProof:
-    """Return the proof in some bytes. Raises: WireError unless they are one of this kind."""
+    """Return the proof of this kind in the bytes. Raises: WireError if they are none."""
     reason = f"there are no proofs of the kind {kind!r:.40}"
     for proof in PROOFS:
         if proof.kind == kind:
@@ -264,18 +267,18 @@ class SignedChoice(NamedTuple):
 
 
 class SignedDeparture(NamedTuple):
-    """A farewell."""
+    """A signed farewell."""
 
     departure: Departure
     signature: bytes
 
 
 class Statements:
-    """What peers have signed lately. Each method takes in one statement, and returns what it proves together with those
-    before.
+    """The recent signed statements of peers. Each method takes in one statement, and returns the proof that it gives
+    together with earlier ones.
 
-    A certificate is remembered as the votes in it, for 64 cycles. So where a fork has two commits, a peer that has seen
-    the prepare certificates of the later ballot holds the votes that broke a lock.
+    The votes in certificates are remembered for 64 cycles. So after a fork with two commits, a peer that has seen the
+    prepare certificates of the later ballot still has the votes that broke a lock.
     """
 
     def __init__(self, verifier: Verifier) -> None:
@@ -289,12 +292,12 @@ class Statements:
     def vote(
         self, peer: str, position: Position, incarnation: int, vote: SignedChoice, is_checked: bool = False
     ) -> FaultProof | None:
-        """Take in a vote. `is_checked`: it is in a certificate whose signatures have been checked. A minority's may be
-        made by one peer alone."""
+        """Take in a vote. `is_checked`: it is from a certificate with verified signatures. A minority's certificate has
+        no such privilege, since a single peer may make it."""
         choice, text = vote.choice, vote.choice.text
         votes = self._votes.get(position, {}).get(peer, {})
-        name = incarnation, choice.ballot.order, choice.phase
-        known = votes.get(name)
+        key = incarnation, choice.ballot.order, choice.phase
+        known = votes.get(key)
         if known is not None and known.choice == choice:
             return None
         if not (is_checked or self._verifier.verify(peer, text(position, incarnation), vote.signature)):
@@ -303,35 +306,35 @@ class Statements:
         broken = next((one for one in others if are_exclusive(one.choice, choice)), None)
         has_room = len(votes) < VOTES_OF_ONE and self._votes_of[peer] < VOTES_OF_PEER
         if known is None and (has_room or (is_checked and not choice.alone)):
-            self._keep(peer, position, name, vote)
+            self._keep(peer, position, key, vote)
         second = _vote(position, incarnation, vote)
         if broken is not None:
             return TwoVotes(peer=peer, first=_vote(position, incarnation, broken), second=second)
-        left = self._farewells.get(peer)
-        if left and left.departure.incarnation == incarnation and left.departure.index <= position.index:
-            return VoteAfterFarewell(departure=left.departure, signature=left.signature, vote=second)
+        farewell = self._farewells.get(peer)
+        if farewell and farewell.departure.incarnation == incarnation and farewell.departure.index <= position.index:
+            return VoteAfterFarewell(departure=farewell.departure, signature=farewell.signature, vote=second)
         return None
 
-    def _keep(self, peer: str, position: Position, name: tuple[object, ...], vote: SignedChoice) -> None:
-        self._votes.setdefault(position, {}).setdefault(peer, {})[name] = vote
+    def _keep(self, peer: str, position: Position, key: tuple[object, ...], vote: SignedChoice) -> None:
+        self._votes.setdefault(position, {}).setdefault(peer, {})[key] = vote
         self._votes_of[peer] += 1
         while self._votes_of.total() > VOTES and len(self._votes) > 1:
             self._drop(next(iter(self._votes)))
 
-    def farewell(self, left: SignedDeparture) -> FaultProof | None:
-        """Take in a farewell. Of several of one incarnation the one from the lowest index is remembered."""
-        departure, peer = left.departure, left.departure.peer
+    def farewell(self, farewell: SignedDeparture) -> FaultProof | None:
+        """Take in a farewell. Of several of one incarnation the one with the lowest index is remembered."""
+        departure, peer = farewell.departure, farewell.departure.peer
         known = self._farewells.get(peer)
         if known and known.departure.incarnation == departure.incarnation and known.departure.index <= departure.index:
             return None
-        if not self._verifier.verify(peer, departure.text, left.signature):
+        if not self._verifier.verify(peer, departure.text, farewell.signature):
             return None
-        self._farewells[peer] = left
+        self._farewells[peer] = farewell
         for position, voters in self._votes.items():
             for (incarnation, *_), vote in voters.get(peer, {}).items():
                 if incarnation == departure.incarnation and departure.index <= position.index:
                     shown = _vote(position, departure.incarnation, vote)
-                    return VoteAfterFarewell(departure=departure, signature=left.signature, vote=shown)
+                    return VoteAfterFarewell(departure=departure, signature=farewell.signature, vote=shown)
         return None
 
     def average(self, round: Round, average: Averaged) -> FaultProof | None:
@@ -348,7 +351,7 @@ class Statements:
         return TwoAverages(round=round.name, terms=round.terms, incarnation=incarnation, first=first, second=average)
 
     def commitment(self, author: Author, commitment: Commitment) -> FaultProof | None:
-        """Take in a commitment. It is repeated each second, so only a new one is checked."""
+        """Take in a commitment. Peers repeat it each second, so only a new one is checked."""
         known = self._commitments.get(author.peer, {})
         first = known.get(author)
         if first is not None:
@@ -362,12 +365,12 @@ class Statements:
         return None
 
     def forget(self, lineage: Lineage) -> None:
-        """Drop what no entry can name any more."""
+        """Drop statements that no entry can name any more."""
         oldest, known = lineage.log.position.index - FAULT_AGE, lineage.log.accountable
         for position in [position for position in self._votes if position.index < oldest]:
             self._drop(position)
-        self._farewells = {peer: left for peer, left in self._farewells.items() if peer in known}
-        self._commitments = {peer: said for peer, said in self._commitments.items() if peer in known}
+        self._farewells = {peer: farewell for peer, farewell in self._farewells.items() if peer in known}
+        self._commitments = {peer: made for peer, made in self._commitments.items() if peer in known}
 
     def _drop(self, position: Position) -> None:
         self._votes_of -= Counter({peer: len(votes) for peer, votes in self._votes.pop(position).items()})

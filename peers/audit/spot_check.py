@@ -1,9 +1,9 @@
-"""Spot checks: after a round a member makes one of its averages again, from the blocks that all members committed to.
+"""Spot checks: after a round a member repeats one of its averages, from the blocks that all members committed to.
 
-An average has the same bits wherever it is made. So if it comes out otherwise, its reducer has averaged something else.
-This member knows that, and tells its owner; it can't prove it in one message, since all blocks of a chunk are too long
-for one. (Two different averages of a chunk do prove a lie, and a wrong one that all members got alike leaves all of
-them in one state.)
+An average has the same bits on every machine. So if the repeated one differs, its reducer has averaged other blocks.
+This member then knows it, and warns its own operator. It cannot prove it to others in one message, since all blocks of
+a chunk are too long for one. (Two different averages of a chunk do prove a lie. If all members received the same wrong
+one, they still have the same state.)
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from peers.values.wire import digest_of
 from peers.values.workload import BadBlocksError, Blocked, Blocks, Reduction
 
 ASKED = 16
-"""Chunks that a member asks for after a round, on average: in larger rounds it checks now and then only."""
+"""Chunks that a member fetches after a round, on average: in larger rounds it checks only now and then."""
 MOST = 64
-"""Members of a round that is checked: as many chunks are in memory at once."""
+"""Members of a round that is checked, at most: a check needs one chunk of each in memory."""
 
 Ask: TypeAlias = Callable[[Mapping[str, int], int], Awaitable[Sequence[tuple[ChunkProof, Blocks] | None]]]
-"""Returns what these peers show of their contributions to a chunk, given the format of each: one answer for each, None
-of one that shows nothing. The asking peer may be among them."""
+"""Returns these peers' contributions to a chunk, given the format of each: one answer for each, None for a peer that
+gives none. The calling peer may be among them."""
 Reduce: TypeAlias = Callable[[Reduction], Awaitable[Blocks]]
 """`Workload.reduce`."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """An average that another member has signed, and what it was to be made of.
+    """An average that another member has signed, and the input that it should have been made of.
 
-    `weights` are those of the members whose blocks are in it, in the order in which they are summed; `tokens` is what
-    the sum is divided by. `committed` names what each of them has committed to over all of its `chunks`.
+    `weights` are those of the members whose blocks are in it, in the order of the sum; `tokens` is the divisor of the
+    sum. `committed` are these members' commitments, each to all of its `chunks`.
     """
 
     average: Averaged
@@ -49,7 +49,7 @@ class Sample:
 
 
 def choose(averages: Sequence[Averaged], members: int, draw: Callable[[], float]) -> Averaged | None:
-    """Return the average to check after a round with so many members; None: none this time.
+    """Return the average to check after a round with so many members; None for no check.
 
     `averages` are those of other members; `draw` returns a number in [0, 1).
     """
@@ -59,8 +59,8 @@ def choose(averages: Sequence[Averaged], members: int, draw: Callable[[], float]
 
 
 async def is_refuted(sample: Sample, blocked: Blocked, ask: Ask, reduce: Reduce) -> bool:
-    """Return whether the average comes out otherwise. It is not refuted if a member does not show its blocks, which it
-    may have replaced since, or if they can't be averaged, of which the reducer is to speak."""
+    """Return whether the repeated average differs. It is not refuted if a member does not show its blocks, which it may
+    have replaced since, or if averaging them fails, which the reducer should report."""
     chunk, chunking = sample.average.chunk, Chunking(blocked.block_count)
     first, last = chunking.blocks(chunk)
     start, stop = blocked.byte_range(first, last)
@@ -78,10 +78,10 @@ async def is_refuted(sample: Sample, blocked: Blocked, ask: Ask, reduce: Reduce)
     room, place, formats = memoryview(bytearray(stop - start)), sample.position, tuple(peers.values())
     made_of = Reduction(contributions, first, room, sample.tokens, place.fragment, place.index, formats)
     try:
-        again = await reduce(made_of)
+        repeated = await reduce(made_of)
     except (BadBlocksError, DilocoPeerError):
         return False
-    return digest_of(again) != sample.average.digest
+    return digest_of(repeated) != sample.average.digest
 
 
 def _is_committed(sample: Sample, peer: str, proof: ChunkProof, blocks: Blocks) -> bool:

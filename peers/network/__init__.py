@@ -1,4 +1,4 @@
-"""Everything that reaches the network: hivemind and libp2p, by which a run is found; links between peers; routers.
+"""All access to the network: hivemind and libp2p, by which a run is found; links between peers; home routers.
 
 Other rooms import:
 bootstrap: NodeTask, announce_manifest, keep_announced, listed_runs, run_bootstrap

@@ -1,8 +1,8 @@
-"""The bootstrap node: an address that stays, and a memory for manifests.
+"""The bootstrap node: a node with a fixed address that remembers manifests.
 
-A DHT forgets. The node keeps every manifest announced to it in a directory, puts them all into the DHT when it starts
-and again and again while it runs, and so keeps runs findable while none of their peers is there, through its own
-restarts, too. It lists the ids of its runs to anybody, except those by invitation. Peers repeat the manifest as well.
+A DHT forgets. The node keeps every announced manifest in a directory, and puts all of them into the DHT when it starts
+and repeatedly afterwards. So runs can be found while none of their peers is there, and after the node's own restarts.
+It lists the ids of its runs to any caller, except those by invitation. Peers repeat the manifest as well.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ logger = logging.getLogger(__name__)
 LIST_RUNS = "list-runs"  # name of the call; payload: how many runs to leave out, in decimals; answer: a run id a line
 PAGE = 200  # runs in one answer
 RUNS_LIMIT = 1000
-"""Runs that are asked for at most."""
+"""Runs that a caller asks for, at most."""
 ASK_TIMEOUT = 20.0  # seconds for a call to a bootstrap node, which may be busy with many
 NUMBER = re.compile(rb"[0-9]{1,6}")
 ANNOUNCE_MANIFEST = "announce-manifest"  # name of the call; payload: a packed SignedManifest, answer: its run id
 MANIFEST_LIFETIME = 3600.0  # seconds that the DHT keeps a manifest
 REPUBLISH_INTERVAL = 300.0  # seconds; several chances within a lifetime
-ANNOUNCEMENTS_BURST, ANNOUNCEMENTS_RATE = 30.0, 0.1  # that one peer, and one network, may make: at once, and a second
-NETWORKS_TOGETHER = 20  # times that, for all networks together
-MANY = 10**6  # peers are not limited together: keys cost nothing
+ANNOUNCEMENTS_BURST, ANNOUNCEMENTS_RATE = 30.0, 0.1  # announcements of one peer, or network: at once, and a second
+NETWORKS_TOGETHER = 20  # factor for all networks together
+MANY = 10**6  # factor for all peers together: in effect no limit, since keys cost nothing
 LIFE_SIGN_INTERVAL = 5.0  # seconds
-LIFE_SIGN_LIMIT = 30.0  # seconds without one, after which the node hangs
-LOOK_INTERVAL = 10.0  # seconds between two looks at whether an announcement is due
+LIFE_SIGN_LIMIT = 30.0  # seconds without one, after which the node counts as hanging
+LOOK_INTERVAL = 10.0  # seconds between two checks whether an announcement is due
 NodeTask: TypeAlias = Callable[[HivemindTransport, Iterable[SignedManifest]], Coroutine[None, None, None]]
-"""Work with the runs that a node remembers, until cancelled. They may be gone through again and again."""
+"""Work with the runs that a node remembers, until cancelled. The manifests may be iterated over repeatedly."""
 
 
 async def run_bootstrap(
@@ -70,19 +70,20 @@ async def run_bootstrap(
     links: LinkSettings | None = None,
     tickets: Sequence[Ticket] = (),
 ) -> None:
-    """Run a bootstrap node until `stop` is set. `on_ready` gets its multiaddrs once it can be used. `check` raises
-    ManifestError for a manifest that defines no usable run. `beside` is what the node does with the runs that are
-    announced to it; the `tickets` admit it to those by invitation. `links` says how the node brings volunteers together
-    that can't dial each other.
+    """Run a bootstrap node until `stop` is set.
+
+    `on_ready` is called with its multiaddrs when it can be used. `check` raises ManifestError for a manifest of no
+    usable run. `beside` is further work with the announced runs; the `tickets` admit the node to those by invitation.
+    `links` has the settings for bringing volunteers together that cannot dial each other.
 
     Raises: ManifestError, LocalNetworkError, SwarmUnreachableError when it cannot start; LocalNetworkError when
     libp2p's daemon dies.
     """
     store = ManifestStore(manifest_directory, check)
-    shown = {ticket.run: ticket.shown_by(identity.peer_id) for ticket in tickets}
+    tickets_shown = {ticket.run: ticket.shown_by(identity.peer_id) for ticket in tickets}
     transport = await HivemindTransport.create(identity, initial_peers, listen, announce, public=True, links=links)
     try:
-        node = _BootstrapNode(transport, store, shown)
+        node = _BootstrapNode(transport, store, tickets_shown)
         await node.begin()
         on_ready(transport.addresses)
         await _work_until_stopped(node, beside, stop)
@@ -94,12 +95,12 @@ class _BootstrapNode:
     """The runs that are announced to a node, kept in its store and in the DHT."""
 
     def __init__(self, transport: HivemindTransport, store: ManifestStore, shown: Mapping[str, bytes]) -> None:
-        """`shown`: our tickets to runs by invitation, by run."""
+        """`shown` has our tickets to runs by invitation, by run."""
         self.transport = transport
         self.store = store
         self._shown = shown
         self._failures = RunFailures("publishing")
-        # One peer, and one network, may announce runs now and then only.
+        # Announcements are limited for each peer and for each network.
         self._of_peers = Allowances(ANNOUNCEMENTS_BURST, ANNOUNCEMENTS_RATE, MANY)
         self._of_networks = Allowances(ANNOUNCEMENTS_BURST, ANNOUNCEMENTS_RATE, NETWORKS_TOGETHER)
 
@@ -116,14 +117,14 @@ class _BootstrapNode:
         await self.publish()
 
     def _learn(self, manifest: SignedManifest) -> None:
-        """Learn who may come into a run, what admits ourselves, and what its archives have signed."""
+        """Learn a run's admission, our own ticket to it, and the heads that its archives have signed."""
         run, runs = manifest.run_id, self.transport.runs
         self.transport.learn(manifest)
         try:
             if packed := self.store.kept(SIGNED_SUFFIX, run):
                 runs.take_heads(run, unpack_heads(packed))
         except SignedHeadsError as error:
-            logger.warning("what the archives of %s have signed: %s", run, error)
+            logger.warning("the kept heads signed by the archives of %s are ignored: %s", run, error)
         admission = runs.admissions.of(run)
         if admission is None:
             return
@@ -132,7 +133,7 @@ class _BootstrapNode:
             try:
                 admission.revoke(revoked)
             except TicketError as error:
-                logger.warning("a list of revoked tickets of %s: %s", run, error)
+                logger.warning("the kept list of revoked tickets of %s is ignored: %s", run, error)
 
     async def on_announcement(self, sender: str, payload: bytes) -> bytes:
         """Remember an announced run. Raises: RefusalError."""
@@ -171,7 +172,7 @@ class _BootstrapNode:
             await self.publish()
 
     async def publish(self) -> None:
-        """Put every manifest into the DHT again, and see which of the runs are in use."""
+        """Put every manifest into the DHT again, and find out which of the runs are in use."""
         manifests = list(self.store)
         metrics.KNOWN_RUNS.set(len(manifests))
         _is_publishing()
@@ -191,19 +192,19 @@ class _BootstrapNode:
 
 
 def _spend(allowances: Allowances, name: str, who: str) -> None:
-    """Raises: RefusalError."""
+    """Count an announcement. Raises: RefusalError if there were too many."""
     if not allowances.has_some(name, now()):
         raise RefusalError(f"{who} announced many runs lately; try again in {1 / ANNOUNCEMENTS_RATE:.0f} seconds")
     allowances.spend(name, 1.0)
 
 
 def _is_publishing() -> None:
-    """Give a sign of life after each run: all of a thousand take longer than they may keep us waiting."""
+    """Give a sign of life after each run, since publishing a thousand takes longer than the limit."""
     HEALTH.expect("publishing", 3 * REPUBLISH_INTERVAL, "no manifest was put into the DHT again")
 
 
 async def _work_until_stopped(node: _BootstrapNode, beside: Sequence[NodeTask], stop: asyncio.Event) -> None:
-    """Publish the runs and do the work beside that, until `stop` is set. Raises: LocalNetworkError."""
+    """Publish the runs, and do the work beside that, until `stop` is set. Raises: LocalNetworkError."""
     stopped, failed = start_task(stop.wait()), start_task(node.transport.daemon.failure())
     publishing, living = start_task(node.keep_publishing()), start_task(_give_life_signs())
     others = [start_task(work(node.transport, node.store)) for work in beside]
@@ -221,14 +222,14 @@ async def _work_until_stopped(node: _BootstrapNode, beside: Sequence[NodeTask], 
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:
-    """Report work that has ended although it should go on for as long as the node does."""
+    """Report work that has ended, although it should last as long as the node."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("a part of this node has failed: restart it", exc_info=error)
         HEALTH.failing("bootstrap", f"a part of this node has failed: {error}")
 
 
 async def _give_life_signs() -> None:
-    """Show that this process still turns to its work."""
+    """Show that this process still comes to its work."""
     try:
         while True:
             HEALTH.expect("bootstrap", LIFE_SIGN_LIMIT, "this node has not come to its work")
@@ -237,11 +238,11 @@ async def _give_life_signs() -> None:
         HEALTH.over("bootstrap")
 
 
-# What others ask of such nodes --------------------------------------------------------------------------------
+# Calls to bootstrap nodes -------------------------------------------------------------------------------------
 async def announce_manifest(
     transport: HivemindTransport, manifest: SignedManifest, bootstrap_addresses: Sequence[str]
 ) -> tuple[str, ...]:
-    """Put a manifest into the DHT and have bootstrap nodes remember it. Returns the addresses of those that do."""
+    """Put a manifest into the DHT, and ask bootstrap nodes to remember it. Return the addresses of those that do."""
     await transport.store_manifest(manifest, MANIFEST_LIFETIME)
     kept = []
     for address in bootstrap_addresses:
@@ -269,14 +270,14 @@ async def listed_runs(transport: HivemindTransport, addresses: Sequence[str], li
             failures.append(str(error).rstrip("."))
     if len(failures) == len(addresses):
         raise SwarmUnreachableError(
-            f"nobody at the given addresses says which runs there are: {'; '.join(failures)}.",
+            f"no node at the given addresses lists runs: {'; '.join(failures)}.",
             "Name a bootstrap node of this version; other peers remember no runs but their own.",
         )
     return list(found)[:limit]
 
 
 async def _list_of(transport: HivemindTransport, peer_id: str, limit: int) -> list[str]:
-    """Return what one node lists. Raises: PeerUnreachableError, also for an answer that is malformed."""
+    """Return the runs that one node lists. Raises: PeerUnreachableError, also for a malformed answer."""
     run_ids: list[str] = []
     while len(run_ids) < limit:
         answer = await transport.call(peer_id, LIST_RUNS, str(len(run_ids)).encode(), ASK_TIMEOUT)
@@ -295,7 +296,7 @@ async def keep_announced(
     others: Callable[[], Iterable[Heartbeat]],
     remembered: RememberedPeers | None = None,
 ) -> None:
-    """Put the manifest into the DHT again and again, and remember where `others` are, until cancelled.
+    """Put the manifest into the DHT repeatedly, and remember the addresses of the `others`, until cancelled.
 
     So a run is found without its bootstrap nodes.
     """
@@ -305,7 +306,7 @@ async def keep_announced(
             repeated_at = time.monotonic()
             try:
                 await network.store_manifest(manifest, MANIFEST_LIFETIME)
-            except NETWORK_ERRORS as error:  # what to do about it is another's concern
+            except NETWORK_ERRORS as error:  # other code reports a broken network to the user
                 logger.debug("the manifest is not in the DHT: %r", error)
         if remembered is not None:
             wall = time.time()

@@ -1,12 +1,12 @@
 """A byte stream between two peers: framing, permission before data, confirmation after it.
 
-A stream starts with a prelude (magic, version, header length, data length) and the header. The other side reads no data
-before it has answered with a verdict, so that nothing is allocated for data that nobody asked for:
+A stream starts with a prelude (magic, version, header length, data length) and the header. The other side reads data
+only after it has answered with a verdict, so that no memory is allocated for data that it did not ask for:
 
     pull     prelude header ──►   ◄── verdict, prelude header data   digest ──►
     chunks   prelude header, frame header data, frame header data … ──►   ◄── verdict, then one for each frame
 
-What was pulled is confirmed with its BLAKE3 digest, each frame with a verdict, and whoever sent the last bytes waits
+Pulled data is confirmed with its BLAKE3 digest, and each frame with a verdict. The side that sent the last bytes waits
 for the other side to close: libp2p's daemon may lose the tail of a stream that is closed right after it was written.
 """
 
@@ -28,35 +28,35 @@ from peers.values.system import cancel_and_wait, now, start_task
 from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, Buffer, printable
 
 Serve: TypeAlias = Callable[[str, bytes], AbstractAsyncContextManager[tuple[bytes, Buffer]]]
-"""(sender, header) -> header and data of the answer, for as long as they are sent; RefusalError refuses."""
+"""(sender, header) -> header and data of the answer, while they are sent; RefusalError refuses."""
 MAGIC = b"DLCP"
-VERSION = 1  # of streams: goes up when what follows the prelude changes
+VERSION = 1  # of streams; it goes up when the bytes after the prelude change
 PRELUDE = struct.Struct(">4sBIQ")  # magic, version, header length, data length
-HEADER_LIMIT = MESSAGE_LIMIT  # bytes; a snapshot's header carries the log's last one
+HEADER_LIMIT = MESSAGE_LIMIT  # bytes; a snapshot's header contains the log's last header
 FRAME = struct.Struct(">IQ")  # header length, data length
-LAST_FRAME = 0xFFFFFFFF  # in place of a header's length: no frame follows
-FRAME_HEADER_LIMIT = 1 << 17  # bytes; who is absent from a chunk, of 1,000 peers
-BYTES_UNDER_WAY = 768 << 10  # sent and not confirmed, on one stream: more would leave one stream's share for the end
-FRAMES_UNDER_WAY = 64  # of these
+LAST_FRAME = 0xFFFFFFFF  # instead of a header's length: no frame follows
+FRAME_HEADER_LIMIT = 1 << 17  # bytes; enough to list the absent members of a chunk, of 1,000 peers
+BYTES_UNDER_WAY = 768 << 10  # unconfirmed, on one stream: with more, one stream could end long after the others
+FRAMES_UNDER_WAY = 64  # sent and not confirmed, on one stream
 ACCEPTED, REFUSED = b"\x01", b"\x00"
 REASON_LENGTH = struct.Struct(">H")
 REASON_BYTES = 500  # of a refusal's reason, at most; `printable` shows no more characters of it
 STALL_TIMEOUT = 30.0  # seconds without a byte after which the other side counts as gone
-ANSWER_TIMEOUT = 600.0  # seconds: all that is under way to a slow peer must first arrive; the dead are seen otherwise
+ANSWER_TIMEOUT = 600.0  # seconds; a slow peer must first receive all frames under way; dead peers are noticed otherwise
 DISCARDED_AT_ONCE = 1 << 16  # bytes
 CLOSE_TIMEOUT = 5.0  # seconds in which the other side should close
 
 Item = TypeVar("Item")
 Frame: TypeAlias = tuple[Item, bytes, Buffer]
-"""A chunk for a stream: what the sender knows it by, header and data."""
+"""A chunk for a stream: the sender's own key for it, header and data."""
 
 PLACE_WAIT = 20.0  # seconds that a peer may wait for a place
-FEW_PLACES = 2  # of a peer while they are scarce: one, and one that it has given up, whose end is not seen here yet
-LONGEST_HELD = 600.0  # seconds for which one may be held: no reader waits longer for what it has asked for
+FEW_PLACES = 2  # of a peer while they are scarce: one, and one that it has given up, whose end is not noticed here yet
+LONGEST_HELD = 600.0  # seconds for which a place may be held; readers wait no longer for their data either
 
 
 class PeerUnreachableError(DilocoPeerError):
-    """A peer gave no usable answer: dead, cut off, too slow, or talking nonsense."""
+    """A peer gave no usable answer: it is dead, cut off or too slow, or its answer is malformed."""
 
     exit_code = 4
     what_happened = "did not answer"
@@ -68,13 +68,13 @@ class PeerUnreachableError(DilocoPeerError):
 
 
 class PeerRefusedError(PeerUnreachableError):
-    """A peer is alive and does not want what we sent, or have what we asked for; `reason` is in its own words."""
+    """A live peer refused our data or our request; `reason` is its own text."""
 
     what_happened = "refused"
 
 
 class RefusalError(Exception):
-    """Raised by our own handlers to tell the caller no, and why."""
+    """Raised by our own handlers to refuse a caller; the message is the reason."""
 
 
 class Channel:
@@ -90,8 +90,8 @@ class Channel:
         stays_open: bool = False,
         opening: bytes = b"",
     ) -> None:
-        """`stays_open`: another conversation follows on the same connection, so nobody waits for its end. `opening`
-        goes before the prelude, and with it: see `ChunkSender._write`."""
+        """With `stays_open` another conversation follows on the same connection, so neither end waits for its close.
+        `opening` is sent together with the prelude, before it: see `ChunkSender._write`."""
         self.peer = peer
         self._upload = upload
         self._gives_way_to: LinkTime | None = None
@@ -101,8 +101,8 @@ class Channel:
         self._stays_open = stays_open
         self._opening = opening
         self.is_finished = False
-        """Whether the side that opened the conversation has had all of it, or a refusal. Else no other one follows on
-        the connection."""
+        """True once the side that opened the conversation has received all of it, or a refusal. Otherwise the
+        connection cannot be used again."""
 
     async def send_prelude(self, header: bytes, length: int) -> None:
         if len(header) > HEADER_LIMIT:
@@ -111,7 +111,7 @@ class Channel:
         await self._send(opening + PRELUDE.pack(MAGIC, VERSION, len(header), length) + header)
 
     async def read_prelude(self) -> tuple[bytes, int]:
-        """Return header and data length."""
+        """Read the prelude. Return the header, and the length of the data in bytes."""
         async with asyncio.timeout(STALL_TIMEOUT):  # for all of it, not for each byte
             magic, version, header_length, length = PRELUDE.unpack(await self._read(PRELUDE.size))
         if magic == MAGIC and version != VERSION:
@@ -124,20 +124,20 @@ class Channel:
         await self._send(ACCEPTED)
 
     async def refuse(self, reason: str) -> None:
-        """Say no. The last bytes that we send."""
-        await self._say_no(reason)
+        """Send a refusal. These are the last bytes that we send."""
+        await self._send_refusal(reason)
         await self.wait_closed()
 
-    async def _say_no(self, reason: str) -> None:
+    async def _send_refusal(self, reason: str) -> None:
         text = reason.encode(errors="replace")[:REASON_BYTES]
         await self._send(REFUSED + REASON_LENGTH.pack(len(text)) + text)
 
     async def refuse_all(self, reason: str) -> None:
-        """Say no to a stream whose data comes all the same. Nothing else can follow on its connection.
+        """Refuse a stream whose data comes all the same. The connection cannot be used again.
 
-        Raises: EOFError, when the other side has closed it, or has had the time to.
+        Raises: EOFError when the other side has closed it, or has not closed it in time.
         """
-        await self._say_no(reason)
+        await self._send_refusal(reason)
         nowhere = memoryview(bytearray(DISCARDED_AT_ONCE))
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT):
@@ -146,12 +146,12 @@ class Channel:
         raise EOFError("a refused stream is over")
 
     async def read_verdict(self) -> None:
-        """Raises: PeerRefusedError."""
+        """Return if the verdict accepts. Raises: PeerRefusedError if it refuses."""
         verdict = await self._read(1)
         if verdict == ACCEPTED:
             return
         if verdict != REFUSED:
-            raise RemoteProtocolError(self.peer, "its verdict is neither yes nor no")
+            raise RemoteProtocolError(self.peer, "its verdict is neither acceptance nor refusal")
         (length,) = REASON_LENGTH.unpack(await self._read(REASON_LENGTH.size))
         if length > REASON_BYTES:
             raise RemoteProtocolError(self.peer, f"its reason of {length} bytes exceeds {REASON_BYTES}")
@@ -164,11 +164,11 @@ class Channel:
         await self.send_data(data)
 
     async def send_message(self, header: bytes, data: bytes) -> None:
-        """Send a small frame at once: who gives up waiting for the other side to read leaves no half of one behind."""
+        """Send a small frame in one piece, so that a caller that gives up waiting leaves no half of one behind."""
         await self._send(FRAME.pack(len(header), len(data)) + header + data)
 
     async def read_frame_header(self) -> tuple[bytes, int] | None:
-        """Header and data length of the next frame, whenever it comes; None after the last one."""
+        """Wait for the next frame, and return its header and data length; None after the last one."""
         try:
             header_length, length = FRAME.unpack(await self._reads.read(FRAME.size, None))
         except asyncio.IncompleteReadError as error:
@@ -192,11 +192,11 @@ class Channel:
     async def read_answer(self) -> bool:
         answer = await self._reads.read(1, ANSWER_TIMEOUT)
         if answer not in (ACCEPTED, REFUSED):
-            raise RemoteProtocolError(self.peer, "its answer to a frame is neither yes nor no")
+            raise RemoteProtocolError(self.peer, "its answer to a frame is neither acceptance nor refusal")
         return answer == ACCEPTED
 
     async def send_digest(self, digest: bytes) -> None:
-        """Confirm what was received. The last bytes that we send."""
+        """Confirm the received data. These are the last bytes that we send."""
         await self._send(digest)
         await self.wait_closed()
 
@@ -213,11 +213,12 @@ class Channel:
             raise RemoteProtocolError(self.peer, "it sent more than its prelude announced")
 
     def give_way(self, link: LinkTime) -> None:
-        """From now on send data while the link is free, and else slowly."""
+        """Send data at full rate only while the link is free, from now on; else slowly."""
         self._gives_way_to = link
 
     def close(self) -> None:
-        """What was written and not sent yet is never sent: from Python 3.12 on it is the caller's own memory."""
+        """Close the stream. Written bytes that are not sent yet are dropped: from Python 3.12 on they are the caller's
+        own memory."""
         if self._writer.transport.get_write_buffer_size():
             self._writer.transport.abort()
         else:
@@ -235,15 +236,15 @@ class Channel:
                 hasher.update(piece)
 
     async def read_data(self, buffer: bytearray | memoryview, hasher: blake3 | None = None) -> None:
-        """Fill the buffer, as fast as our caps allow."""
+        """Fill the buffer, as fast as our bandwidth caps allow."""
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), self._download.reading_piece):
             piece = view[start : start + self._download.reading_piece]
             try:
                 await self._reads.fill(piece, STALL_TIMEOUT)
             except asyncio.IncompleteReadError as error:
-                came = start + len(error.partial)
-                raise EOFError(f"the stream ended after {came} of {len(view)} bytes") from error
+                received = start + len(error.partial)
+                raise EOFError(f"the stream ended after {received} of {len(view)} bytes") from error
             await self._download.take(len(piece))
             if hasher:
                 hasher.update(piece)
@@ -254,11 +255,11 @@ class Channel:
     async def _send(self, data: bytes | memoryview) -> None:
         self._writer.write(data)
         async with asyncio.timeout(STALL_TIMEOUT):
-            await self._writer.drain()  # which raises where the connection is gone: writing to it does not
+            await self._writer.drain()  # it raises if the connection is gone; write() does not
 
 
 async def pull(channel: Channel, header: bytes, max_bytes: int) -> tuple[bytes, bytearray]:
-    """Ask for data: header and data of the answer. Raises also: PeerRefusedError."""
+    """Send a request. Return the header and data of the answer. Raises also: PeerRefusedError."""
     await channel.send_prelude(header, 0)
     await channel.read_verdict()
     answer, length = await channel.read_prelude()
@@ -272,7 +273,7 @@ async def pull(channel: Channel, header: bytes, max_bytes: int) -> tuple[bytes, 
 
 
 async def serve_pull(channel: Channel, serve: Serve) -> None:
-    """The other end of `pull`."""
+    """Answer a `pull`, as its other end."""
     header, length = await channel.read_prelude()
     if length != 0:
         raise RemoteProtocolError(channel.peer, f"it announced {length} bytes of data with a request")
@@ -290,17 +291,17 @@ async def serve_pull(channel: Channel, serve: Serve) -> None:
 
 
 class ChunkSender(Generic[Item]):
-    """The sending end of a stream of chunks. What has arrived counts, even if the stream breaks off later."""
+    """The sending end of a stream of chunks. Chunks that have arrived count, even if the stream breaks later."""
 
     def __init__(self, channel: Channel, under_way: Callable[[], int] = lambda: BYTES_UNDER_WAY) -> None:
-        """`under_way` returns from how many bytes on, sent and not confirmed, no third frame is sent. With one alone a
-        stream would stand still until that is confirmed."""
+        """`under_way` returns a limit on the bytes sent and not confirmed. Two frames may be under way in any case,
+        since with one the stream would stand still until its confirmation."""
         self._channel = channel
         self._under_way = under_way
         self._sent: deque[tuple[Item, int, float]] = deque()  # items, their bytes, and when the writing of each began
         self._has_room = asyncio.Event()
         self._has_room.set()
-        self._written = asyncio.Semaphore(0)  # frames, and then the end of the stream
+        self._written = asyncio.Semaphore(0)  # one for each frame, and one for the end of the stream
 
     @property
     def pending(self) -> list[Item]:
@@ -313,12 +314,12 @@ class ChunkSender(Generic[Item]):
         following: Callable[[], Awaitable[Frame[Item] | None]],
         answered: Callable[[Item, bool, float], None],
     ) -> None:
-        """Send what `following` gives until that is None, and wait until all of it is answered.
+        """Send the frames that `following` returns until it returns None, and wait until all of them are answered.
 
-        `answered` is told of each item whether it is taken, and how many seconds of the stream it took. The first
-        frames follow the header at once: on a long link, waiting for a yes would cost as much as they do.
+        `answered` is called with each item, whether it is taken, and the seconds of the stream that it took. The first
+        frames follow the header at once: on a long link, waiting for the verdict would take as long as they do.
 
-        Raises: PeerUnreachableError when the other side says no, and whatever breaks the stream.
+        Raises: PeerUnreachableError when the other side refuses, and errors of the stream.
         """
         reading = start_task(self._read_answers(answered))
         writing = start_task(self._write(header, following))
@@ -332,8 +333,11 @@ class ChunkSender(Generic[Item]):
             await cancel_and_wait(reading, writing)
 
     async def _write(self, header: bytes, following: Callable[[], Awaitable[Frame[Item] | None]]) -> None:
-        """The first frame goes with the prelude in one packet. When BBR has not measured a delay for ten seconds, and
-        the first packet is a small one, whose answer may have been delayed, it stops for 0.2 seconds to measure."""
+        """Write the frames, the first one with the prelude in one packet.
+
+        If BBR has not measured a delay for ten seconds, and the first packet is a small one, whose answer may have been
+        delayed, it stops for 0.2 seconds to measure.
+        """
         await self._channel.send_prelude(header, 0)
         while True:
             await self._has_room.wait()
@@ -352,7 +356,7 @@ class ChunkSender(Generic[Item]):
         try:
             await self._channel.read_verdict()
         except PeerRefusedError as error:
-            self._channel.is_finished = False  # frames are under way: the connection is of no more use
+            self._channel.is_finished = False  # frames are under way, so the connection cannot be used again
             raise PeerUnreachableError(error.peer, error.reason) from error
         answered_at = 0.0
         while True:
@@ -374,19 +378,19 @@ class ChunkSender(Generic[Item]):
 
 
 class _Arrivals(Protocol):
-    """What becomes of the chunks of one stream."""
+    """The receiver of one stream's chunks."""
 
     def expect(self, header: bytes, length: int) -> bytearray:
-        """Memory of this length for the data of the next frame. Raises: RemoteProtocolError, which ends the stream."""
+        """Return memory of this length for the next frame's data. Raises: RemoteProtocolError to end the stream."""
 
     def arrived(self) -> bool:
-        """That memory is filled. Whether it is of use here, and needs not be sent again."""
+        """Take in the filled memory. Return whether the sender need not send the chunk again."""
 
 
 async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitable[_Arrivals]]) -> None:
-    """The receiving end, until the sender has sent its last frame or closes the stream.
+    """Receive chunks, until the sender has sent its last frame or closes the stream.
 
-    `admit` is asked with the sender and the stream's header, and returns when the sender may begin; RefusalError
+    `admit` is called with the sender and the stream's header, and returns when the sender may begin; RefusalError
     refuses.
     """
     header, _ = await channel.read_prelude()
@@ -401,10 +405,10 @@ async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitab
 
 
 class Places:
-    """Limits on what is given away at once: `count` places in all, `each` for one peer.
+    """Limits on the pulls served at once: `count` places in all, `each` for one peer.
 
-    While less than half are free a peer has only `FEW_PLACES`: a slow one holds them for long, and few such would have
-    them all.
+    While less than half of them are free, a peer may have only `FEW_PLACES`: otherwise a few slow peers would hold all
+    of them for long.
     """
 
     def __init__(self, count: int, each: int) -> None:
@@ -415,21 +419,22 @@ class Places:
 
     @asynccontextmanager
     async def one_for(self, peer: str) -> AsyncIterator[None]:
-        """Raises: RefusalError when the peer has its share, or none is free in time; TimeoutError if held too long."""
+        """Hold a place. Raises: RefusalError when the peer has its share, or none is free in time; TimeoutError if held
+        too long."""
         is_scarce = 2 * (self._count - self._taken.total()) < self._count
         if self._taken[peer] >= (min(FEW_PLACES, self._each) if is_scarce else self._each):
-            raise RefusalError("other parts are on their way to you")
+            raise RefusalError("other parts are being sent to you; ask again when one has ended")
         self._taken[peer] += 1
         try:
             try:
                 async with asyncio.timeout(PLACE_WAIT):
                     await self._free.acquire()
             except TimeoutError:
-                raise RefusalError("too many fetch from here now") from None
+                raise RefusalError("too many peers are being served; ask again later") from None
             try:
                 async with asyncio.timeout(LONGEST_HELD):
                     yield
             finally:
                 self._free.release()
         finally:
-            self._taken -= Counter({peer: 1})  # forgets a peer that has none
+            self._taken -= Counter({peer: 1})  # drops a peer whose count is zero

@@ -1,12 +1,12 @@
-"""One TLS connection with a peer, which proves who it is. One of the two ends opens conversations on it.
+"""One TLS connection with a peer, which proves the peer's id. One of the two ends opens conversations on it.
 
-A peer id contains the peer's Ed25519 public key. A peer's certificate is that key, signed by itself, so the peer id
-alone decides whether a certificate is the right one: there is no authority, and nothing to exchange beforehand.
+A peer id contains the peer's Ed25519 public key, and a peer's certificate is that key, signed by itself. So the peer id
+alone decides whether a certificate is valid: there is no authority, and nothing to exchange beforehand.
 
-Bytes are decrypted straight into the memory that they are for. asyncio's own TLS copies what comes in once more, calls
-back for each record of 16 KiB, and moves all that waits to be sent whenever a part of it has been; its StreamReader
-copies every byte three times. Bulk data costs a third more processor time there. Here only what comes while nobody
-waits, a few KiB, is put aside. The rest stays with the kernel, which slows the sender down.
+Bytes are decrypted straight into their final memory. asyncio's own TLS costs bulk data a third more processor time: it
+copies incoming bytes once more, calls back for each record of 16 KiB, and moves all unsent bytes whenever some of them
+are sent; its StreamReader copies every byte three times. Here only a few KiB that come while no read waits are stored.
+The rest stays with the kernel, which slows the sender down.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from peers.values.wire import Reach
 
 CONTEXTS = 1024  # kept, one per peer
 NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "diloco-peer")])
-EVER = (datetime(2000, 1, 1), datetime(9999, 1, 1))  # clocks of peers are never compared
+EVER = (datetime(2000, 1, 1), datetime(9999, 1, 1))  # always valid, since clocks of peers are never compared
 
 HANDSHAKE_TIMEOUT = 10.0  # seconds
 CIPHERTEXT = 1 << 18  # bytes that are taken from the kernel at once
-HANDSHAKE_BYTES = 1 << 14  # that are taken at once, before it is known who is there
-TO_SEND = 1 << 16  # bytes that are encrypted at once: they are sent while they are in the processor's cache
-HIGH_WATER = 1 << 19  # bytes that wait for the kernel at most
-_ciphertext = memoryview(bytearray(CIPHERTEXT))  # what the kernel gave last: all connections of a process take turns
+HANDSHAKE_BYTES = 1 << 14  # bytes that are taken at once during the handshake
+TO_SEND = 1 << 16  # bytes that are encrypted at once, and sent while they are in the processor's cache
+HIGH_WATER = 1 << 19  # bytes that wait for the kernel, at most
+_ciphertext = memoryview(bytearray(CIPHERTEXT))  # the last bytes from the kernel; all connections share it in turn
 
 READ_AHEAD = 4096  # bytes; most headers fit in
 LOW_WATER = 1 << 17
-"""Bytes that must have come before we are woken, in the midst of something long: a long link gives them in thousands of
-small pieces, and to be woken for each would cost more than to decrypt them."""
-RECORD = 17 << 10  # bytes that TLS may have taken in, and not given to us yet: one record, with what it adds
+"""Bytes that must have come before we are woken, within a long read: on a long link they come in thousands of small
+pieces, and waking for each would cost more than decrypting them."""
+RECORD = 17 << 10  # bytes that TLS may hold back: one record, with its overhead
 
 
 class Credentials:
-    """One peer's certificate, and what it takes to prove that it is ours. No two are alike: see `Link.add`."""
+    """One peer's certificate, and the key that proves it. Each instance has another certificate: see `Link.add`."""
 
     def __init__(self, identity: Identity) -> None:
         key = identity.private_key
@@ -64,15 +64,15 @@ class Credentials:
             Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
         )
         self.dialling = self._context(ssl.PROTOCOL_TLS_CLIENT)
-        """Context of the end that dials. The other end is checked by `_handshake` before anything is sent."""
+        """The context of the end that dials. `_handshake` checks the other end before anything else is sent."""
         self.accepting = lru_cache(CONTEXTS)(self._accepting)
-        """Return a context that accepts only who shows, and has the key of, this certificate (DER)."""
+        """Returns a context that accepts only an end with this certificate (DER) and its key."""
 
     def _accepting(self, certificate: bytes) -> ssl.SSLContext:
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=certificate)
-        context.num_tickets = 0  # sessions are not resumed: each connection proves who it is
+        context.num_tickets = 0  # sessions are not resumed, so that each connection proves its peer
         return context
 
     def _context(self, protocol: int) -> ssl.SSLContext:
@@ -80,7 +80,7 @@ class Credentials:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-        # The ssl module reads keys from files only. This one is in memory, and gone at once.
+        # The ssl module reads keys from files only, so the key goes into a file in memory that is closed at once.
         with closing(os.fdopen(os.memfd_create("credentials"), "wb")) as file:
             file.write(self._pem)
             file.flush()
@@ -89,9 +89,9 @@ class Credentials:
 
 
 class Connection:
-    """A connection with a peer. `is_ours`: we open conversations on it. `reach` says which way its bytes take.
+    """A connection with a peer. With `is_ours`, this end opens conversations on it. `reach` is the way of its bytes.
 
-    `certificate` (DER) is the other end's, which has another one after each start, and in each network.
+    `certificate` (DER) is the other end's, which changes at each start and in each network.
     """
 
     def __init__(self, peer: str, transport: TlsTransport, is_ours: bool, reach: Reach) -> None:
@@ -115,14 +115,14 @@ class Connection:
         return not (self.reads.has_ended or self.writer.is_closing())
 
     def close(self) -> None:
-        """End it at once: what was not sent yet is of no use to anybody."""
+        """End it at once; bytes that were not sent are dropped, since no conversation needs them any more."""
         self.writer.transport.abort()
 
 
 async def greet(sock: socket.socket, credentials: Credentials, peer: str, is_ours: bool, reach: Reach) -> Connection:
-    """Begin a connection as the end that speaks first. Takes the socket over.
+    """Begin a connection as the end that speaks first. Take the socket over.
 
-    Raises: OSError; RemoteProtocolError when somebody else answers.
+    Raises: OSError; RemoteProtocolError when another peer answers.
     """
     hello = Hello(to=peer, certificate=credentials.certificate, is_yours=not is_ours)
     with closed_on_failure(sock):
@@ -131,10 +131,10 @@ async def greet(sock: socket.socket, credentials: Credentials, peer: str, is_our
 
 
 async def welcome(sock: socket.socket, credentials: Credentials, hello: Hello, reach: Reach) -> Connection:
-    """Begin a connection as the end that is spoken to. Takes the socket over. Raises: OSError, RemoteProtocolError."""
+    """Begin a connection as the end that is greeted. Take the socket over. Raises: OSError, RemoteProtocolError."""
     with closed_on_failure(sock):
         if hello.to != credentials.peer_id:
-            raise RemoteProtocolError("unknown", f"it wants to talk to {hello.to}, not to us")
+            raise RemoteProtocolError("unknown", f"it wants to connect to {hello.to}, not to this peer")
         peer = _peer_of(hello.certificate)
         try:
             transport = await _handshake(sock, peer, credentials.accepting(hello.certificate))
@@ -144,7 +144,7 @@ async def welcome(sock: socket.socket, credentials: Credentials, hello: Hello, r
 
 
 async def _handshake(sock: socket.socket, peer: str, context: ssl.SSLContext, opening: bytes = b"") -> TlsTransport:
-    """Have the handshake with this peer, and no other, after an opening if we dial.
+    """Make the TLS handshake with this peer and no other; the dialling end sends the opening first.
 
     Raises: OSError, also when it takes too long; RemoteProtocolError.
     """
@@ -161,12 +161,12 @@ async def _handshake(sock: socket.socket, peer: str, context: ssl.SSLContext, op
 
 
 def _peer_of(certificate: bytes) -> str:
-    """Return the id of the peer that a certificate (DER) is of. Raises: RemoteProtocolError."""
+    """Return the id of the peer whose key a certificate (DER) has. Raises: RemoteProtocolError."""
     if len(certificate) > CERTIFICATE_BYTES:
         raise _unproven(f"a certificate of {len(certificate)} bytes exceeds {CERTIFICATE_BYTES}")
     try:
         key = x509.load_der_x509_certificate(certificate).public_key()
-    except Exception as error:  # the parser of a stranger's bytes raises many kinds
+    except Exception as error:  # the parser raises many kinds of errors on a stranger's bytes
         raise _unproven(f"not a certificate: {error}") from error
     if not isinstance(key, Ed25519PublicKey):
         raise _unproven("its certificate is not of an Ed25519 key")
@@ -174,12 +174,12 @@ def _peer_of(certificate: bytes) -> str:
 
 
 def _unproven(reason: object) -> RemoteProtocolError:
-    return RemoteProtocolError("unknown", f"it does not prove who it is: {reason}")
+    return RemoteProtocolError("unknown", f"it does not prove its peer id: {reason}")
 
 
 # TLS without copies --------------------------------------------------------------------------------------------------
 async def start_tls(sock: socket.socket, context: ssl.SSLContext, server_side: bool) -> TlsTransport:
-    """Have the handshake, and take the socket over. Raises: OSError; ssl.SSLError is one, too."""
+    """Make the TLS handshake, and take the socket over. Raises: OSError, which includes ssl.SSLError."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(incoming, outgoing, server_side=server_side)
     loop = asyncio.get_running_loop()
@@ -193,7 +193,7 @@ async def start_tls(sock: socket.socket, context: ssl.SSLContext, server_side: b
             incoming.write(data)
         except ssl.SSLError:
             with suppress(OSError):
-                sock.send(outgoing.read())  # what is wrong, if that can be told
+                sock.send(outgoing.read())  # the TLS alert that names the error, if there is one
             raise
         else:
             await loop.sock_sendall(sock, outgoing.read())
@@ -201,9 +201,10 @@ async def start_tls(sock: socket.socket, context: ssl.SSLContext, server_side: b
 
 
 class TlsTransport(asyncio.Transport):
-    """What asyncio's streams and protocols need of a connection. It is closed without a farewell: frames have an end.
+    """The transport of a TLS connection for asyncio's streams and protocols. It is closed without a TLS farewell, since
+    frames have an end of their own.
 
-    It has no protocol at first, and begins to read when it is told to resume.
+    It has no protocol at first, and reads nothing until `resume_reading`.
     """
 
     def __init__(
@@ -224,12 +225,12 @@ class TlsTransport(asyncio.Transport):
         return self._protocol
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Of those that are told when to read, only a BufferedProtocol may be."""
+        """Set the protocol. It must be a BufferedProtocol when reading is resumed."""
         self._protocol = cast(asyncio.BufferedProtocol, protocol)
 
-    # In -------------------------------------------------------------------------------------------------------
+    # Receiving ------------------------------------------------------------------------------------------------
     def pause_reading(self) -> None:
-        """The socket is watched until something comes: most pauses are over before."""
+        """Stop reading. The socket is watched until bytes come, since most pauses are over before."""
         self._is_reading = False
 
     def resume_reading(self) -> None:
@@ -239,7 +240,7 @@ class TlsTransport(asyncio.Transport):
         if not self._is_watched:
             self._is_watched = True
             self._loop.add_reader(self._socket, self._take_in)
-        if self._incoming.pending or self.tls.pending():  # what was left when it was paused
+        if self._incoming.pending or self.tls.pending():  # left over from the pause
             self._loop.call_soon(self._decrypt)
 
     def _take_in(self) -> None:
@@ -259,10 +260,10 @@ class TlsTransport(asyncio.Transport):
         else:
             self._incoming.write_eof()
         self._decrypt()
-        self._send_now()  # what TLS has to answer
+        self._send_now()  # an answer of TLS itself
 
     def _decrypt(self) -> None:
-        """Give the protocol all whole records that are here, until it has enough."""
+        """Give the protocol all whole records that are here, until it pauses reading."""
         while self._is_reading:
             memory = memoryview(self._protocol.get_buffer(-1))
             count, end = 0, None
@@ -285,10 +286,10 @@ class TlsTransport(asyncio.Transport):
             if count < len(memory):
                 return
 
-    # Out ------------------------------------------------------------------------------------------------------
+    # Sending --------------------------------------------------------------------------------------------------
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._is_closed:
-            return  # as asyncio's: who writes to what is gone hears of it when draining
+            return  # as in asyncio: draining the writer raises the error
         view = memoryview(data).cast("B")
         try:
             for start in range(0, len(view), TO_SEND):
@@ -298,7 +299,7 @@ class TlsTransport(asyncio.Transport):
         except ssl.SSLError as error:
             self._end(error)
         if self._outgoing.pending and not (self._is_to_send or self._is_waiting_to_send):
-            self._is_to_send = True  # with what else is written before anything else happens
+            self._is_to_send = True  # together with other writes of this turn of the event loop
             self._loop.call_soon(self._send_now)
         if not self._has_paused_writer and self.get_write_buffer_size() > HIGH_WATER:
             self._has_paused_writer = True
@@ -310,7 +311,7 @@ class TlsTransport(asyncio.Transport):
             self._send()
 
     def _send(self) -> None:
-        """Give the kernel what is encrypted, and what it does not take when it has room again."""
+        """Send the encrypted bytes; those that the kernel does not take follow when it has room again."""
         try:
             while self._unsent or self._outgoing.pending:
                 self._unsent = self._unsent or memoryview(self._outgoing.read())
@@ -337,7 +338,7 @@ class TlsTransport(asyncio.Transport):
         return self._is_closed
 
     def abort(self) -> None:
-        """End it at once: what the kernel does not take now is lost."""
+        """End it at once: bytes that the kernel does not take now are lost."""
         self._send_now()
         self._end(None)
 
@@ -351,9 +352,9 @@ class TlsTransport(asyncio.Transport):
         self._loop.remove_writer(self._socket)
         self._is_closed = True
         self._unsent = memoryview(b"")
-        self._loop.call_soon(self._say_it_is_over, error)
+        self._loop.call_soon(self._report_end, error)
 
-    def _say_it_is_over(self, error: OSError | None) -> None:
+    def _report_end(self, error: OSError | None) -> None:
         try:
             self._protocol.connection_lost(error)
         finally:
@@ -361,10 +362,10 @@ class TlsTransport(asyncio.Transport):
 
 
 class DirectReads(asyncio.BufferedProtocol):
-    """Takes over the reading end of a connection, for good; its StreamWriter stays. One read at a time.
+    """The reading end of a connection, which it takes over for good; the StreamWriter stays. One read at a time.
 
     Reads raise asyncio.IncompleteReadError when the stream ends before, TimeoutError when no byte comes for `patience`
-    seconds (in the midst of something long, twice as many), and OSError when the connection breaks.
+    seconds (within a long read, twice as many), and OSError when the connection breaks.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -373,12 +374,12 @@ class DirectReads(asyncio.BufferedProtocol):
         self._ahead = memoryview(bytearray(max(READ_AHEAD, len(early))))
         self._ahead[: len(early)] = early
         self._ahead_count = len(early)
-        self._memory = memoryview(b"")  # what is being filled
+        self._memory = memoryview(b"")  # of the read under way
         self._count = 0
         self.on_lost: Callable[[], None] = lambda: None
         self._ready: asyncio.Future[None] | None = None
         self._watch: asyncio.TimerHandle | None = None
-        self._last_at = 0.0  # when a byte came, or the read began
+        self._last_at = 0.0  # when the last byte came, or the read began
         self._error = reader.exception()
         self.has_ended = reader.at_eof() or self._error is not None
         self._transport: asyncio.Transport = writer.transport  # type: ignore[assignment]  # it reads, too
@@ -390,7 +391,7 @@ class DirectReads(asyncio.BufferedProtocol):
 
     @property
     def has_unread(self) -> bool:
-        """Whether something came that nobody has read."""
+        """True if bytes have come that were not read."""
         return self._ahead_count > 0
 
     async def read(self, count: int, patience: float | None) -> bytes:
@@ -399,7 +400,7 @@ class DirectReads(asyncio.BufferedProtocol):
         return bytes(data)
 
     async def fill(self, memory: memoryview, patience: float | None) -> None:
-        """Fill memory of single bytes."""
+        """Fill the memory, whose items are single bytes."""
         early = self._take(min(self._ahead_count, len(memory)))
         memory[: len(early)] = early
         if len(early) < len(memory):
@@ -412,7 +413,7 @@ class DirectReads(asyncio.BufferedProtocol):
                 self._choose_low_water()
 
     def _choose_low_water(self) -> None:
-        """Be woken when so much has come as certainly comes, or for every byte."""
+        """Set the count of bytes to be woken for: as many as are certain to come, or one."""
         self._wake_after(max(1, min(LOW_WATER, len(self._memory) - self._count - RECORD)))
 
     def _wake_after(self, wanted: int) -> None:
@@ -423,7 +424,7 @@ class DirectReads(asyncio.BufferedProtocol):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
     def _take(self, count: int) -> bytes:
-        """From what was put aside."""
+        """Return and remove so many of the bytes that were put aside."""
         taken = bytes(self._ahead[:count])
         self._ahead_count -= count
         self._ahead[: self._ahead_count] = bytes(self._ahead[count : count + self._ahead_count])
@@ -440,7 +441,7 @@ class DirectReads(asyncio.BufferedProtocol):
         loop = asyncio.get_running_loop()
         self._ready, self._last_at = loop.create_future(), loop.time()
         if patience is not None:
-            self._watch = loop.call_later(patience, self._be_patient, patience)
+            self._watch = loop.call_later(patience, self._check_patience, patience)
         try:
             await self._ready
         finally:
@@ -449,18 +450,18 @@ class DirectReads(asyncio.BufferedProtocol):
                 self._watch.cancel()
                 self._watch = None
 
-    def _be_patient(self, patience: float) -> None:
+    def _check_patience(self, patience: float) -> None:
         loop = asyncio.get_running_loop()
         if (silent := loop.time() - self._last_at) >= patience and self._low_water > 1:
-            self._wake_after(1)  # bytes may have come, but too few to wake us: the next one will
+            self._wake_after(1)  # too few bytes to wake us may have come; the next one will
             self._last_at, silent = loop.time(), 0.0
         if silent < patience:
-            self._watch = loop.call_later(patience - silent, self._be_patient, patience)
+            self._watch = loop.call_later(patience - silent, self._check_patience, patience)
         else:
             self._end(TimeoutError(f"no byte came for {patience:g} s"))
 
     def _end(self, error: Exception | None = None) -> None:
-        """Of the read that waits, if one does."""
+        """End the read under way, if there is one."""
         if self._ready is None or self._ready.done():
             return
         if error is None:
@@ -471,7 +472,7 @@ class DirectReads(asyncio.BufferedProtocol):
     def _incomplete(self) -> asyncio.IncompleteReadError:
         return asyncio.IncompleteReadError(bytes(self._memory[: self._count]), len(self._memory))
 
-    # What the transport calls ---------------------------------------------------------------------------------
+    # Callbacks of the transport -------------------------------------------------------------------------------
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._memory[self._count :] or self._ahead[self._ahead_count :]
 
@@ -488,7 +489,7 @@ class DirectReads(asyncio.BufferedProtocol):
                 self._transport.pause_reading()
 
     def eof_received(self) -> bool:
-        """Whether we may go on writing. TLS has no half-closed connections."""
+        """Return whether writing may go on. With TLS it may not, since TLS has no half-closed connections."""
         self.has_ended = True
         self._end(self._incomplete())
         return not self._is_tls

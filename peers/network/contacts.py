@@ -1,4 +1,4 @@
-"""The places of other peers, as their heartbeats say: where they are dialled, and which nodes introduce them."""
+"""Contacts of other peers, from their heartbeats: their endpoints, and the nodes that introduce them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from peers.network.sockets import endpoint_of, parse_endpoint
 from peers.presence.heartbeat import Heartbeat, PeerState
 
-INTRODUCING_VOLUNTEERS = 2  # that a peer keeps links with for that, besides the invite's nodes
+INTRODUCING_VOLUNTEERS = 2  # volunteers that a peer keeps linked for introductions, besides the invite's nodes
 
 
 @dataclass(frozen=True)
 class Contact:
-    """A peer's places: `endpoints` accept connections; `relays` are multiaddrs of nodes that introduce it."""
+    """A peer's contact: `endpoints` accept connections; `relays` are multiaddrs of nodes that introduce it."""
 
     peer: str
     endpoints: tuple[str, ...] = ()
@@ -22,7 +22,7 @@ class Contact:
 
 
 def contacts_of(heartbeats: Iterable[Heartbeat]) -> dict[str, Contact]:
-    """Return how to reach those who have not said goodbye, by peer."""
+    """Return the contacts of the peers that are not leaving, by peer."""
     return {
         beat.peer: Contact(beat.peer, beat.endpoints, beat.relays)
         for beat in heartbeats
@@ -33,7 +33,7 @@ def contacts_of(heartbeats: Iterable[Heartbeat]) -> dict[str, Contact]:
 def open_volunteers(heartbeats: Iterable[Heartbeat], me: str) -> tuple[str, ...]:
     """Return multiaddrs of volunteers with public addresses, which introduce others where no bootstrap node does.
 
-    The same few for everybody, so that any two peers have one in common.
+    They are the same few for every peer, so that any two peers have one in common.
     """
     chosen = []
     for beat in sorted(heartbeats, key=lambda beat: beat.peer):
@@ -47,7 +47,7 @@ def open_volunteers(heartbeats: Iterable[Heartbeat], me: str) -> tuple[str, ...]
 
 
 def may_be_dialled(contact: Contact) -> bool:
-    """Return whether a peer says that it accepts connections from the internet."""
+    """Return whether a peer claims to accept connections from the internet."""
     return any(map(_is_outside, contact.endpoints))
 
 
@@ -58,10 +58,10 @@ def host_of(address: str) -> str | None:
 
 
 def own_endpoints(addresses: Sequence[str], port: int, seen: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return where others may dial our data port, most useful first.
+    """Return the endpoints at which others may dial our data port, the most useful first.
 
-    `addresses` are our multiaddrs, `seen` endpoints at which somebody outside has reached the port. Loopback addresses
-    are of use only where there are no others.
+    `addresses` are our multiaddrs, `seen` endpoints at which a peer outside has reached the port. Loopback addresses
+    are included only if there are no others.
     """
     hosts = [host for address in addresses if "/p2p-circuit" not in address and (host := host_of(address))]
     numeric = [host for host in dict.fromkeys(hosts) if is_numeric(host)]
@@ -70,7 +70,10 @@ def own_endpoints(addresses: Sequence[str], port: int, seen: Sequence[str] = ())
 
 
 def public_only(endpoints: Sequence[str], node: str) -> tuple[str, ...]:
-    """Return the endpoints that a node on the internet may send us to: not those of our own network's machines."""
+    """Return the endpoints without those of private networks, if they come from a node on the internet.
+
+    Such a node must not make us dial machines of our own network.
+    """
     return tuple(filter(_is_outside, endpoints)) if _is_outside(node) else tuple(endpoints)
 
 
@@ -86,7 +89,7 @@ def is_loopback(host: str | None) -> bool:
 
 
 def is_public(host: str) -> bool:
-    """Return whether a host is an IP address of the internet's."""
+    """Return whether a host is a public IP address."""
     ip = _ip(host)
     return ip is not None and ip.is_global
 
@@ -103,7 +106,7 @@ def _is_outside(endpoint: str) -> bool:
 
 
 def _ip(host: str | None) -> IPv4Address | IPv6Address | None:
-    """Return the address that a host is; None: it is a name."""
+    """Return the host's IP address; None if the host is a name."""
     try:
         return ip_address(host or "")
     except ValueError:

@@ -1,8 +1,8 @@
-"""Starting and stopping libp2p's daemon (hivemind's p2pd): checks before, one mapping of its failures to our errors.
+"""Starting and stopping libp2p's daemon (hivemind's p2pd), with checks before it, and with its failures as our errors.
 
-The daemon's sockets, and the key while it starts, lie in a folder that no other user may enter. The daemon ends by
-itself within moments of our death, however we die, since its control connection breaks. Only the folder stays behind
-after a SIGKILL; the next start sweeps it away.
+The daemon's sockets, and its key during the start, lie in a folder that no other user may enter. The daemon ends by
+itself soon after this process dies for any reason, since its control connection breaks. After a SIGKILL only the folder
+remains; the next start removes it.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ logger = logging.getLogger(__name__)
 
 HIVEMIND = load_hivemind()
 P2P: Any = HIVEMIND.p2p.P2P
-# What goes wrong when the other side, or the daemon on the way to it, does.
+# Errors of the other side, or of the daemon on the way to it.
 NETWORK_ERRORS = (OSError, EOFError, TimeoutError, HIVEMIND.p2p.P2PDaemonError, HIVEMIND.p2p.P2PHandlerError)
 TEMPORARY_LENGTH = 50  # the path of a unix socket has at most 107 bytes
 TEMPORARY = Path(folder if len(folder := tempfile.gettempdir()) <= TEMPORARY_LENGTH else "/tmp")
 SOCKETS = "diloco-peer-p2p-"
-"""What the names of the sockets' folders begin with."""
+"""The first part of the names of the sockets' folders."""
 START_TIMEOUT = 30.0  # seconds; 0.2 on an idle machine
 STOP_TIMEOUT = 5.0  # seconds
 REQUEST_TIMEOUT = 5.0  # seconds for one request to the daemon
-ADDRESS_LIMIT = 8  # of our own: as many as a heartbeat has room for
+ADDRESS_LIMIT = 8  # own addresses: as many as a heartbeat has room for
 LISTENER = re.compile(r"/(?P<family>ip4|ip6)/(?P<host>[^/]+)/(?P<kind>tcp|udp)/(?P<port>\d+)")
 IN_USE = re.compile(r"listen (?:tcp|udp)\d? (?P<where>\S+): bind: address already in use")
 NOT_RUNNABLE = re.compile(r"binary|No such file|Permission denied|Exec format error")
-AS_CID, AS_HASH = bytes.fromhex("a503280172 00240801"), bytes.fromhex("a50326 00240801")  # how a peer id begins
+AS_CID, AS_HASH = bytes.fromhex("a503280172 00240801"), bytes.fromhex("a50326 00240801")  # prefixes of a peer id
 GO_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
-"""That p2pd computes on: the others are for training, and on two cores two of them take a third more time than one."""
+"""Threads that p2pd computes on. The other cores are for training; on two cores two threads take a third more time."""
 IN_OWN_SESSION = (
     sys.executable,
     "-ISc",
@@ -68,42 +68,42 @@ IN_OWN_SESSION = (
     "GOMAXPROCS",
     str(GO_THREADS),
 )
-"""p2pd takes no notice of signals that are blocked or ignored when it starts. In a session of its own it gets neither
-the Ctrl-C nor the hang-up of our terminal, which would end it before we can say goodbye."""
+"""The command that runs p2pd in a session of its own. There it gets neither the Ctrl-C nor the hang-up of our terminal,
+which would end it before we can say goodbye. Blocking or ignoring these signals does not help: p2pd resets that."""
 
 
 class Exposure(StrEnum):
-    """Where a daemon is, as seen by those who want to reach it."""
+    """The place of a daemon, as seen by peers that want to reach it."""
 
     LOCAL = "local"
-    """On one machine with all others: there is nothing to traverse."""
+    """On the same machine as all others: no NAT is in between."""
     PUBLIC = "public"
-    """Others can dial it. It relays for those that cannot be dialled."""
+    """Others can dial it. It relays for peers that cannot be dialled."""
     PRIVATE = "private"
     """Behind a NAT: it is reached through the initial peers."""
     UNKNOWN = "unknown"
-    """libp2p's AutoNAT finds out."""
+    """Not known: libp2p's AutoNAT finds out."""
 
 
 _starting: ContextVar[list[Daemon]] = ContextVar("_starting")
-"""Who was made on the way to a daemon that then did not start: hivemind does not say whose end to wait for."""
+"""The daemons created by a start that then failed: hivemind does not return them, and their end must be awaited."""
 
 
 class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
     """hivemind's P2P in a session of its own."""
 
     opened: ExitStack
-    """The folder of its sockets."""
+    """The folder of its sockets, to be removed at the end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.addresses: tuple[str, ...] = ()
-        """Where others can reach us, by the last `refresh_addresses`."""
+        """The addresses at which others can reach us, from the last `refresh_addresses`."""
         _starting.get([]).append(self)
 
     @staticmethod
     def _make_process_args(*args: object, **options: object) -> list[str]:
-        # With discovery on, libp2p looks for relays among strangers and asks the trusted ones minutes later.
+        # With discovery on, libp2p looks for relays among strangers, and asks the trusted ones only minutes later.
         return [*IN_OWN_SESSION, *P2P._make_process_args(*args, **options, relayDiscovery=False)]
 
     @property
@@ -111,37 +111,37 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
         return self._child.returncode is None
 
     async def failure(self) -> LocalNetworkError:
-        """Wait for as long as the daemon lives; return the error to end with once it has died."""
+        """Wait until the daemon has died, and return the error to end with."""
         status = await self._child.wait()
         return LocalNetworkError(f"libp2p's daemon ended unexpectedly (status {status}).", "Start the peer again.")
 
     async def register(self, registering: Awaitable[object]) -> None:
-        """Wait until the daemon has taken a handler. Raises: LocalNetworkError when it is dead, or does not answer."""
+        """Wait until the daemon has accepted a handler. Raises: LocalNetworkError if it is dead or does not answer."""
         try:
             async with asyncio.timeout(START_TIMEOUT):
                 await registering
         except NETWORK_ERRORS as error:
-            said = _said_by(error)
-            raise LocalNetworkError(f"libp2p's daemon takes no handler: {said}.", "Start the peer again.") from error
+            reason = _message_of(error)
+            raise LocalNetworkError(f"libp2p's daemon takes no handler: {reason}.", "Start the peer again.") from error
 
     async def refresh_addresses(self) -> None:
-        """Ask the daemon where others can reach us now, loopback last. Raises: LocalNetworkError, NETWORK_ERRORS."""
+        """Ask the daemon for our present addresses, loopback last. Raises: LocalNetworkError, NETWORK_ERRORS."""
         try:
             visible = [str(address) for address in await self.get_visible_maddrs(latest=True)]
         except ValueError as error:
             raise LocalNetworkError(
-                "libp2p's daemon listens nowhere.", "Check the listening addresses and the firewall."
+                "libp2p's daemon listens at no address.", "Check the listening addresses and the firewall."
             ) from error
         speakable = [address for address in visible if len(address) <= ADDRESS_LENGTH]  # a relay's may be too long
         self.addresses = tuple(sorted(speakable, key=lambda address: is_loopback(host_of(address)))[:ADDRESS_LIMIT])
 
     async def connect(self, peer_id: str, addresses: Sequence[str], timeout: float = 10.0) -> bool:
-        """Connect to a peer at one of its addresses. Best effort: False when it is malformed or does not answer."""
+        """Connect to a peer at one of its addresses. Return False if they are malformed or do not answer."""
         try:
             suffix = HIVEMIND.multiaddr.Multiaddr(f"/p2p/{peer_id}")
             parsed = parse_addresses(addresses, needs_peer_id=False)
             async with asyncio.timeout(timeout):
-                encoded = [_encoded(address.decapsulate(suffix)) for address in parsed]
+                encoded = [_encode(address.decapsulate(suffix)) for address in parsed]
                 await self._client.connect(to_peer_id(peer_id), encoded)
         except (*NETWORK_ERRORS, ManifestError, PeerUnreachableError, ValueError) as error:
             logger.debug("no connection to %s: %r", peer_id, error)
@@ -149,9 +149,9 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
         return True
 
     async def drop_connection(self, peer_id: str) -> None:
-        """End the connection to a peer that does not answer, so that the next request dials anew.
+        """End the connection to a peer that does not answer, so that the next request dials again.
 
-        The daemon itself notices only after half a minute that this machine, or the peer, is in another network now.
+        The daemon itself needs half a minute to notice that this machine, or the peer, is in another network.
         """
         with suppress(*NETWORK_ERRORS, PeerUnreachableError):
             async with asyncio.timeout(REQUEST_TIMEOUT):
@@ -167,19 +167,19 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
             return {}
 
     async def network_of(self, peer_id: str) -> str:
-        """Return the network from which a peer has connected with us; "unknown" where it came through a relay."""
+        """Return the network from which a peer has connected to us; "unknown" if it came through a relay."""
         networks = map(network_at, (await self.connections()).get(peer_id, ()))
         return min(filter(None, networks), default="unknown")
 
 
-def _encoded(address: Any) -> Any:
-    """Return a multiaddr as p2pd reads it: hivemind encodes peer ids inside (relays') as CIDs, not as hashes."""
+def _encode(address: Any) -> Any:
+    """Return a multiaddr as p2pd reads it: hivemind encodes a relay's peer id inside as a CID, p2pd wants a hash."""
     encoded = address.to_bytes().replace(AS_CID, AS_HASH)
     return SimpleNamespace(to_bytes=lambda: encoded)
 
 
 def parse_addresses(addresses: Sequence[str], needs_peer_id: bool) -> list[Any]:
-    """Multiaddr objects of hivemind. Raises: ManifestError naming the malformed address."""
+    """Return the addresses as Multiaddr objects of hivemind. Raises: ManifestError naming the malformed address."""
     parsed = []
     for address in addresses:
         try:
@@ -188,7 +188,7 @@ def parse_addresses(addresses: Sequence[str], needs_peer_id: bool) -> list[Any]:
                 raise ValueError("its peer id is not that of an Ed25519 key")
         except ImportError:
             raise  # a broken installation, not a malformed address
-        except Exception as error:  # its parser raises a dozen kinds
+        except Exception as error:  # the parser raises a dozen kinds
             example = "/ip4/203.0.113.5/tcp/31337" + ("/p2p/12D3KooW…" if needs_peer_id else "")
             raise ManifestError(
                 f"{quoted(address, 200)} is not a multiaddress.", f"It looks like {example}."
@@ -198,12 +198,12 @@ def parse_addresses(addresses: Sequence[str], needs_peer_id: bool) -> list[Any]:
 
 
 def peer_id_of(address: str) -> str:
-    """The peer at the end of a multiaddress that `parse_addresses` has accepted; it may end in a slash."""
+    """Return the peer at the end of a multiaddr that `parse_addresses` has accepted; it may end in a slash."""
     return address.rstrip("/").rpartition("/")[2]
 
 
 def to_peer_id(peer_id: str) -> Any:
-    """hivemind's object for a peer id. Raises: PeerUnreachableError when it is none."""
+    """Return hivemind's object for a peer id. Raises: PeerUnreachableError when it is not valid."""
     if not is_peer_id(peer_id):
         raise PeerUnreachableError(peer_id, "it is not a peer id")
     return HIVEMIND.p2p.PeerID.from_base58(peer_id)
@@ -218,11 +218,11 @@ def peer_errors(peer_id: str) -> Iterator[None]:
         logger.info("dropped a stream: %s", error)
         raise PeerUnreachableError(peer_id, error.message) from error
     except NETWORK_ERRORS as error:
-        raise PeerUnreachableError(peer_id, _said_by(error)) from error
+        raise PeerUnreachableError(peer_id, _message_of(error)) from error
 
 
-def _said_by(error: Exception) -> str:
-    """Return what one of NETWORK_ERRORS says."""
+def _message_of(error: Exception) -> str:
+    """Return the text of one of NETWORK_ERRORS."""
     return "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
 
 
@@ -249,7 +249,7 @@ async def start_daemon(
     with ExitStack() as opened:
         try:
             folder = opened.enter_context(temporary_folder(TEMPORARY, SOCKETS))
-            key_file = folder / "key"  # for as long as the daemon needs to read it
+            key_file = folder / "key"  # deleted when the daemon has read it
             with open(key_file, "wb", opener=open_private) as file:
                 file.write(identity.libp2p_private_key())
         except OSError as error:
@@ -277,7 +277,7 @@ async def start_daemon(
         daemon.opened = opened.pop_all()
     control = daemon._client.control
     for task in (control._read_task, control._write_task):
-        # asyncio prints a traceback for a failed task whose exception nobody takes.
+        # Otherwise asyncio prints a traceback for a failed task whose exception is never retrieved.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     control._handler = _until_it_breaks(control._handler)
     return daemon
@@ -285,9 +285,9 @@ async def start_daemon(
 
 async def _start(folder: Path, initial_peers: list[str], **options: Any) -> Daemon:
     """Start p2pd with its sockets in `folder`. Raises: LocalNetworkError, SwarmUnreachableError."""
-    place: Any = type("Daemon", (Daemon,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})  # hivemind asks the class
+    place: Any = type("Daemon", (Daemon,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})  # hivemind reads it of the class
     _starting.set(attempts := list[Daemon]())
-    # What asks us to leave is sent to our children, too: until p2pd has its own session, it waits, for both of us.
+    # Signals that ask us to leave reach our children, too. They are held back until p2pd has its own session.
     with signals_held_back():
         starting = start_task(place.create(initial_peers=initial_peers, **options))
         try:
@@ -295,19 +295,19 @@ async def _start(folder: Path, initial_peers: list[str], **options: Any) -> Daem
             attempts.clear()  # or our context would keep the daemon, and all that has listened to it, for good
             return daemon
         except asyncio.CancelledError:
-            await _to_the_end(_give_up(starting))
+            await _uninterrupted(_give_up(starting))
             raise
         except (HIVEMIND.p2p.P2PDaemonError, OSError, ValueError) as error:
             for attempt in attempts:
-                # So that its end is not reported to an event loop that is closed. It ends by itself. A signal to a
-                # process that is just ending would have asyncio (before 3.12.8) warn of a child that it does not know.
+                # Otherwise its end is reported to a closed event loop. It ends by itself. Asked to end just then, it
+                # would have asyncio (before 3.12.8) warn of an unknown child.
                 if attempt._child is not None:
-                    await _to_the_end(_end(attempt, attempt._child.wait()))
+                    await _uninterrupted(_end(attempt, attempt._child.wait()))
             raise _start_error(str(error), initial_peers) from error
 
 
 def _until_it_breaks(handler: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """Return the handler so that a stream that breaks before it begins ends without a traceback of asyncio's."""
+    """Return the handler without asyncio's traceback for a stream that breaks before it begins."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -320,16 +320,16 @@ def _until_it_breaks(handler: Callable[..., Awaitable[None]]) -> Callable[..., A
 
 
 async def _give_up(starting: asyncio.Future[Daemon]) -> None:
-    """hivemind loses a daemon whose start is cancelled: it is awaited, and ended."""
+    """Await a daemon whose start was cancelled, and end it, since hivemind loses it."""
     with suppress(Exception):
         daemon = await starting
         await _end(daemon, daemon.shutdown())
 
 
 async def stop_daemon(daemon: Daemon) -> None:
-    """End p2pd and wait until it is gone, even when we are cancelled meanwhile; its sockets are removed."""
+    """End p2pd, and wait until it is gone, even when cancelled meanwhile. Remove its sockets."""
     with daemon.opened:
-        await _to_the_end(_end(daemon, daemon.shutdown()))
+        await _uninterrupted(_end(daemon, daemon.shutdown()))
 
 
 async def _end(daemon: Daemon, ending: Awaitable[object]) -> None:
@@ -343,8 +343,8 @@ async def _end(daemon: Daemon, ending: Awaitable[object]) -> None:
         await daemon._child.wait()
 
 
-async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Do the work whole: a cancellation meanwhile is raised afterwards."""
+async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:
+    """Run the work to its end. A cancellation meanwhile is raised afterwards."""
     task = start_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -358,14 +358,14 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
 
 
 def sweep_sockets() -> None:
-    """Remove what killed processes of ours left behind."""
+    """Remove the folders that killed processes of ours left behind."""
     sweep_folders(TEMPORARY, SOCKETS)
 
 
 def require_free_port(address: str) -> None:
     """Raise LocalNetworkError unless the port of a multiaddr is free.
 
-    libp2p shares ports (SO_REUSEPORT) and is content if one of several addresses works: both hide a conflict.
+    libp2p shares ports (SO_REUSEPORT), and accepts that only one of several addresses works, so it reports no conflict.
     """
     listener = LISTENER.match(address)
     if listener is None or listener["port"] == "0":
@@ -389,7 +389,7 @@ def require_free_port(address: str) -> None:
 
 
 def _start_error(message: str, initial_peers: Sequence[str]) -> DilocoPeerError:
-    """What p2pd's last line, or the attempt to run it, means to a person."""
+    """Return the error for p2pd's last line, or for a failed attempt to run it."""
     in_use = IN_USE.search(message)
     if in_use is not None:
         host, _, port = in_use["where"].rpartition(":")
@@ -408,7 +408,7 @@ def _port_in_use(port: str, host: str) -> InUseError:
 
 
 def unreachable(initial_peers: Sequence[str]) -> SwarmUnreachableError:
-    """The error for bootstrap nodes that do not answer, naming them."""
+    """Return the error for bootstrap nodes that do not answer. It names them."""
     return SwarmUnreachableError(
         f"no bootstrap node answered at {', '.join(initial_peers)}.",
         "The address of another node will do, too, or that of a volunteer that others can dial: --initial-peer.",

@@ -1,10 +1,10 @@
-"""The data port: the first bytes on a TCP connection of ours, who may send them, probes, and the relaying of bytes.
+"""The data port: the opening of each TCP connection, limits on connections, probes, and the relaying of bytes.
 
-They say who dials whom and what for, in the clear:
+An opening is sent in the clear, and shows the purpose of the connection:
 
 Hello    TLS follows, with the certificate that the opening shows, and then conversations (link.py)
-Splice   bytes follow that are passed on to the connection that shows the same token (`Splicer`)
-Probe    an answer follows (length, Seen): the address we are seen at, and which of our ports can be reached there
+Splice   the bytes that follow are passed on to the connection that shows the same token (`Splicer`)
+Probe    the answer (length, Seen) shows the caller's address as seen here, and which of its ports are reachable there
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ logger = logging.getLogger(__name__)
 
 LINK_INFO = "links"  # name of the call
 MAGIC = b"DLLK"
-VERSION = 1  # of openings: goes up when their bodies change
+VERSION = 1  # of openings; it goes up when their bodies change
 START = struct.Struct(">4sBBH")  # magic, version, kind, length of the body
-BODY_BYTES = 2048  # of an opening, at most: a Hello with the largest certificate is about 1,100
-TOKEN_BYTES = 16  # random: nobody guesses a token while it counts
+BODY_BYTES = 2048  # of an opening, at most: a Hello with the largest certificate has about 1,100
+TOKEN_BYTES = 16  # random, so that a token cannot be guessed while it is valid
 CERTIFICATE_BYTES = 1024  # at most; ours have about 200
-PROBED_PORTS = 4  # dialled for one request at most: a node is not to scan ports for others
+PROBED_PORTS = 4  # ports that one request may have dialled: a node must not scan ports for others
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 Token = Annotated[bytes, Field(strict=True, min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
@@ -60,18 +60,18 @@ ANSWER_BYTES = 1024  # of the answer to a probe, at most: an address and a few p
 PROBE_TIMEOUT = 8.0  # seconds
 
 OPENING_TIMEOUT = 10.0  # seconds
-STRANGERS = 256  # connections at once that have not said who they are
-STRANGERS_OF_ONE_NETWORK = 80  # a peer may widen its link to 64, and many may live behind one address
-PAUSE = 1.0  # seconds, when there are too many open files
+STRANGERS = 256  # connections at once without an opening yet
+STRANGERS_OF_ONE_NETWORK = 80  # of these: a peer may widen its link to 64, and many may live behind one address
+PAUSE = 1.0  # seconds before connections are accepted again, when there are too many open files
 UNKNOWN_OF_ONE_NETWORK = 160  # peers without a heartbeat: a swarm of 128 on one machine, or a lab behind one NAT
 NEWCOMERS_PER_SECOND = 2.0  # of one network, once so many have come
-ALL_NETWORKS = 10**6  # times that: there is no limit on all of them together
+ALL_NETWORKS = 10**6  # factor for all networks together: in effect no limit
 
-TOKEN_LIFETIME = 30.0  # seconds in which both must have come
-TOKENS = 1024  # that are waited for at once
+TOKEN_LIFETIME = 30.0  # seconds within which both peers must connect
+TOKENS = 1024  # valid tokens at once
 TOKENS_OF_ONE_PEER = 128  # as many as a newcomer meets others at once
-MEETING_CONNECTIONS = 16  # that two peers make at one meeting, at most, and that one token joins
-SPLICED_CONNECTIONS = 2048  # that are joined, or wait for it, at once
+MEETING_CONNECTIONS = 16  # pairs of connections for one token, at most
+SPLICED_CONNECTIONS = 2048  # connections at once that are joined, or wait for it
 SPLICED_PIECE = 1 << 16  # bytes
 
 
@@ -82,9 +82,9 @@ class LinkInfo(Value):
 
 
 class Hello(Value):
-    """I am the peer of this certificate, and dial the peer `to`.
+    """The opening of a connection from the certificate's peer to the peer `to`.
 
-    Each connection is used by one of the two to open conversations on; `is_yours`: by you.
+    Only one of the two opens conversations on it; with `is_yours`, the peer `to` does.
     """
 
     to: PeerId
@@ -93,20 +93,20 @@ class Hello(Value):
 
 
 class Splice(Value):
-    """Join this connection with the one of the other peer that has the token; `number` tells several apart."""
+    """The opening of a connection to be joined with the one that shows the same token and `number`."""
 
     token: Token
     number: Annotated[int, Field(strict=True, ge=0, lt=64)]
 
 
 class _Probe(Value):
-    """Tell me where I am seen, and dial these ports of mine there."""
+    """A request for the address that the node sees, and for dialling these ports there."""
 
     ports: Annotated[tuple[Port, ...], Field(max_length=PROBED_PORTS)]
 
 
 Accept = Callable[[socket.socket, Hello], Awaitable[None]]
-"""Takes over the socket of a peer that greets us. Raises: OSError, RemoteProtocolError."""
+"""Takes over the socket of a peer that sent a Hello. Raises: OSError, RemoteProtocolError."""
 Opening = Hello | Splice | _Probe
 KINDS: tuple[type[Opening], ...] = (Hello, Splice, _Probe)
 
@@ -116,18 +116,18 @@ def pack_opening(opening: Opening) -> bytes:
     return START.pack(MAGIC, VERSION, KINDS.index(type(opening)), len(body)) + body
 
 
-async def read_opening(sock: socket.socket, who: str) -> Opening:
-    """Read exactly an opening, and nothing of what follows. Raises: RemoteProtocolError, OSError."""
+async def read_opening(sock: socket.socket, sender: str) -> Opening:
+    """Read exactly an opening, and nothing after it. Raises: RemoteProtocolError, OSError."""
     magic, version, kind, length = START.unpack(await _read_exactly(sock, START.size))
     if magic != MAGIC or version != VERSION or kind >= len(KINDS) or length > BODY_BYTES:
-        raise RemoteProtocolError(who, "its connection does not begin as one of ours")
+        raise RemoteProtocolError(sender, "its connection does not begin with a valid opening")
     wanted: type[Any] = KINDS[kind]
-    opening: Opening = unpack_from(who, wanted, await _read_exactly(sock, length))
+    opening: Opening = unpack_from(sender, wanted, await _read_exactly(sock, length))
     return opening
 
 
 async def _read_exactly(sock: socket.socket, count: int) -> bytes:
-    """Raises: OSError, also when the other end closes the connection before."""
+    """Read so many bytes. Raises: OSError, also when the other end closes the connection before."""
     loop, data = asyncio.get_running_loop(), b""
     while len(data) < count:
         piece = await loop.sock_recv(sock, count - len(data))
@@ -138,14 +138,14 @@ async def _read_exactly(sock: socket.socket, count: int) -> bytes:
 
 
 class Seen(Value):
-    """`endpoint` is where the probing connection came from, `open` which of the ports it named answered there."""
+    """The answer to a probe: the `endpoint` that the connection came from, and the ports that are `open` there."""
 
     endpoint: Endpoint
     open: Annotated[tuple[Port, ...], Field(max_length=PROBED_PORTS)]
 
 
 async def probe(endpoint: str, ports: tuple[int, ...] = (), local_port: int = 0) -> Seen:
-    """Ask the node at `endpoint`. Raises: OSError; RemoteProtocolError for an answer that is none."""
+    """Send a probe to the node at `endpoint`. Raises: OSError; RemoteProtocolError for an invalid answer."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT):
             with await dial(endpoint, PROBE_TIMEOUT, local_port) as sock:
@@ -156,25 +156,25 @@ async def probe(endpoint: str, ports: tuple[int, ...] = (), local_port: int = 0)
         raise OSError(f"no answer from {endpoint}") from error
 
 
-async def _answer_probe(sock: socket.socket, asked: _Probe) -> None:
-    """Answer, and close the connection. Only the address that asks is dialled. Raises: OSError."""
+async def _answer_probe(sock: socket.socket, request: _Probe) -> None:
+    """Answer, and close the connection. Only the address of the sender is dialled. Raises: OSError."""
     with sock:
-        here, ports = endpoint_of_peer(sock), set(asked.ports)
-        host, _ = parse_endpoint(here)
+        endpoint, ports = endpoint_of_peer(sock), set(request.ports)
+        host, _ = parse_endpoint(endpoint)
         answers = await asyncio.gather(*(can_dial(endpoint_of(host, port)) for port in ports))
-        answer = pack(Seen(endpoint=here, open=tuple(compress(ports, answers))))
+        answer = pack(Seen(endpoint=endpoint, open=tuple(compress(ports, answers))))
         await asyncio.get_running_loop().sock_sendall(sock, LENGTH.pack(len(answer)) + answer)
 
 
 class Listener:
-    """The data port, on all of these addresses. Without a `splicer` this node relays for nobody."""
+    """The data port, listening on all of these addresses. Without a `splicer` this node relays for no peer."""
 
     def __init__(self, hosts: Sequence[str], port: int, accept: Accept, splicer: Splicer | None) -> None:
-        """Raises: LocalNetworkError when the port can't be used."""
+        """Raises: LocalNetworkError when the port cannot be used."""
         self._listeners = listen(hosts, port)
         self._accept = accept
         self._splicer = splicer
-        self._strangers: dict[asyncio.Task[None], str] = {}  # the oldest first, with their networks
+        self._strangers: dict[asyncio.Task[None], str] = {}  # the network of each, the oldest first
         self.port: int = self._listeners[0].getsockname()[1]
         for listener in self._listeners:
             self._watch(listener)
@@ -189,7 +189,7 @@ class Listener:
             await self._splicer.close()
 
     def _watch(self, listener: socket.socket) -> None:
-        # Not by sock_accept: what that has accepted in the moment when it is cancelled stays open.
+        # sock_accept is not used: if it is cancelled at the wrong moment, an accepted socket stays open.
         if listener in self._listeners:  # not closed meanwhile
             asyncio.get_running_loop().add_reader(listener, self._accept_one, listener)
 
@@ -208,18 +208,18 @@ class Listener:
         if list(self._strangers.values()).count(network) >= STRANGERS_OF_ONE_NETWORK:
             sock.close()
             return
-        if len(self._strangers) >= STRANGERS:  # the oldest has to go, so that a flood shuts nobody out
+        if len(self._strangers) >= STRANGERS:  # the oldest has to go, so that a flood locks no other peer out
             next(iter(self._strangers)).cancel()
         task = start_task(self._welcome(sock, endpoint_of(host, port)))
         self._strangers[task] = network
         task.add_done_callback(self._strangers.pop)
 
-    async def _welcome(self, sock: socket.socket, who: str) -> None:
+    async def _welcome(self, sock: socket.socket, sender: str) -> None:
         try:
             with closed_on_failure(sock):
                 tune(sock)
                 async with asyncio.timeout(OPENING_TIMEOUT):
-                    opening = await read_opening(sock, who)
+                    opening = await read_opening(sock, sender)
             match opening:
                 case Hello():
                     await self._accept(sock, opening)
@@ -231,30 +231,30 @@ class Listener:
                     await _answer_probe(sock, opening)
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("connection").inc()
-            logger.debug("dropped a connection of %s: %s", who, error)
-        except OSError as error:  # also a TimeoutError: it does not say what it wants
-            logger.debug("a connection of %s broke: %r", who, error)
+            logger.debug("dropped a connection of %s: %s", sender, error)
+        except OSError as error:  # also a TimeoutError, when no opening came
+            logger.debug("a connection of %s broke: %r", sender, error)
         except Exception:
-            logger.exception("cannot welcome %s", who)
+            logger.exception("cannot handle a connection of %s", sender)
             sock.close()
 
 
 class Strangers:
-    """The peers with a link here of which no heartbeat is known: anybody can make identities.
+    """Linked peers without a known heartbeat. Their number is limited, since identities cost nothing.
 
-    One network brings few of them, and few at once. Of too many, the one that was silent for longest has to go, of the
-    network that has most of them.
+    Each network may have a few of them, and add a few at once. If there are too many, the network that has most loses
+    the one that was silent for longest.
     """
 
     def __init__(self, most: int, end: Callable[[str], None]) -> None:
         """`end` closes the link with a peer."""
         self._most = most
         self._end = end
-        self._networks: dict[str, str] = {}  # by peer, the longest silent first
+        self._networks: dict[str, str] = {}  # by peer, the one silent for longest first
         self._newcomers = Allowances(UNKNOWN_OF_ONE_NETWORK, NEWCOMERS_PER_SECOND, together=ALL_NETWORKS)
 
     def come(self, peer: str, network: str, now: float) -> bool:
-        """Count one more. Return whether it may stay."""
+        """Count one more peer. Return whether it may stay."""
         if not self._newcomers.has_some(network, now):
             return False
         self._newcomers.spend(network, 1.0)
@@ -271,7 +271,7 @@ class Strangers:
             self._networks[peer] = self._networks.pop(peer)
 
     def went(self, peer: str) -> None:
-        """Count a peer no more: its link is down, or a heartbeat is known."""
+        """Stop counting a peer, since its link is down, or its heartbeat is known."""
         self._networks.pop(peer, None)
 
     def _make_room(self, network: str) -> None:
@@ -283,7 +283,7 @@ class Strangers:
 # Relaying -----------------------------------------------------------------------------------------------------------
 @dataclass
 class _Meeting:
-    """Two peers that were told to come; of each pair of connections the one that came first waits here."""
+    """Two peers that were asked to connect here. The first connection of each pair waits for the second."""
 
     asker: str
     waiting: dict[int, socket.socket] = field(default_factory=dict)
@@ -291,9 +291,9 @@ class _Meeting:
 
 
 class Splicer:
-    """A node's relaying between two peers that can't dial each other. `limit` is in bytes a second, over all.
+    """Relays bytes between two peers that cannot dial each other. `limit` is in bytes a second, over all.
 
-    The two speak TLS with each other: a relay reads nothing.
+    The two speak TLS with each other, so the relay cannot read their data.
     """
 
     def __init__(self, limit: float, connections: int = SPLICED_CONNECTIONS) -> None:
@@ -303,10 +303,10 @@ class Splicer:
         self._pumps: set[asyncio.Task[None]] = set()
 
     def expect(self, asker: str) -> bytes | None:
-        """Return the token with which two peers' connections find each other; None when there is no room for them."""
+        """Return the token with which the connections of two peers are joined; None when there is no room."""
         of_asker = sum(meeting.asker == asker for meeting in self._meetings.values())
         if len(self._meetings) >= TOKENS or of_asker >= TOKENS_OF_ONE_PEER or self._load >= self._connections:
-            logger.warning("this relay carries as much as it can")
+            logger.warning("this relay is at its limit of meetings or connections: it refuses another meeting")
             return None
         token = secrets.token_bytes(TOKEN_BYTES)
         self._meetings[token] = _Meeting(asker)
@@ -314,13 +314,13 @@ class Splicer:
         return token
 
     def cancel(self, token: bytes) -> None:
-        """Wait for nobody with this token any more."""
+        """Make a token invalid, and close the connections that wait for it."""
         meeting = self._meetings.pop(token, None)
         for sock in meeting.waiting.values() if meeting else ():
             sock.close()
 
     def arrived(self, sock: socket.socket, opening: Splice) -> None:
-        """Join this connection with the other one that names the same, when that is here. Takes the socket over."""
+        """Take the socket over, and join it with the other one of the same token and number, once that is here."""
         meeting = self._meetings.get(opening.token)
         if meeting is None or meeting.joined >= MEETING_CONNECTIONS:
             sock.close()

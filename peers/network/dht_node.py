@@ -1,7 +1,7 @@
-"""This machine's node of hivemind's DHT, in which runs are found: records searched and stored, and its place kept.
+"""This machine's node of hivemind's DHT, in which runs are found: its records, searches, and its place in the DHT.
 
-Everything runs in the caller's asyncio loop. Only records that prove themselves get into this node's part of the DHT,
-or out of what others answer.
+Everything runs in the caller's asyncio loop. Only records that prove themselves are stored by this node, or accepted
+from others.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DHT_WAIT = 5.0  # seconds for one request to one DHT node
-LOOK_INTERVAL = 3.0  # seconds between two looks at whether the DHT still has us
-GREETING_WAIT = 3.0  # seconds
+LOOK_INTERVAL = 3.0  # seconds between two checks whether the DHT still has us
+GREETING_WAIT = 3.0  # seconds for an answer over a connection that exists
 DHT_OPTIONS = {
     "wait_timeout": DHT_WAIT,
-    # No caches: a heartbeat is worth something only while it is the latest one.
+    # No caches, since only the latest heartbeat of a peer is useful.
     "cache_locally": False,
     "cache_nearest": 0,
     "cache_on_store": False,
@@ -52,7 +52,7 @@ class DhtNode:
     async def create(cls, daemon: Daemon, contacts: Sequence[str], client_mode: bool, admissions: Admissions) -> Self:
         """Join the DHT of `contacts`, or begin one. A client stores nothing for others.
 
-        Raises: LocalNetworkError when the clock is wrong or the contacts can't reach us; SwarmUnreachableError.
+        Raises: LocalNetworkError when the clock is wrong or the contacts cannot reach us; SwarmUnreachableError.
         """
         try:
             node = await HIVEMIND.node.DHTNode.create(
@@ -75,12 +75,12 @@ class DhtNode:
                 raise unreachable(contacts) from error
             raise
         node.protocol.storage, node.protocol.cache = bounded(node.protocol.storage), bounded(node.protocol.cache)
-        made = cls(node)
-        admissions.find = made.search_manifest
-        return made
+        created = cls(node)
+        admissions.find = created.search_manifest
+        return created
 
     async def close(self) -> None:
-        """Leave the DHT. When it takes too long, or the daemon is dead, leave without a word."""
+        """Leave the DHT. If that takes too long, or the daemon is dead, leave without a farewell."""
         try:
             async with asyncio.timeout(DHT_WAIT):
                 await self._node.shutdown()
@@ -88,12 +88,12 @@ class DhtNode:
             logger.debug("the DHT node did not shut down: %r", error)
 
     def expect_answers_within(self, seconds: float) -> None:
-        """Do without a DHT node, for a while, that takes longer to answer. Never waits longer than by default."""
+        """Skip, for a while, a DHT node that takes longer to answer. The limit is never above the default."""
         self.protocol.wait_timeout = min(seconds, DHT_WAIT)
 
     async def clock_of(self, peer_id: str) -> tuple[float, float]:
-        """Return by how many seconds a node's clock is ahead of ours, and those of the round trip that told: the answer
-        was written somewhere within it. Raises: PeerUnreachableError."""
+        """Return the seconds that a node's clock is ahead of ours, and the seconds of the measuring round trip. The
+        error is at most half of the round trip. Raises: PeerUnreachableError."""
         stub, request = self.protocol.get_stub(to_peer_id(peer_id)), HIVEMIND.protocol.dht_pb2.PingRequest()
         asked, began = time.time(), time.monotonic()
         try:
@@ -105,17 +105,17 @@ class DhtNode:
 
     # Records --------------------------------------------------------------------------------------------------
     def keep_places(self, run_id: str, peers: Collection[str]) -> None:
-        """Never replace the heartbeats of these peers of a run by those of others."""
+        """Never replace the heartbeats of these peers of a run by those of other peers."""
         self._storage.name(HIVEMIND.protocol.DHTID.generate(heartbeats_key(run_id)), peers)
 
     def forget(self, run_id: str) -> None:
-        """Give the records of a run no more room than those of any other."""
+        """End the special treatment of a run's records: they get no more room than those of other runs."""
         self.keep_places(run_id, ())
         for key in (manifest_key(run_id), heartbeats_key(run_id)):
             self._storage.disfavour(HIVEMIND.protocol.DHTID.generate(key))
 
     async def store_manifest(self, manifest: SignedManifest, ttl: float) -> None:
-        """Keep a manifest in the DHT, and on this node, for `ttl` seconds."""
+        """Store a manifest in the DHT, and on this node, for `ttl` seconds."""
         key, expiration = manifest_key(manifest.run_id), time.time() + ttl
         packed, place = self.protocol.serializer.dumps(manifest.pack()), HIVEMIND.protocol.DHTID.generate(key)
         self._storage.favour(place)
@@ -123,7 +123,7 @@ class DhtNode:
         await self._node.store(key, manifest.pack(), expiration)
 
     async def search_manifest(self, run_id: str) -> SignedManifest | None:
-        """Return the run's manifest, all checks done; None when it is not found."""
+        """Return the run's manifest, fully checked; None if it is not found."""
         found = await self._node.get(manifest_key(run_id))
         if found is None or not isinstance(found.value, bytes):
             return None
@@ -134,16 +134,16 @@ class DhtNode:
             return None
 
     async def store_heartbeat(self, heartbeat: Heartbeat, signed: bytes) -> bool:
-        """Keep a signed heartbeat in the DHT until it expires. Returns whether any node took it."""
+        """Store a signed heartbeat in the DHT until it expires. Return whether any node took it."""
         key = heartbeats_key(heartbeat.run)
         self._storage.favour(HIVEMIND.protocol.DHTID.generate(key))
         stored: bool = await self._node.store(key, signed, heartbeat.expires, subkey=heartbeat.peer)
         return stored
 
     async def find_heartbeats(self, run_id: str) -> list[bytes]:
-        """Search the DHT for heartbeats of a run's peers: of all of them, or in a large run of some.
+        """Return heartbeats of a run's peers from the DHT: of all of them, or in a large run of some.
 
-        Their signatures are still to be verified.
+        The caller must verify their signatures.
         """
         found = await self._node.get(heartbeats_key(run_id), latest=True)
         entries = found.value if found is not None and isinstance(found.value, dict) else {}
@@ -151,9 +151,9 @@ class DhtNode:
 
 
 class DhtMembership:
-    """A node's place in the DHT: found again when it is lost, and served once others can dial us.
+    """Keeps a node's place in the DHT: finds it again when it is lost, and serves the DHT once others can dial us.
 
-    Unless it `may_serve`, the node stays what it is.
+    Unless it `may_serve`, the node stays a client or a server as it began.
     """
 
     def __init__(
@@ -176,12 +176,12 @@ class DhtMembership:
         await cancel_and_wait(self._keeping)
 
     def network_changed(self) -> None:
-        """Begin anew: what was connected is not any more, and what is being waited for does not come."""
+        """Start again, since existing connections are dead, and no answer that is waited for will come."""
         self._network.links.drop_all()
         self._keeping.cancel()
-        self._keeping = start_task(self._keep_anew(self._keeping))
+        self._keeping = start_task(self._restart(self._keeping))
 
-    async def _keep_anew(self, before: asyncio.Task[None]) -> None:
+    async def _restart(self, before: asyncio.Task[None]) -> None:
         await asyncio.gather(before, return_exceptions=True)
         await asyncio.gather(*map(self._daemon.drop_connection, await self._daemon.connections()))
         if self._may_serve:
@@ -191,9 +191,9 @@ class DhtMembership:
         await self._keep()
 
     async def _keep(self) -> None:
-        """Greet initial peers that we have lost whenever they are back, and others when we are alone in the DHT.
+        """Greet lost initial peers when they are back, and remembered peers when we are alone in the DHT.
 
-        The DHT forgets a node at its first failure; a bootstrap node that restarts would stay alone with the newcomers
+        The DHT drops a node at its first failure. So a restarted bootstrap node would stay alone with the newcomers
         that it welcomes.
         """
         table = self._protocol.routing_table
@@ -202,7 +202,7 @@ class DhtMembership:
             lost = {address for address in self._initial_peers if to_peer_id(peer_id_of(address)) not in table}
             others = set() if table.uid_to_peer_id else await which_answer(self._remembered())
             await self._greet(lost | others)
-            # Serve the DHT if others can dial us. A server that they can't would cost each of them seconds.
+            # Serve the DHT only if others can dial us. A server that they cannot dial would cost each of them seconds.
             if not self._is_settled and (can_be_dialled := await self._network.can_be_dialled()) is not None:
                 self._is_settled = True
                 await self._serve(can_be_dialled)
@@ -214,7 +214,7 @@ class DhtMembership:
         await asyncio.gather(*(self._greet_peer(peer, known) for peer, known in by_peer.items()))
 
     async def _greet_peer(self, peer: str, addresses: Sequence[str]) -> None:
-        """Ask for an answer over the connection that there is, else over a new one."""
+        """Ask a peer for an answer over its existing connection, else over a new one."""
         peer_id = to_peer_id(peer)
         if peer in await self._daemon.connections():
             with suppress(TimeoutError):
@@ -222,21 +222,21 @@ class DhtMembership:
                     if await self._protocol.call_ping(peer_id) is not None:
                         return
             await self._daemon.drop_connection(peer)
-        # After each failure the daemon waits longer, minutes in the end: it dials once we know that the peer answers.
+        # After each failure the daemon waits longer, up to minutes, so it dials only when the peer is known to answer.
         silent = {address for address in addresses if endpoint(address)} - await which_answer(addresses)
         answering = [address for address in addresses if address not in silent]
         if answering and await self._daemon.connect(peer, answering):
             await self._protocol.call_ping(peer_id)
 
-    async def _serve(self, serves: bool) -> None:
-        """Become a server of the DHT, or a client, which no node asks for anything."""
+    async def _serve(self, is_server: bool) -> None:
+        """Become a server of the DHT, or a client, which other nodes never ask."""
         protocol = self._protocol
-        if protocol.client_mode is not serves:
+        if protocol.client_mode is not is_server:
             return
-        logger.info("others can%s dial this machine", "" if serves else "not")
-        protocol.client_mode = not serves
+        logger.info("others can%s dial this machine", "" if is_server else "not")
+        protocol.client_mode = not is_server
         service = HIVEMIND.protocol.AuthRPCWrapper(protocol, HIVEMIND.protocol.AuthRole.SERVICER, protocol.authorizer)
-        if serves:
+        if is_server:
             await protocol.add_p2p_handlers(self._daemon, service)
             protocol.node_info = HIVEMIND.protocol.dht_pb2.NodeInfo(node_id=protocol.node_id.to_bytes())
             await asyncio.gather(*map(protocol.call_ping, list(protocol.routing_table.peer_id_to_uid)))

@@ -1,9 +1,8 @@
-"""The records that a node of hivemind's DHT keeps, in a bounded number of bytes: manifests, and heartbeats of peers.
+"""The records that a node of hivemind's DHT stores, in a limited number of bytes: manifests, and heartbeats of peers.
 
-A node refuses every record that does not prove itself: a manifest under the key that its own digest gives it, a
-heartbeat signed by the peer that its subkey names, under the key of the run that it is about. Where the node has the
-manifest of a run by invitation, the peer must be admitted, too. Nothing else can be stored, and no node can overwrite
-another's records.
+A node refuses every record that does not prove itself. A manifest must lie under the key of its own digest. A heartbeat
+must be signed by the peer of its subkey, and lie under the key of its run. If the node has the manifest of a run by
+invitation, the peer must also be admitted. So no node can overwrite another's records.
 """
 
 from __future__ import annotations
@@ -24,31 +23,31 @@ from peers.values.manifest import SignedManifest
 from peers.values.wire import WireError, decode
 
 MANIFEST_LIFETIME_LIMIT = 24 * 3600.0  # seconds
-RECORD_OVERHEAD = 1000  # bytes that Python takes to keep any record, however small
+RECORD_OVERHEAD = 1000  # bytes that Python needs for any record, however small
 SLACK = 64
-"""Records that are not kept any more, and may wait until they would have expired: beside twice as many as are kept."""
+"""Heap entries of dropped records that may wait for their expiry, besides twice the number of stored records."""
 CLOCK_TOLERANCE = 60.0  # seconds that a peer's clock may be ahead of ours
 
 
 def manifest_key(run_id: str) -> bytes:
-    """DHT key of a run's manifest; its value is the packed SignedManifest."""
+    """Return the DHT key of a run's manifest; its value is the packed SignedManifest."""
     return f"diloco-peer/manifest/{run_id}".encode()
 
 
 def heartbeats_key(run_id: str) -> bytes:
-    """DHT key of a run's heartbeats; subkeys are peer ids, values signed heartbeats."""
+    """Return the DHT key of a run's heartbeats; subkeys are peer ids, values are signed heartbeats."""
     return f"diloco-peer/heartbeats/{run_id}".encode()
 
 
 def _key_digest(key: bytes) -> bytes:
-    """Where hivemind's DHT keeps a key: SHA-1 of the bytes, a place on the ring, not a proof of anything."""
+    """Return hivemind's DHT id of a key: its SHA-1 is a place on the ring, and proves nothing."""
     return hashlib.sha1(key, usedforsecurity=False).digest()
 
 
 def _record_is_valid(
     key: bytes, subkey: bytes, value: bytes, expiration: float, now: float, admissions: Admissions
 ) -> bool:
-    """Whether a node may keep a record.
+    """Return whether a node may store a record.
 
     key: digest of the DHT key, 20 bytes; subkey, value: as hivemind packs them (msgpack; a record without subkey has
     None); times in seconds since the epoch.
@@ -59,21 +58,21 @@ def _record_is_valid(
             return False
         if owner is None:
             manifest = SignedManifest.unpack(data)
-            is_there = key == _key_digest(manifest_key(manifest.run_id))
-            if is_there:
+            is_at_its_key = key == _key_digest(manifest_key(manifest.run_id))
+            if is_at_its_key:
                 admissions.learn(manifest, is_ours=False)
-            return is_there and expiration <= now + MANIFEST_LIFETIME_LIMIT
+            return is_at_its_key and expiration <= now + MANIFEST_LIFETIME_LIMIT
         heartbeat = Heartbeat.verify(data)
     except (WireError, DilocoPeerError):
         return False
-    # The DHT prefers what expires later: past the signed expiration, an old heartbeat could displace a newer one.
-    timely = expiration <= heartbeat.expires <= now + CLOCK_TOLERANCE + heartbeat.lifetime
+    # The DHT prefers records that expire later, so an expiration after the signed one could displace a newer heartbeat.
+    is_timely = expiration <= heartbeat.expires <= now + CLOCK_TOLERANCE + heartbeat.lifetime
     is_its_own = key == _key_digest(heartbeats_key(heartbeat.run)) and owner == heartbeat.peer
-    return is_its_own and timely and admissions.admits(heartbeat, now)
+    return is_its_own and is_timely and admissions.admits(heartbeat, now)
 
 
 class _RecordBudget:
-    """Memory for records: what is kept until it expires, and no more than `limit` bytes of it."""
+    """Memory for records until they expire, of at most `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -85,19 +84,21 @@ class _RecordBudget:
     def admit(
         self, record: Hashable, size: int, expiration: float, now: float, instead_of: Hashable | None = None
     ) -> bool:
-        """Whether a record of `size` bytes may be kept; times in seconds since the epoch. Only what is newer may
-        replace one of the same name. If it may, the record that it is kept `instead_of` is not any more."""
+        """Return whether a record of `size` bytes may be stored; times are in seconds since the epoch.
+
+        A record is replaced only by a newer one of the same name. The record that it is stored `instead_of` is dropped.
+        """
         while self._expiring and self._expiring[0][0] < now:
             expired, _, name = heapq.heappop(self._expiring)
             if name in self._kept and self._kept[name][0] == expired:
                 self._total -= self._kept.pop(name)[1]
         before, freed = self._kept.get(record, (now, 0))
-        _, given_up = self._kept.get(instead_of, (now, 0))
+        _, replaced = self._kept.get(instead_of, (now, 0))
         size += RECORD_OVERHEAD
-        if expiration <= before or self._total - freed - given_up + size > self._limit:
+        if expiration <= before or self._total - freed - replaced + size > self._limit:
             return False
         self._kept.pop(instead_of, None)
-        self._total += size - freed - given_up
+        self._total += size - freed - replaced
         self._kept[record] = expiration, size
         heapq.heappush(self._expiring, (expiration, next(self._order), record))
         if len(self._expiring) > 2 * len(self._kept) + SLACK:
@@ -107,9 +108,9 @@ class _RecordBudget:
 
 
 DHTLocalStorage: Any = HIVEMIND.protocol.DHTLocalStorage
-RECORDS = 256  # under one key: all are sent to each node that asks. Of a run's peers a sample is enough
-OWN_BYTES = RECORDS * (SIZE_LIMIT + RECORD_OVERHEAD)  # for each key that this node has a part in
-OTHERS_BYTES = 64 << 20  # for everything else together
+RECORDS = 256  # under one key; a node sends all of them in one answer, and a sample of a run's peers is enough
+OWN_BYTES = RECORDS * (SIZE_LIMIT + RECORD_OVERHEAD)  # for each key that this node uses itself
+OTHERS_BYTES = 64 << 20  # for all other keys together
 
 
 class RecordValidator(HIVEMIND.validation.RecordValidatorBase):  # type: ignore[misc,name-defined]  # no types
@@ -125,12 +126,12 @@ class RecordValidator(HIVEMIND.validation.RecordValidatorBase):  # type: ignore[
 
 
 class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
-    """Refuses new records when they would take more memory than there is for them.
+    """Storage that refuses new records beyond its memory.
 
-    What lies under a favoured key has room of its own, which strangers with made-up runs can't fill. Where one key
-    has all the records that it may, a new one replaces another, so that the first to come cannot keep all others out:
-    one of the half that was there for the shorter time, drawn by chance. The other half stays, as do those of the peers
-    that the run's manifest names, for as long as they are renewed in time: a flood came later.
+    Records under a favoured key have room of their own, which strangers with made-up runs cannot fill. If a key has all
+    the records that it may, a new one replaces another, so that the first ones cannot lock all others out. The replaced
+    one is drawn from the newer half. The older half stays, since a flood comes later, and so do records of the peers
+    that the run's manifest names, as long as they are renewed in time.
     """
 
     def __init__(self, chance: random.Random | None = None) -> None:
@@ -144,11 +145,11 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
         self._favoured.setdefault(key, _RecordBudget(OWN_BYTES))
 
     def disfavour(self, key: Any) -> None:
-        """Give a key no more room than all others: what lies there stays until it expires."""
+        """Give a key no more room than other keys have. Its records stay until they expire."""
         self._favoured.pop(key, None)
 
     def name(self, key: Any, subkeys: Collection[Any]) -> None:
-        """Never replace the records of these subkeys under a key. Those named before are no longer kept."""
+        """Never replace the records of these subkeys under a key. Earlier names for the key are dropped."""
         if subkeys:
             self._named[key] = frozenset(subkeys)
         else:
@@ -164,33 +165,33 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
     def store_subkey(self, key: Any, subkey: Any, value: Any, expiration_time: float) -> bool:
         held, budget = self.get(key), self._favoured.get(key, self._others)
         is_dictionary = held is not None and isinstance(held.value, HIVEMIND.protocol.DictionaryDHTValue)
-        under: Any = held.value if is_dictionary else {}
-        leaving = self._leaving(key, under) if subkey not in under and len(under) >= RECORDS else None
+        records: Any = held.value if is_dictionary else {}
+        leaving = self._leaving(key, records) if subkey not in records and len(records) >= RECORDS else None
         instead_of = None if leaving is None else (key, leaving)
         if not budget.admit((key, subkey), len(value), expiration_time, time.time(), instead_of):
             return False
         if leaving is not None:
-            del under[leaving]
-            # hivemind would keep a heap entry of each record until it had expired.
-            if len(under.expiration_heap) > 2 * len(under.key_to_heap) + SLACK:
-                under.expiration_heap[:] = under.key_to_heap.values()
-                heapq.heapify(under.expiration_heap)
+            del records[leaving]
+            # hivemind would keep a heap entry of each dropped record until it had expired.
+            if len(records.expiration_heap) > 2 * len(records.key_to_heap) + SLACK:
+                records.expiration_heap[:] = records.key_to_heap.values()
+                heapq.heapify(records.expiration_heap)
         is_stored: bool = super().store_subkey(key, subkey, value, expiration_time)
         return is_stored
 
-    def _leaving(self, key: Any, under: Any) -> Any:
-        """Return whose record a new one replaces. hivemind keeps them in the order in which they came."""
-        newer = [subkey for subkey, _ in under.items()][RECORDS // 2 :]
+    def _leaving(self, key: Any, records: Any) -> Any:
+        """Return the subkey whose record a new one replaces. hivemind keeps records in the order in which they came."""
+        newer = [subkey for subkey, _ in records.items()][RECORDS // 2 :]
         return self._chance.choice([one for one in newer if one not in self._named.get(key, ())])
 
 
 def bounded(storage: Any) -> _BoundedStorage:
-    """A bounded storage with the same records, as far as there is room."""
-    copy = _BoundedStorage()
+    """Return a bounded storage with the same records, as far as there is room."""
+    bounded_copy = _BoundedStorage()
     for key, (value, expiration) in list(storage.items()):
         if isinstance(value, HIVEMIND.protocol.DictionaryDHTValue):
             for subkey, (inner, inner_expiration) in list(value.items()):
-                copy.store_subkey(key, subkey, inner, inner_expiration)
+                bounded_copy.store_subkey(key, subkey, inner, inner_expiration)
         else:
-            copy.store(key, value, expiration)
-    return copy
+            bounded_copy.store(key, value, expiration)
+    return bounded_copy

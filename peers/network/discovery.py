@@ -1,4 +1,4 @@
-"""Discovery of a run's peers: in the DHT, which has a few for a newcomer to begin with, and by beats among them."""
+"""Discovery of a run's peers: in the DHT, where a newcomer finds the first few, and then by beats among the peers."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SHARE = 0.3  # of a heartbeat's expiry, that a peer has to answer
+ANSWER_SHARE = 0.3  # fraction of a heartbeat's expiry within which a peer must answer
 FIRST_LIMIT = 2.0  # seconds that a newcomer waits for the first answers
-LOOK_LIMIT = 5.0  # seconds in which a node outside the run asks who is in it
+LOOK_LIMIT = 5.0  # seconds that a node outside the run spends on asking for its peers
 ASK_SHARE, LOOK_SHARE = 0.5, 0.1
-"""Of a heartbeat's lifetime, from one question who else is there to the next: of a peer of the run, which hears them
-itself, and of a node outside it."""
-ASKED_FIRST = 3  # peers that are asked at the first look
-PAGES_LIMIT = 32  # that one peer hands out in answer to a question
-NO_NODE = "no node of the DHT takes this peer's heartbeats: newcomers do not find it"
+"""Fraction of a heartbeat's lifetime between two requests for more peers: of a peer of the run, which also hears others
+itself; and of a node outside it."""
+ASKED_FIRST = 3  # peers asked by the first request
+PAGES_LIMIT = 32  # pages from one peer in answer to one request
+NO_NODE = "no node of the DHT takes this peer's heartbeats, so newcomers cannot find it; check its internet connection"
 
 
 class PeerDiscovery:
-    """The peers of one run, as far as they are known here, and the calls that make them known."""
+    """The known peers of one run, and the calls by which they become known."""
 
     def __init__(self, run: str, network: HivemindTransport) -> None:
         self._network = network
@@ -48,7 +48,7 @@ class PeerDiscovery:
         self._run = run
         self._published = 0
         self._voters: Collection[str] = ()
-        self._telling: set[asyncio.Task[None]] = set()
+        self._calling: set[asyncio.Task[None]] = set()
         self._asking: asyncio.Task[None] | None = None
         self._asked_at = -float("inf")
         self._has_met = False
@@ -56,74 +56,74 @@ class PeerDiscovery:
 
     @property
     def copies(self) -> Copies:
-        """What was heard of our own key in incarnations that are not ours."""
+        """The heartbeats heard with our own key that are of other processes."""
         return self.beats.copies
 
     @property
     def is_member(self) -> bool:
-        """Whether we are a peer of the run, and not only looking."""
+        """True for a peer of the run, False for a node that only looks."""
         return self.beats.own is not None
 
-    # What we say ----------------------------------------------------------------------------------------------
+    # Our own messages -----------------------------------------------------------------------------------------
     def is_news(self, heartbeat: Heartbeat) -> bool:
-        """Return whether a heartbeat of ours is to be signed and published, and a beat not enough."""
+        """Return whether our new heartbeat must be signed and published, because a beat is not enough."""
         is_to_be_stored = self.meeting_place.is_to_be_stored(now(), time.time())
         return is_to_be_stored or self.beats.is_news(heartbeat, now())
 
     def beat(self, heartbeat: Heartbeat, voters: Collection[str] = ()) -> None:
-        """Begin to tell the others that we go on: in a large swarm these voters first. Before we have published a
-        heartbeat it does nothing."""
+        """Begin to send the others a beat; in a large swarm these voters first. Before our first published heartbeat
+        nothing is sent."""
         self.beats.go_on(heartbeat, now())
         self._voters = voters
-        self._tell()
+        self._call_due()
 
     async def publish(self, signed: bytes) -> bool:
-        """Tell the others our signed heartbeat, and now and then the DHT. A farewell has been told when this returns.
-        Returns whether a DHT node took it, if it was to.
+        """Send our signed heartbeat to the others, and now and then to the DHT. A farewell has been sent when this
+        returns. Return False if the DHT should have stored it, and no node of it did.
 
         Raises: LocalProtocolError when the heartbeat is no newer than the one before.
         """
-        said = Heartbeat.verify(signed, self._run)
-        if said.sequence <= self._published:
-            raise LocalProtocolError(f"heartbeat {said.sequence} does not follow {self._published}")
-        self._published = said.sequence
-        is_farewell = said.state is PeerState.LEAVING
+        heartbeat = Heartbeat.verify(signed, self._run)
+        if heartbeat.sequence <= self._published:
+            raise LocalProtocolError(f"heartbeat {heartbeat.sequence} does not follow {self._published}")
+        self._published = heartbeat.sequence
+        is_farewell = heartbeat.state is PeerState.LEAVING
         is_for_dht = is_farewell or self.meeting_place.is_to_be_stored(now(), time.time())
         self.beats.say(signed, now())
-        self._tell()
+        self._call_due()
         is_stored = True
         if is_for_dht:
             self.meeting_place.stored(now())
-            is_stored = await self._network.dht.store_heartbeat(said, signed)
+            is_stored = await self._network.dht.store_heartbeat(heartbeat, signed)
             if is_stored:
                 HEALTH.well(f"dht {self._run}")
             else:
                 HEALTH.failing(f"dht {self._run}", NO_NODE)
         if is_farewell:
-            await asyncio.gather(*self._telling)
-            self._tell()  # those that were being told something else
-            await asyncio.gather(*self._telling)
+            await asyncio.gather(*self._calling)
+            self._call_due()  # peers that had another call under way
+            await asyncio.gather(*self._calling)
         return is_stored
 
-    def _tell(self) -> None:
-        """Begin to tell those who are due."""
+    def _call_due(self) -> None:
+        """Begin to call the peers that are due."""
         self.beats.choose(self._voters, now())
         for peer in self.beats.audience.due(now()):
-            task = start_task(self._tell_one(peer))
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
+            task = start_task(self._call_one(peer))
+            self._calling.add(task)
+            task.add_done_callback(self._calling.discard)
 
-    async def _tell_one(self, peer: str) -> None:
-        if self._network.links.port:  # it will be told something again and again
+    async def _call_one(self, peer: str) -> None:
+        if self._network.links.port:  # there will be many calls to this peer
             self._network.links.prepare(peer)
         timeout = ANSWER_SHARE * self.beats.lifetime / 2
         try:
-            while word := self.beats.word_for(peer):
-                answer = await self._network.call(peer, word.call, word.payload, timeout)
-                if not self.beats.answered(peer, word, answer, now(), time.time()):
+            while call := self.beats.call_for(peer):
+                answer = await self._network.call(peer, call.name, call.payload, timeout)
+                if not self.beats.answered(peer, call, answer, now(), time.time()):
                     break
         except asyncio.CancelledError:
-            self.beats.failed(peer, now())  # else it would seem to be told something for ever
+            self.beats.failed(peer, now())  # else a call would seem to be under way for ever
             raise
         except PeerUnreachableError as error:
             logger.debug("%s", error)
@@ -134,11 +134,11 @@ class PeerDiscovery:
 
     async def close(self) -> None:
         HEALTH.over(f"dht {self._run}")
-        await cancel_and_wait(*self._telling, *([self._asking] if self._asking else []))
+        await cancel_and_wait(*self._calling, *([self._asking] if self._asking else []))
 
-    # What is known --------------------------------------------------------------------------------------------
+    # Known peers ----------------------------------------------------------------------------------------------
     async def heartbeats(self) -> list[Heartbeat]:
-        """Return the newest heartbeat of every peer that is known, ours included, by peer id."""
+        """Return the newest heartbeat of every known peer, ours included, by peer id."""
         if self.meeting_place.is_search_due(now()):
             await self._search()
         if self.beats.others(now()):
@@ -147,11 +147,11 @@ class PeerDiscovery:
         return self.beats.heartbeats(now())
 
     def silences(self) -> dict[str, float]:
-        """Return for how many seconds each peer was silent, of those that we heard lately."""
+        """Return the seconds since each other peer was heard, for peers that were heard lately."""
         return self.beats.silences(now())
 
     async def _search(self) -> None:
-        """Take in what the DHT has of the run's peers."""
+        """Take in the heartbeats of the run's peers in the DHT."""
         self.meeting_place.searched(now())
         self.beats.store.forget(time.time())
         for signed in await self._network.dht.find_heartbeats(self._run):
@@ -161,10 +161,10 @@ class PeerDiscovery:
                 metrics.DROPPED.labels("heartbeat").inc()
                 logger.info("dropped a heartbeat: %s", error)
 
-    # Who else is there ----------------------------------------------------------------------------------------
+    # Requests for more peers ----------------------------------------------------------------------------------
     async def _ask_around(self) -> None:
-        """Ask some of the peers that are known who else is there. The first look is waited for: whom the DHT has are
-        few, and it decides who gives a newcomer the state."""
+        """Ask some of the known peers for more of them. The first answers are awaited, since the DHT has only a few
+        peers, and a newcomer should choose the donor of its state from all."""
         if not self.is_member:
             await self._look(1 if self._asked_at > 0.0 else ASKED_FIRST)
         elif not self._has_met:
@@ -182,7 +182,7 @@ class PeerDiscovery:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(LOOK_LIMIT):
-                for peer in self._some(count):
+                for peer in self._sample(count):
                     kept = self.beats.store.get(peer)
                     is_new = peer not in self._connected
                     if kept and is_new and await self._network.connect(peer, kept.heartbeat.addresses):
@@ -190,30 +190,30 @@ class PeerDiscovery:
                 await self._ask(count)
 
     async def _meet(self) -> None:
-        """Tell the first peers that we are here, ask them for all others, and tell these."""
+        """Call the first peers, ask them for all others, and call these."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_LIMIT):
-                self._tell()
+                self._call_due()
                 await self._ask(ASKED_FIRST)
-                self._tell()
-                if self._telling:
-                    await asyncio.wait(self._telling)
+                self._call_due()
+                if self._calling:
+                    await asyncio.wait(self._calling)
 
-    def _some(self, count: int) -> list[str]:
-        """Return so many of the others by chance: those that we hear, if we hear any."""
+    def _sample(self, count: int) -> list[str]:
+        """Return so many of the others at random, of those that we hear, if there are any."""
         others, silences = self.beats.others(now()), self.silences()
         among = [peer for peer in others if peer in silences] or others
         return random.sample(among, min(count, len(among)))
 
     async def _ask(self, count: int) -> None:
-        """Ask so many peers for the heartbeats that they have. A node outside the run is told all of them anew."""
+        """Ask so many peers for the heartbeats that they have. A node outside the run asks for all of them again."""
         known = self.beats.others(now()) if self.is_member else ()
-        answers = await asyncio.gather(*(self._ask_one(peer, {*known}) for peer in self._some(count)))
+        answers = await asyncio.gather(*(self._ask_one(peer, {*known}) for peer in self._sample(count)))
         if any(answers):
             self._asked_at = now()
 
     async def _ask_one(self, peer: str, known: set[str]) -> bool:
-        """Ask a peer page by page. Returns whether it has answered."""
+        """Ask a peer for page after page. Return whether it has answered."""
         timeout = ANSWER_SHARE * self.beats.lifetime / 2
         try:
             for _ in range(PAGES_LIMIT):
@@ -229,6 +229,6 @@ class PeerDiscovery:
             return False
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("heartbeat").inc()
-            logger.info("dropped what a peer told us of others: %s", error)
+            logger.info("dropped a peer's page of heartbeats: %s", error)
             return False
         return True

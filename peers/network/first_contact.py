@@ -1,7 +1,7 @@
-"""Addresses to begin with: those of peers that a file remembers, and which of many a libp2p node answers at now.
+"""First addresses: those of peers that a file remembers, and the choice of those at which a libp2p node answers now.
 
-Addresses come from signed heartbeats. What is remembered proves nothing all the same: it is a list of places to try.
-libp2p's daemon tries one after the other, and gives each that does not answer five seconds; here all are tried at once.
+Addresses come from signed heartbeats. A remembered address is still only a place to try, and proves nothing. libp2p's
+daemon tries addresses one after another, for five seconds each; here all are tried at once.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ PEER_LIMIT = 32  # peers that are remembered; the next start needs one that stil
 ADDRESS_LIMIT = 4  # of one peer
 FILE_LIMIT = 256 * 1024  # bytes; 32 peers with four addresses of 256 characters are 40 KB
 SAVE_INTERVAL = 60.0  # seconds
-HOUR = 3600  # seconds; peers seen within the same one count as seen equally lately
+HOUR = 3600  # seconds; peers last seen within the same hour count as seen at the same time
 Seconds = Annotated[int, Field(strict=True, ge=0, lt=10**12)]  # since the epoch
 T = TypeVar("T")
 
 
 class _Known(BaseModel):
-    """A peer, its addresses, and when it was heard of for the first and the last time, in seconds since the epoch."""
+    """A peer, its addresses, and the first and the last time that it was seen, in seconds since the epoch."""
 
     peer: str
     addresses: tuple[str, ...]
@@ -49,7 +49,7 @@ class _Known(BaseModel):
 
     @property
     def usefulness(self) -> tuple[bool, int, float]:
-        """Sorts the most useful last. Among those seen lately, newcomers never push out peers known for longer."""
+        """A sort key; the most useful peer has the largest. Among peers seen lately, older ones go before newcomers."""
         return any(map(_is_on_the_internet, self.addresses)), self.seen // HOUR, -self.since
 
     @model_validator(mode="after")
@@ -60,7 +60,7 @@ class _Known(BaseModel):
 
 
 class _File(BaseModel):
-    """What is written down of a run's peers, as JSON."""
+    """The file of a run's remembered peers, as JSON."""
 
     format: Annotated[str, Field(pattern=f"^{FORMAT}$")] = FORMAT
     run: str
@@ -68,10 +68,10 @@ class _File(BaseModel):
 
 
 class RememberedPeers:
-    """The peers of one run that others can dial, in memory and in a file. Times are seconds since the epoch."""
+    """The peers of one run that others can dial, in memory and in a file. Times are in seconds since the epoch."""
 
     def __init__(self, path: Path, run_id: str) -> None:
-        """Begin with what the file has. One that can't be read, or is another's, is passed over with a warning."""
+        """Read the peers in the file. An unreadable file, or another run's, is ignored with a warning."""
         self._path = path
         self._run_id = run_id
         self._peers: dict[str, _Known] = {}
@@ -82,7 +82,7 @@ class RememberedPeers:
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
-            logger.warning("%s is passed over: %s", path, error)
+            logger.warning("the remembered peers in %s are ignored: %s", path, error)
 
     def addresses(self) -> tuple[str, ...]:
         """Return multiaddrs that end in /p2p/<peer id>, the most useful first."""
@@ -90,7 +90,7 @@ class RememberedPeers:
         return tuple(address for known in ordered for address in known.addresses)
 
     def observe(self, heartbeats: Iterable[Heartbeat], now: float) -> None:
-        """Take in what other peers say of themselves and of the nodes that introduce them."""
+        """Take in the addresses in other peers' heartbeats, and those of the nodes that introduce them."""
         for beat in heartbeats:
             if beat.state is PeerState.LEAVING:
                 continue
@@ -110,7 +110,7 @@ class RememberedPeers:
             write_whole(self._path, [content.model_dump_json(indent=1).encode()], is_durable=True)
         except OSError as error:
             if not self._has_warned:
-                logger.warning("the addresses of other peers are not kept: %s: %s", self._path, error.strerror or error)
+                logger.warning("addresses of other peers are not saved: %s: %s", self._path, error.strerror or error)
             self._has_warned = True
 
     def _see(self, peer: str, addresses: Iterable[str], now: float) -> None:
@@ -120,7 +120,7 @@ class RememberedPeers:
 
 
 def _is_on_the_internet(address: str) -> bool:
-    """Whether a multiaddr is a public IP address, or a name."""
+    """Return whether a multiaddr is a public IP address, or a name."""
     kind, host = address.split("/")[1:3]
     return is_public(host) if kind in ("ip4", "ip6") else True
 
@@ -139,7 +139,7 @@ def _usable(peer: str, addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 def _read(path: Path, run_id: str) -> list[_Known]:
-    """Raises: OSError; ValueError for content that we have not written."""
+    """Return the peers in a file. Raises: OSError; ValueError for invalid content."""
     with path.open("rb") as file:
         text = file.read(FILE_LIMIT + 1)
     if len(text) > FILE_LIMIT:
@@ -147,7 +147,7 @@ def _read(path: Path, run_id: str) -> list[_Known]:
     try:
         content = _File.model_validate_json(text)
     except ValidationError as error:
-        raise ValueError("it is not what a peer of this version writes") from error
+        raise ValueError("a peer of this version has not written it") from error
     if content.run != run_id:
         raise ValueError("it is of another run")
     return content.peers
@@ -156,20 +156,20 @@ def _read(path: Path, run_id: str) -> list[_Known]:
 ANSWER_SECONDS = 5.0  # for the first node that answers: TCP repeats a lost SYN after 1 and 3
 MORE_SECONDS = 1.0  # for the others, once one has answered
 CONTACT_LIMIT = 8  # nodes that a peer begins with
-GREETING = b"\x13/multistream/1.0.0\n"  # with which every libp2p node begins every TCP connection
-TLS = b"\x0b/tls/1.0.0\n"  # the way to say that TLS follows, and the answer of a node that agrees
+GREETING = b"\x13/multistream/1.0.0\n"  # the first bytes of every libp2p node on every TCP connection
+TLS = b"\x0b/tls/1.0.0\n"  # announces TLS; a node that agrees answers the same
 KEY_EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
-"""Where a libp2p node's certificate has its key."""
-PUBLIC_KEY, KEY_BYTES = b"\x08\x01\x12\x20", 32  # how an Ed25519 key begins there, and its length
-KEY_SECONDS = 3.0  # for a node that answers to show its key
+"""The extension of a libp2p node's certificate that contains its key."""
+PUBLIC_KEY, KEY_BYTES = b"\x08\x01\x12\x20", 32  # the bytes before an Ed25519 key there, and the key's length
+KEY_SECONDS = 3.0  # for an answering node to show its key
 TCP = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<port>\d{1,5})/p2p/[^/]+/?")
 
 
 async def first_contacts(initial_peers: Sequence[str], remembered: Sequence[str] = ()) -> list[str]:
-    """Return the addresses to begin with: those at which a node answers now, the ones that were given first.
+    """Return the addresses to begin with: those at which a node answers now, the `initial_peers` first.
 
-    Where none answers at all, these are the given ones, for libp2p to find out why. Addresses that are not plain TCP
-    are not tried here.
+    If none answers, return `initial_peers`, so that libp2p finds out why. Addresses that are not plain TCP are not
+    tried here.
     """
     if not remembered and len(initial_peers) < 2:
         return list(initial_peers)
@@ -182,24 +182,25 @@ async def first_contacts(initial_peers: Sequence[str], remembered: Sequence[str]
 
 
 async def reach(start: Callable[[], Awaitable[T]], contacts: Sequence[str]) -> T:
-    """Start what needs to reach one of these nodes, and once more if it does not, though a node answers: libp2p's
-    daemon has but one try, of five seconds, and the node or this machine may be busy.
+    """Await `start`, which must reach one of these nodes. If it fails, although a node answers, await it once more.
 
-    Raises: SwarmUnreachableError, which says of each node why it was not reached; and whatever `start` raises.
+    libp2p's daemon tries only once, for five seconds, and the node or this machine may be busy.
+
+    Raises: SwarmUnreachableError, with the reason for each node; the other exceptions of `start`.
     """
     try:
         return await start()
     except SwarmUnreachableError as error:
         reasons = await asyncio.gather(*map(_why_silent, contacts))
         if all(reasons):
-            said = "; ".join(f"{address}: {reason}" for address, reason in zip(contacts, reasons, strict=True))
-            raise SwarmUnreachableError(f"no bootstrap node answered: {said}.", error.remedy) from error
+            failures = "; ".join(f"{address}: {reason}" for address, reason in zip(contacts, reasons, strict=True))
+            raise SwarmUnreachableError(f"no bootstrap node answered: {failures}.", error.remedy) from error
     logger.info("a bootstrap node answers, but was not reached in time: trying once more")
     return await start()
 
 
 async def _why_silent(address: str) -> str:
-    """Return why no node can be reached at an address, in words; empty where the right one answers."""
+    """Return the reason why no node is reached at an address; empty if the right one answers."""
     if (where := endpoint(address)) is None:
         return "no answer"
     peer, (host, port) = address.rstrip("/").rpartition("/")[2], where
@@ -225,9 +226,9 @@ async def _why_silent(address: str) -> str:
 
 
 async def _key_shown(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str | None:
-    """Return the peer id that a libp2p node proves by its TLS certificate; None where it has no such."""
+    """Return the peer id that a libp2p node's TLS certificate proves; None if it proves none."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # a node's own certificate: the key in it counts
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the key inside the certificate is checked
     context.set_alpn_protocols(["libp2p"])
     try:
         async with asyncio.timeout(KEY_SECONDS):
@@ -247,7 +248,7 @@ async def _key_shown(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 
 
 async def which_answer(addresses: Sequence[str]) -> set[str]:
-    """Return the addresses at which a libp2p node answers, when all that answer soon have done so."""
+    """Return the addresses at which a libp2p node answers, soon after the first one does."""
     tasks = [start_task(_answering(address)) for address in addresses]
     found: set[str] = set()
     try:
@@ -265,7 +266,7 @@ async def which_answer(addresses: Sequence[str]) -> set[str]:
 
 
 def endpoint(address: str) -> tuple[str, int] | None:
-    """Return host and port of a multiaddr that is plain TCP; None for others, such as a relay's circuits."""
+    """Return the host and port of a plain TCP multiaddr; None for others, such as addresses through a relay."""
     match = TCP.fullmatch(address)
     return (match["host"], int(match["port"])) if match and int(match["port"]) < 65536 else None
 
@@ -274,7 +275,7 @@ async def _answering(address: str) -> str | None:
     """Return the address if a libp2p node answers there."""
     if (where := endpoint(address)) is None:
         return None
-    with suppress(OSError, asyncio.IncompleteReadError, UnicodeError):  # a host's name may be none
+    with suppress(OSError, asyncio.IncompleteReadError, UnicodeError):  # UnicodeError: the host is no valid name
         reader, writer = await asyncio.open_connection(*where)
         try:
             return address if await reader.readexactly(len(GREETING)) == GREETING else None

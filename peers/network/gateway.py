@@ -1,8 +1,8 @@
-"""The default gateway asked for a port by PCP (RFC 6887), or by NAT-PMP (RFC 6886) where it speaks only that.
+"""The default gateway, asked to map a port by PCP (RFC 6887), or by NAT-PMP (RFC 6886) if it knows only that.
 
 PCP is the successor of NAT-PMP and shares its port; a router that knows only one of the two refuses the other's
-version. A reader of messages returns the protocol's result code for a refusal, which is not 0, and None for everything
-that is not a well-formed answer to our request.
+version. The functions that read messages return the protocol's result code (not 0) for a refusal, and None for bytes
+that are no valid answer to our request.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Answer = TypeVar("Answer")
 ROUTES = Path("/proc/net/route")
 ROUTE_IS_UP, ROUTE_HAS_GATEWAY = 1, 2  # RTF_UP and RTF_GATEWAY of Linux
 WAITS = (0.25, 0.5, 1.0, 2.0)
-"""Seconds to wait for an answer before the request is sent again; the protocols' first four."""
-DATAGRAM_LIMIT = 64  # datagrams that we look at for one request
+"""Seconds to wait for an answer before the request is sent again; the first four of both protocols."""
+DATAGRAM_LIMIT = 64  # datagrams that are read for one request
 
 PORT = 5351  # UDP, on the router
 PCP_VERSION, NAT_PMP_VERSION = 2, 0  # the first byte of a message
@@ -52,7 +52,7 @@ NAT_PMP_ADDRESS_ANSWER = struct.Struct("!BBHI4s")
 
 @dataclass(frozen=True)
 class Mapping:
-    """A TCP port on a router's external address that leads to one of ours, for `lifetime` seconds."""
+    """A TCP port on a router's external address that leads to a port of ours, for `lifetime` seconds."""
 
     address: Address
     port: int
@@ -64,7 +64,7 @@ class Mapping:
 
 
 def default_gateway() -> Where | None:
-    """Return where the default gateway answers; None on a machine without one."""
+    """Return the default gateway's host and port for both protocols; None without a gateway."""
     try:
         address = _read_default_gateway(ROUTES.read_text(encoding="ascii", errors="replace"))
     except OSError:
@@ -88,9 +88,9 @@ def _read_default_gateway(table: str) -> IPv4Address | None:
 
 
 class Gateway:
-    """The default gateway as a router to ask for ports. It remembers the last one, so that asking again renews that.
+    """The default gateway, asked for ports. It remembers the last port, so that asking again renews it.
 
-    `where` finds the gateway anew for every request: a machine changes its network.
+    `where` finds the gateway again for every request, since a machine may change its network.
     """
 
     name = "PCP or NAT-PMP"
@@ -103,7 +103,7 @@ class Gateway:
         self._speaks_pcp = False
 
     async def open(self, port: int, lifetime: float) -> Mapping | None:
-        """Map a port; None when the gateway does not offer it. Raises: OSError."""
+        """Map a port. Return None if the gateway does not offer it. Raises: OSError."""
         where = self._where()
         if where is None:
             return None
@@ -124,7 +124,7 @@ class Gateway:
         return answer
 
     async def _open_by_nat_pmp(self, where: Where, port: int, lifetime: int, suggested: int) -> Mapping | int | None:
-        """Raises: OSError."""
+        """Map a port by NAT-PMP. Raises: OSError."""
         address: IPv4Address | int | None = await self._ask(
             where, lambda client: NAT_PMP_ADDRESS_REQUEST, _read_nat_pmp_address
         )
@@ -148,9 +148,9 @@ class Gateway:
     async def _ask(
         self, where: Where, request: Callable[[Address], bytes], read: Callable[[bytes], Answer | None]
     ) -> Answer | None:
-        """Return what `read` makes of the first datagram that it makes anything of; None when no such datagram comes.
+        """Return the first result of `read` on an arriving datagram that is not empty; None if none comes.
 
-        `request` gets our own address as the other side sees it where there is no NAT between us. Raises: OSError.
+        `request` is called with our own address, which the router also sees, as no NAT is in between. Raises: OSError.
         """
         transport, arrivals = await asyncio.get_running_loop().create_datagram_endpoint(Arrivals, remote_addr=where)
         try:
@@ -159,17 +159,17 @@ class Gateway:
                 transport.sendto(packed)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait):
-                        while (arrived := await arrivals.queue.get()) is not None:
-                            if answer := read(arrived[0]):
+                        while (datagram := await arrivals.queue.get()) is not None:
+                            if answer := read(datagram[0]):
                                 return answer
-                    return None  # no program listens there
+                    return None  # no program listens on that port
             return None
         finally:
             transport.abort()
 
 
 class Arrivals(asyncio.DatagramProtocol):
-    """A queue of the datagrams that arrive, with their senders' hosts; None when the other side has no such port."""
+    """A queue of arriving datagrams, with their senders' hosts; None if no program listens on the other side's port."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[tuple[bytes, str] | None] = asyncio.Queue(DATAGRAM_LIMIT)
@@ -192,11 +192,11 @@ def _pack_pcp_map(nonce: bytes, client: Address, port: int, lifetime: int, sugge
 
 
 def _read_pcp_map(data: bytes, nonce: bytes, port: int) -> Mapping | int | None:
-    """Return what a PCP router answers to the request with this nonce and port."""
+    """Return a PCP router's answer to the request with this nonce and port."""
     if not 4 <= len(data) <= PCP_LIMIT:
         return None
     if data[0] == NAT_PMP_VERSION and data[1] & IS_ANSWER and data[2:4] == bytes((0, UNSUPPORTED_VERSION)):
-        return UNSUPPORTED_VERSION  # a router that knows only NAT-PMP answers as NAT-PMP does
+        return UNSUPPORTED_VERSION  # a router that knows only NAT-PMP answers in that protocol
     if len(data) < PCP_ANSWER_START.size:
         return None
     code: int
@@ -204,7 +204,7 @@ def _read_pcp_map(data: bytes, nonce: bytes, port: int) -> Mapping | int | None:
     if operation != PCP_MAP | IS_ANSWER:
         return None
     if code == UNSUPPORTED_VERSION:
-        return code  # whatever its version is
+        return code  # in an answer of any version
     if version != PCP_VERSION or len(data) < PCP_ANSWER.size:
         return None
     *_, its_nonce, protocol, its_port, external_port, address = PCP_ANSWER.unpack_from(data)
@@ -229,7 +229,7 @@ def _pack_nat_pmp_map(port: int, lifetime: int, suggested_port: int) -> bytes:
 
 
 def _read_nat_pmp_map(data: bytes, port: int, address: IPv4Address) -> Mapping | int | None:
-    """Return what a NAT-PMP router with this external address answers to a request to map this port."""
+    """Return the answer of a NAT-PMP router with this external address to a request to map this port."""
     code = _nat_pmp_code(data, MAP_TCP)
     if code != SUCCESS or len(data) != NAT_PMP_MAP_ANSWER.size:
         return code or None
@@ -245,5 +245,5 @@ def _nat_pmp_code(data: bytes, operation: int) -> int | None:
 
 
 def _pack_address(address: Address) -> bytes:
-    """Return 16 bytes; an IPv4 address becomes ::ffff:a.b.c.d."""
+    """Return an address as 16 bytes; an IPv4 address becomes ::ffff:a.b.c.d."""
     return bytes(10) + b"\xff\xff" + address.packed if isinstance(address, IPv4Address) else address.packed

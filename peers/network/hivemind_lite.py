@@ -1,11 +1,11 @@
 """hivemind's DHT node and libp2p client without torch.
 
-`import hivemind` runs package `__init__` modules that pull in its averager, mixture of experts and optimizer, and with
-them torch: seconds of start-up and hundreds of megabytes in a bootstrap node or a peer process, neither of which
-computes anything. Yet `hivemind.dht.node` and `hivemind.p2p` need no torch themselves. So the three packages whose
-`__init__` is heavy are entered into `sys.modules` as packages that have not run yet: submodules are found through their
-`__path__`, and the first use of a name that is not there (`hivemind.Optimizer`) runs the real `__init__`, in the same
-module object. Other code can `import hivemind` as usual, before or after, and shares every class with us.
+`import hivemind` runs package `__init__` modules that import its averager, mixture of experts and optimizer, and with
+them torch. That costs seconds of start-up and hundreds of megabytes in a bootstrap node or a peer process, which
+compute nothing. But `hivemind.dht.node` and `hivemind.p2p` themselves need no torch. So the three packages with a heavy
+`__init__` are entered into `sys.modules` without running it: submodules are found through their `__path__`. The first
+use of a missing name (`hivemind.Optimizer`) runs the real `__init__`, in the same module object. Other code can
+`import hivemind` as usual, before or after, and shares every class with us.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from peers.errors import LocalNetworkError
 from peers.values.system import cancel_and_wait, start_task
 
 HEAVY_PACKAGES = ("hivemind", "hivemind.utils", "hivemind.dht")
-# What torch-free modules take from the package hivemind.utils instead of from its submodules.
+# Names that torch-free modules import from the package hivemind.utils instead of from its submodules.
 UTILITIES = {
     "hivemind.utils.logging": ("get_logger",),
     "hivemind.utils.serializer": ("MSGPackSerializer", "SerializerBase"),
@@ -43,14 +43,14 @@ class _Hivemind(NamedTuple):
     multiaddr: Any  # hivemind.utils.multiaddr
 
 
-class _Unrun(ModuleType):
-    """A package whose `__init__` runs when a name is missed for the first time."""
+class _DeferredPackage(ModuleType):
+    """A package whose `__init__` runs at the first use of a missing name."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__version__":  # the import system and inspect ask for many of these
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         submodule = sys.modules.get(f"{self.__name__}.{name}")
-        if submodule is not None:  # its own import is under way and has not bound it here yet
+        if submodule is not None:  # its own import is under way, and has not bound it here yet
             return submodule
         assert self.__spec__ is not None
         assert self.__spec__.loader is not None
@@ -58,24 +58,26 @@ class _Unrun(ModuleType):
         try:
             self.__spec__.loader.exec_module(self)
         except BaseException:
-            self.__class__ = _Unrun
+            self.__class__ = _DeferredPackage
             raise
         return getattr(self, name)
 
 
 def load_hivemind() -> _Hivemind:
-    """Import what we use of hivemind, and not torch. Its log messages then go through standard `logging`. Raises:
-    LocalNetworkError where it cannot have the lock that it makes when it is imported."""
+    """Import the modules of hivemind that we use, without torch. Its log messages go through standard `logging`.
+
+    Raises: LocalNetworkError when hivemind cannot create the lock that it creates on import.
+    """
     try:
         Lock()
     except (OSError, ImportError) as error:
         raise LocalNetworkError(
-            f"/dev/shm cannot be used ({getattr(error, 'strerror', None) or error}), where hivemind has a lock.",
+            f"/dev/shm cannot be used ({getattr(error, 'strerror', None) or error}), where hivemind creates a lock.",
             "Mount it: `mount -t tmpfs tmpfs /dev/shm`; a container has one of its own unless its options forbid that.",
         ) from error
     if "hivemind" not in sys.modules:
         for name in HEAVY_PACKAGES:
-            _enter_unrun(name)
+            _enter_deferred(name)
         for module, names in UTILITIES.items():
             for name in names:
                 setattr(sys.modules["hivemind.utils"], name, getattr(importlib.import_module(module), name))
@@ -92,18 +94,18 @@ def load_hivemind() -> _Hivemind:
 
 
 def _quiet_hivemind() -> None:
-    """Take away hivemind's own handler (stderr, its own format): its records go to the root logger, warnings and up."""
+    """Remove hivemind's own handler (stderr, its own format). Its warnings and errors go to the root logger."""
     importlib.import_module("hivemind.utils.logging").use_hivemind_log_handler("nowhere")
     logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it to WARN for the whole process
     logging.getLogger("hivemind").setLevel(logging.WARNING)
 
 
-def _enter_unrun(name: str) -> None:
+def _enter_deferred(name: str) -> None:
     spec = find_spec(name)
     if spec is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     package = module_from_spec(spec)
-    package.__class__ = _Unrun
+    package.__class__ = _DeferredPackage
     sys.modules[name] = package
     parent, _, child = name.rpartition(".")
     if parent:
@@ -111,16 +113,17 @@ def _enter_unrun(name: str) -> None:
 
 
 def _ending_when_cancelled(traverse: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Awaitable[Any]]:
-    """Return hivemind's `traverse_dht` as a function whose cancellation ends all that it began.
+    """Return hivemind's `traverse_dht` as a function that ends all its requests when it is cancelled.
 
-    hivemind leaves its requests to other nodes under way. Here they end, and the search finishes with what it has.
+    hivemind leaves its requests to other nodes under way. Here they end, and the search finishes with its results so
+    far.
     """
 
     async def search(*arguments: Any, get_neighbors: Any, found_callback: Any = None, **options: Any) -> Any:
         is_over = asyncio.Event()
 
         async def unless_over(work: Callable[..., Coroutine[Any, Any, Any]], *details: Any) -> Any:
-            """Return the result of a request; None when the search is over before."""
+            """Return the result of a request; None if the search is over before."""
             if is_over.is_set():
                 return None
             request, end = start_task(work(*details)), start_task(is_over.wait())

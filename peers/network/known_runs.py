@@ -1,7 +1,7 @@
-"""The runs whose manifests this node has: who is admitted, and what their organisers and archives have signed since.
+"""The runs whose manifests this node has: their admission, and what their organisers and archives have signed since.
 
-Lists of revoked tickets and signed heads are exchanged with peers whose heartbeats name newer ones; an amendment is
-given to some peers by the one who signs it.
+Peers exchange lists of revoked tickets and signed heads when a heartbeat names newer ones. An organiser gives an
+amendment to some peers.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 ASK_TIMEOUT = 10.0  # seconds for one peer's answer to a small question
 PAUSE = 30.0  # seconds for which a peer is not asked again
 REVOCATIONS = "revocations"  # name of the call; payload: a _RevocationsRequest, answer: a packed Revocations or nothing
-STRANGERS_LIMIT = 1000  # runs of others that a node remembers the organisers of
-SEEK_AGAIN = 600.0  # seconds after which the manifest of a run is looked for again
+STRANGERS_LIMIT = 1000  # runs of others whose organisers a node remembers
+SEEK_AGAIN = 600.0  # seconds after which the manifest of a run is searched for again
 AMENDMENTS = "amendments"  # name of the call; payload: an _AmendmentRequest, answer: nothing
 REQUEST_BYTES = 1024  # of either request, at most: a run id and an amendment
 SIGNED_HEADS = "signed-heads"  # name of the call; payload: a _HeadsRequest, answer: packed heads
@@ -46,15 +46,17 @@ Thing = TypeVar("Thing")
 
 
 class _RevocationsRequest(Value):
-    """Asks for the list of a run's revoked tickets, and tells the one that its sender has (empty: none)."""
+    """A request for the list of a run's revoked tickets, with the list that its sender has (empty: none)."""
 
     run: RunId
     known: Annotated[bytes, Field(strict=True, max_length=LIST_BYTES)]
 
 
 class Admissions:
-    """Admission to every run that this node knows. A run whose manifest is not known here is taken for an open one, and
-    its manifest is looked for, one at a time."""
+    """Admission to every run that this node knows.
+
+    A run without a known manifest counts as open, and its manifest is searched for, one at a time.
+    """
 
     def __init__(self) -> None:
         self._ours: dict[str, RunAdmission] = {}
@@ -64,12 +66,12 @@ class Admissions:
         self._sought: OrderedDict[str, float] = OrderedDict()
         self._seeking: asyncio.Task[None] | None = None
         self.find: Callable[[str], Awaitable[SignedManifest | None]] | None = None
-        """Looks for the manifest of a run in the DHT."""
+        """Searches the DHT for the manifest of a run."""
         self.on_revoked: Callable[[str, bytes], None] = lambda run, packed: None
-        """Told of each newer list of revoked tickets, so that it is kept."""
+        """Called with each newer list of revoked tickets, so that it is kept."""
 
     def learn(self, manifest: SignedManifest, is_ours: bool = True) -> None:
-        """Take in who may join a run. Of runs that are not `is_ours`, only the newest are remembered."""
+        """Take in the admission to a run. Of runs that are not `is_ours`, only the newest are remembered."""
         run = manifest.run_id
         if not manifest.is_by_invitation:
             _remember(self._others, run, None)
@@ -87,11 +89,11 @@ class Admissions:
         self._others.pop(run, None)
 
     def of(self, run: str) -> RunAdmission | None:
-        """Return the admission to a run; None: it is open, as far as is known here."""
+        """Return the admission to a run; None if it is open, as far as this node knows."""
         return self._ours.get(run) or self._others.get(run)
 
     def check(self, run: str, peer: str) -> None:
-        """Raises: RefusalError unless the peer may take part in the run."""
+        """Raise RefusalError unless the peer may take part in the run."""
         admission = self.of(run)
         if admission is not None:
             try:
@@ -107,7 +109,7 @@ class Admissions:
         return admission is None or not admission.admit(heartbeat.peer, heartbeat.ticket, wall)
 
     def _look_up(self, run: str) -> None:
-        """Begin to look for the manifest of a run that is not known here, unless another one is looked for."""
+        """Begin to search for the manifest of an unknown run, unless another search is under way."""
         now = time.monotonic()
         was_sought = now - self._sought.get(run, -SEEK_AGAIN) < SEEK_AGAIN
         if self.find is None or _is_busy(self._seeking) or run in self._others or was_sought:
@@ -126,7 +128,7 @@ class Admissions:
 
     # Revoked tickets ------------------------------------------------------------------------------------------
     async def answer(self, sender: str, payload: bytes) -> bytes:
-        """Answer a _RevocationsRequest, and take in what it tells. Raises: RemoteProtocolError, RefusalError."""
+        """Answer a _RevocationsRequest, and take in its list. Raises: RemoteProtocolError, RefusalError."""
         request = unpack_from(sender, _RevocationsRequest, payload, LIST_BYTES + 256)
         admission = self.of(request.run)
         if admission is None:
@@ -135,7 +137,7 @@ class Admissions:
         return pack(admission.revocations) if admission.revocations else b""
 
     async def exchange(self, call: Call, run: str, peer: str) -> None:
-        """Tell a peer, or a node that remembers runs, of the newest list, and take in its own if that is newer.
+        """Send our newest list to a peer, or to a node that remembers runs, and take in its list if that is newer.
 
         Raises: PeerUnreachableError, RemoteProtocolError.
         """
@@ -147,18 +149,18 @@ class Admissions:
         self._take_in(peer, run, answer)
 
     def _take_in(self, peer: str, run: str, packed: bytes) -> None:
-        """Take in the list that a peer has told us, if it has any. Raises: RemoteProtocolError."""
+        """Take in a peer's list, if it has sent any. Raises: RemoteProtocolError."""
         admission = self.of(run)
         try:
             if packed and admission is not None and admission.revoke(packed):
                 logger.info("run %s: its organiser has revoked tickets", run)
                 self.on_revoked(run, packed)
         except TicketError as error:
-            raise RemoteProtocolError(peer, f"a list of revoked tickets: {error}") from error
+            raise RemoteProtocolError(peer, f"its list of revoked tickets is not valid: {error}") from error
 
     def catch_up(self, call: Call, run: str, heartbeats: Iterable[Heartbeat]) -> None:
-        """Begin to ask one of the peers that know of later revocations, unless another one is being asked. A peer that
-        was asked is left alone for a while."""
+        """Begin to ask a peer that knows later revocations, unless another one is being asked. A peer is asked again
+        only after a while."""
         admission = self.of(run)
         if admission is None or _is_busy(self._asking):
             return
@@ -187,30 +189,30 @@ def _is_busy(task: asyncio.Task[None] | None) -> bool:
     return task is not None and not task.done()
 
 
-def _remember(known: OrderedDict[str, Thing], run: str, what: Thing) -> None:
-    """Note something about a run of others; only the newest are remembered."""
-    known[run] = what
+def _remember(known: OrderedDict[str, Thing], run: str, value: Thing) -> None:
+    """Store a value for another's run; only the newest runs are remembered."""
+    known[run] = value
     known.move_to_end(run)
     if len(known) > STRANGERS_LIMIT:
         known.popitem(last=False)
 
 
 class _AmendmentRequest(Value):
-    """Gives a peer an amendment of a run."""
+    """An amendment for a run, given to a peer."""
 
     run: RunId
     amendment: Amendment
 
 
 class _HeadsRequest(Value):
-    """A question: what have the archives of this run signed?"""
+    """A request for the heads that the archives of this run have signed."""
 
     run: RunId
 
 
 @dataclass
 class _KnownRun:
-    """A run: who may amend it, what its archives have signed, and the newest amendment that was given to this node."""
+    """A run: its organiser, the heads that its archives have signed, and the newest amendment given to this node."""
 
     organiser: str
     heads: SignedHeads
@@ -218,14 +220,15 @@ class _KnownRun:
 
 
 class KnownRuns:
-    """What this node knows of the runs whose manifests it has, until told to `forget` them.
+    """Knowledge about the runs whose manifests this node has, until `forget`.
 
-    All are remembered: with a limit, a stranger who announces many runs would push out what archives of another signed.
+    All of these runs are remembered: with a limit, a stranger who announces many runs would displace the signed heads
+    of others.
     """
 
     def __init__(self) -> None:
         self.admissions = Admissions()
-        """Which peers are admitted."""
+        """Admission to each run."""
         self._known: dict[str, _KnownRun] = {}
         self.on_heads: Callable[[str, bytes], None] = lambda run, packed: None
         """Called with all packed heads of a run whenever there are new ones, so that they are kept."""
@@ -241,7 +244,7 @@ class KnownRuns:
 
     @property
     def answers(self) -> dict[str, Callable[[str, bytes], Awaitable[bytes]]]:
-        """What answers the calls about these runs, by the call's name."""
+        """The handlers of the calls about these runs, by the call's name."""
         return {
             REVOCATIONS: self.admissions.answer,
             SIGNED_HEADS: self.answer_heads,
@@ -249,28 +252,28 @@ class KnownRuns:
         }
 
     def _find(self, run: str) -> _KnownRun:
-        """Raises: RefusalError."""
+        """Return a known run. Raises: RefusalError."""
         if run not in self._known:
             raise RefusalError(f"no run called {run} is known here")
         return self._known[run]
 
     # Amendments -----------------------------------------------------------------------------------------------
     def amendment_of(self, run: str) -> Amendment | None:
-        """Return the newest amendment that an organiser has given us to put into the log."""
+        """Return the newest amendment that the run's organiser has given us to put into the log."""
         return self._known[run].amendment if run in self._known else None
 
     async def answer_amendment(self, sender: str, payload: bytes) -> bytes:
         """Take in an _AmendmentRequest. Raises: RemoteProtocolError, RefusalError."""
         request = unpack_from(sender, _AmendmentRequest, payload, REQUEST_BYTES)
-        known, given = self._find(request.run), request.amendment
-        if not given.is_signed(request.run, known.organiser):
+        known, amendment = self._find(request.run), request.amendment
+        if not amendment.is_signed(request.run, known.organiser):
             raise RefusalError(f"the organiser of {request.run} has not signed that amendment")
         before = known.amendment
-        if before is not None and before.number == given.number and before != given:
+        if before is not None and before.number == amendment.number and before != amendment:
             raise RefusalError(f"{before} was given here already")
-        if newest(before, given) is not before:
-            known.amendment = given
-            logger.info("run %s: its organiser gives us %s", request.run, given)
+        if newest(before, amendment) is not before:
+            known.amendment = amendment
+            logger.info("run %s: its organiser has sent %s", request.run, amendment)
         return b""
 
     # Signed heads ---------------------------------------------------------------------------------------------
@@ -291,7 +294,7 @@ class KnownRuns:
             self.on_heads(run, pack_heads(taken.heads))
 
     def hear_heads(self, run: str, heartbeats: Iterable[Heartbeat]) -> None:
-        """Take in what archives say in their heartbeats that they have signed."""
+        """Take in the signed heads in archives' heartbeats."""
         for beat in heartbeats:
             if beat.signed is not None:
                 try:
@@ -305,24 +308,24 @@ class KnownRuns:
         return pack_heads(self._find(request.run).heads.heads)
 
     async def ask_for_heads(self, call: Call, run: str, peers: Iterable[str]) -> int:
-        """Ask these peers what a run's archives have signed. Return how many answered."""
+        """Ask these peers for the heads that a run's archives have signed. Return how many have answered."""
         taken = 0
         for peer, answer in (await _ask_all(call, SIGNED_HEADS, pack(_HeadsRequest(run=run)), peers)).items():
             try:
                 self.take_heads(run, unpack_heads(answer))
                 taken += 1
             except SignedHeadsError as error:
-                logger.info("dropped the signed heads that %s tells: %s", peer, error)
+                logger.info("dropped the signed heads from %s: %s", peer, error)
         return taken
 
 
 async def give(call: Call, run: str, amendment: Amendment, peers: Iterable[str]) -> int:
-    """Give an amendment to these peers. Returns how many took it."""
+    """Give an amendment to these peers. Return how many took it."""
     return len(await _ask_all(call, AMENDMENTS, pack(_AmendmentRequest(run=run, amendment=amendment)), peers))
 
 
 async def _ask_all(call: Call, name: str, request: bytes, peers: Iterable[str]) -> dict[str, bytes]:
-    """Return what peers answer to a request, without those that do not."""
+    """Return the answers to a request, by peer, without peers that do not answer."""
 
     async def ask(peer: str) -> tuple[str, bytes | None]:
         try:

@@ -1,6 +1,6 @@
 """All connections with one peer, and the messages over them. They stay open from one conversation to the next.
 
-Messages are a conversation that lasts, with many questions under way at once:
+Messages are one long conversation, with many questions under way at once:
 
 asker     prelude "" ──►   ◄── verdict   frame (number, name), payload … ──►
 answerer                                 ◄── frame (number, verdict), answer …
@@ -27,22 +27,22 @@ from peers.values.wire import MESSAGE_LIMIT, Count, Reach, Value, pack, printabl
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS = MOST + 8  # that either side may have for its own conversations: a round, messages, and what is pulled
-DIAL_PAUSE = 1.0  # seconds, when no more connections can be had
+CONNECTIONS = MOST + 8  # that either side may have for its own conversations: a round, messages, and pulls
+DIAL_PAUSE = 1.0  # seconds to wait for further connections when none could be made
 OPEN_TIMEOUT = 15.0  # seconds that a conversation waits for a connection
 BEST_FIRST = tuple(Reach)
 Serve = Callable[[str, Channel], Awaitable[None]]
-"""(protocol, channel): have the conversation that the other side has opened."""
+"""(protocol, channel): handles a conversation that the other side has opened."""
 
 CALLS = "calls"
-ASKED_AT_ONCE = 64  # questions of one connection that are not answered yet, before more are read
-HELD_BYTES = 4 << 20  # of questions that are not answered yet, before more are read
+ASKED_AT_ONCE = 64  # unanswered questions on one connection, at which no more are read
+HELD_BYTES = 4 << 20  # of unanswered questions on one connection, at which no more are read
 Answer: TypeAlias = Callable[[str, str, bytes], Awaitable[bytes]]
 """(sender, name, payload) -> answer; RefusalError refuses."""
 
 
 class Link:
-    """The connections with `peer`. `dial_more` gets so many more that are ours."""
+    """The connections with `peer`. `dial_more` makes so many more on which this side opens conversations."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class Link:
         self._caps = caps
         self._on_change = on_change
         self.connections: dict[Connection, None] = {}  # the oldest first
-        self._idle: list[Connection] = []  # of ours; the one used last at the end, since it is the warmest
-        self._wanted = self._dialling = 0  # conversations that wait for a connection, and connections to come
+        self._idle: list[Connection] = []  # of ours, in the order of their last use: the latest is the warmest
+        self._wanted = self._dialling = 0  # conversations that wait for a connection; connections being dialled
         self._changed = asyncio.Event()
         self._caller: asyncio.Future[_Caller] | None = None
 
@@ -71,40 +71,40 @@ class Link:
 
     @property
     def reach(self) -> Reach:
-        """The best of its connections' ways."""
+        """The best reach of its connections."""
         return min((one.reach for one in self.connections), key=BEST_FIRST.index, default=Reach.NONE)
 
     @property
     def ours(self) -> int:
-        """Connections on which we open conversations; on the others the other side does."""
+        """The number of connections on which we open conversations; on the others the other side does."""
         return sum(one.is_ours for one in self.connections)
 
     def add(self, connection: Connection) -> None:
-        """Use a new connection. Of too many, one of ours is closed, or the oldest of theirs: it may be dead.
+        """Use a new connection. Of too many, close it if it is ours, else the oldest of theirs, which may be dead.
 
-        With a new certificate, the other side has started anew, or is in another network: what was connected before is
-        dead, and nobody has told us.
+        A new certificate shows that the other side has started again, or is in another network. Then all earlier
+        connections are closed, since they are dead and would not be noticed otherwise.
         """
-        alike = [one for one in self.connections if one.is_ours == connection.is_ours]
-        is_full = len(alike) >= CONNECTIONS
-        if not connection.is_open or (is_full and connection.is_ours):  # of an end before now nobody will tell us
+        same_side = [one for one in self.connections if one.is_ours == connection.is_ours]
+        is_full = len(same_side) >= CONNECTIONS
+        if not connection.is_open or (is_full and connection.is_ours):  # one that has ended would never call `on_lost`
             connection.close()
             return
         if is_full:
-            self._end(alike[0])
+            self._end(same_side[0])
         self.connections[connection] = None
         connection.reads.on_lost = lambda: self._lost(connection)
         if connection.is_ours:
             self._idle.insert(0, connection)
         else:
-            self._start(self._listen(connection))
+            self._start(self._serve_all(connection))
         for other in list(self.connections):
             if other.certificate != connection.certificate:
                 self._end(other)
         self._notify()
 
     async def wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Wait until this is true of the connections, for so long at most."""
+        """Wait until the condition is true, for so long at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not condition():
@@ -131,9 +131,9 @@ class Link:
         self._changed = asyncio.Event()
         self._on_change()
 
-    # Conversations that they open -----------------------------------------------------------------------------
-    async def _listen(self, connection: Connection) -> None:
-        """Have one conversation after another, until the connection breaks, or a conversation does."""
+    # Conversations of the other side --------------------------------------------------------------------------
+    async def _serve_all(self, connection: Connection) -> None:
+        """Handle one conversation after another, until the connection breaks, or a conversation fails."""
         try:
             while True:
                 length = (await connection.reads.read(1, None))[0]
@@ -150,10 +150,11 @@ class Link:
         finally:
             self._end(connection)
 
-    # Conversations that we open -------------------------------------------------------------------------------
+    # Our own conversations ------------------------------------------------------------------------------------
     @asynccontextmanager
     async def conversation(self, protocol: str) -> AsyncIterator[Channel]:
-        """Open a conversation on a connection of ours, which is used again if the conversation was finished or refused.
+        """Open a conversation on a connection of ours. The connection is reused if the conversation was finished or
+        refused.
 
         Raises: PeerUnreachableError when there is no connection in time.
         """
@@ -161,7 +162,7 @@ class Link:
         opening = bytes([len(name)]) + name
         try:
             async with asyncio.timeout(OPEN_TIMEOUT):
-                if protocol != CALLS:  # messages have the first connection: it may take some to get another
+                if protocol != CALLS:  # messages get the first connection, since a second one may take long
                     await self._calls()
                 connection = await self._take()
         except TimeoutError:
@@ -174,7 +175,7 @@ class Link:
             is_over = channel.is_finished
             raise
         finally:
-            # A byte that nobody has read would be taken for the answer to the next conversation.
+            # An unread byte would be taken for the answer to the next conversation.
             if is_over and connection.is_open and not connection.reads.has_unread:
                 self._idle.append(connection)
                 self._notify()
@@ -182,7 +183,7 @@ class Link:
                 self._end(connection)
 
     def _channel(self, connection: Connection, protocol: str, opening: bytes = b"") -> Channel:
-        """Messages are small, and never wait for bulk data; all else keeps to the volunteer's limits."""
+        """Return the channel of a conversation. Messages ignore the bandwidth caps, since they are small and urgent."""
         upload, download = (UNLIMITED, UNLIMITED) if protocol == CALLS else self._caps()
         return Channel(self.peer, connection.reads, connection.writer, upload, download, True, opening)
 
@@ -192,17 +193,17 @@ class Link:
             while (connection := self._take_idle()) is None:
                 if not self.is_up:
                     raise PeerUnreachableError(self.peer, "the link is down")
-                missing = min(self._wanted, CONNECTIONS - self.ours) - self._dialling
-                if missing > 0:
-                    self._dialling += missing
-                    self._start(self._dial(missing))
+                needed = min(self._wanted, CONNECTIONS - self.ours) - self._dialling
+                if needed > 0:
+                    self._dialling += needed
+                    self._start(self._dial(needed))
                 await self._changed.wait()
             return connection
         finally:
             self._wanted -= 1
 
     def _take_idle(self) -> Connection | None:
-        """Return an idle connection by the best way that there is: a relay is to carry only what has no other."""
+        """Return an idle connection of the best reach, and close others, since relays should carry little."""
         while self._idle:
             connection = self._idle.pop()
             best = min((one.reach for one in self.connections if one.is_ours), key=BEST_FIRST.index, default=None)
@@ -225,7 +226,7 @@ class Link:
 
     # Messages -------------------------------------------------------------------------------------------------
     async def call(self, name: str, payload: bytes, timeout: float) -> bytes:
-        """Raises: PeerUnreachableError, PeerRefusedError."""
+        """Send a message, and return the answer. Raises: PeerUnreachableError, PeerRefusedError."""
         try:
             async with asyncio.timeout(timeout):
                 return await (await self._calls()).ask(name, payload)
@@ -255,7 +256,7 @@ class Link:
             self._caller = None
             if not opened.done():
                 opened.set_exception(failure)
-                opened.exception()  # perhaps nobody waits any more
+                opened.exception()  # so that asyncio does not report it if no call waits any more
 
 
 class _Question(Value):
@@ -269,7 +270,7 @@ class _Verdict(Value):
 
 
 class _Caller:
-    """The asking end. Once its channel has broken every question fails."""
+    """The asking end of messages. Once its channel has broken every question fails."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -279,7 +280,7 @@ class _Caller:
         self._is_over = False
 
     async def run(self) -> None:
-        """Take in answers until the channel breaks, and then raise what broke it."""
+        """Take in answers until the channel breaks. Raises: the error that broke it."""
         try:
             while frame := await self._channel.read_frame_header():
                 verdict = unpack_from(self._channel.peer, _Verdict, frame[0])
@@ -287,7 +288,7 @@ class _Caller:
                 waiting = self._waiting.pop(verdict.number, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result((verdict.is_answered, data))
-            raise EOFError("the other side ended it")
+            raise EOFError("the other side closed the connection")
         finally:
             self._is_over = True
             for future in self._waiting.values():
@@ -295,7 +296,7 @@ class _Caller:
                     future.set_result(None)
 
     async def ask(self, name: str, payload: bytes) -> bytes:
-        """Raises: PeerUnreachableError, PeerRefusedError."""
+        """Send a question, and return the answer. Raises: PeerUnreachableError, PeerRefusedError."""
         peer, number = self._channel.peer, next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         answer = self._waiting[number]
@@ -317,7 +318,7 @@ class _Caller:
 
 
 async def answer_calls(channel: Channel, answer: Answer) -> None:
-    """The answering end. Raises what ends the connection: EOFError when the asker goes away."""
+    """Answer the questions on a channel. Raises the error that ends it: EOFError when the asker closes it."""
     await channel.read_prelude()
     await channel.accept()
     writing = asyncio.Lock()
@@ -334,7 +335,7 @@ async def answer_calls(channel: Channel, answer: Answer) -> None:
             try:
                 await channel.send_message(pack(_Verdict(number=question.number, is_answered=is_answered)), data)
             except OSError:
-                channel.close()  # gone, or it asks and does not read; the reading end ends with it
+                channel.close()  # the asker is gone, or does not read; then the reading end stops, too
 
     try:
         while frame := await channel.read_frame_header():
@@ -345,7 +346,7 @@ async def answer_calls(channel: Channel, answer: Answer) -> None:
             task = start_task(reply(question, payload))
             replies[task] = len(payload)
             task.add_done_callback(replies.pop)
-        raise EOFError("the asker ended it")
+        raise EOFError("the asker closed the connection")
     finally:
         await cancel_and_wait(*replies)
 

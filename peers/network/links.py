@@ -1,4 +1,4 @@
-"""All links of one peer: with whom, by which way, and what to do when one breaks."""
+"""All links of one peer, the ways to make them, and the remaking of broken ones."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from peers.values.wire import Reach, Value, pack, unpack_from
 
 logger = logging.getLogger(__name__)
 
-HEAD_START = 0.5  # seconds that the peer with the smaller id has to dial first
-EAGER = 128  # peers with which links are made before they are needed
-RETRY_FIRST, RETRY_LAST = 5.0, 60.0  # seconds
-LINK_TIMEOUT = 15.0  # seconds that a stream waits for a link; without one there are other ways
+HEAD_START = 0.5  # seconds before the peer with the larger id dials, too
+EAGER = 128  # peers up to which links are made before they are needed
+RETRY_FIRST, RETRY_LAST = 5.0, 60.0  # seconds between attempts: after the first failure, and at most
+LINK_TIMEOUT = 15.0  # seconds that a stream waits for a link, before it goes over libp2p
 DIAL_TIMEOUT = 4.0  # seconds
-CALLERS = 4  # conversations in which one peer asks us things: the older ones may be dead
-UNKNOWN = 8  # connections of a peer that we know no heartbeat of. Anybody can make an identity
-MORE = "more"  # name of the call: dial me so many connections that are mine
+CALLERS = 4  # conversations for calls that one peer may open to us at once: the older ones may be dead
+UNKNOWN = 8  # connections of a peer without a known heartbeat, since identities cost nothing
+MORE = "more"  # name of the call that asks a peer to dial so many connections on which the caller opens conversations
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LinkSettings:
     """An operator's choices about links."""
 
     port: int = 0  # at which bulk connections are accepted; 0: any free one
-    relay_limit: float | None = None  # megabits a second that this node passes on for others; None: for nobody
+    relay_limit: float | None = None  # megabits a second that this node relays for others; None: it relays for no peer
 
 
 class _More(Value):
@@ -53,8 +53,8 @@ class _More(Value):
 class Links:
     """All links of one peer, and the port at which others make them.
 
-    `serve` has a conversation that another peer opens; `answer` answers its messages. `is_there` says whether a peer
-    answers on another way (libp2p's), where there is no link.
+    `serve` handles a conversation that another peer opens; `answer` answers its messages. `is_there` returns whether a
+    peer without a link answers over libp2p.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Links:
         self.is_there = is_there
         self.caps = caps
         self._ways: dict[str, _Way] = {}
-        self._room = raise_file_limit() // 2  # connections at most: other things are files, too
+        self._room = raise_file_limit() // 2  # connections, at most; the other half is for other files
         most = max(UNKNOWN_OF_ONE_NETWORK, self._room // 2 // UNKNOWN)
         self.strangers = Strangers(most, lambda peer: self.link(peer).close())
         self._tasks: set[asyncio.Future[None]] = set()
@@ -85,7 +85,7 @@ class Links:
 
     # Life -----------------------------------------------------------------------------------------------------
     def listen(self, hosts: Sequence[str], settings: LinkSettings) -> None:
-        """Accept connections from now on. Raises: LocalNetworkError when the port can't be used."""
+        """Accept connections from now on. Raises: LocalNetworkError when the port cannot be used."""
         if settings.relay_limit is not None:
             self.arranging.splicer = Splicer(settings.relay_limit * 1e6 / 8, self._room // 4)
         self._listener = Listener(hosts, settings.port, self._accept, self.arranging.splicer)
@@ -101,7 +101,7 @@ class Links:
             way.link.close()
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task that ends with the links at the latest."""
+        """Start a task that is cancelled when the links are closed, if it has not ended by then."""
         task = start_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -109,11 +109,11 @@ class Links:
 
     @property
     def port(self) -> int:
-        """The port at which we accept connections; 0: we don't."""
+        """The port at which we accept connections; 0 if we accept none."""
         return self._listener.port if self._listener else 0
 
     def endpoints(self, addresses: Sequence[str]) -> tuple[str, ...]:
-        """Return where others may dial us, given our multiaddrs."""
+        """Return the endpoints at which others may dial us, given our multiaddrs."""
         if not self.port:
             return ()
         mapped = [self._mapper.endpoint] if self._mapper and self._mapper.endpoint else []
@@ -121,7 +121,7 @@ class Links:
 
     @property
     def handlers(self) -> dict[str, Callable[[str, bytes], Awaitable[bytes]]]:
-        """The answers to the calls by which links are made, by name."""
+        """The handlers of the calls by which links are made, by name."""
         return {
             LINK_INFO: self._tell_info,
             MORE: self._on_more,
@@ -135,13 +135,13 @@ class Links:
     async def _on_more(self, sender: str, payload: bytes) -> bytes:
         count, way = unpack_from(sender, _More, payload).connections, self._ways.get(sender)
         if way is None or way.answered is None or count < 1:
-            raise RefusalError("there is no endpoint of yours that answers")
+            raise RefusalError("no endpoint of yours has answered here; dial the connections yourself")
         await way.give(way.answered, count)
         return b""
 
-    # Who there is ---------------------------------------------------------------------------------------------
+    # Peers ----------------------------------------------------------------------------------------------------
     def observe(self, contacts: Mapping[str, Contact], eagerly: bool) -> None:
-        """Know these peers, and `eagerly` make links with them."""
+        """Take in the contacts of the known peers, and `eagerly` make links with them."""
         for peer, contact in contacts.items():
             self.strangers.went(peer)
             if peer != self.me and self.way(peer).contact != contact:
@@ -160,17 +160,17 @@ class Links:
 
     @property
     def _known(self) -> dict[str, _Way]:
-        """The ways to peers of which a heartbeat is known."""
+        """The ways to peers with a known heartbeat."""
         return {peer: way for peer, way in self._ways.items() if way.contact}
 
     def tidy(self, peer: str) -> None:
-        """Keep nothing of a peer of which no heartbeat is known any more and that is not connected."""
+        """Forget a peer, unless its heartbeat is known or it is connected."""
         way = self._ways.get(peer)
         if way and not (way.contact or way.link.is_up or way.is_busy or way.dials):
             del self._ways[peer]
 
     def way(self, peer: str) -> _Way:
-        """Return the way to a peer, which may not be found yet."""
+        """Return the way to a peer, which may have no link yet."""
         if peer not in self._ways:
             self._ways[peer] = _Way(self, peer)
         return self._ways[peer]
@@ -183,29 +183,29 @@ class Links:
         return peer in self._ways and self._ways[peer].link.is_up
 
     def reach_of(self, peer: str) -> Reach | None:
-        """Return how we reach a peer; None: nothing is known yet."""
+        """Return the reach of a peer; None if it is not known yet."""
         return self._ways[peer].reach if peer in self._ways else None
 
     def reach(self) -> dict[str, Reach]:
-        """Return how we reach those that we know of, as far as that was found out."""
+        """Return the reach of the known peers, as far as it was found out."""
         return {peer: reach for peer, way in self._known.items() if (reach := way.reach) is not None}
 
     def sought(self) -> frozenset[str]:
-        """Return those of whom it is not found out yet."""
+        """Return the known peers whose reach is not found out yet."""
         known = self._known
-        if len(known) > EAGER:  # then links are made as they are needed
+        if len(known) > EAGER:  # links are then made only when needed
             return frozenset()
         return frozenset(peer for peer, way in known.items() if way.reach is None)
 
     async def link_with(self, peer: str) -> Link | None:
-        """Return the link with a peer, made now if it is not there; None where there is no way."""
+        """Return the link with a peer, and make it first if it is down; None if there is no way."""
         way = self._ways.get(peer)
         if way and way.contact and not way.link.is_up and (way.is_busy or way.is_due):
             await asyncio.wait([way.make()], timeout=LINK_TIMEOUT)
         return self.link(peer) if self.is_up(peer) else None
 
     def prepare(self, peer: str) -> None:
-        """Begin to make the link with a peer for what is to come, where links are not made with everybody."""
+        """Begin to make the link with a peer for later use, in a swarm too large for links with all peers."""
         known = self._known
         if len(known) <= EAGER or peer not in known or self.is_up(peer):
             return
@@ -214,8 +214,8 @@ class Links:
             known[peer].make()
 
     def drop_all(self) -> None:
-        """Close all links and dial anew: our network has changed."""
-        self.credentials = Credentials(self._identity)  # by which the others see it, too
+        """Close all links and dial anew, since our network has changed."""
+        self.credentials = Credentials(self._identity)  # the others see the change by the new certificate
         for peer, way in list(self._ways.items()):
             if way.link.is_up:
                 self.arranging.left.add(peer)
@@ -227,27 +227,27 @@ class Links:
             self._mapper.look_again()
 
     def changed(self, peer: str) -> None:
-        """Note that the link with a peer has more connections now, or fewer."""
+        """Take in that the link with a peer has gained or lost connections."""
         if not self.is_up(peer):
             self.strangers.went(peer)
             if peer in self._ways:
-                self._ways[peer].forget_failures()  # it was there a moment ago: try at once
+                self._ways[peer].forget_failures()  # the peer was there a moment ago, so try at once
         self.tidy(peer)
 
-    # What comes in --------------------------------------------------------------------------------------------
+    # Incoming connections -------------------------------------------------------------------------------------
     async def _accept(self, sock: socket.socket, hello: Hello) -> None:
         self.add(await welcome(sock, self.credentials, hello, Reach.OPEN))
 
     def add(self, connection: Connection) -> None:
-        """Use a connection that others wanted, if there is room."""
-        if connection.is_open and self._is_let_in(connection):
+        """Use a connection that another peer has made or asked for, if there is room."""
+        if connection.is_open and self._has_room_for(connection):
             self.link(connection.peer).add(connection)
         else:
             metrics.DROPPED.labels("connection").inc()
             connection.close()
 
-    def _is_let_in(self, connection: Connection) -> bool:
-        """Return whether there is room for one more connection. Peers that we don't know get half of it."""
+    def _has_room_for(self, connection: Connection) -> bool:
+        """Return whether there is room for one more connection. Peers without a known heartbeat get half of it."""
         peer, count = connection.peer, sum(len(way.link.connections) for way in self._ways.values())
         if peer in self._known:
             return count < self._room
@@ -264,28 +264,28 @@ class Links:
 
 
 class _Way:
-    """The way to one other peer: where it is dialled, the link with it, and the attempts to make one."""
+    """The way to one other peer: its contact, the link with it, and the attempts to make one."""
 
     def __init__(self, links: Links, peer: str) -> None:
         self._links = links
         self.contact: Contact | None = None
         self.link = Link(peer, self.serve, self.dial_more, links.start, links.caps, lambda: links.changed(peer))
-        self.answered: str | None = None  # the endpoint at which the peer did
-        self._is_giving = False  # connections for the peer are on their way
+        self.answered: str | None = None  # the endpoint at which the peer has answered
+        self._is_giving = False  # whether connections for the peer are being dialled
         self.dials = 0  # under way
         self._making: asyncio.Future[None] | None = None
         self._callers = 0
         self.forget_failures()
 
     def forget_failures(self) -> None:
-        """Let the next attempt be made at once."""
+        """Allow the next attempt at once."""
         if not self.is_busy:
             self._failures, self._retry_at = 0, 0.0
-            self._has_detour = False  # whether the peer could be reached without a link
+            self._has_detour = False  # whether the peer answered over libp2p
 
     @property
     def reach(self) -> Reach | None:
-        """How we reach the peer; None: nothing is known yet."""
+        """The reach of the peer; None if it is not known yet."""
         if self.link.is_up:
             return self.link.reach
         if not self._failures:
@@ -298,17 +298,17 @@ class _Way:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for an attempt."""
+        """True when the pause after the last attempt is over."""
         return self._links.clock() >= self._retry_at
 
     async def serve(self, protocol: str, channel: Channel) -> None:
-        """Have a conversation that the peer has opened."""
+        """Handle a conversation that the peer has opened."""
         self._links.strangers.spoke(channel.peer)
         if protocol != CALLS:
             await self._links.serve(protocol, channel)
             return
         if self._callers >= CALLERS:
-            raise RemoteProtocolError(channel.peer, "it asks on too many connections")
+            raise RemoteProtocolError(channel.peer, f"it has opened more than {CALLERS} conversations for calls")
         self._callers += 1
         try:
             await answer_calls(channel, self._links.answer)
@@ -317,16 +317,16 @@ class _Way:
 
     # Making the link ------------------------------------------------------------------------------------------
     def make(self) -> asyncio.Future[None]:
-        """Make the link, unless that is under way."""
+        """Start making the link, unless that is under way. Return the attempt."""
         if self._making is None or self._making.done():
-            self._making = self._links.start(self._reach_out())
+            self._making = self._links.start(self._try_all())
             self._making.add_done_callback(lambda _: self._links.tidy(self.link.peer))
         return self._making
 
-    async def _reach_out(self) -> None:
+    async def _try_all(self) -> None:
         """Try every way to the peer, from best to worst."""
         if self._links.me > self.link.peer:
-            await self.link.wait_for(lambda: self.link.is_up, HEAD_START)  # the other side makes it
+            await self.link.wait_for(lambda: self.link.is_up, HEAD_START)  # the other side dials first
         contact = self.contact
         if self.link.reach is not Reach.OPEN and contact is not None:
             await self.dial_first(contact)
@@ -334,7 +334,7 @@ class _Way:
             await self._links.arranging.meet(contact)
         if self.link.is_up:
             self._failures = 0
-            self._retry_at = self._links.clock() + RETRY_LAST  # until a better way is looked for
+            self._retry_at = self._links.clock() + RETRY_LAST  # then a better way is looked for
         else:
             pause = min(RETRY_LAST, RETRY_FIRST * 2**self._failures)
             self._has_detour = await self._links.is_there(self.link.peer)
@@ -342,7 +342,7 @@ class _Way:
             self._retry_at = self._links.clock() + pause
 
     async def dial_first(self, contact: Contact) -> None:
-        """Try all of the peer's endpoints at once. At the first that answers we make a connection for either side."""
+        """Dial all of the peer's endpoints at once. At the first that answers, make a connection for either side."""
         local = not self._links.port or all(map(is_local, contact.endpoints))
         endpoints = [one for one in contact.endpoints if local or not is_local(one)]
         pending = {start_task(self._connect(one, is_ours=True)) for one in endpoints}
@@ -363,24 +363,24 @@ class _Way:
             await self.give(self.answered, 1)
 
     async def dial_more(self, count: int) -> None:
-        """Get so many more connections that are ours. Raises: PeerUnreachableError."""
+        """Make so many more connections on which we open conversations. Raises: PeerUnreachableError."""
         if self.link.reach is not Reach.OPEN:
             if self.contact:
                 await self._links.arranging.meet(self.contact, 2 * count)
             return
-        # A network that was down for a moment breaks no connection: where the peer answered, it may answer again.
+        # A network that was down for a moment breaks no connection, so the endpoint may answer again.
         if self.answered and any(
             await asyncio.gather(*(self._connect(self.answered, is_ours=True) for _ in range(count)))
         ):
             return
         if not self.link.ours:
-            raise PeerUnreachableError(self.link.peer, "it gives us no connection")
+            raise PeerUnreachableError(self.link.peer, "it opens no connection to us, and we cannot dial it")
         await self.link.call(MORE, pack(_More(connections=count)), DIAL_TIMEOUT + HANDSHAKE_TIMEOUT)
 
     async def give(self, endpoint: str, count: int) -> None:
-        """Dial connections that are the peer's. Raises: RefusalError when some are on their way."""
+        """Dial connections on which the peer opens conversations. Raises: RefusalError when some are being dialled."""
         if self._is_giving:
-            raise RefusalError("they are on their way")
+            raise RefusalError("connections for you are being dialled already")
         self._is_giving = True
         try:
             most = min(count, CONNECTIONS - len(self.link.connections) + self.link.ours)
@@ -389,7 +389,7 @@ class _Way:
             self._is_giving = False
 
     async def _connect(self, endpoint: str, is_ours: bool) -> bool:
-        """Add a connection to the link. Returns whether the peer answers at this endpoint."""
+        """Add a connection to the link. Return whether the peer answers at this endpoint."""
         self.dials += 1
         try:
             sock = await dial(endpoint, DIAL_TIMEOUT)

@@ -1,7 +1,7 @@
-"""The manifests that a bootstrap node remembers, and which of them it forgets when it needs room for others.
+"""The manifests that a bootstrap node remembers, and the choice of those that it forgets to make room for others.
 
-Identities cost nothing and addresses do, so that what one network can announce is bounded. A run that had a peer lately
-is never forgotten for one that is announced.
+Identities cost nothing and addresses do, so the number of runs that one network may announce is limited. A run that had
+a peer lately is never forgotten for a new one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from peers.values.wire import printable
 logger = logging.getLogger(__name__)
 
 MANIFEST_LIMIT = 1000  # runs that one node remembers: 64 MB at most
-SHARE_LIMIT = 250  # of them, that one organiser's key has signed, or that were announced from one network
-QUIET_LIMIT = 24 * 3600.0  # seconds without a peer after which a run may be forgotten for another's sake
+SHARE_LIMIT = 250  # of these, runs that one organiser's key has signed, or that one network has announced
+QUIET_LIMIT = 24 * 3600.0  # seconds without a peer after which a run may be forgotten for another one
 SUFFIX = ".manifest"
 REVOKED_SUFFIX = ".revocations"
 SIGNED_SUFFIX = ".signed"
@@ -36,21 +36,21 @@ IS_USED = "used"
 
 @dataclass
 class _Origin:
-    """The network from which a run was announced, and whether it has had a peer since."""
+    """The network from which a run was announced, and whether the run has had a peer since."""
 
     network: str
     is_used: bool = False
 
 
 class ManifestStore:
-    """The manifests in a directory, one file each. `check` raises ManifestError for what is no run that can be used."""
+    """The manifests in a directory, one file each. `check` raises ManifestError for a manifest of no usable run."""
 
     def __init__(self, directory: Path, check: Callable[[SignedManifest], object] = lambda manifest: None) -> None:
         """Raises: LocalNetworkError when the directory cannot be made."""
         self._directory = directory
         self._check = check
-        self._read = dict[str, SignedManifest | None]()  # None: it is skipped
-        self._origins = dict[str, _Origin]()  # of those that were announced: an operator may have put others here
+        self._read = dict[str, SignedManifest | None]()  # by run; None: the file is skipped
+        self._origins = dict[str, _Origin]()  # of announced runs; an operator may have put others here
         try:
             make_private_folder(directory)
             for path in directory.glob(f"*{ORIGIN_SUFFIX}"):
@@ -61,35 +61,35 @@ class ManifestStore:
             raise self._unusable(error) from error
 
     def __iter__(self) -> Iterator[SignedManifest]:
-        """Every manifest that is whole and belongs to the run that its file name says; others are logged, and skipped.
+        """Yield every valid manifest of the run that its file name shows; others are logged and skipped.
 
-        Each file is read once, since a run's id says what its manifest is: to check a thousand signatures takes long.
+        Each file is read once, since a run's id fixes its manifest, and checking a thousand signatures takes long.
         """
         there = self._all()
         self._read = {run_id: manifest for run_id, manifest in self._read.items() if run_id in there}
         yield from filter(None, map(self._manifest, sorted(there)))
 
     def _manifest(self, run_id: str) -> SignedManifest | None:
-        """Return the manifest in a run's file; None where it is skipped."""
+        """Return the manifest in a run's file; None if it is skipped."""
         if run_id not in self._read:
             path = self._directory / f"{run_id}{SUFFIX}"
             try:
                 manifest = SignedManifest.unpack(path.read_bytes(), run_id)
                 self._check(manifest)
                 self._read[run_id] = manifest
-            except Exception as error:  # whatever is wrong with one file, the others are kept
+            except Exception as error:  # any error, so that one bad file does not affect the others
                 logger.warning("skipped %s: %s", path, printable(str(error)))
-                if not isinstance(error, OSError):  # which may be over at the next look
+                if not isinstance(error, OSError):  # an OSError may be over at the next try
                     self._read[run_id] = None
         return self._read.get(run_id)
 
     def run_ids(self) -> list[str]:
-        """Return the ids of all runs, the last that was announced or in use first."""
+        """Return the ids of all runs; the one announced or used last comes first."""
         used_at = self._all()
         return sorted(used_at, key=lambda run_id: (used_at[run_id], run_id), reverse=True)
 
     def _all(self) -> dict[str, float]:
-        """Return when each run that has a file was announced or in use last, in seconds since the epoch."""
+        """Return the last time that each run in the directory was announced or used, in seconds since the epoch."""
         return {path.name.removesuffix(SUFFIX): path.stat().st_mtime for path in self._directory.glob(f"*{SUFFIX}")}
 
     def knows(self, run_id: str) -> bool:
@@ -97,10 +97,9 @@ class ManifestStore:
         return (self._directory / f"{run_id}{SUFFIX}").exists() and self._manifest(run_id) is not None
 
     def add(self, manifest: SignedManifest, network: str) -> list[str]:
-        """Write its file, whole or not at all. Return the runs that were forgotten for it.
+        """Write the manifest's file, as a whole or not at all. Return the runs that were forgotten for it.
 
-        `network` is the one from which it was announced. Of a run that is known already nothing changes.
-
+        `network` is the one from which it was announced. For a known run nothing changes.
         Raises: ManifestError when the check fails; RefusalError when there is no room; LocalNetworkError.
         """
         if self.knows(manifest.run_id):
@@ -113,19 +112,19 @@ class ManifestStore:
             write_whole(path, [manifest.pack()], is_durable=True)
         except OSError as error:
             raise self._unusable(error) from error
-        self._read.pop(manifest.run_id, None)  # what was skipped there
+        self._read.pop(manifest.run_id, None)  # a file that was skipped before
         return forgotten
 
     def _keep_origin(self, run_id: str, origin: _Origin) -> None:
-        """Raises: OSError."""
+        """Store the origin of a run. Raises: OSError."""
         self._origins[run_id] = origin
         text = f"{origin.network} {IS_USED if origin.is_used else ''}"
         write_whole(self._directory / f"{run_id}{ORIGIN_SUFFIX}", [text.encode()])
 
     def keep(self, suffix: str, run_id: str, packed: bytes) -> None:
-        """Keep what goes with a run: its revoked tickets (REVOKED_SUFFIX), or what its archives signed (SIGNED_SUFFIX).
+        """Store further data of a run: its revoked tickets (REVOKED_SUFFIX), or its signed heads (SIGNED_SUFFIX).
 
-        A disk that takes nothing is logged.
+        A failure of the disk is logged.
         """
         try:
             write_whole(self._directory / f"{run_id}{suffix}", [packed], is_durable=True)
@@ -133,14 +132,14 @@ class ManifestStore:
             logger.error("%s", self._unusable(error))
 
     def kept(self, suffix: str, run_id: str) -> bytes:
-        """Return what was kept last; empty: nothing."""
+        """Return the data stored last with this suffix; empty if there is none."""
         try:
             return (self._directory / f"{run_id}{suffix}").read_bytes()
         except OSError:
             return b""
 
     def touch(self, run_id: str) -> None:
-        """Note that the run has a peer now, so that it is not forgotten for another while."""
+        """Record that the run has a peer now, so that it is not forgotten for a while."""
         with suppress(OSError):
             os.utime(self._directory / f"{run_id}{SUFFIX}")
             origin = self._origins.get(run_id)
@@ -148,23 +147,23 @@ class ManifestStore:
                 self._keep_origin(run_id, _Origin(origin.network, is_used=True))
 
     def _make_room(self, organiser: str, network: str) -> list[str]:
-        """Forget runs whose place is needed for a new one of this organiser and network, and return them.
+        """Forget runs whose place is needed for a new one of this organiser and network. Return them.
 
-        Raises: RefusalError when there are none, and then all are kept; OSError.
+        Raises: RefusalError when there are too few, and then none is forgotten; OSError.
         """
         used_at = self._all()
         forgotten = list[str]()
-        for limit, which, runs in (
+        for limit, kind, runs in (
             (SHARE_LIMIT, " of this organiser", self._runs_of(organiser, used_at)),
             (SHARE_LIMIT, " announced from your network", [one for one in used_at if self._network_of(one) == network]),
             (MANIFEST_LIMIT, "", list(used_at)),
         ):
-            left = [run_id for run_id in runs if run_id in used_at]
-            while len(left) >= limit:
-                run_id = self._least_needed(left, used_at)
+            remaining = [run_id for run_id in runs if run_id in used_at]
+            while len(remaining) >= limit:
+                run_id = self._least_needed(remaining, used_at)
                 if run_id is None:
-                    raise RefusalError(f"this node remembers {limit} runs{which}, all in use; ask again tomorrow")
-                left.remove(run_id)
+                    raise RefusalError(f"this node remembers {limit} runs{kind}, all in use; ask again tomorrow")
+                remaining.remove(run_id)
                 del used_at[run_id]
                 forgotten.append(run_id)
         for run_id in forgotten:
@@ -180,8 +179,11 @@ class ManifestStore:
         return self._origins[run_id].network if run_id in self._origins else None
 
     def _least_needed(self, run_ids: Collection[str], used_at: Mapping[str, float]) -> str | None:
-        """Return the oldest run that never had a peer, of the network that has announced most of those; without any,
-        the one that is quiet for longest; None where all were in use lately."""
+        """Return the run to forget first; None if all were in use lately.
+
+        It is the oldest run that never had a peer, from the network that has announced most of those; without any, the
+        run without a peer for longest.
+        """
         unused = [run_id for run_id in run_ids if run_id in self._origins and not self._origins[run_id].is_used]
         if unused:
             count = Counter(map(self._network_of, unused))
@@ -190,14 +192,14 @@ class ManifestStore:
         return oldest if time.time() - used_at[oldest] >= QUIET_LIMIT else None
 
     def _forget(self, run_id: str) -> None:
-        """Raises: OSError."""
+        """Delete all files of a run. Raises: OSError."""
         for suffix in (SUFFIX, ORIGIN_SUFFIX, REVOKED_SUFFIX, SIGNED_SUFFIX):
             (self._directory / f"{run_id}{suffix}").unlink(missing_ok=True)
         self._origins.pop(run_id, None)
         for gauge in (metrics.RUN_LIVE_PEERS, metrics.ARCHIVED_OUTER_STEP):
             with suppress(KeyError):
                 gauge.remove(run_id)
-        logger.info("forgot the run %s: nobody uses it", run_id)
+        logger.info("forgot the run %s: no peer uses it", run_id)
 
     def _unusable(self, error: OSError) -> LocalNetworkError:
         return LocalNetworkError(

@@ -1,7 +1,7 @@
-"""Peers in the local network, as they announce themselves there: by multicast DNS (RFC 6762, RFC 6763).
+"""Peers in the local network, found by multicast DNS (RFC 6762, RFC 6763).
 
-Anybody in the same network may say anything. An address is only where to ask: a run's id is the digest of its manifest,
-and a peer's id that of its key, so that whoever answers shows what it is.
+Any machine in the same network may announce anything. So an address is only used to ask there: a run's id is the digest
+of its manifest, and a peer's id that of its key, so that the answering peer proves both.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from peers.values.system import start_task
 logger = logging.getLogger(__name__)
 
 SERVICE = "_diloco-peer._tcp.local."
-LOOK_SECONDS = 3.0  # for which neighbours are listened for; they answer within half a second, if no packet is lost
-MORE_SECONDS = 0.5  # once one of the run is found
-MOST_HEARD, MOST_ADDRESSES, ASK_SECONDS = 32, 4, 1.0  # peers; addresses of one; for what one announces of itself
+LOOK_SECONDS = 3.0  # for which announcements are awaited; they come within half a second, if no packet is lost
+MORE_SECONDS = 0.5  # for further ones, once a peer of the run is found
+MOST_HEARD, MOST_ADDRESSES, ASK_SECONDS = 32, 4, 1.0  # peers; addresses of one peer; seconds for its announcement
 TEXT_BYTES = 200  # a TXT record's string has up to 255, the key included
 
 
 def _local_interfaces() -> list[str]:
-    """Return this machine's addresses in local networks. Where it has a public one it says nothing in any: it may be in
-    a data centre, whose operators do not want to hear of it."""
+    """Return this machine's addresses in local networks; none if it has a public address, too. It may then be in a data
+    centre, whose operators do not want announcements."""
     ours = address_towards(SOMEWHERE[0])
     if ours is not None and ip_address(ours).is_global:
         return []
@@ -42,7 +42,8 @@ def _local_interfaces() -> list[str]:
 
 
 def _can_be_dialled(address: str) -> bool:
-    """Return whether this is a whole address in a local network: a stranger could have newcomers dial others."""
+    """Return whether this is a complete address in a local network. Others are refused, so that a stranger cannot make
+    newcomers dial machines elsewhere."""
     host, port = endpoint(address) or ("", 0)
     with suppress(ValueError):
         return ip_address(host).is_private and port > 0 and is_peer_id(address.rpartition("/")[2])
@@ -51,36 +52,36 @@ def _can_be_dialled(address: str) -> bool:
 
 @asynccontextmanager
 async def announced(peer: str, run: str, addresses: Sequence[str]) -> AsyncIterator[None]:
-    """Say meanwhile in the local network where a peer is, and in which run; an empty one: it helps those of any run.
+    """Announce a peer and its run in the local network while the body runs; with an empty run, a helper of any run.
 
-    `addresses` are multiaddrs, of which the first few are told.
+    `addresses` are multiaddrs; the first few are announced.
     """
     info, interfaces = _service(peer, run, addresses), _local_interfaces()
     async with AsyncExitStack() as stack:
         if info is not None and interfaces:
-            saying = start_task(_say(info, interfaces, stack))
-            stack.callback(saying.cancel)
+            announcing = start_task(_announce(info, interfaces, stack))
+            stack.callback(announcing.cancel)
         yield
 
 
-async def _say(info: AsyncServiceInfo, interfaces: list[str], stack: AsyncExitStack) -> None:
-    """Announce a service until the stack is unwound. Peers of the run do not wait for it, so a failure is no error."""
+async def _announce(info: AsyncServiceInfo, interfaces: list[str], stack: AsyncExitStack) -> None:
+    """Announce a service until the stack is unwound. No peer depends on it, so a failure is only logged."""
     try:
-        voice = AsyncZeroconf(interfaces=interfaces)
-        stack.push_async_callback(voice.async_close)  # which says goodbye
-        await (await voice.async_register_service(info, allow_name_change=True))
-        logger.info("the local network hears of this machine: `diloco-peer join --run` alone finds the run there")
+        announcer = AsyncZeroconf(interfaces=interfaces)
+        stack.push_async_callback(announcer.async_close)  # which withdraws the announcement
+        await (await announcer.async_register_service(info, allow_name_change=True))
+        logger.info("this machine is announced in the local network: `diloco-peer join --run` finds the run there")
     except (OSError, Error) as error:
-        logger.info("the local network does not hear of this machine: %s", error)
+        logger.info("this machine cannot be announced in the local network: %s", error)
 
 
 def _service(peer: str, run: str, addresses: Sequence[str]) -> AsyncServiceInfo | None:
-    """Return what to say; None where there is nothing to dial."""
-    told = [address for address in addresses if _can_be_dialled(address) and len(address) <= TEXT_BYTES]
-    if not told:
+    """Return the service to announce; None if no address can be dialled."""
+    dialable = [address for address in addresses if _can_be_dialled(address) and len(address) <= TEXT_BYTES]
+    if not dialable:
         return None
-    text = {"run": run} | {f"a{number}": address for number, address in enumerate(told[:MOST_ADDRESSES])}
-    _, _, ip, _, port, *_ = told[0].split("/")
+    text = {"run": run} | {f"a{number}": address for number, address in enumerate(dialable[:MOST_ADDRESSES])}
+    _, _, ip, _, port, *_ = dialable[0].split("/")
     host = f"{peer[-16:]}.local."
     return AsyncServiceInfo(
         SERVICE, f"{peer}.{SERVICE}", parsed_addresses=[ip], port=int(port), properties=text, server=host
@@ -88,13 +89,13 @@ def _service(peer: str, run: str, addresses: Sequence[str]) -> AsyncServiceInfo 
 
 
 async def neighbours(run: str) -> tuple[str, ...]:
-    """Return addresses of those who say in the local network that they are in a run, then of those that help any."""
+    """Return the addresses announced in the local network by peers of a run, then by nodes that help any run."""
     if not (interfaces := _local_interfaces()):
         return ()
     try:
-        ear = AsyncZeroconf(interfaces=interfaces)
+        listener = AsyncZeroconf(interfaces=interfaces)
     except OSError as error:
-        logger.info("nothing is heard in the local network: %s", error)
+        logger.info("cannot listen for peers in the local network: %s", error)
         return ()
     texts: dict[str, dict[str, str]] = {}  # by the service's name
     is_found = asyncio.Event()
@@ -102,17 +103,17 @@ async def neighbours(run: str) -> tuple[str, ...]:
 
     async def ask(name: str) -> None:
         info = AsyncServiceInfo(SERVICE, name)
-        if await info.async_request(ear.zeroconf, 1000 * ASK_SECONDS):
+        if await info.async_request(listener.zeroconf, 1000 * ASK_SECONDS):
             texts[name] = {key: value or "" for key, value in info.decoded_properties.items()}
             if texts[name].get("run") == run:
                 is_found.set()
 
-    def hear(zeroconf: Zeroconf, service_type: str, name: str, state_change: object) -> None:
+    def on_service(zeroconf: Zeroconf, service_type: str, name: str, state_change: object) -> None:
         if len(texts) < MOST_HEARD and name not in texts:
             texts[name] = {}
             asking.append(start_task(ask(name)))
 
-    async with ear, AsyncServiceBrowser(ear.zeroconf, SERVICE, handlers=[hear]):
+    async with listener, AsyncServiceBrowser(listener.zeroconf, SERVICE, handlers=[on_service]):
         try:
             async with asyncio.timeout(LOOK_SECONDS):
                 await is_found.wait()
@@ -123,5 +124,5 @@ async def neighbours(run: str) -> tuple[str, ...]:
             for task in asking:
                 task.cancel()
     useful = [text for wanted in (run, "") for text in texts.values() if text.get("run") == wanted]
-    said = [text.get(f"a{number}", "") for text in useful for number in range(MOST_ADDRESSES)]
-    return tuple(dict.fromkeys(filter(_can_be_dialled, said)))
+    found = [text.get(f"a{number}", "") for text in useful for number in range(MOST_ADDRESSES)]
+    return tuple(dict.fromkeys(filter(_can_be_dialled, found)))

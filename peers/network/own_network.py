@@ -1,8 +1,8 @@
-"""This machine's place in the network: its addresses, and noticing that it slept, lost its network or is in another.
+"""This machine's place in the network: its addresses, and the detection of sleep, network loss and network changes.
 
-A sleeping machine's CLOCK_MONOTONIC stands still, and asyncio's with it; CLOCK_BOOTTIME goes on. Which networks a
-machine is in follows from the addresses that its packets to the internet would bear. The kernel says which these are
-without sending any.
+A sleeping machine's CLOCK_MONOTONIC stands still, and asyncio's with it; CLOCK_BOOTTIME goes on. A machine's networks
+are known by the source addresses that its packets to the internet would have. The kernel reports these without sending
+any.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from peers.network.gateway import default_gateway
 logger = logging.getLogger(__name__)
 
 SOMEWHERE = ("1.1.1.1", "2606:4700:4700::1111")
-"""Addresses on the internet, one of each version; any would do, and nothing is sent to them."""
+"""Addresses on the internet, one of each version. Any would do, and nothing is sent to them."""
 HOST = re.compile(r"/ip[46]/(?P<host>[^/]+)/(?!.*/p2p-circuit)")
-NETWORK_BITS = {4: 24, 6: 48}  # of an address, that one customer of a provider has in all of its own, more or less
+NETWORK_BITS = {4: 24, 6: 48}  # by IP version: the prefix that one customer of a provider has, more or less
 
 INTERVAL = 1.0  # seconds between two looks
-LONG_SLEEP = 30.0  # seconds, also of being stopped: the others have given us up
-CLOCK_JUMP = 2.0  # seconds between two looks, by which NTP never sets a clock that runs
-LONG_OFFLINE = 10.0  # seconds: what was sent meanwhile is sent again much later
+LONG_SLEEP = 30.0  # seconds of sleep, or of being stopped, after which the other peers have given us up
+CLOCK_JUMP = 2.0  # seconds between two looks: a larger change of the clock is none of NTP's gradual ones
+LONG_OFFLINE = 10.0  # seconds without a network after which TCP waits long before it repeats lost packets
 
 
 def network_at(address: str) -> str | None:
-    """Return the network that a multiaddr is in; None where it does not say, or it is that of a relay."""
+    """Return the network of a multiaddr; None if it has no IP address, or is an address through a relay."""
     match = HOST.match(address)
     return None if match is None else _network_around(_unmapped(match["host"]))
 
 
 def network_of(host: str) -> str:
-    """Return the network that an address is in: one owner can take many addresses from it, and all of loopback's."""
+    """Return the network of an address. One owner can take many addresses from it, and all of loopback's."""
     address = _unmapped(host)
     return "loopback" if address.is_loopback else _network_around(address)
 
@@ -54,12 +54,12 @@ def _network_around(address: IPv4Address | IPv6Address) -> str:
 
 
 def is_behind_nat() -> bool:
-    """Return whether packets to the internet leave with addresses that nobody there can dial."""
+    """Return whether packets to the internet leave with addresses that cannot be dialled from there."""
     return not any((own := address_towards(target)) and ip_address(own).is_global for target in SOMEWHERE)
 
 
 def everywhere(port: int) -> tuple[str, ...]:
-    """Return the multiaddrs of a port on all addresses of this machine, in each version of IP that it has."""
+    """Return the multiaddrs of a port on all addresses of this machine, for each IP version that it has."""
     with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
         probe.bind(("::", 0))
         return f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}"
@@ -67,19 +67,19 @@ def everywhere(port: int) -> tuple[str, ...]:
 
 
 def address_towards(target: str) -> str | None:
-    """Return the address of ours by which packets to `target` would leave; None: there is no way there."""
+    """Return the source address that packets to `target` would have; None if there is no route."""
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((target, 9))  # of UDP: nothing is sent
+        probe.connect((target, 9))  # with UDP nothing is sent
         return str(probe.getsockname()[0]).partition("%")[0]
     return None
 
 
 def _changes(looks: Iterator[tuple[float, frozenset[str]]]) -> Iterator[str]:
-    """Yield what has happened by each look at this machine, in words; empty: nothing that breaks connections.
+    """Yield one text for each look at this machine: the event that breaks connections, or "" if there is none.
 
-    A look shows a clock, which counts also the seconds that the machine slept, and the networks that it is in. While
-    there is no network, nothing is told: nothing could be done about it.
+    A look shows a clock that also counts seconds of sleep, and the machine's networks. While there is no network, the
+    text is empty, since nothing could be done.
     """
     last, known = next(looks)
     slept, offline_since = 0.0, math.inf
@@ -101,14 +101,14 @@ def _changes(looks: Iterator[tuple[float, frozenset[str]]]) -> Iterator[str]:
 
 
 def _observe() -> tuple[float, frozenset[str]]:
-    """Return what a look at this machine shows: its clock and its networks."""
+    """Return one look at this machine: its clock and its networks."""
     return time.clock_gettime(time.CLOCK_BOOTTIME), frozenset(filter(None, map(_network_towards, SOMEWHERE)))
 
 
 async def watch_network(
     on_change: Callable[[], None], look: Callable[[], tuple[float, frozenset[str]]] = _observe
 ) -> None:
-    """Look at this machine again and again until cancelled; call `on_change` when its connections are broken."""
+    """Look at this machine repeatedly until cancelled; call `on_change` when its connections are broken."""
     for change in _changes(iter(look, None)):
         if change:
             logger.info("the network of this machine has changed: %s", change)
@@ -117,12 +117,12 @@ async def watch_network(
 
 
 def _clock_offset() -> float:
-    """Return by how much the clock of day is ahead of the clock since the machine's start, which no one sets."""
+    """Return the seconds that the wall clock is ahead of the boot-time clock, which is never set."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 async def watch_clock(look: Callable[[], float] = _clock_offset) -> None:
-    """Warn of a clock of day that is set while we run, until cancelled. The DHT lets only a right one in."""
+    """Warn when the wall clock is set while we run, until cancelled. The DHT needs a correct clock."""
     first = before = look()
     while True:
         await asyncio.sleep(INTERVAL)
@@ -142,9 +142,10 @@ async def watch_clock(look: Callable[[], float] = _clock_offset) -> None:
 
 
 def _network_towards(target: str) -> str | None:
-    """Return a name of the network by which packets to `target` would leave; None: there is no way there.
+    """Return a name of the network by which packets to `target` would leave; None if there is no route.
 
-    That is our address and the gateway's. Of an IPv6 address it is the first half: the other changes from day to day.
+    It consists of our address and the gateway's; for IPv6 of the first half of our address, as the other half changes
+    from day to day.
     """
     own = address_towards(target)
     if own is None:

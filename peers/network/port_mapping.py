@@ -1,4 +1,4 @@
-"""A port of the home router kept open for this peer, in the background, where the router offers it."""
+"""A port that the home router keeps open for this peer, in the background, if the router offers it."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from peers.network.upnp import Upnp
 
 logger = logging.getLogger(__name__)
 
-LIFETIME = 3600.0  # seconds that we ask for: what a router keeps when we die
-RENEWAL = 600.0  # seconds after which we ask again at the latest: a router that restarts has forgotten us
-SHORTEST_RENEWAL = 30.0  # seconds, whatever lifetime a router grants
-LOOK_AGAIN = 1800.0  # seconds between looks for a router that maps ports
-CLOSING_SECONDS = 2.0  # in which a router must take the mapping back: its lifetime ends it otherwise
+LIFETIME = 3600.0  # seconds that we ask for; a router keeps the mapping for as long when we die
+RENEWAL = 600.0  # seconds, at most, until we ask again, since a restarted router has forgotten the mapping
+SHORTEST_RENEWAL = 30.0  # seconds, at least, for any lifetime that a router grants
+LOOK_AGAIN = 1800.0  # seconds between two searches for a router that maps ports
+CLOSING_SECONDS = 2.0  # for a router to end the mapping; otherwise it ends with its lifetime
 
 
 class PortMapper:
-    """A TCP port of ours, mapped while `run` goes on. `endpoint` is the external one; None: there is none now."""
+    """A TCP port of ours, mapped while `run` goes on. `endpoint` is the external one; None while there is none."""
 
     def __init__(self, port: int, routers: Sequence[Gateway | Upnp] = ()) -> None:
-        """`routers` are ways of asking the router; each remembers what it was given, so that asking again renews it."""
+        """`routers` are ways to ask the router; each remembers its last mapping, so that asking again renews it."""
         self._port = port
         self._routers = routers or (Gateway(), Upnp())
         self._router: Gateway | Upnp | None = None
-        self._again = asyncio.Event()
+        self._wakeup = asyncio.Event()
         self.endpoint: str | None = None
 
     def look_again(self) -> None:
-        """Ask the router now: this machine has slept, or is in another network."""
-        self._again.set()
+        """Ask the router now, since this machine has slept, or is in another network."""
+        self._wakeup.set()
 
     async def run(self) -> None:
-        """Map the port, renew the mapping until cancelled, then end it. Nothing that a router does is an error."""
+        """Map the port, and renew the mapping until cancelled; then end it. Failures of routers are only logged."""
         try:
             while True:
-                self._again.clear()
+                self._wakeup.clear()
                 mapping = await self._map()
                 self.endpoint = None if mapping is None else mapping.endpoint
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_renewal_after(mapping)):
-                        await self._again.wait()
+                        await self._wakeup.wait()
         finally:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSING_SECONDS):
                     await self._unmap()
 
     async def _map(self) -> Mapping | None:
-        """Return the first mapping that we can use. The router that we have one from is asked first."""
+        """Return the first usable mapping. The router with the present mapping is asked first."""
         for router in sorted(self._routers, key=lambda router: router is not self._router):
             try:
                 mapping = await router.open(self._port, LIFETIME)
@@ -79,7 +79,7 @@ class PortMapper:
 
 
 def _renewal_after(mapping: Mapping | None) -> float:
-    """Return the seconds after which the router is asked again: half a mapping's lifetime, within limits."""
+    """Return the seconds until the router is asked again: half of a mapping's lifetime, within limits."""
     if mapping is None:
         return LOOK_AGAIN
     return min(RENEWAL, max(SHORTEST_RENEWAL, mapping.lifetime / 2))

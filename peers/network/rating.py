@@ -1,8 +1,8 @@
-"""Measurements of what a link carries, while no round is under way.
+"""Measurements of a link's rate, while no round is under way.
 
     asker     prelude ──►   ◄── verdict    frame … ──► ◄── answer …  last frame ──►    ◄── frame …  answer … ──►
 
-First the asker sends more and more, then the other side does, until one transfer takes long enough to tell a rate from.
+First the asker sends more and more, then the other side does, until one transfer takes long enough to measure a rate.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from peers.network.channel import Channel, PeerRefusedError
 
 RATING = "rating"
 FIRST, MOST = 1 << 16, 1 << 23  # bytes of one transfer
-LONG_ENOUGH = 0.3  # seconds: less is mostly the way there and back
+LONG_ENOUGH = 0.3  # seconds: a shorter transfer mostly measures the round trip
 PIECE = bytes(1 << 16)
-LIMIT = 30.0  # seconds that a measurement may take: meanwhile nobody else can measure with us, nor we with anybody
-PAUSE = 30.0  # seconds after it, in which the same peer can have no other one
+LIMIT = 30.0  # seconds that a measurement may take, since this peer can make no other one meanwhile
+PAUSE = 30.0  # seconds after it, in which the same peer is refused another one
 
 
 async def ask_rating(channel: Channel) -> tuple[float, float]:
-    """Return what the link to a peer carries, there and back, in bytes a second."""
+    """Return the rates of the link to a peer, there and back, in bytes a second."""
     await channel.send_prelude(b"", 0)
     await channel.read_verdict()
     upload = await _send(channel)
@@ -37,29 +37,29 @@ class Rater:
     """Measures our link with one other peer at a time, whichever of the two asks: two measurements would share it."""
 
     def __init__(self, is_free: asyncio.Event) -> None:
-        """It refuses unless `is_free`: more important data is under way."""
+        """Measurements are refused unless `is_free` is set, since other data is more important."""
         self._is_free = is_free
         self._measuring = asyncio.Lock()
-        self._ended_at: dict[str, float] = {}  # by peer, of measurements that others have asked for lately
+        self._ended_at: dict[str, float] = {}  # by peer: the end of the last measurement that it asked for
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing else is on the link, as far as we know."""
+        """True if nothing else uses the link, as far as this peer knows."""
         return self._is_free.is_set() and not self._measuring.locked()
 
     async def ask(self, channel: Channel) -> tuple[float, float]:
-        """Return what `ask_rating` does. Raises also: TimeoutError; PeerRefusedError when we have become busy."""
+        """Call `ask_rating`. Raises also: TimeoutError; PeerRefusedError when this peer has become busy."""
         if not self.is_idle:
-            raise PeerRefusedError(channel.peer, "we are busy now")
+            raise PeerRefusedError(channel.peer, "this peer is busy now; measure again later")
         async with self._measuring, asyncio.timeout(LIMIT):
             return await ask_rating(channel)
 
     async def answer(self, channel: Channel) -> None:
-        """Be the other end. Raises: TimeoutError, and what breaks the stream."""
+        """Answer a measurement. Raises: TimeoutError, and the errors of the stream."""
         await channel.read_prelude()
         now = time.monotonic()
         self._ended_at = {other: at for other, at in self._ended_at.items() if now - at < PAUSE}
-        if not self.is_idle or channel.peer in self._ended_at:  # a peer that came again would keep all others out
+        if not self.is_idle or channel.peer in self._ended_at:  # a peer that asks again at once would lock others out
             await channel.refuse("busy now")
             return
         try:
@@ -72,9 +72,10 @@ class Rater:
 
 
 async def _send(channel: Channel) -> float:
-    """Send twice as much each time, and twice at least: from one piece the other end can tell no rate.
+    """Send, twice as much each time, until one transfer takes long enough. Return its rate.
 
-    Returns the rate of the last, which takes long enough: answers to a few pieces may come all at once.
+    At least two transfers are made, since the other end cannot measure a rate on one piece. Short ones do not count,
+    since answers to a few pieces may come all at once.
     """
     count = FIRST // len(PIECE)
     while True:
@@ -95,7 +96,7 @@ async def _send_pieces(channel: Channel, count: int) -> None:
 
 
 async def _read_answers(channel: Channel, count: int) -> list[float]:
-    """Return when each answer came. Where little waits for the link, most have come before all is sent."""
+    """Return the times at which the answers came. If the link has no queue, most come before all is sent."""
     passed_at = []
     for _ in range(count):
         await channel.read_answer()
@@ -104,12 +105,12 @@ async def _read_answers(channel: Channel, count: int) -> list[float]:
 
 
 async def _receive(channel: Channel) -> float:
-    """Confirm what comes; returns the rate at which it came."""
+    """Confirm the pieces that come. Return the rate at which they came."""
     passed_at = list[float]()
     data = bytearray(len(PIECE))
     while frame := await channel.read_frame_header():
         if frame[1] != len(PIECE) or len(passed_at) * len(PIECE) > 2 * MOST:
-            raise RemoteProtocolError(channel.peer, "it measures with something else than agreed")
+            raise RemoteProtocolError(channel.peer, f"its pieces are too many, or not of {len(PIECE)} bytes")
         await channel.read_data(data)
         metrics.MEASURING_BYTES.labels("received").inc(len(PIECE))
         await channel.answer_frame(is_taken=True)
@@ -118,6 +119,6 @@ async def _receive(channel: Channel) -> float:
 
 
 def _rate(passed_at: Sequence[float]) -> float:
-    """Return the bytes a second of the second half of these pieces; 0: too few to tell."""
+    """Return the bytes a second of the second half of these pieces; 0 if there are too few."""
     half = passed_at[len(passed_at) // 2 :]
     return (len(half) - 1) * len(PIECE) / max(half[-1] - half[0], 1e-6) if half else 0.0

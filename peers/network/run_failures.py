@@ -1,4 +1,4 @@
-"""Failures of single runs at a node that serves many: none of them may end what the node does for the others."""
+"""Failures of single runs at a node that serves many. None of them may end the node's work for other runs."""
 
 from __future__ import annotations
 
@@ -12,34 +12,37 @@ from peers.values.system import now
 
 logger = logging.getLogger(__name__)
 
-RETRY_FIRST, RETRY_LAST = 5.0, 600.0  # seconds
-OTHERS_LAST = 8.0  # seconds; a volunteer that leaves waits a little longer for an archive to have what it has
-QUIET = 60.0  # seconds between two lines about what an operator cannot mend
+RETRY_FIRST, RETRY_LAST = 5.0, 600.0  # seconds until the next try: after the first failure, and at most
+OTHERS_LAST = 8.0  # seconds, at most, for others' faults: a leaving volunteer waits little longer for an archive
+QUIET = 60.0  # seconds between two log lines about faults that the operator cannot repair
 
 
 class RunFailures:
-    """The runs for which a piece of work has failed. Each failure is logged once, until the work succeeds again."""
+    """The runs for which some work has failed. Each failure is logged once, until the work succeeds again."""
 
     def __init__(self, work: str, others_fault: tuple[type[Exception], ...] = (), first: float = RETRY_FIRST) -> None:
-        """Try again after `first` seconds, then after twice as many each time. An error of `others_fault` is nothing
-        that the operator can mend: it is logged as information, once a minute and run at most."""
+        """The next try comes after `first` seconds, and after twice as many each time.
+
+        The operator cannot repair an error of `others_fault`, so it is logged as information, once a minute and run at
+        most.
+        """
         self._work = work
         self._others_fault = others_fault
         self._first = first
-        self._failed: dict[str, tuple[int, float]] = {}  # how often in a row, and when it may be tried again
-        self._quiet: dict[str, float] = {}  # until when the others' faults are not logged
+        self._failed: dict[str, tuple[int, float]] = {}  # by run: failures in a row, and the time of the next try
+        self._quiet: dict[str, float] = {}  # by run: until when others' faults are not logged
 
     def is_due(self, run: str) -> bool:
-        """Return whether the work may be tried: after each failure later than after the one before."""
+        """Return whether the work may be tried now; the pause grows with each failure."""
         _, retry_at = self._failed.get(run, (0, -math.inf))
         return now() >= retry_at
 
     @contextmanager
     def caught(self, run: str) -> Iterator[None]:
-        """Catch and log what the work for one run raises."""
+        """Catch and log exceptions of the work for one run."""
         try:
             yield
-        except Exception as error:  # of any kind: a stranger may have made the run
+        except Exception as error:  # any exception, since a stranger may have made the run
             count, _ = self._failed.get(run, (0, 0.0))
             is_others = isinstance(error, self._others_fault)
             last = OTHERS_LAST if is_others else RETRY_LAST

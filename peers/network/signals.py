@@ -1,4 +1,4 @@
-"""The signals that ask a peer to leave, held back while it starts a process that shouldn't get them."""
+"""The signals that ask a peer to leave, held back while it starts a child process that must not get them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ LEAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Holds(threading.local):
-    """Holds of one thread (a signal mask is a thread's), which overlap when it starts two processes at once:
-    the mask from before the first comes back after the last, whichever that is."""
+    """Holds of one thread (a signal mask belongs to a thread). They overlap when it starts two processes at once.
+
+    The mask from before the first hold is restored after the last one ends.
+    """
 
     count = 0
     before: Collection[signal.Signals | int] = ()
@@ -23,7 +25,7 @@ _holds = _Holds()
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """A process that is started meanwhile is born with the signals blocked; this one gets them afterwards."""
+    """Block the signals during the body, so that processes started there inherit the block. We get them afterwards."""
     if _holds.count == 0:
         _holds.before = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVE_SIGNALS)
     _holds.count += 1

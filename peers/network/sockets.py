@@ -1,4 +1,4 @@
-"""TCP sockets as links need them: tuned for long links, and bound to a port that is known to the other side."""
+"""TCP sockets for links: tuned for long distances, and if needed bound to a port that the other side knows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 from peers.errors import InUseError, LocalNetworkError
 
-CONGESTION_CONTROL = b"bbr"  # loss does not make it give up the link; the kernel says whether we may have it
-KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES = 15, 5, 3  # seconds, seconds: NATs keep what is used
-SILENCE_MS = 40_000  # after which what was sent and not taken ends a connection; streams give up before
-CAN_DIAL_TIMEOUT = 3.0  # seconds: a firewall answers nothing at all
+CONGESTION_CONTROL = b"bbr"  # keeps its rate in spite of lost packets; the kernel decides whether we may use it
+KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES = 15, 5, 3  # seconds, seconds, count: NATs drop idle connections
+SILENCE_MS = 40_000  # after which unacknowledged bytes end a connection; streams give up before
+CAN_DIAL_TIMEOUT = 3.0  # seconds: a firewall may not answer at all
 BACKLOG = 512  # connections not accepted yet: a swarm of hundreds may dial a node that has just started
-FILES = 1 << 16  # that this process wants to have open at most
-NOT_HERE = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # an address of a kind that this machine does not have
+FILES = 1 << 16  # open files of this process, at most
+NOT_HERE = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # for an address of a kind that this machine does not have
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
@@ -28,7 +28,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def endpoint_of(host: str, port: int) -> str:
-    """Return "1.2.3.4:5" or "[::1]:5"; an IPv4 address in IPv6 form is written as what it is."""
+    """Return "1.2.3.4:5" or "[::1]:5". An IPv4 address in IPv6 form is returned as an IPv4 address."""
     host = host.removeprefix("::ffff:") if "." in host else host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -40,7 +40,7 @@ def endpoint_of_peer(sock: socket.socket) -> str:
 
 @contextmanager
 def closed_on_failure(sock: socket.socket) -> Iterator[None]:
-    """Close a socket if what it is needed for fails."""
+    """Close the socket if the body fails."""
     try:
         yield
     except BaseException:
@@ -49,7 +49,7 @@ def closed_on_failure(sock: socket.socket) -> Iterator[None]:
 
 
 def raise_file_limit() -> int:
-    """Let this process open as many files as the system allows it to. Returns how many; a connection is one."""
+    """Let this process open as many files as the system allows. Return the number; a connection counts as one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -59,7 +59,7 @@ def raise_file_limit() -> int:
 
 
 def listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
-    """Listen on one port of all these addresses that this machine has. Raises: LocalNetworkError."""
+    """Listen on one port at those of these addresses that this machine has. Raises: LocalNetworkError."""
     listeners: list[socket.socket] = []
     failure = OSError("there is no address to listen at")
     try:
@@ -89,7 +89,7 @@ def listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
 async def dial(endpoint: str, timeout: float, local_port: int = 0) -> socket.socket:
     """Connect to an endpoint, whose host may be a name. `local_port` is the port that we dial from; 0: any.
 
-    Raises: OSError, also when nobody answers in time.
+    Raises: OSError, also when there is no answer in time.
     """
     host, port = parse_endpoint(endpoint)
     failure = OSError(f"{host} has no address")
@@ -134,7 +134,7 @@ async def _connect(family: int, address: Any, local_port: int) -> socket.socket:
 
 
 def has_bbr() -> bool:
-    """Whether the kernel lets us choose congestion control that takes no loss for a full link."""
+    """Return whether the kernel allows congestion control (BBR) that does not take packet loss for a full link."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_CONTROL)
         return True
@@ -142,7 +142,7 @@ def has_bbr() -> bool:
 
 
 def tune(sock: socket.socket) -> socket.socket:
-    """Set a connection's options. Those that the kernel lacks are done without. Raises: OSError when it is gone."""
+    """Set a connection's options. Congestion control is set only if the kernel allows it. Raises: OSError."""
     sock.setblocking(False)
     for level, option, value in (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),

@@ -1,4 +1,4 @@
-"""The rate of a link: its caps, the shares that give way, the rate measured, and the connections that reach it."""
+"""The rate of a link: its caps, the share for less urgent data, its measurement, and the connections that reach it."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from itertools import accumulate
 
 from peers.values.system import now
 
-PIECE = 1 << 18  # bytes that are let through at once
-PIECE_SECONDS = 0.1  # that one piece takes at most, where a rate is given
-READING_PIECE = 1 << 20  # bytes that are read at once where nothing limits it
-BURST = 0.05  # seconds' worth that may be saved up
-WINDOW = 0.5  # seconds over which a rate is taken, at least
-IDLE = 1.0  # seconds without a chunk that do not count: the link had nothing to carry
-WINDOWS = 128  # of a round at most: a long one has longer ones
-PART, LONGEST_PART = 0.25, 2.0  # of a round, over which it is taken in a longer one; and seconds of that at most
-KNOWN_FOR = 3600.0  # seconds for which a rate counts that was measured while there was no round
-ROUNDS = 5  # rounds whose best rate counts: links get slower, too
+PIECE = 1 << 18  # bytes that pass at once
+PIECE_SECONDS = 0.1  # that one piece takes, at most, at a limited rate
+READING_PIECE = 1 << 20  # bytes that are read at once without a limit
+BURST = 0.05  # seconds of unused rate that may be saved up
+WINDOW = 0.5  # seconds over which a rate is measured, at least
+IDLE = 1.0  # seconds without a chunk from which on they do not count, since the link had nothing to carry
+WINDOWS = 128  # of a round, at most; in a long round each is longer
+PART, LONGEST_PART = 0.25, 2.0  # the part of a longer round that is measured: as a fraction, and at most in seconds
+KNOWN_FOR = 3600.0  # seconds for which a rate counts that was measured without a round
+ROUNDS = 5  # rounds whose best rate counts; older ones do not, since links may get slower
 
-FEWEST, MOST = 4, 64  # connections of a link: on a long one each lost packet halves the rate of a single one
-IN_ALL = 8  # at least: with one other member alone, what few connections lose is not made up for by others'
-FEWEST_WITH_BBR, MOST_WITH_BBR = 2, 8  # of many that share a slow link each sends more than its share, and most is lost
-SETTLING = 1.0  # seconds in which connections find their pace: what passes then says nothing
-GAIN = 1.2  # times the rate, for twice as many connections: else they are not worth it
-LONGEST_WINDOW = 3.0  # seconds
-ENOUGH = 2  # chunks of each connection that a rate is taken from
-LASTS = 20  # rounds for which a number is kept before more are tried again
+FEWEST, MOST = 4, 64  # connections to a member: at long distance each lost packet halves the rate of a single one
+IN_ALL = 8  # connections to all members, at least: with one member, no others make up for losses on few connections
+FEWEST_WITH_BBR, MOST_WITH_BBR = 2, 8  # with many on a slow link, each sends more than its share, and most gets lost
+SETTLING = 1.0  # seconds in which connections find their pace; bytes that pass then do not count
+GAIN = 1.2  # factor by which twice as many connections must raise the rate to be worth it
+LONGEST_WINDOW = 3.0  # seconds over which a rate is measured, at most
+ENOUGH = 2  # chunks of each connection that a measurement needs
+LASTS = 20  # rounds for which a number of connections is kept before more are tried again
 
 
 @dataclass(frozen=True)
 class Caps:
-    """Limits on what bulk data uses of the volunteer's link, in bytes a second each; None: all of it."""
+    """Limits on the bulk data over the volunteer's link, in bytes a second each; None: no limit."""
 
     upload: float | None = None
     download: float | None = None
 
     @classmethod
     def of_megabits(cls, upload: float | None, download: float | None) -> Caps:
-        """From what people know of their link: megabits a second."""
+        """Return the caps for limits in megabits a second, as people know them of their link."""
         return cls(*(None if limit is None else limit * 1e6 / 8 for limit in (upload, download)))
 
     def of_upload(self, rate: float) -> float:
-        """Return what an uplink carries away that was seen to carry so much."""
+        """Return the usable upload rate of a link with this measured one."""
         return rate if self.upload is None else min(rate, self.upload)
 
     def of_both(self, upload: float, download: float) -> float:
-        """Return what a link carries each way that was seen to carry so much.
+        """Return the usable rate in both directions at once, for a link with these measured ones.
 
-        What is confirmed comes in bursts, so that for a moment it may be more than the caps let through.
+        A measured rate may briefly exceed the caps, since confirmations come in bursts.
         """
         limits = [limit for limit in (self.upload, self.download) if limit is not None]
         return min(upload, download, *limits)
@@ -65,10 +65,10 @@ class Throttle:
     def __init__(self, rate: float | None) -> None:
         self._rate = rate
         self._free_at = 0.0
-        self.passed = 0  # bytes that were let through until now
+        self.passed = 0  # bytes that have passed so far
         self.piece = PIECE if rate is None else max(1024, min(PIECE, int(rate * PIECE_SECONDS)))
-        """Bytes to let through at once: so few that no slow link looks dead, though many streams share it."""
-        self.reading_piece = READING_PIECE if rate is None else self.piece  # bytes to read at once, of what is there
+        """Bytes to pass at once: few enough that a slow link shared by many streams does not look dead."""
+        self.reading_piece = READING_PIECE if rate is None else self.piece  # bytes to read at once, if available
 
     async def take(self, count: int) -> None:
         """Wait until `count` more bytes may pass."""
@@ -83,17 +83,17 @@ class Throttle:
 
 
 UNLIMITED = Throttle(None)
-PATIENCE = 5.0  # seconds for which one piece gives way: its reader must not take us for dead
-MEMORY = 20.0  # seconds over which the share of the time is taken in which rounds are under way
-CROWDED = 0.5  # of the time: with more, what gives way would hardly come to anything
-SHARE = 0.2  # of the link, for all that gives way on a crowded one
+PATIENCE = 5.0  # seconds that one piece waits, at most, so that its reader does not take us for dead
+MEMORY = 20.0  # seconds over which the fraction of the time in rounds is averaged
+CROWDED = 0.5  # fraction of the time in rounds above which less urgent data gets a share of its own
+SHARE = 0.2  # fraction of the link that all less urgent data gets then
 
 
 class LinkTime(asyncio.Event):
-    """The time of a link in which no round is under way, and the share of it for what gives way to rounds.
+    """The time of a link without a round, and the share of the link for data that gives way to rounds.
 
-    That waits for a round to end, as long as rounds take less than half of the time. With several fragments, or a slow
-    link, they may take all of it; then it gets a share, so that those who join do not starve.
+    Such data waits for a round to end, as long as rounds take less than half of the time. With several fragments, or on
+    a slow link, rounds may take all of it. Then such data gets a share, so that joining peers do not starve.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -105,24 +105,24 @@ class LinkTime(asyncio.Event):
         super().set()
 
     def set(self) -> None:
-        """There is no round."""
+        """Take in that no round is under way."""
         self._look()
         super().set()
 
     def clear(self) -> None:
-        """A round is under way."""
+        """Take in that a round is under way."""
         self._look()
         super().clear()
 
     async def give_way(self, count: int) -> None:
-        """Wait until there is no round, or for long enough for so many bytes."""
+        """Wait until no round is under way, or long enough for so many bytes."""
         with suppress(TimeoutError):
             if not self.is_set():
                 async with asyncio.timeout(self.patience(count)):
                     await self.wait()
 
     def patience(self, count: int) -> float:
-        """Return for how many seconds so many bytes are to give way, at most."""
+        """Return the seconds that so many bytes must wait, at most."""
         self._look()
         if self._busy < CROWDED or not self.rate:
             return PATIENCE
@@ -130,7 +130,7 @@ class LinkTime(asyncio.Event):
         return self._next - self._seen
 
     def _look(self) -> None:
-        """Take in the time since the last look, in which nothing has changed."""
+        """Account for the time since the last call, in which nothing has changed."""
         now = self._clock()
         present = 0.0 if self.is_set() else 1.0
         self._busy = present + (self._busy - present) * math.exp((self._seen - now) / MEMORY)
@@ -138,25 +138,24 @@ class LinkTime(asyncio.Event):
 
 
 class RateMeter:
-    """The rate that a link was seen to carry in the best part of one of the last rounds: some seconds, since for the
-    rest of a round it may wait for a slower one.
+    """The rate that a link carries, measured in the best part of one of the last rounds. The part has some seconds,
+    since in the rest of a round the link may wait for a slower one.
 
-    A chunk is counted when all of it is there, over the time that it took: chunks of many streams, which share the
-    link, end together. The best moment of a long round shows how late this process has read, and not the link. Where
-    a round waits, for members that are late, its time does not count: else it would seem to have slow links, and the
-    next one would wait for longer.
+    A chunk is counted when it is complete, over the time that it took, since chunks of many streams share the link and
+    end together. A very short best part would show how late this process has read, and not the link. Time in which a
+    round waits for late members does not count: otherwise links would seem slow, and the next round would wait longer.
     """
 
     def __init__(self, clock: Callable[[], float] = now) -> None:
-        """By default the time counts in which the machine slept: it may have another link when it wakes."""
+        """The default clock includes sleep of the machine, which may have another link when it wakes."""
         self._clock = clock
         self._best: deque[float] = deque(maxlen=ROUNDS - 1)  # of the rounds before
         self._known, self._known_at = 0.0, 0.0
         self._began: float | None = None
-        self._first = math.inf  # when the first chunk of the round was begun
-        self._last = 0.0  # when a chunk was there last
+        self._first = math.inf  # when the round's first chunk was begun
+        self._last = 0.0  # when the last chunk was complete
         self._window = WINDOW
-        self._windows = list[float]()  # the bytes of each since the round began
+        self._windows = list[float]()  # bytes in each window since the round began
 
     def begin_round(self) -> None:
         if self._began is not None:
@@ -166,7 +165,7 @@ class RateMeter:
         self._windows.clear()
 
     def passed(self, count: int, seconds: float = 0.0) -> None:
-        """Count so many bytes that have arrived, here or there, in the last `seconds`."""
+        """Count so many bytes that have arrived, at either end, in the last `seconds`."""
         if self._began is None:
             return
         self._first = min(self._first, self._clock() - seconds)
@@ -188,28 +187,28 @@ class RateMeter:
             self._windows[place] += count * share
 
     def knows(self, rate: float) -> None:
-        """Take in a rate that was measured while there was no round."""
+        """Take in a rate that was measured while no round was under way."""
         self._known, self._known_at = rate, self._clock()
 
     @property
     def known_for(self) -> float:
-        """Return how many seconds ago that was; infinity if it never was."""
+        """The seconds since such a measurement; infinity without one."""
         return self._clock() - self._known_at if self._known else math.inf
 
     @property
     def rate(self) -> float:
-        """Return bytes a second; 0: nothing measured.
+        """The rate in bytes a second; 0: nothing measured.
 
-        A measurement without a round counts for more than the best of the last rounds, which may have been a chance;
-        but a link carries no less than it usually did.
+        A measurement without a round counts for more than the best of the last rounds, which may be luck. But a link
+        carries no less than in most rounds.
         """
         rounds = sorted([*self._best, self._present])
         return max(self._known, rounds[len(rounds) // 2]) if self.known_for < KNOWN_FOR else rounds[-1]
 
     @property
     def last(self) -> float:
-        """Return bytes a second of the last round, or of a measurement since then; 0: nothing measured. A few bytes
-        count over the time that they took, not over a window."""
+        """The rate of the last round, or of a measurement since then, in bytes a second; 0: nothing measured. A few
+        bytes count over the time that they took, not over a window."""
         if self._known_at > (self._began or 0.0):
             return self._known
         if not any(self._windows):
@@ -219,7 +218,7 @@ class RateMeter:
 
     @property
     def _present(self) -> float:
-        """Return the rate of the present round."""
+        """The rate of the present round."""
         length = max(1, int(min(PART * len(self._windows), LONGEST_PART / self._window)))
         until = [0.0, *accumulate(self._windows)]
         best = max((after - before for before, after in zip(until, until[length:], strict=False)), default=0.0)
@@ -227,18 +226,18 @@ class RateMeter:
 
 
 class Lanes:
-    """The number of connections that a round uses to each member (`count`): as many as carry more than fewer do.
+    """The number of connections that a round uses to each member (`count`): more only while they raise the rate.
 
-    Where packets get lost, most machines' TCP (CUBIC) leaves a long link nearly empty, and many connections carry many
-    times as much. So the number is doubled for as long as that helps, and what was found lasts for the next rounds. BBR
-    takes no loss for a full link: where the kernel gives it to us, few connections do.
+    If packets get lost, most machines' TCP (CUBIC) leaves a long-distance link nearly empty, and many connections carry
+    many times as much. So the number is doubled as long as that helps, and the result is used for the next rounds. BBR
+    does not take loss for a full link, so a few connections are enough with it.
     """
 
     def __init__(self, fewest: int = FEWEST, most: int = MOST, clock: Callable[[], float] = time.monotonic) -> None:
         self._least, self._most = fewest, most
         self._clock = clock
         self.count = self._fewest = fewest
-        self._rate = 0.0  # with half as many
+        self._rate = 0.0  # with half as many connections
         self._is_settled = False
         self._rounds = 0
         self._settled_at: float | None = None
@@ -246,7 +245,7 @@ class Lanes:
         self._bytes = self._chunks = 0
 
     def begin_round(self, others: int) -> None:
-        """Use as many connections as before to each of so many members."""
+        """Begin a round with so many other members, with as many connections to each as before."""
         self._fewest = max(self._least, IN_ALL // max(others, 1))
         self.count = max(self.count, self._fewest)
         self._rounds += 1
@@ -255,9 +254,9 @@ class Lanes:
         self._began = self._settled_at = None
 
     def passed(self, count: int, has_more: bool) -> bool:
-        """A chunk of so many bytes has arrived there. Returns whether more connections are to be used from now on.
+        """Count a chunk of so many bytes that has arrived. Return whether to use more connections from now on.
 
-        `has_more`: others wait to be sent; else it is not the connections that are too few.
+        `has_more`: further chunks wait to be sent. If none does, more connections would not help.
         """
         now = self._clock()
         if self._is_settled or not has_more:

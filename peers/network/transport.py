@@ -1,7 +1,7 @@
 """The swarm's network: hivemind's DHT, by which peers find each other; links, and libp2p where two peers have none.
 
-Failures of peers leave here as PeerUnreachableError or PeerRefusedError, and nothing that a peer sends can do more than
-have its message or stream dropped and a line logged.
+Failures of peers leave here as PeerUnreachableError or PeerRefusedError. Invalid bytes from a peer cause no more than a
+dropped message or stream and a line in the log.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ CallHandler: TypeAlias = Callable[[str, bytes], Awaitable[bytes]]
 PROTOCOL_PREFIX = "/diloco-peer/1"
 OPEN_TIMEOUT = 15.0  # seconds to reach a peer
 CONVERSATION_TIMEOUT = 3600.0  # seconds that a peer may take for one stream, however slowly it reads
-CALL_TIMEOUT = 10.0  # seconds for messages of the transport's own
+CALL_TIMEOUT = 10.0  # seconds for the transport's own messages
 ANSWER, REFUSAL = b"\x01", b"\x00"
 
 
 class HivemindTransport:
     """One peer's connection to the swarm. Made by `create`; `close` ends it.
 
-    Where there is a link with a peer, messages and streams go over it; else over libp2p.
+    Messages and streams go over a link if there is one with the peer, else over libp2p.
     """
 
     def __init__(self, identity: Identity, daemon: Daemon, dht: DhtNode, runs: KnownRuns) -> None:
@@ -71,7 +71,7 @@ class HivemindTransport:
         """The runs whose manifests are known here."""
         self.cap(Caps())
         self.no_round = LinkTime()
-        """Whether bulk data that is in no hurry may have the link to itself."""
+        """Set while no round is under way, so that less urgent data may use the whole link."""
         self.daemon = daemon
         self._serving: set[asyncio.Task[None]] = set()
         self._conversations: dict[str, Conversation] = {}
@@ -101,17 +101,17 @@ class HivemindTransport:
         public: bool | None = None,
         links: LinkSettings | None = None,
     ) -> Self:
-        """Join the swarm of `initial_peers` (or be its first node).
+        """Join the swarm of `initial_peers`, or be its first node.
 
-        Where none of them is in the swarm any more, it is looked for at the `remembered` addresses, now and later.
+        If none of them is in the swarm any more, it is looked for at the `remembered` addresses, now and later.
 
-        Addresses are multiaddrs; port 0 is any free one. `announce` replaces the addresses that others are told. A
-        client stores nothing for others, and accepts no links. `links` says where others accept them. `local`: no NAT
-        traversal; by default when all initial peers, or without any all listening addresses, are on the loopback
-        interface.
+        Addresses are multiaddrs; port 0 is any free one. `announce` replaces the addresses that others are given. A
+        client stores nothing for others, and accepts no links. `links` has the port at which others are accepted.
+        `local`: no NAT traversal. By default it is on when all initial peers, or without any all listening addresses,
+        are on the loopback interface.
 
-        `public`: whether others can dial us, as a bootstrap node takes for granted. A node that is not public is a
-        client at first, and reached through the initial peers. By default, that is found out.
+        `public`: others can dial us, which a bootstrap node assumes. A node that is not public is a client at first,
+        and is reached through the initial peers. By default the node finds out by itself.
 
         Raises: ManifestError, LocalNetworkError, SwarmUnreachableError (see start_daemon).
         """
@@ -153,11 +153,11 @@ class HivemindTransport:
         return transport
 
     def cap(self, caps: Caps) -> None:
-        """Let all streams together use no more than this of the link."""
+        """Limit the bandwidth of all streams together to these caps."""
         self.caps, self.upload, self.download = caps, Throttle(caps.upload), Throttle(caps.download)
 
     async def close(self) -> None:
-        """Leave the DHT and end the daemon; nothing of it is left. When cancelled, it leaves without a word."""
+        """Leave the DHT, and end the daemon; nothing of it is left. When cancelled, leave without a farewell."""
         for discovery in self._discoveries.values():
             await discovery.close()
         await self.links.close()
@@ -174,13 +174,13 @@ class HivemindTransport:
     # Addresses and links --------------------------------------------------------------------------------------
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where others can reach us over libp2p."""
+        """The addresses at which others can reach us over libp2p."""
         return self.daemon.addresses
 
     async def refresh_addresses(self) -> None:
-        """Ask the daemon where others can reach us now (relays and port mappings come with time).
+        """Ask the daemon for our present addresses (relays and port mappings come with time).
 
-        When it does not say, we keep to what it said before.
+        If it does not answer, the earlier addresses stay.
         """
         try:
             await self.daemon.refresh_addresses()
@@ -192,7 +192,7 @@ class HivemindTransport:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where others may dial bulk connections to us."""
+        """The endpoints at which others may dial bulk connections to us."""
         return self.links.endpoints(self.addresses)
 
     def reach_of(self, peer_id: str) -> Reach | None:
@@ -200,8 +200,8 @@ class HivemindTransport:
 
     # Runs -----------------------------------------------------------------------------------------------------
     def learn(self, manifest: SignedManifest) -> None:
-        """Take in who may join this run: only they are heard from now on. Those that the manifest names keep their
-        places under the run's key."""
+        """Take in a run's admission, which applies from now on. DHT records of the peers that the manifest names are
+        never displaced by others'."""
         self.runs.learn(manifest)
         self.dht.keep_places(manifest.run_id, {manifest.organiser, *manifest.archives})
 
@@ -225,19 +225,18 @@ class HivemindTransport:
         return manifest
 
     def check_admitted(self, run_id: str, peer_id: str) -> None:
-        """Raises: RefusalError unless the peer may take part in the run, as far as we know."""
+        """Raise RefusalError unless the peer may take part in the run, as far as we know."""
         self.runs.admissions.check(run_id, peer_id)
 
     def credentials(self, run_id: str) -> tuple[bytes, int]:
-        """Return what our heartbeats show where a ticket is needed: our own, and the number of our list of revoked
-        ones."""
+        """Return our ticket to a run, and the number of our list of its revoked tickets, for our heartbeats."""
         admission = self.runs.admissions.of(run_id)
         return (admission.ticket, admission.number) if admission else (b"", 0)
 
     def signed_heads_of(self, run_id: str) -> SignedHeads:
         return self.runs.signed_heads_of(run_id)
 
-    # Who is there ---------------------------------------------------------------------------------------------
+    # Discovery ------------------------------------------------------------------------------------------------
     def discovery_of(self, run_id: str) -> PeerDiscovery:
         """Return the discovery of a run's peers, with the admission that is known now."""
         if run_id not in self._discoveries:
@@ -246,8 +245,8 @@ class HivemindTransport:
         return self._discoveries[run_id]
 
     async def publish(self, heartbeat: bytes, run_id: str) -> bool:
-        """Send a run's peers our signed heartbeat, and the DHT what newcomers need. Returns whether a DHT node took it,
-        if it was to."""
+        """Send a run's peers our signed heartbeat, and store it in the DHT if newcomers need it there. Return False if
+        it should have been stored, and no node did."""
         return await self.discovery_of(run_id).publish(heartbeat)
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
@@ -255,7 +254,7 @@ class HivemindTransport:
         found = await self.discovery_of(run_id).heartbeats()
         self.runs.admissions.catch_up(self.call, run_id, found)
         self.runs.hear_heads(run_id, found)
-        is_eager = self.links.port > 0  # a client, which accepts no links, makes none before they are needed either
+        is_eager = self.links.port > 0  # a client accepts no links, so it makes none in advance either
         self.links.observe(contacts_of(found), is_eager)
         self.links.arranging.volunteers = open_volunteers(found, self.peer_id)
         self._unmet = {one.peer: one.addresses for one in found} if is_eager and len(found) > EAGER else {}
@@ -273,14 +272,14 @@ class HivemindTransport:
         return self._beats_of(tag_of(request.run)).hand_out(sender, request, now(), time.time())
 
     def _beats_of(self, tag: bytes) -> Beats:
-        """Return our beats in a run that we are in, by the run's tag. Raises: RefusalError."""
+        """Return our beats in a run that we are in, given the run's tag. Raises: RefusalError."""
         for run, discovery in self._discoveries.items():
             if tag_of(run) == tag and discovery.is_member:
                 return discovery.beats
-        raise RefusalError("we are not in that run")
+        raise RefusalError("this peer is not in that run")
 
     async def _meet(self, peer_id: str, timeout: float) -> None:
-        """Connect to a peer of a large run, where peers do not connect to all others beforehand."""
+        """Connect to a peer of a large run, where not all peers connect to each other in advance."""
         if addresses := self._unmet.pop(peer_id, ()):
             await self.daemon.connect(peer_id, addresses, timeout)
 
@@ -304,16 +303,16 @@ class HivemindTransport:
         return False
 
     async def _converse(self, protocol: str, channel: Channel) -> None:
-        """Serve a stream that another peer has opened. Raises what breaks it."""
+        """Serve a stream that another peer has opened. Raises the error that breaks it."""
         conversation = self._conversations.get(protocol)
         if conversation is None:
-            raise ConnectionRefusedError(f"there is no conversation {protocol!r:.40}, or not yet")
+            raise ConnectionRefusedError(f"this peer does not serve {protocol!r:.40}, or not yet")
         async with asyncio.timeout(CONVERSATION_TIMEOUT):
             await conversation(channel)
 
     # Messages -------------------------------------------------------------------------------------------------
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
-        """Ask one peer; at most MESSAGE_LIMIT bytes there and back.
+        """Send a message to one peer, and return its answer; each has at most MESSAGE_LIMIT bytes.
 
         Raises: PeerUnreachableError, PeerRefusedError; LocalProtocolError when the payload is too large.
         """
@@ -325,7 +324,7 @@ class HivemindTransport:
             except PeerUnreachableError as error:
                 if isinstance(error, PeerRefusedError) or self.links.is_up(peer_id):
                     raise
-                logger.debug("%s; over libp2p, then", error)
+                logger.debug("%s; trying over libp2p", error)
         await self._meet(peer_id, min(CALL_TIMEOUT, timeout))
         return await self._call_over_libp2p(peer_id, name, payload, timeout)
 
@@ -356,8 +355,8 @@ class HivemindTransport:
 
     async def _answer(self, sender: str, name: str, payload: bytes) -> bytes:
         """Answer a call. An error becomes a refusal to the sender and a line in our log. Raises: RefusalError."""
-        if name not in self._answers:  # this peer starts again, and the others have not missed it
-            raise RefusalError(f"it takes no {name!r:.40}, or not yet")
+        if name not in self._answers:  # this peer has restarted, and the others have not noticed it
+            raise RefusalError(f"this peer does not handle {name!r:.40}, or not yet")
         try:
             if len(payload) > MESSAGE_LIMIT:
                 raise RemoteProtocolError(sender, f"its {name} message of {len(payload)} bytes is too large")
@@ -387,7 +386,7 @@ class HivemindTransport:
             return await pull(channel, header, max_bytes)
 
     async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
-        """Answer `pull`s of this name; what `gives_way` is sent while no round is under way, or slowly."""
+        """Answer `pull`s of this name. Data that `gives_way` is sent at full rate only while no round is under way."""
 
         async def answer(channel: Channel) -> None:
             if gives_way:
@@ -398,9 +397,9 @@ class HivemindTransport:
 
     @asynccontextmanager
     async def stream(self, peer_id: str, protocol: str) -> AsyncIterator[Channel]:
-        """A byte stream to a peer that answers this protocol: a conversation on a link, or a stream of libp2p's.
+        """Open a byte stream to a peer that serves this protocol: on a link, or over libp2p.
 
-        Raises: PeerUnreachableError, PeerRefusedError, also for what goes wrong inside.
+        Raises: PeerUnreachableError, PeerRefusedError, also for errors inside the body.
         """
         link = await self.links.link_with(peer_id)
         if link is None:

@@ -1,8 +1,8 @@
-"""A home router that speaks UPnP (Internet Gateway Device, versions 1 and 2), asked for a port.
+"""A home router with UPnP (Internet Gateway Device, versions 1 and 2), asked to map a port.
 
 Three formats are read here, from any device on the local network that answers: a reply to a search (HTTP over UDP), a
-description of the device (XML), and answers to commands (SOAP). A device is talked to at the address from which it
-answered, and nowhere else.
+description of the device (XML), and answers to commands (SOAP). Further requests go only to the address from which a
+device has answered.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ URL_LENGTH = 512  # characters
 CONFLICT, ONLY_PERMANENT_LEASES = "718", "725"  # error codes
 
 SEARCH_ADDRESS = ("239.255.255.250", 1900)
-SEARCH_SECONDS = SEARCH_WAIT + 0.5  # devices answer at a random moment of the wait; the rest is the way
-DEVICE_LIMIT = 4  # devices that we talk to
+SEARCH_SECONDS = SEARCH_WAIT + 0.5  # devices answer at a random moment of the wait; the rest is for the transfer
+DEVICE_LIMIT = 4  # devices that are asked
 HTTP_SECONDS = 5.0  # for one request, all in all
 HTTP_LIMIT = 128 * 1024  # bytes of one answer
 PORT_TRIES = 3  # external ports that are tried, the wanted one first: others may have it
-FREE_PORTS = (49152, 65535)  # which any program may use
+FREE_PORTS = (49152, 65535)  # the range of ports that any program may use
 DESCRIPTION = "diloco-peer"
 
 
 class _UpnpError(Exception):
-    """A device refused a command, with UPnP's own error code, or said what no such device says: without a code."""
+    """A device refused a command, with UPnP's own error code; or its answer was invalid, without a code."""
 
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
@@ -57,14 +57,14 @@ UNANSWERED = (OSError, _UpnpError)
 
 @dataclass(frozen=True)
 class _Service:
-    """A connection to the internet that a router offers to configure: its type, and where commands for it go."""
+    """A router's internet connection that can be configured: its service type, and the URL for commands."""
 
     kind: str
     url: SplitResult
 
 
 class Upnp:
-    """The router as one that speaks UPnP. It is looked for again when it does not answer where it was."""
+    """The router, asked by UPnP. If it does not answer at its old address, it is searched for again."""
 
     name = "UPnP"
 
@@ -75,7 +75,7 @@ class Upnp:
         self._external_port = 0
 
     async def open(self, port: int, lifetime: float) -> Mapping | None:
-        """Map a port; None when no router offers it. Raises: OSError."""
+        """Map a port. Return None if no router offers it. Raises: OSError."""
         if self._service is not None:
             with suppress(*UNANSWERED):
                 return await self._map(self._service, port, lifetime)
@@ -132,7 +132,7 @@ class Upnp:
 
 
 async def _services_at(location: SplitResult) -> list[_Service]:
-    """Return the services of a device that map ports; none where it does not say."""
+    """Return the services of a device that map ports; none if the device gives no valid description."""
     try:
         status, description, _ = await _request(location, "GET")
         if status != 200:
@@ -144,7 +144,7 @@ async def _services_at(location: SplitResult) -> list[_Service]:
 
 
 async def _add_mapping(service: _Service, arguments: dict[str, str]) -> None:
-    """Map a port. Where a router knows only mappings for ever, it is one of those, which only `close` ends."""
+    """Map a port. If the router has only permanent mappings, create one of those, which only `close` ends."""
     try:
         await _command(service, "AddPortMapping", arguments)
     except _UpnpError as error:
@@ -154,30 +154,30 @@ async def _add_mapping(service: _Service, arguments: dict[str, str]) -> None:
 
 
 async def _command(service: _Service, action: str, arguments: dict[str, str]) -> tuple[dict[str, str], str]:
-    """Return what a device answers, and our own address as it sees it. Raises: _UpnpError, OSError."""
+    """Return a device's answer to a command, and our own address as it sees it. Raises: _UpnpError, OSError."""
     headers = [("SOAPAction", f'"{service.kind}#{action}"'), ("Content-Type", 'text/xml; charset="utf-8"')]
     body = _command_message(service, action, arguments)
     status, answer, own_address = await _request(service.url, "POST", headers, body)
     return _read_command_answer(answer, action, status), own_address
 
 
-async def _search(where: tuple[str, int], seconds: float) -> AsyncGenerator[SplitResult, None]:
-    """Yield where devices that answer a search have their descriptions, each once. Raises: OSError."""
+async def _search(address: tuple[str, int], seconds: float) -> AsyncGenerator[SplitResult, None]:
+    """Yield the URLs of the descriptions of devices that answer a search, each once. Raises: OSError."""
     transport, arrivals = await asyncio.get_running_loop().create_datagram_endpoint(
         Arrivals, family=socket.AF_INET, local_addr=("0.0.0.0", 0)
     )
     seen: set[SplitResult] = set()
     try:
         for target in SEARCH_TARGETS:
-            transport.sendto(_search_message(target), where)
+            transport.sendto(_search_message(target), address)
         deadline = asyncio.get_running_loop().time() + seconds
         while len(seen) < DEVICE_LIMIT:
             try:
                 async with asyncio.timeout_at(deadline):
-                    arrived = await arrivals.queue.get()
+                    reply = await arrivals.queue.get()
             except TimeoutError:
                 return
-            location = _read_search_reply(*arrived) if arrived else None
+            location = _read_search_reply(*reply) if reply else None
             if location is not None and location not in seen:
                 seen.add(location)
                 yield location
@@ -230,7 +230,7 @@ async def _read_answer(connection: h11.Connection, reader: asyncio.StreamReader)
 
 # Messages -----------------------------------------------------------------------------------------------------
 def _search_message(target: str) -> bytes:
-    """Return the datagram that asks devices of a kind to say where they are."""
+    """Return the datagram that asks devices of this type for their addresses."""
     lines = (
         "M-SEARCH * HTTP/1.1",
         "HOST: 239.255.255.250:1900",
@@ -242,7 +242,7 @@ def _search_message(target: str) -> bytes:
 
 
 def _read_search_reply(data: bytes, sender: str) -> SplitResult | None:
-    """Return the URL of the description of a device at `sender`; None: this is no reply of an internet gateway."""
+    """Return the URL of the description of a device at `sender`; None if this is no reply of an internet gateway."""
     if len(data) > REPLY_LIMIT:
         return None
     first, *lines = data.decode("latin-1").split("\r\n")
@@ -280,7 +280,7 @@ def _command_message(service: _Service, action: str, arguments: dict[str, str]) 
 
 
 def _read_command_answer(data: bytes, action: str, status: int) -> dict[str, str]:
-    """Return what a device answers to a command. Raises: _UpnpError."""
+    """Return the values in a device's answer to a command. Raises: _UpnpError."""
     elements = _read_elements(data)
     for name, values in elements:
         if name == "UPnPError":
@@ -292,14 +292,14 @@ def _read_command_answer(data: bytes, action: str, status: int) -> dict[str, str
 
 
 class _TreeBuilder(ElementTree.TreeBuilder):
-    """Refuses a document type: with it entities could be defined, which blow up or read files."""
+    """A tree builder that refuses a document type, which could define entities that blow up or read files."""
 
     def doctype(self, *arguments: object) -> None:
-        raise _UpnpError("a document type")
+        raise _UpnpError("its XML has a document type, which is refused")
 
 
 def _read_elements(data: bytes) -> list[tuple[str, dict[str, str]]]:
-    """Return each element's name, without its namespace, and its children's texts by their names.
+    """Return each element's name without its namespace, and a dict from its children's names to their texts.
 
     Raises: _UpnpError.
     """
@@ -311,7 +311,7 @@ def _read_elements(data: bytes) -> list[tuple[str, dict[str, str]]]:
     def name(element: ElementTree.Element) -> str:
         return element.tag.rpartition("}")[2]
 
-    # Of several children with a name the first counts.
+    # If several children have one name, the first counts.
     return [
         (name(element), {name(child): (child.text or "").strip() for child in reversed(element)})
         for element in root.iter()
@@ -319,7 +319,7 @@ def _read_elements(data: bytes) -> list[tuple[str, dict[str, str]]]:
 
 
 def _url_at(text: str, host: str, base: str = "") -> SplitResult | None:
-    """Return a URL, made whole with `base`, if it is one of plain HTTP at this address."""
+    """Return a URL, completed by `base`, if it is plain HTTP at this host; else None."""
     if not text.isascii() or not text.isprintable() or " " in text or len(text) > URL_LENGTH:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Who is there and who is further on, as one peer hears it itself. Takes what beats, heartbeats and links say.
+"""Presence of other peers, and their places in the log, as one peer learns them from beats, heartbeats and links.
 
 Other rooms import:
 admission: RunAdmission, refused

@@ -1,4 +1,4 @@
-"""Admission to a run by invitation, as one node knows it: which peers have shown a good ticket."""
+"""Admission to a run by invitation, as one node knows it: the peers that have shown a valid ticket."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 from peers.errors import AdmissionError
 from peers.values.tickets import ANOTHER_TICKET, GRACE, Revocations, TicketError, check_ticket
 
-PRESENT = 120.0  # seconds for which a peer is admitted that was seen with its ticket
+PRESENT = 120.0  # seconds for which a peer stays admitted after it showed its ticket
 SEEN_LIMIT = 10_000  # peers
 
 
 class Seen(NamedTuple):
-    """The ticket that a peer has shown, and when it did so last, in seconds since the epoch."""
+    """The ticket that a peer has shown, and the last time at which it did, in seconds since the epoch."""
 
     ticket: bytes
     at: float
@@ -31,7 +31,7 @@ class RunAdmission:
         self._seen: OrderedDict[str, Seen] = OrderedDict()
 
     def refusal(self, peer: str, ticket: bytes, wall: float) -> str:
-        """Return why a peer's ticket does not admit it; empty: it does."""
+        """Return the reason why a peer's ticket does not admit it; empty if it does."""
         if peer == self.organiser:
             return ""
         if not ticket:
@@ -47,7 +47,7 @@ class RunAdmission:
         return ""
 
     def admit(self, peer: str, ticket: bytes, wall: float) -> str:
-        """Note that a peer shows its ticket. Returns why it is not admitted; empty: it is."""
+        """Record that a peer shows its ticket. Return the reason why it is not admitted; empty if it is."""
         reason = self.refusal(peer, ticket, wall)
         if not reason:
             self._seen[peer] = Seen(ticket, wall)
@@ -57,7 +57,7 @@ class RunAdmission:
         return reason
 
     def check(self, peer: str, wall: float) -> None:
-        """Raises: AdmissionError unless a peer has shown a ticket a short while ago that is still good."""
+        """Raise AdmissionError unless a peer has shown a ticket a short while ago, and the ticket is still valid."""
         if peer == self.organiser:
             return
         seen = self._seen.get(peer)
@@ -69,7 +69,7 @@ class RunAdmission:
             raise refused(peer, self.run, "it has shown no ticket for a while")
 
     def revoke(self, packed: bytes) -> bool:
-        """Take in a list of revoked tickets. Returns whether it is newer than ours. Raises: TicketError."""
+        """Take in a list of revoked tickets. Return whether it is newer than ours. Raises: TicketError."""
         found = Revocations.unpack(packed, self.run, self.organiser)
         if found.number <= self.number:
             return False
@@ -78,7 +78,7 @@ class RunAdmission:
 
     @property
     def number(self) -> int:
-        """Return the number of our list of revoked tickets; 0: we have none."""
+        """The number of our list of revoked tickets; 0 without a list."""
         return self.revocations.number if self.revocations else 0
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SENDERS_LIMIT = 1024  # that are told apart
+SENDERS_LIMIT = 1024  # senders with an allowance of their own
 STRANGER = "stranger"
-"""The one sender that all strangers are, where they are to share an allowance: names are made up for nothing."""
+"""The one sender that stands for all strangers where they share an allowance, since identities cost nothing."""
 
 
 class Allowance:
@@ -20,7 +20,7 @@ class Allowance:
         self._at = 0.0
 
     def has_some(self, now: float) -> bool:
-        """Return whether anything may be spent now. What is spent may exceed what is left."""
+        """Return whether anything may be spent now. The amount spent may exceed the amount left."""
         self._left = min(self._burst, self._left + max(0.0, now - self._at) * self._rate)
         self._at = now
         return self._left > 0.0
@@ -30,14 +30,14 @@ class Allowance:
 
 
 class Allowances:
-    """Each sender has an allowance, and all together have one that is `together` times as large: identities are made up
-    for nothing."""
+    """An allowance for each sender, and one for all together that is `together` times as large, since identities cost
+    nothing."""
 
     def __init__(self, burst: float, rate: float, together: int) -> None:
         self._burst = burst
         self._rate = rate
         self._all = Allowance(together * burst, together * rate)
-        self._senders: dict[str, Allowance] = {}  # the one used last at the end
+        self._senders: dict[str, Allowance] = {}  # in the order of their last use
 
     def has_some(self, sender: str, now: float) -> bool:
         """Return whether a sender may spend anything now."""
@@ -50,14 +50,14 @@ class Allowances:
         return allowance.has_some(now) and self._all.has_some(now)
 
     def spend(self, sender: str, amount: float) -> None:
-        """Take from what a sender has left, and from what all have."""
+        """Subtract an amount from the sender's allowance, and from that of all."""
         self._all.spend(amount)
         if sender in self._senders:
             self._senders[sender].spend(amount)
 
     @contextmanager
     def spending(self, sender: str, clock: Callable[[], float]) -> Iterator[None]:
-        """Spend the seconds that the body takes by this clock."""
+        """Spend the seconds that the body takes, measured by this clock."""
         began = clock()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Calls by which peers say that they are there: their names, payloads and answers (R20)."""
+"""Calls by which peers show that they are live: their names, payloads and answers (R20)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from peers.presence.heartbeat import SIZE_LIMIT, Heartbeat, PeerState, Rate
 from peers.values.wire import PROTOCOL_VERSION, Count, RunId, Value, WireError, digest_of, pack, unpack, unpack_from
 
 BEAT, HEARTBEAT, WHO = "beat", "heartbeat", "who"
-"""Names of the calls. Payloads: a Beat; a tag of the run and a signed heartbeat; a Request. The answers to the first
-two are an Answer, to the last a Page."""
-BEAT_BYTES = 100  # of a packed Beat at most
-SHORT = 8  # bytes of a digest that tell it from others, where nothing depends on it
-PAGE = 64  # heartbeats that one answer hands out
+"""Names of the calls. Their payloads: a Beat; a tag of the run and a signed heartbeat; a Request. The first two are
+answered by an Answer, the last by a Page."""
+BEAT_BYTES = 100  # of a packed Beat, at most
+SHORT = 8  # bytes of a digest that stand for it where nothing depends on a collision
+PAGE = 64  # heartbeats in one answer, at most
 KNOWN_LIMIT = 4096  # peers that a Request names
-PAGE_BYTES = PAGE * (SIZE_LIMIT + 64)  # before they are made smaller
-REQUEST_BYTES = KNOWN_LIMIT * SHORT + 1024  # beside the tags there are a run and a version
+PAGE_BYTES = PAGE * (SIZE_LIMIT + 64)  # before compression
+REQUEST_BYTES = KNOWN_LIMIT * SHORT + 1024  # the tags, a run and a version
 ANSWER_BYTES = 2 * SIZE_LIMIT + 1024  # two heartbeats and a beat
 
 Short = Annotated[bytes, Field(strict=True, min_length=SHORT, max_length=SHORT)]
@@ -29,12 +29,12 @@ Signed = Annotated[bytes, Field(strict=True, min_length=1, max_length=SIZE_LIMIT
 
 @lru_cache(maxsize=4096)
 def tag_of(name: str) -> bytes:
-    """Return a short name of a run, or of a peer."""
+    """Return the short tag of a run or of a peer."""
     return digest_of(name.encode())[:SHORT]
 
 
 class Beat(Value):
-    """The short words of a peer between two signed heartbeats. `run` is a tag of the run's id, `head` the beginning of
+    """A peer's short message between two signed heartbeats. `run` is a tag of the run's id, and `head` the beginning of
     the head; the other fields are as in a Heartbeat."""
 
     run: Short
@@ -50,7 +50,7 @@ class Beat(Value):
 
     @classmethod
     def of(cls, heartbeat: Heartbeat) -> Self:
-        """Return what a beat says of a heartbeat."""
+        """Return the beat with a heartbeat's fields."""
         return cls(
             run=tag_of(heartbeat.run),
             sequence=heartbeat.sequence,
@@ -65,24 +65,24 @@ class Beat(Value):
         )
 
     def goes_on(self, heartbeat: Heartbeat) -> bool:
-        """Return whether it is about the same place in the log as a signed heartbeat of its peer. A farewell is never
-        said by a beat: it needs a signature."""
+        """Return whether the beat is about the same place in the log as a signed heartbeat of its peer. A beat of a
+        leaving peer never is, since a farewell needs a signature."""
         here = self.index == heartbeat.index and self.head == heartbeat.head[:SHORT]
         return here and PeerState.LEAVING not in (self.state, heartbeat.state)
 
     def added_to(self, heartbeat: Heartbeat) -> Heartbeat:
-        """Return the heartbeat with what this says. At another place than the heartbeat's, only that its peer lives."""
+        """Return the heartbeat with this beat's fields. If the places differ, only its sequence is updated."""
         if not self.goes_on(heartbeat):
             return heartbeat.model_copy(update={"sequence": self.sequence})
-        told = {"state", "view", "inner_step", "speed", "leads", "sequence"}
-        return heartbeat.model_copy(update={name: getattr(self, name) for name in told})
+        carried = {"state", "view", "inner_step", "speed", "leads", "sequence"}
+        return heartbeat.model_copy(update={name: getattr(self, name) for name in carried})
 
 
 class Answer(Value):
     """The answer to a beat or a signed heartbeat.
 
-    `wants`: I lack your signed heartbeat. A peer that we do not beat to gets our `beat` so. `heartbeats` are our signed
-    one, if the other side may lack it, and one of its own key that another start has said.
+    `wants` asks for the other peer's signed heartbeat. `beat` is ours, for a peer that we do not beat to. `heartbeats`
+    are our signed one, if the other peer may not have it, and one of another process with the other peer's key.
     """
 
     wants: Annotated[bool, Field(strict=True)]
@@ -91,11 +91,11 @@ class Answer(Value):
 
 
 NOTHING_TO_SAY = b""
-"""An Answer that says nothing; an answer to a Request: ask another peer."""
+"""An empty Answer; as an answer to a Request it means that another peer should be asked."""
 
 
 class Request(Value):
-    """A question: which peers of the run do you hear, besides those with these tags?"""
+    """A request for the peers of the run that the answering peer hears, besides those with these tags."""
 
     version: Count = PROTOCOL_VERSION
     run: RunId
@@ -103,7 +103,7 @@ class Request(Value):
 
     @classmethod
     def unpack(cls, sender: str, data: bytes) -> Self:
-        """Raises: RemoteProtocolError, also for a request of another protocol version."""
+        """Return the request in the bytes. Raises: RemoteProtocolError, also for another protocol version."""
         request = unpack_from(sender, cls, data, REQUEST_BYTES)
         if request.version != PROTOCOL_VERSION:
             raise RemoteProtocolError(sender, f"its protocol version is {request.version}, ours is {PROTOCOL_VERSION}")
@@ -113,22 +113,22 @@ class Request(Value):
 
 
 class Page(Value):
-    """Signed heartbeats of peers that the answering peer hears. A full page says that there may be more."""
+    """Signed heartbeats of peers that the answering peer hears. If the page is full, there may be more."""
 
     heartbeats: Annotated[tuple[Signed, ...], Field(max_length=PAGE)]
 
     def packed(self) -> bytes:
-        """Return the bytes to send: with zlib a third, of many heartbeats a fifth."""
+        """Return the bytes to send: zlib shrinks a heartbeat to a third, and many to a fifth."""
         return zlib.compress(pack(self), 1)
 
     @classmethod
     def unpack(cls, sender: str, data: bytes) -> Self:
-        """Raises: RemoteProtocolError."""
+        """Return the page in the bytes. Raises: RemoteProtocolError."""
         inflating = zlib.decompressobj()
         try:
             plain = inflating.decompress(data, PAGE_BYTES)
             if not inflating.eof or inflating.unused_data:
-                raise WireError(f"heartbeats of more than {PAGE_BYTES} bytes, or cut off")
+                raise WireError(f"it has more than {PAGE_BYTES} bytes, or is cut off")
             return unpack(cls, plain, PAGE_BYTES)
         except (zlib.error, WireError) as error:
-            raise RemoteProtocolError(sender, f"no heartbeats: {error}") from error
+            raise RemoteProtocolError(sender, f"its page has no valid heartbeats: {error}") from error

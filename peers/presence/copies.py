@@ -1,4 +1,4 @@
-"""Other machines that speak with our key: a copied disk or container image has the same identity file."""
+"""Other machines that use our key: a copied disk or container image contains the same identity file."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from peers.presence.heartbeat import Heartbeat, PeerState
 
-LIVES_LIMIT = 8  # of our key that are remembered
+LIVES_LIMIT = 8  # lives of our key that are remembered
 SILENCE_SHARE = 0.6
-"""Of a heartbeat's lifetime, without a newer one, after which a life is over: signed ones come after four tenths of it,
-and two tenths later they were heard."""
+"""Fraction of a heartbeat's lifetime without a newer one after which a life is over. Signed heartbeats come after four
+tenths of the lifetime, and reach us within two tenths."""
 
 
 @dataclass
 class _Life:
-    """One start of this key that we did not make. `baseline` is the latest sequence that may have been on its way when
-    the life was first heard."""
+    """One start of a process with our key that is not this process. `baseline` is the latest sequence that may already
+    have been on its way when the life was first heard."""
 
     first_at: float
     baseline: int
@@ -23,22 +23,21 @@ class _Life:
     advanced_at: float
 
     def may_go_on(self, now: float) -> bool:
-        """Return whether it is too early to say that this life is over."""
+        """Return whether this life may not be over yet."""
         return self.newest.state is not PeerState.LEAVING and now - self.advanced_at <= _silence(self.newest)
 
 
 class Copies:
-    """The lives of our own key that are not ours, as far as they were heard.
+    """The lives of our own key other than this process, as far as their heartbeats were heard.
 
-    A former life of ours left heartbeats behind, with others and in the DHT. They come from one clock and end with one
-    that is the last, whatever that clock says: so a life is over when nothing newer comes for a while. It goes on when
-    newer ones come that are further apart than anything that was still on its way can be. No clock is compared with
-    another.
+    A former life left heartbeats behind, at other peers and in the DHT. They have a last one, so a life is over when no
+    newer one comes for a while. A life goes on if newer ones come so much later, by the life's own clock, that they
+    cannot have been on their way already. So clocks are never compared with each other.
     """
 
     def __init__(self) -> None:
         self.ours: tuple[int, int] | None = None
-        """The life that we speak as; None: we have said nothing."""
+        """The life of this process; None before its first heartbeat."""
         self._lives: dict[tuple[int, int], _Life] = {}
 
     def hear(self, heartbeat: Heartbeat, now: float) -> None:
@@ -57,15 +56,15 @@ class Copies:
 
     @property
     def highest(self) -> int:
-        """Return the latest sequence in which our key was heard; 0: in none. What we say must come after it."""
+        """The latest sequence of a heartbeat with our key; 0: none was heard. Ours must be later."""
         return max((life.newest.sequence for life in self._lives.values()), default=0)
 
     def may_live(self, now: float) -> bool:
-        """Return whether it is too early to say that all other lives of this key are over."""
+        """Return whether any other life of this key may not be over yet."""
         return any(life.may_go_on(now) for life in self._lives.values())
 
     def living(self, now: float) -> Heartbeat | None:
-        """Return what another machine with our key said last, if there certainly is one."""
+        """Return the last heartbeat of another live machine with our key, if there certainly is one."""
         for life in self._lives.values():
             is_new = life.newest.sequence - life.baseline > 1000 * life.newest.lifetime
             if is_new and life.may_go_on(now):

@@ -1,4 +1,4 @@
-"""The signed heartbeat of a peer: all that it says about itself. Short beats (beats.py) come between two of them."""
+"""The signed heartbeat of a peer, with all that it reports about itself. Beats (beats.py) come between two of them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from peers.values.wire import (
 SIZE_LIMIT = 6144  # bytes, signature included
 ADDRESS_LENGTH = 256  # characters; a relayed address names two peers
 ENDPOINT_LENGTH = 64  # characters
-NAMED_PEERS = 16  # that a heartbeat names at most for each kind of reachability
+NAMED_PEERS = 16  # peers that a heartbeat names for each kind of reachability, at most
 TAIL = 8  # characters by which a heartbeat names another peer: the last ones of its id
 DEFAULT_LIFETIME = 30.0  # seconds
-SIGNING_CONTEXT = b"diloco-peer heartbeat\0"  # a signature made for anything else is worth nothing here
+SIGNING_CONTEXT = b"diloco-peer heartbeat\0"  # so that a signature for another purpose is not valid here
 UNKNOWN_PEER = "unknown"
 
 Rate = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
@@ -59,19 +59,19 @@ Endpoint = Annotated[str, Field(strict=True, max_length=ENDPOINT_LENGTH, pattern
 """An IP address and a TCP port: 203.0.113.5:31338 or [2001:db8::5]:31338."""
 Tail = Annotated[str, Field(strict=True, min_length=TAIL, max_length=TAIL, pattern=r"^[A-Za-z0-9]+$")]
 Nickname = Annotated[str, Field(strict=True, max_length=NICKNAME_LENGTH, pattern=NICKNAME)]
-"""Of a team, or of a peer."""
+"""The nickname of a team, or of a peer."""
 Tails = Annotated[tuple[Tail, ...], Field(max_length=NAMED_PEERS)]
 
 
 def name_peers(peers: Iterable[str]) -> tuple[str, ...]:
-    """Name peers as heartbeats do, as far as there is room."""
+    """Return the names of peers as heartbeats give them, as many as there is room for."""
     return tuple(sorted(peer[-TAIL:] for peer in peers)[:NAMED_PEERS])
 
 
 class PeerState(StrEnum):
-    """The work of a peer, as others see it. An archive keeps the log, and has neither a state of its own nor a part in
-    rounds. STARTING is never published, since there is no state to name before the worker has one: it is for views of
-    one's own peers."""
+    """The activity of a peer, as others see it. An archive keeps the log, has no state of its own and takes no part in
+    rounds. STARTING is never published, since a peer has no state before its worker is ready. It is for views of one's
+    own peers only."""
 
     STARTING = "starting"
     JOINING = "joining"
@@ -83,7 +83,7 @@ class PeerState(StrEnum):
 
 
 class SignedHeartbeat(Value):
-    """The envelope: a packed heartbeat and its peer's signature."""
+    """A packed heartbeat and its peer's signature."""
 
     payload: Annotated[bytes, Field(strict=True, max_length=SIZE_LIMIT)]
     signature: Signature
@@ -99,23 +99,22 @@ class HeldOutLoss(Value):
 class Heartbeat(Value):
     """One peer of one run at one moment, in one incarnation and one start of its process.
 
-    `index` and `head` are its position in the log, `state_digest` that of theta and momentum there.
-    `loss` is that of the inner step under way (None: not known). `speed`, in tokens a second, is that of its last
-    training, also while it does not train. `held_out` is what it found when it last evaluated theta.
+    `index` and `head` are its position in the log, `state_digest` is that of theta and momentum there. `loss` is that
+    of the inner step under way (None: not known). `speed` is that of its last training in tokens a second, also while
+    it does not train. `held_out` is the result of its last evaluation of theta.
 
-    `view` is the view that it is in at its place in the log. It `leads` unless it says that it cannot: its own links
-    reach too few (R1).
+    `view` is its view at its place in the log. It `leads` unless its own links reach too few peers (R1).
 
     `endpoints` are where bulk connections to it may be dialled, `relays` the addresses of nodes that can introduce it
     to others and pass bytes on. `relayed` and `unreached` name the peers that it reaches only so, or not at all.
-    `trouble` says why its work does not count at present, and what to do about it; empty: it does. A peer that leaves
-    has voted nowhere from index `departure` on, as the `farewell` proves: its signature of that `Departure`.
+    `trouble` is the reason why its work does not count at present, with the remedy; empty if it counts. A peer that
+    leaves has cast no vote from index `departure` on; `farewell` is its signature of that `Departure`.
 
     In a run by invitation its `ticket` is the packed `ShownTicket` that admits it, and `revocations` the number of the
-    newest list of revoked tickets that it has. `signed` is the head of the log that it has signed last, as one of the
-    run's archives. `team` is whom it wants its work to count for, and `name` its nickname, as it says itself.
+    newest list of revoked tickets that it has. `signed` is the last head of the log that it has signed, as one of the
+    run's archives. `team` is the team that its work counts for, and `name` its nickname; both are its own choice.
 
-    `amendment` is the organiser's that is in force at its position, `proposed` a newer one that it knows of.
+    `amendment` is the organiser's that is in force at its position, `proposed` a newer one that it knows.
     """
 
     version: Count = PROTOCOL_VERSION
@@ -161,11 +160,11 @@ class Heartbeat(Value):
 
     @property
     def expires(self) -> float:
-        """Seconds since the epoch. Part of what is signed, so that nobody can keep an old heartbeat alive."""
+        """Seconds since the epoch. It is signed, so that no other peer can keep an old heartbeat alive."""
         return self.sequence / 1000 + self.lifetime
 
     def repeats(self, earlier: Heartbeat) -> bool:
-        """Return whether it says nothing that the earlier one did not, but that its peer is still there."""
+        """Return whether it differs from the earlier one in its sequence at most."""
         return self.__dict__ | {"sequence": earlier.sequence} == earlier.__dict__
 
     def sign(self, identity: Identity) -> bytes:
@@ -179,7 +178,7 @@ class Heartbeat(Value):
     def verify(cls, data: bytes, run_id: str | None = None) -> Heartbeat:
         """Return the heartbeat in a signed envelope; with `run_id`, only if it is about that run.
 
-        Raises: RemoteProtocolError saying which check failed.
+        Raises: RemoteProtocolError, which names the check that failed.
         """
         if len(data) > SIZE_LIMIT:
             raise RemoteProtocolError(UNKNOWN_PEER, f"a heartbeat of {len(data)} bytes exceeds {SIZE_LIMIT}")
@@ -200,5 +199,5 @@ def _open(data: bytes) -> Heartbeat:
     except WireError as error:
         raise RemoteProtocolError(UNKNOWN_PEER, f"not a heartbeat: {error}") from error
     if not verify(heartbeat.peer, SIGNING_CONTEXT + envelope.payload, envelope.signature):
-        raise RemoteProtocolError(heartbeat.peer, "the signature of its heartbeat is not its own")
+        raise RemoteProtocolError(heartbeat.peer, "the signature of its heartbeat is not by its own key")
     return heartbeat

@@ -1,7 +1,8 @@
-"""The newest signed heartbeat of each peer of a run, and when the peer itself was last heard.
+"""The newest signed heartbeat of each peer of a run, and the time at which the peer itself was last heard.
 
-A heartbeat is taken in only if it is newer than the one before it, and of our time. What a peer says comes from itself,
-or lies where it left it, in the DHT; heartbeats that others hand out are its words too, and no signs of life (R20).
+A heartbeat is stored only if it is newer than the one before it, and its time is plausible. A peer is heard when a
+message or a new heartbeat comes from the peer itself, or from its record in the DHT. Heartbeats that other peers hand
+out are stored, too, but are no signs of life (R20).
 """
 
 from __future__ import annotations
@@ -11,47 +12,47 @@ from dataclasses import dataclass
 
 from peers.presence.heartbeat import Heartbeat, PeerState
 
-PEERS_LIMIT = 10_000  # that are remembered at most
+PEERS_LIMIT = 10_000  # peers that are remembered
 CLOCK_TOLERANCE = 60.0  # seconds that a peer's clock may be ahead of ours
-HEARTBEATS_AT_ONCE = 4.0  # signed ones that a peer may send one after another
-SECONDS_PER_HEARTBEAT = 0.5  # in the long run
-HEARTBEAT_BYTES = 1024  # that count as one heartbeat; a larger one counts as several
+HEARTBEATS_AT_ONCE = 4.0  # signed heartbeats that a peer may send one after another
+SECONDS_PER_HEARTBEAT = 0.5  # seconds after which a peer may send one more
+HEARTBEAT_BYTES = 1024  # bytes that count as one heartbeat; a larger one counts as several
 NEVER = -float("inf")
 
 
 @dataclass(eq=False)
 class Kept:
-    """The last words of one peer. Times are on our clock."""
+    """The last messages of one peer. Times are on our clock."""
 
     heartbeat: Heartbeat
-    """The newest signed one."""
+    """The newest signed heartbeat."""
     signed: bytes
     newest: Heartbeat
-    """The same, with what its beats have said since."""
+    """The same, updated by the beats since then."""
     taken_at: float
-    """When the signed one came."""
+    """The time at which the signed heartbeat came."""
     first_at: float
-    """When anything was first known of the peer."""
+    """The time at which the peer first became known."""
     heard_at: float = NEVER
-    """When the peer itself was last heard."""
+    """The last time at which the peer itself was heard."""
     allowance: float = HEARTBEATS_AT_ONCE
     """Signed heartbeats that the peer may still send at once, as of `allowed_at`."""
     allowed_at: float = NEVER
 
     def is_fresh(self, now: float) -> bool:
-        """Return whether anything was learned of the peer within its heartbeats' lifetime."""
+        """Return whether the peer was heard, or a heartbeat of it came, within its heartbeats' lifetime."""
         return now - max(self.taken_at, self.heard_at) <= self.heartbeat.lifetime
 
     def is_heard(self, now: float) -> bool:
-        """Return whether the peer itself was heard within half of that, which is the run's expiry."""
+        """Return whether the peer itself was heard within half of the lifetime, which is the run's expiry."""
         return now - self.heard_at <= self.heartbeat.lifetime / 2
 
     def is_present(self, now: float) -> bool:
-        """Return whether the peer seems to be there, so that it can be told something."""
+        """Return whether the peer seems to be there, so that calls to it make sense."""
         return self.is_fresh(now) and self.heartbeat.state is not PeerState.LEAVING
 
     def may_send(self, now: float) -> bool:
-        """Return whether the peer may send a signed heartbeat now, however large."""
+        """Return whether the peer may send a signed heartbeat now, of any size."""
         return self._left(now) >= 1.0
 
     def _left(self, now: float) -> float:
@@ -65,7 +66,10 @@ class Kept:
 
 
 class HeartbeatStore:
-    """The words of all peers of one run, the one known for longest first. `now` is our clock, `wall` everybody's."""
+    """The last messages of all peers of one run, with the peer known for longest first.
+
+    `now` is on this peer's own clock, `wall` is the common wall clock.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, Kept] = {}
@@ -77,15 +81,15 @@ class HeartbeatStore:
         return self._kept.get(peer)
 
     def all(self) -> list[Kept]:
-        """Return all that is remembered, of peers that are long gone, too."""
+        """Return all remembered peers, also those that are gone."""
         return list(self._kept.values())
 
     def fresh(self, now: float) -> Iterator[Kept]:
-        """Return the peers of which anything was learned lately."""
+        """Yield the peers that are fresh."""
         return (kept for kept in self._kept.values() if kept.is_fresh(now))
 
     def take(self, heartbeat: Heartbeat, signed: bytes, now: float, wall: float) -> bool:
-        """Take in a signed heartbeat, which has been verified. Returns whether it is newer than the last one."""
+        """Store a verified signed heartbeat if it is newer than the last one. Return whether it was stored."""
         kept = self._kept.get(heartbeat.peer)
         if not _is_of_our_time(heartbeat.sequence, heartbeat.lifetime, wall):
             return False
@@ -107,7 +111,7 @@ class HeartbeatStore:
         return True
 
     def heard(self, peer: str, now: float) -> None:
-        """Note that a peer itself was heard."""
+        """Record that a peer itself was heard."""
         if peer in self._kept:
             self._kept[peer].heard_at = now
 
@@ -117,23 +121,23 @@ class HeartbeatStore:
 
     # Bounds ---------------------------------------------------------------------------------------------------
     def _has_room(self, wall: float) -> bool:
-        """Return whether one more peer can be remembered, if need be in the place of others that are long gone."""
+        """Return whether one more peer can be remembered, after dropping outdated ones if necessary."""
         if len(self._kept) >= PEERS_LIMIT:
             self.forget(wall)
         return len(self._kept) < PEERS_LIMIT
 
     def forget(self, wall: float) -> None:
-        """Drop what is too old to be taken in again. It is kept for so long, so that it is not taken for news."""
+        """Drop peers whose newest heartbeat is outdated. Earlier, a copy of it would be taken as new."""
         for kept in self.all():
             if not _is_of_our_time(kept.newest.sequence, kept.heartbeat.lifetime, wall):
                 del self._kept[kept.heartbeat.peer]
 
 
 def is_from_the_future(sequence: int, wall: float) -> bool:
-    """Return whether a heartbeat or beat claims to be later than clocks differ."""
+    """Return whether a heartbeat or beat is later than a difference between clocks can explain."""
     return sequence / 1000 - CLOCK_TOLERANCE > wall
 
 
 def _is_of_our_time(sequence: int, lifetime: float, wall: float) -> bool:
-    """Return whether it is neither from the future, nor so old that its peer may be gone for long."""
+    """Return whether a heartbeat is neither from the future, nor so old that its peer may be gone for long."""
     return not is_from_the_future(sequence, wall) and wall <= sequence / 1000 + lifetime + CLOCK_TOLERANCE

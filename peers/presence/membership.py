@@ -1,4 +1,4 @@
-"""The other peers of a run. A peer is live while its heartbeats advance, judged on our own clock alone."""
+"""The other peers of a run. A peer is live while its heartbeats advance, as measured on this machine's clock alone."""
 
 from __future__ import annotations
 
@@ -17,41 +17,43 @@ DONATING = PARTICIPATING | {PeerState.ARCHIVING}
 FORGOTTEN = 3600.0
 """Seconds of silence after which a peer is forgotten; heartbeats older than that are expired everywhere."""
 SEEN_LIMIT = 10_000
-"""Peers that are remembered. Of more, those silent for longest are forgotten: made-up peers cost nothing."""
+"""Peers that are remembered. Beyond it those silent for longest are forgotten, since made-up peers cost nothing."""
 IsFarewell: TypeAlias = Callable[[str, int, int, bytes], bool]
-"""Given peer, incarnation, index and signature."""
+"""Returns whether a farewell is valid, given its peer, incarnation, index and signature."""
 
 DEPARTURES = 4
-"""Incarnations of one peer that are remembered to have left."""
+"""Departed incarnations of one peer that are remembered."""
 
 
 class Roll(dict[str, Heartbeat]):
-    """The latest heartbeats of the other peers that are alive and not leaving, by peer. It does not change: in a large
-    swarm it is long, and looked at all the time."""
+    """The latest heartbeats of the other peers that are live and not leaving, by peer.
+
+    It is immutable, because it is long in a large swarm, and used at every event.
+    """
 
     @cached_property
     def trainers(self) -> tuple[Heartbeat, ...]:
-        """Return those of peers that train, or will once they have joined: all but archives."""
+        """The heartbeats of peers that train, or will once they have joined: all but archives."""
         return tuple(beat for beat in self.values() if beat.state is not PeerState.ARCHIVING)
 
     @cached_property
     def at_work(self) -> tuple[Heartbeat, ...]:
-        """Return those of peers that work on the next entry."""
+        """The heartbeats of peers that work on the next entry."""
         return tuple(beat for beat in self.values() if beat.state in PARTICIPATING)
 
     @cached_property
     def ready(self) -> tuple[str, ...]:
-        """Return the peers that are done, and wait for a round to begin."""
+        """The peers that have trained, and wait for a round to begin."""
         return tuple(beat.peer for beat in self.at_work if beat.state is PeerState.READY)
 
 
 @dataclass(slots=True)
 class _Sighting:
     heartbeat: Heartbeat
-    advanced_at: float  # when anything came of it
-    beaten_at: float  # when a heartbeat did
+    advanced_at: float  # the last time that a heartbeat or message came
+    beaten_at: float  # the last time that a heartbeat came
     reachable: bool = True
-    departures: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # of its last incarnations, signed
+    departures: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # by incarnation: index and signature
 
     @property
     def has_left(self) -> bool:
@@ -64,7 +66,7 @@ class _Sighting:
 
 
 class Membership:
-    """The other peers of the run, from their heartbeats and from what became of messages to them."""
+    """The other peers of the run, from their heartbeats, and from messages that came or could not be delivered."""
 
     def __init__(self, me: str, expiry: float, is_farewell: IsFarewell) -> None:
         """`is_farewell` checks whether a signature of a departure is the peer's own."""
@@ -72,16 +74,15 @@ class Membership:
         self._is_farewell = is_farewell
         self._expiry = expiry
         self._seen: dict[str, _Sighting] = {}
-        self._departed = set[str]()  # in some incarnation
-        self._live: Roll | None = None  # as found last; None: something has changed since
-        self._live_until = 0.0  # then a peer may have expired
+        self._departed = set[str]()  # peers with a departed incarnation
+        self._live: Roll | None = None  # the last result of `live`; None if something has changed since
+        self._live_until = 0.0  # the first time at which a peer of it may have expired
         self.polled = False
 
     def observe(self, heartbeats: Iterable[Heartbeat], now: float, silences: Mapping[str, float] | None = None) -> None:
-        """Take in the heartbeats that we heard, some of them `silences` seconds ago; old ones change nothing.
+        """Take in heartbeats, some of them heard `silences` seconds ago; old ones change nothing.
 
-        The roll stays the same object where all say what they said before: what follows from it need not be worked out
-        again.
+        The roll stays the same object if no heartbeat changes its content, so that derived values can be reused.
         """
         self.polled = True
         for heartbeat in heartbeats:
@@ -89,8 +90,8 @@ class Membership:
             if peer == self._me or (sighting and heartbeat.sequence <= sighting.heartbeat.sequence):
                 continue
             heard_at = now - silences.get(peer, 0.0) if silences else now
-            said_before = self._live.get(peer) if self._live is not None else None
-            if said_before is None or not heartbeat.repeats(said_before):
+            before = self._live.get(peer) if self._live is not None else None
+            if before is None or not heartbeat.repeats(before):
                 self._live = None
             if sighting is None:
                 sighting = self._seen[peer] = _Sighting(heartbeat, heard_at, heard_at)
@@ -113,25 +114,25 @@ class Membership:
 
     @property
     def met(self) -> Collection[str]:
-        """Return all peers that we heard in the last hour, and ourselves."""
+        """All peers that were heard in the last hour, and this peer."""
         return {self._me, *self._seen}
 
     def unreachable(self, peer: str) -> None:
-        """Take a peer for dead until its next heartbeat: a message could not be delivered."""
+        """Count a peer as dead until its next heartbeat, since a message to it could not be delivered."""
         if peer in self._seen:
             self._seen[peer].reachable = False
             self._live = None
 
     def heard_from(self, peer: str, now: float) -> None:
-        """Note that a message of a peer arrived, which is as good as a heartbeat for being alive."""
+        """Record that a message of a peer arrived, which is as good a sign of life as a heartbeat."""
         sighting = self._seen.get(peer)
         if sighting is not None:
             self._live = self._live if self.is_live(peer, now) else None
             sighting.reachable, sighting.advanced_at = True, now
 
     def departs(self, peer: str, incarnation: int, departure: int, signature: bytes) -> None:
-        """Note that a peer said farewell: it counts in no quorum from the entry `departure` on. Strangers are in none,
-        and not remembered."""
+        """Record a peer's farewell: it counts in no quorum from the entry `departure` on. Strangers' farewells are
+        ignored, since strangers are in no quorum."""
         if peer in self._seen:
             self._departs(self._seen[peer], incarnation, departure, signature)
             self._live = None
@@ -142,11 +143,11 @@ class Membership:
             self._departed.add(sighting.heartbeat.peer)
 
     def departed(self, log: LogState) -> frozenset[str]:
-        """Return the voters of the log that have left before they could vote for its next entry."""
+        """Return the voters of the log that left before they could vote for its next entry."""
         return frozenset(self.farewells(log))
 
     def farewells(self, log: LogState) -> dict[str, tuple[int, bytes]]:
-        """Return the same, with what they signed: from which index on."""
+        """Return the same voters, each with the index and the signature of its farewell."""
         if not self._departed:
             return {}
         index, gone = log.position.index, dict[str, tuple[int, bytes]]()
@@ -158,7 +159,7 @@ class Membership:
         return gone
 
     def live(self, now: float) -> Roll:
-        """Return who is alive and not leaving: the same object as long as nothing changes."""
+        """Return the roll of live peers: the same object as long as nothing changes."""
         if self._live is None or now > self._live_until:
             live = {
                 peer: sighting
@@ -171,11 +172,11 @@ class Membership:
         return self._live
 
     def spoke_within(self, seconds: float, now: float, even_leavers: bool = False) -> list[Heartbeat]:
-        """Return the last heartbeats of the peers that have not left, and gave one so short a while ago; with
-        `even_leavers` also of those that go on after a farewell.
+        """Return the last heartbeats of peers that have not left, and sent one in the last `seconds`; with
+        `even_leavers` also of peers that go on after a farewell.
 
-        A message is no heartbeat here, nor does it count when one could not be delivered: a peer may send messages to
-        some and not to others, and a link may fail for a moment.
+        Only heartbeats count here, and not messages or failed deliveries: a peer may send messages to some and not to
+        others, and a link may fail for a moment.
         """
         seen = [sighting for sighting in self._seen.values() if even_leavers or not sighting.has_left]
         return [sighting.heartbeat for sighting in seen if now - sighting.beaten_at <= seconds]

@@ -1,4 +1,4 @@
-"""Reach of the other peers, as one peer knows it: by its links, and by the chunks that arrived or did not."""
+"""Reach of the other peers, as one peer knows it from its links, and from chunks that arrived or did not."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Mapping
 from peers.values.wire import Reach
 
 SEEN_LIMIT = 64
-"""Peers whose rate one Ready tells: enough to check a claim, and small in a swarm of a thousand."""
+"""Peers whose rates one Ready reports: enough to check a claim, and few in a swarm of a thousand."""
 DOUBT = 300.0
-"""Seconds for which data had better not go straight to a peer that chunks did not reach."""
+"""Seconds without direct data, if possible, to a peer that chunks did not reach."""
 
 
 class Reachability:
-    """Outlives positions. Of a peer that nothing is known of, it is believed that it can be reached."""
+    """Reach of each peer, kept when the log moves on. A peer counts as reachable until something shows otherwise."""
 
     def __init__(self, patience: float) -> None:
-        """`patience`: seconds for which no chunk must reach a peer before we doubt that any can."""
+        """`patience`: seconds without a chunk that reaches a peer, after which the peer is doubted."""
         self._patience = patience
         self._reach: dict[str, Reach] = {}
         self.unreached: frozenset[str] = frozenset()
-        """Peers with which no data can be exchanged, as links say."""
+        """Peers with which no data can be exchanged, according to the links."""
         self.relayed: frozenset[str] = frozenset()
-        """Peers that are reached only through a relay, as links say."""
+        """Peers that are reached only through a relay, according to the links."""
         self.sought: frozenset[str] = frozenset()
-        """Peers to which a way is still looked for."""
+        """Peers to which a link is still looked for."""
         self._rates: dict[str, int] = {}
         self._failing_since: dict[tuple[str, int], float] = {}  # by peer and fragment
         self._doubted_until: dict[str, float] = {}
@@ -32,7 +32,7 @@ class Reachability:
     def observe(
         self, reach: Mapping[str, Reach], rates: Mapping[str, int], sought: frozenset[str] = frozenset()
     ) -> bool:
-        """Take in what the links say. Returns whether anything changed in how peers are reached."""
+        """Take in the state of the links. Return whether any peer's reach has changed."""
         self.sought = sought
         changed = {peer for peer in self._reach.keys() | reach.keys() if self._reach.get(peer) != reach.get(peer)}
         self._reach, self._rates = dict(reach), dict(rates)
@@ -43,33 +43,33 @@ class Reachability:
         return bool(changed)
 
     def failed(self, peer: str, now: float, fragment: int = 0) -> None:
-        """A chunk of this fragment's round did not reach the peer, which is alive."""
+        """Record that a chunk of this fragment's round did not reach the peer, which is live."""
         if now - self._failing_since.setdefault((peer, fragment), now) >= self._patience:
             self._doubted_until[peer] = now + DOUBT
 
     def passed(self, peer: str) -> None:
-        """A chunk has reached the peer, or its link has changed."""
+        """Record that a chunk has reached the peer, or its link has changed."""
         self._failing_since = {failing: since for failing, since in self._failing_since.items() if failing[0] != peer}
         self._doubted_until.pop(peer, None)
 
     def round_begins(self, fragment: int = 0) -> None:
-        """What failed of this fragment before was of another round, which the peer may not have been in."""
+        """Drop the failures of this fragment's last round, which the peer may not have been in."""
         self._failing_since = {
             failing: since for failing, since in self._failing_since.items() if failing[1] != fragment
         }
 
     def doubted(self, now: float) -> frozenset[str]:
-        """Peers that chunks did not reach lately. Nobody is left out for that: they may have been slow."""
+        """Return the peers that chunks did not reach lately. They still take part, since they may only be slow."""
         return frozenset(peer for peer, until in self._doubted_until.items() if now < until)
 
     def detours(self, now: float) -> frozenset[str]:
-        """Peers with which as little data as possible should be exchanged: through a relay, or perhaps not at all, or
-        in a way that is not found yet."""
+        """Return the peers with which as little data as possible should be exchanged: their link is a relay's, doubted,
+        or not found yet."""
         return self.doubted(now) | self.relayed | self.sought
 
     def seen(self, me: str) -> tuple[tuple[str, int], ...]:
-        """Bytes a second that came from others in recent rounds: from the peers next to us in the order of ids, so
-        that in a large swarm as many speak of each."""
+        """Return the bytes a second that came from other peers in recent rounds. The first peer is the one after us in
+        the order of ids, so that in a large swarm equally many report on each."""
         peers = sorted(peer for peer, rate in self._rates.items() if rate > 0 and peer != me)
         after = sum(peer < me for peer in peers)
         return tuple((peer, self._rates[peer]) for peer in (peers[after:] + peers[:after])[:SEEN_LIMIT])

@@ -1,4 +1,4 @@
-"""What peers give one another: payloads, headers, snapshots; and where it lies meanwhile.
+"""Payloads, headers and snapshots, as peers serve and fetch them; and the memory that holds them meanwhile.
 
 Other rooms import:
 averages: Admission, ChunkHeader, ask_for_contributions, average_chunk, serve_contributions

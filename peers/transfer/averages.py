@@ -1,8 +1,8 @@
-"""The chunks of a round: which are let in, and how they are averaged. Every driver asks here, so that what is simulated
-is what is deployed.
+"""The chunks of a round: which arriving ones are accepted, and how they are averaged. Every driver uses this module, so
+that simulations run the deployed code.
 
-Until it has trained again, each member shows what it contributed to all that were in the round with it, a chunk at a
-time, with the path to what it has committed to: then others can make an average again (spot checks).
+Until it has trained again, each member serves its contribution to the other members of its round. It serves single
+chunks, each with the Merkle path to its commitment, so that others can repeat an average (spot checks).
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ if TYPE_CHECKING:
     from peers.protocol.peer import Peer
 
 CONTRIBUTION = "contribution"
-READERS = 4  # chunks that are given away at once
-TIMEOUT = 60.0  # seconds for one; it gives way to rounds
+READERS = 4  # chunks that are served at once
+TIMEOUT = 60.0  # seconds for one chunk; rounds have priority
 
 
-# What is let in -------------------------------------------------------------------------------------------------------
+# Arriving chunks ------------------------------------------------------------------------------------------------------
 class ChunkHeader(Value):
-    """The announcement of a chunk: an average, with those whose blocks are `absent`, signed by its `origin`; or the
-    sender's own blocks, with the proof that it committed to them, and its `signature` of the commitment."""
+    """The announcement of a chunk.
+
+    An average names the members whose blocks are `absent`, and its signed `origin`. The sender's own blocks have the
+    `proof` that they belong to its commitment, and its `signature` of the commitment.
+    """
 
     chunk: Count
     reduced: Annotated[bool, Field(strict=True)]
@@ -52,7 +55,7 @@ class ChunkHeader(Value):
 
     @classmethod
     def of(cls, send: SendChunk, buffers: PayloadBuffers) -> ChunkHeader:
-        """Return the announcement of a chunk that goes out."""
+        """Return the announcement of a chunk to be sent."""
         return cls(
             chunk=send.chunk,
             reduced=send.reduced,
@@ -64,18 +67,18 @@ class ChunkHeader(Value):
 
 
 class Admitted(NamedTuple):
-    """The decision on a chunk: the protocol's event, if any, and whether its sender is rid of it."""
+    """The decision on an arrived chunk: the protocol's event, if any, and whether the sender need not send it again."""
 
     event: ContributionArrived | ReducedArrived | BadBlocks | None
     is_taken: bool
 
 
 class Admission:
-    """Checks the chunks that arrive at one peer, and puts those that are waited for into its buffers.
+    """Checks the chunks that arrive at one peer, and puts those that a round waits for into its buffers.
 
-    A chunk that is not waited for is not stored, and its sender learns whether to send it again. A chunk that is wrong
-    is its sender's fault: RemoteProtocolError where no honest peer would have announced it, else BadBlocks. The
-    protocol hears of a chunk, and never sees its bytes.
+    Any other chunk is not stored, and its sender learns whether to send it again. A wrong chunk is its sender's fault:
+    it raises RemoteProtocolError if no honest peer would have announced it, else it gives BadBlocks. The protocol gets
+    events about chunks, and never their bytes.
     """
 
     def __init__(self, peer: Peer, buffers: PayloadBuffers, measure: Measure) -> None:
@@ -89,8 +92,10 @@ class Admission:
         return exchange is not None and exchange.is_with(sender)
 
     def check_size(self, sender: str, round_name: RoundName, header: ChunkHeader, length: int) -> None:
-        """Raises: RemoteProtocolError unless this is a whole chunk, in the format of an average or of this sender; of a
-        round that we are not in, in any format."""
+        """Raise RemoteProtocolError unless a chunk has the length that its format demands.
+
+        Formats are those of averages or of this sender; any format of the run for a round that this peer is not in.
+        """
         chunk, exchange = header.chunk, self._peer.exchange_of(round_name)
         if chunk >= self._buffers.size.chunks:
             raise RemoteProtocolError(sender, f"there is no chunk {chunk} in a payload")
@@ -104,8 +109,11 @@ class Admission:
             raise RemoteProtocolError(sender, f"its chunk {chunk} has {length} bytes, not {wanted}")
 
     def take(self, sender: str, round_name: RoundName, header: ChunkHeader, data: bytes | bytearray) -> Admitted:
-        """Store a chunk of the announced size, if the round waits for it. Own blocks are stored as they are, and must
-        not change; averaged ones are copied. The protocol must hear of the event before anything else."""
+        """Store a chunk of the announced size, if the round waits for it.
+
+        Members' own blocks are stored without a copy, and must not change; averages are copied. The caller must hand
+        the event to the protocol before any other event.
+        """
         exchange, current = self._peer.exchange_of(round_name), self._buffers.round(round_name)
         if exchange is None or current is None or not exchange.is_with(sender):
             return Admitted(None, is_taken=False)
@@ -121,7 +129,7 @@ class Admission:
         return Admitted(ContributionArrived(round_name, sender, chunk), is_taken=True)
 
     def _take_average(self, sender: str, exchange: Exchange, header: ChunkHeader, data: Blocks) -> Admitted:
-        """Store an average that is signed, by whomever it comes; and where one is proposed, that one only."""
+        """Store a signed average, whichever member sent it; once an average is proposed, only that one."""
         chunk, digest, origin, name = header.chunk, digest_of(data), header.origin, exchange.name
         unsigned = BadBlocks(name, sender, chunk, "its reducer has not signed it", reduced=True)
         if origin is None:
@@ -134,29 +142,31 @@ class Admission:
         try:
             squares = self._inspect(chunk, data, 0)
             if exchange.is_too_long(averaged, squares):
-                raise BadBlocksError("what its reducer gives is longer than what it can be made of")
+                raise BadBlocksError("the reducer's average is longer than its contributions allow")
         except BadBlocksError as error:
             return Admitted(BadBlocks(name, origin.reducer, chunk, str(error), reduced=True), is_taken=False)
         self._buffers.store(name, chunk, data, digest)
         return Admitted(ReducedArrived(name, sender, chunk, header.absent, digest, origin, squares), is_taken=True)
 
     def _fault(self, sender: str, exchange: Exchange, header: ChunkHeader, data: bytes | bytearray) -> BadBlocks | None:
-        """Return what is wrong with blocks to be averaged. It shows that their owner lied if it committed to them."""
+        """Return the fault in blocks to be averaged, if any. It convicts their owner if the owner committed to them."""
         round_name, chunk, proof = exchange.name, header.chunk, header.proof
         if proof is None or not exchange.contributions.has(sender, chunk, digest_of(data), proof):
-            return BadBlocks(round_name, sender, chunk, "it has not committed to this")
-        said = exchange.commitment(sender, header.signature)
-        if said is None:
-            return BadBlocks(round_name, sender, chunk, "it has not signed what it committed to")
+            return BadBlocks(round_name, sender, chunk, "it has not committed to these blocks")
+        commitment = exchange.commitment(sender, header.signature)
+        if commitment is None:
+            return BadBlocks(round_name, sender, chunk, "it has not signed its commitment")
         fault = fault_in(chunk, data, proof, self._inspect, exchange.format_of(sender))
         if fault is None:
             return None
         is_short = len(data) <= EVIDENCE_LIMIT
-        evidence = CommittedChunk(commitment=said, chunk=chunk, proof=proof, data=bytes(data)) if is_short else None
+        evidence = (
+            CommittedChunk(commitment=commitment, chunk=chunk, proof=proof, data=bytes(data)) if is_short else None
+        )
         return BadBlocks(round_name, sender, chunk, fault, evidence)
 
 
-# What is averaged -----------------------------------------------------------------------------------------------------
+# Averaging ------------------------------------------------------------------------------------------------------------
 Average: TypeAlias = Callable[[Reduction], Awaitable[Blocks]]
 """`Workload.reduce`."""
 
@@ -164,10 +174,10 @@ Average: TypeAlias = Callable[[Reduction], Awaitable[Blocks]]
 async def average_chunk(
     average: Average, buffers: PayloadBuffers, exchange: Exchange, reduce: ReduceChunk
 ) -> ReducedArrived | BadBlocks | None:
-    """Average the blocks of a chunk, and store the result. Return the event, which the protocol must hear of before
-    anything else; None: the average is not wanted any more.
+    """Average the blocks of a chunk, and store the result. Return the event, or None if the average is not wanted any
+    more. The caller must hand the event to the protocol before any other event.
 
-    Blocks may pass every check at the door and still have no average: BadBlocks names the member that sent them.
+    Blocks may pass every check on arrival, and still have no average: then BadBlocks names the member that sent them.
     Raises: BadBlocksError or DilocoPeerError when they are this peer's own.
     """
     round_name, chunk, me = reduce.round_name, reduce.chunk, exchange.me
@@ -200,23 +210,23 @@ def _reduction(
     buffers: PayloadBuffers,
     room: bytearray,
 ) -> Reduction:
-    """Return what there is to average of a chunk, given the members' blocks and room for the average."""
+    """Return the input of a chunk's average: the members' blocks, and room for the result."""
     first_block, place = buffers.chunking.blocks(reduce.chunk)[0], reduce.round_name.position
     tokens = sum(weight for _, weight in reduce.members)
     return Reduction(contributions, first_block, memoryview(room), tokens, place.fragment, place.index, formats)
 
 
 async def _find_spoiler(average: Average, failing: Reduction) -> int:
-    """Return the place of the contribution with which averaging begins to fail, given that it fails for all of them.
+    """Return the index of the first contribution whose addition makes the average fail. All together must fail.
 
-    Sums only grow from honest contributions by what rounding ignores beside one that makes them overflow.
+    Bisection finds it: beside a contribution that makes a sum overflow, honest ones are within its rounding.
     """
-    good, bad = 0, len(failing.contributions)  # so many can be averaged, so many can't
+    good, bad = 0, len(failing.contributions)  # the first `good` have an average, the first `bad` have none
     while bad - good > 1:
         middle = (good + bad) // 2
         tried = replace(failing, contributions=failing.contributions[:middle], formats=failing.formats[:middle])
         try:
-            if any(weight for _, weight in tried.contributions):  # there is no average of nothing
+            if any(weight for _, weight in tried.contributions):  # without any weight there is no average
                 await average(tried)
             good = middle
         except (BadBlocksError, DilocoPeerError):
@@ -224,9 +234,9 @@ async def _find_spoiler(average: Average, failing: Reduction) -> int:
     return good
 
 
-# What others may make again -------------------------------------------------------------------------------------------
+# Contributions for spot checks ----------------------------------------------------------------------------------------
 class ContributionRequest(Value):
-    """One chunk of what the peer contributed last to a fragment."""
+    """A request for one chunk of the peer's last contribution to a fragment."""
 
     run: RunId
     fragment: Count
@@ -236,7 +246,7 @@ class ContributionRequest(Value):
 async def serve_contributions(
     transport: PullTransport, run: str, buffers: Sequence[PayloadBuffers], is_member: Callable[[int, str], bool]
 ) -> None:
-    """Show what this peer contributes to those that are members of the fragment's round that it is in, from now on."""
+    """Serve this peer's contribution to the members of the fragment's round that it is in, from now on."""
     places = Places(READERS, 1)
 
     @asynccontextmanager
@@ -260,7 +270,7 @@ async def ask_for_contributions(
     transport: PullTransport, run: str, me: str, own: PayloadBuffers, peers: Mapping[str, int], chunk: int
 ) -> list[tuple[ChunkProof, Blocks] | None]:
     """Ask these peers at once for their contributions to a chunk, each in its format. Return one answer for each, None
-    where there is none. This peer, which shows its `own`, may be among them."""
+    if a peer gives none. This peer may be among them; its blocks are in `own`."""
     request = pack(ContributionRequest(run=run, fragment=own.fragment, chunk=chunk))
 
     async def ask(peer: str) -> tuple[ChunkProof, Blocks] | None:

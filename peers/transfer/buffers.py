@@ -1,7 +1,7 @@
 """Memory for payloads, while a round makes one and afterwards; used by every driver.
 
-A round of n members takes two payloads and at most (n - 1) / n of one: our own blocks, the average, and what the others
-sent of our part until it is averaged. On top come the payloads that are kept for peers that fell behind.
+A round of n members needs two payloads and at most (n - 1) / n of a third: our own blocks, the average, and the others'
+blocks for our part until they are averaged. The payloads that are kept for peers that fell behind come on top.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from peers.values.chunks import Chunking, KeptPayloads, Payload, PayloadSize, Su
 from peers.values.wire import digest_of
 from peers.values.workload import BadBlocksError, Blocked, Blocks, Inspect
 
-SPARE_BYTES = 1 << 25  # of used memory for chunks, from one round to the next
+SPARE_BYTES = 1 << 25  # of chunk memory that is kept from one round to the next
 
 
 @dataclass
@@ -37,7 +37,7 @@ class _RoundBuffers:
 
 
 class PayloadBuffers:
-    """Of one fragment: the present round's blocks, and the payloads that are kept."""
+    """One fragment's memory: the blocks of the present round, and the payloads that are kept."""
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class PayloadBuffers:
         self.size = PayloadSize(self.chunking.count, whole, tuple(thinner))
         self.kept = KeptPayloads(budget)
         self._older = older
-        self._found = KeptPayloads(0)  # of the older ones, apart: what others ask for pushes nothing out that we need
+        self._found = KeptPayloads(0)  # older ones, apart: others' requests must not push out payloads that we need
         self._finding = Lock()
-        self.own: Blocks = b""  # what we trained last, for this round or a later one
+        self.own: Blocks = b""  # our last contribution, for this round or a later one
         self.own_format = 0
         self.tree: SumTree | None = None  # over its chunks
         self._round: _RoundBuffers | None = None
-        self._last: _RoundBuffers | None = None  # over, and its payload is kept
+        self._last: _RoundBuffers | None = None  # the round before, if its payload is kept
         self._spare: memoryview | None = None
         self._used: list[bytearray] = []
 
@@ -71,12 +71,12 @@ class PayloadBuffers:
         budget: int = 0,
         older: Callable[[bytes], Payload | None] = lambda digest: None,
     ) -> tuple[Self, ...]:
-        """Create those of each fragment, which share the budget."""
+        """Create the buffers of each fragment, which share the budget of bytes equally."""
         share = budget // len(fragments)
         return tuple(cls(blocked, share, older, fragment) for fragment, blocked in enumerate(fragments))
 
     def find(self, digest: bytes) -> Payload | None:
-        """A payload that is kept here. May read all of it from a disk, so it is called in threads."""
+        """Return a payload that is kept here. Call it in a thread, since it may read all of it from a disk."""
         if payload := self.kept.get(digest):
             return payload
         with self._finding:
@@ -86,7 +86,7 @@ class PayloadBuffers:
             return payload
 
     def prepare(self) -> None:
-        """Take the next round's memory from the system: within a round everything else would wait for that."""
+        """Reserve the next round's memory now, since all other work of a round would wait for that."""
         if self._spare is None:
             spare = empty(self.size.bytes)
             for offset in range(0, self.size.bytes, mmap.PAGESIZE):
@@ -97,20 +97,20 @@ class PayloadBuffers:
         self._round, self._last = _RoundBuffers(name, self.room_for_payload()), None
 
     def room_for_payload(self) -> memoryview:
-        """Return memory for a whole payload: what was prepared, if it is still there."""
+        """Return memory for a whole payload: the prepared one, if it is unused."""
         spare, self._spare = self._spare, None
         return empty(self.size.bytes) if spare is None else spare
 
     def room_for_fetch(self) -> memoryview:
-        """Return memory for a whole payload, in which what a round has brought of it is at its place already."""
+        """Return memory for a whole payload, with the averages of the open round in their places."""
         room = self.room_for_payload()
         if self._round is not None:
             room[:] = self._round.average
         return room
 
     def close(self) -> None:
-        """No round is under way. What it took goes back to the system, but for some chunks. Its averages are given to
-        others until the next one begins, if they are all here; or else are in the next room for a payload."""
+        """End the round, and release its memory, except some chunks for later use. If all averages are here, they are
+        served until the next round begins; if not, their memory is the next room for a payload."""
         current, self._round = self._round, None
         if current is not None and current.is_kept:
             current.contributions.clear()
@@ -123,58 +123,58 @@ class PayloadBuffers:
         return self._round if self._round and self._round.name == name else None
 
     def last(self, name: RoundName) -> _RoundBuffers | None:
-        """Return a round that is over, if all of its averages are here."""
+        """Return the round before, if all of its averages are here."""
         return self._last if self._last and self._last.name == name else None
 
     def room(self, length: int) -> bytearray:
-        """Return memory for a chunk: what was used before, since the system takes long to give new memory."""
+        """Return memory for a chunk: used memory if possible, since the system is slow to give new memory."""
         if self._used and len(self._used[-1]) == length:
             return self._used.pop()
         return bytearray(length)
 
     def release(self, name: RoundName, chunk: int, room: Blocks) -> None:
-        """Use the memory of the blocks of a chunk again, and the room that its average was made in: nobody reads them
-        any more."""
+        """Reuse the memory of a chunk's blocks, and the `room` in which its average was made. They must not be read any
+        more."""
         size, contributions = self.chunk_length(0), self._open_round(name).contributions.pop(chunk, {})
         used = [room, *contributions.values()]
         self._used += [one for one in used if isinstance(one, bytearray) and len(one) == size]
 
     def chunk_bytes(self, chunk: int, format: int = 0) -> tuple[int, int]:
-        """Byte offsets [start, stop) of a chunk in a payload."""
+        """Return the byte offsets [start, stop) of a chunk in a payload."""
         return self._byte_range(*self.chunking.blocks(chunk), format)
 
     def chunk_length(self, chunk: int, format: int = 0) -> int:
-        """Return the bytes of a chunk."""
+        """Return the length of a chunk in bytes."""
         start, stop = self.chunk_bytes(chunk, format)
         return stop - start
 
     def chunks_bytes(self, first: int, last: int) -> tuple[int, int]:
-        """Byte offsets [start, stop) of chunks [first, last) in a payload."""
+        """Return the byte offsets [start, stop) of chunks [first, last) in a payload."""
         return self.chunk_bytes(first)[0], self.chunk_bytes(last - 1)[1]
 
     def own_chunk(self, chunk: int) -> memoryview:
-        """A chunk of what we trained last."""
+        """Return a chunk of our last contribution."""
         start, stop = self.chunk_bytes(chunk, self.own_format)
         return memoryview(self.own)[start:stop]
 
     def proof(self, chunk: int) -> ChunkProof:
-        """Return how our own blocks of a chunk follow from what we committed to. Raises: KeyError without any."""
+        """Return the proof that our own blocks of a chunk belong to our commitment. Raises: KeyError without any."""
         if self.tree is None:
-            raise KeyError("nothing is committed to")
+            raise KeyError("this peer has committed to nothing yet")
         return ChunkProof(squares=self.tree.squares(chunk), path=self.tree.path(chunk))
 
     def contributions(
         self, name: RoundName, chunk: int, me: str, weights: Sequence[tuple[str, float]]
     ) -> list[tuple[Blocks, float]]:
-        """The blocks of a chunk with the members' weights, in their order. Raises: KeyError."""
+        """Return the blocks of a chunk with their members' weights, in the order of `weights`. Raises: KeyError."""
         arrived = self._open_round(name).contributions[chunk]
-        mine = self.own_chunk(chunk)
-        return [(mine if peer == me else arrived[peer], weight) for peer, weight in weights]
+        own_blocks = self.own_chunk(chunk)
+        return [(own_blocks if peer == me else arrived[peer], weight) for peer, weight in weights]
 
     def store(self, name: RoundName, chunk: int, data: Blocks, digest: bytes | None = None) -> bytes:
-        """Put an averaged chunk into its place, instead of another one if need be. Returns its digest.
+        """Put an averaged chunk into its place; it replaces an earlier average. Return its digest.
 
-        A payload that is kept already stays as it was: it may be what a vote was for. Raises: KeyError.
+        A payload that is kept already is copied first, as a vote may depend on it. Raises: KeyError.
         """
         current = self._open_round(name)
         if current.is_kept:
@@ -187,13 +187,13 @@ class PayloadBuffers:
         return current.digests[chunk]
 
     def read(self, name: RoundName, chunk: int, is_averaged: bool) -> memoryview:
-        """Return a chunk of the average, or of our own blocks. Raises: KeyError when that is here no more."""
+        """Return a chunk of the average, or of our own blocks. Raises: KeyError when it is not here any more."""
         current = (self.last(name) if is_averaged else None) or self._open_round(name)
         start, stop = self.chunk_bytes(chunk)
         return current.average[start:stop] if is_averaged else self.own_chunk(chunk)
 
     def assemble(self, name: RoundName) -> bytes:
-        """Keep the payload of a round whose chunks are all here. Returns its digest. Raises: KeyError."""
+        """Keep the payload of a round whose chunks are all here. Return its digest. Raises: KeyError."""
         current = self._open_round(name)
         digests = tuple(current.digests[chunk] for chunk in range(self.size.chunks))
         payload = Payload(current.average, digests)
@@ -213,7 +213,7 @@ Measure: TypeAlias = Callable[[Blocks, int, int, int], float]
 
 
 def inspection(measure: Measure, buffers: PayloadBuffers) -> Inspect:
-    """Return what measures one chunk, and refuses bytes that are none."""
+    """Return a function that measures the squared norm of a chunk, and raises BadBlocksError on invalid bytes."""
 
     def inspect(chunk: int, data: Blocks, format: int = 0) -> float:
         if not buffers.size.has(format):
@@ -226,7 +226,7 @@ def inspection(measure: Measure, buffers: PayloadBuffers) -> Inspect:
 
 
 def offer(own: Blocks, buffers: PayloadBuffers, inspect: Inspect, format: int = 0) -> Sum:
-    """Take this for our own blocks from now on, in a format. Return the root over their digests and norms.
+    """Make this our own blocks from now on, in a format. Return the Merkle root over their digests and squared norms.
 
     Raises: BadBlocksError when they are no payload.
     """

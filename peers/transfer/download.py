@@ -1,9 +1,9 @@
-"""Something large from several peers at once, chunk by chunk, each held against its digest.
+"""Downloads of large data from several peers at once, chunk by chunk; each chunk is checked against its digest.
 
-Donors that bulk data reaches best are asked first, and by chance among these: all peers see the same donors in the same
-order, and without chance all joiners would ask the same few. Every donor is asked for a few ranges of chunks at a time,
-so that fast ones give more. A donor that fails or gives wrong bytes is asked no more. One that stalls or trickles loses
-its place to another. At the end idle donors are asked for what slow ones still owe.
+Donors with the best reach are asked first, in random order among themselves: all joiners see the same donors in the
+same order, and would otherwise ask the same few. Each donor is asked for a few ranges of chunks at a time, so that fast
+donors give more. A donor that fails or gives wrong bytes is not asked again. A donor that stalls or trickles loses its
+place to another. At the end idle donors are asked for the ranges that slow ones still owe.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from peers.values.system import cancel_and_wait
 from peers.values.wire import Reach, digest_of
 
 CHANCE = random.Random()
-"""Decides which of many donors are asked, and in which order."""
+"""Decides at random which of many donors are asked, and in which order."""
 PLACES: Mapping[Reach | None, int] = {Reach.OPEN: 4, Reach.PUNCHED: 4, None: 4, Reach.RELAYED: 2, Reach.NONE: 1}
-"""Donors that give at once: one of this reach is added to fewer than so many. So a relay carries bulk data only where
-direct donors are too few to replace one another, and an unreachable donor is tried when nobody else is left."""
+"""Donors that give at once: a donor of some reach is added while there are fewer than this. So a relay carries bulk
+data only where too few direct donors are left, and an unreachable donor is tried only when it is the last one."""
 RANK: Mapping[Reach | None, int] = {Reach.OPEN: 0, Reach.PUNCHED: 0, None: 1, Reach.RELAYED: 2, Reach.NONE: 3}
-MOST = LONGEST  # seconds after which a donor is given up
-SILENT = 10.0  # seconds without a range after which a donor's place is another's, too; and that a new donor needs
+MOST = LONGEST  # seconds after which a request to a donor is given up
+SILENT = 10.0  # seconds without a range after which another donor is added; also expected of a new donor for its first
 RANGES = 4  # asked of each donor at once: a link of 1 Gbit/s and 40 ms is not idle between two of 8 MiB
-PULLS = RANGES + 1  # served of one peer at once: one may have been given up, and its end not be seen yet
-LOOK = 1.0  # seconds from one look for silent donors to the next
+PULLS = RANGES + 1  # served to one peer at once: one may have been given up, with its end not seen yet
+LOOK = 1.0  # seconds between two checks for silent donors
 
 
 class PullTransport(Protocol):
@@ -45,19 +45,19 @@ class PullTransport(Protocol):
 
 
 def _best_first(transport: PullTransport, donors: Collection[str]) -> list[str]:
-    """Return the donors with direct ones first and unreachable ones last; otherwise in the order that they have."""
+    """Return the donors with direct ones first and unreachable ones last, otherwise in the given order."""
     return sorted(donors, key=lambda donor: RANK[transport.reach_of(donor)])
 
 
 def shuffled(transport: PullTransport, donors: Collection[str]) -> list[str]:
-    """Return the donors with direct ones first and unreachable ones last; otherwise in an order of chance."""
+    """Return the donors with direct ones first and unreachable ones last, otherwise in random order."""
     return _best_first(transport, CHANCE.sample(list(donors), len(donors)))
 
 
 def to_ask(transport: PullTransport, donors: Sequence[str], most: int) -> list[str]:
-    """Return whom to ask what it has: the first donor, which leads, and others by reach and chance, `most` in all.
+    """Return at most `most` donors to ask for an offer: the first one, which leads, and others by reach and at random.
 
-    Those that cannot be reached are left out, unless nobody else is there.
+    Unreachable donors are left out, unless there are no others.
     """
     ordered = [*donors[:1], *shuffled(transport, donors[1:])]
     reachable = [donor for donor in ordered if transport.reach_of(donor) is not Reach.NONE]
@@ -74,24 +74,24 @@ class _Request:
 
 
 class _DonorPace:
-    """The pace of each donor, from the ranges that it has given."""
+    """The pace of each donor, measured on the ranges that it has given."""
 
     def __init__(self) -> None:
         self._seconds_per_byte: dict[str, float] = {}
 
     def answered(self, request: _Request, now: float) -> None:
-        """Note that a donor has given a range. The last one counts as much as all before."""
+        """Record that a donor has given a range. The last range counts as much as all before."""
         latest = (now - request.at) / max(1, request.size)
         self._seconds_per_byte[request.donor] = (self._seconds_per_byte.get(request.donor, latest) + latest) / 2
 
     def seconds(self, donor: str, size: int) -> float:
-        """Return how long a donor takes for so many bytes."""
+        """Return the seconds that a donor probably needs for so many bytes."""
         return size * self._seconds_per_byte[donor] if donor in self._seconds_per_byte else SILENT
 
     def seconds_left(self, request: _Request, now: float) -> float:
-        """Return how long a donor will probably still take.
+        """Return the seconds that a donor will probably still need.
 
-        One that has taken twice as long as it does usually, or has given nothing so far, will take as long again.
+        A donor that has taken twice its usual time, or has given nothing so far, is expected to need as long again.
         """
         elapsed, usual = now - request.at, request.size * self._seconds_per_byte.get(request.donor, 0.0)
         return elapsed if elapsed > 2 * usual else max(0.0, usual - elapsed)
@@ -104,7 +104,7 @@ Kept = TypeVar("Kept")
 
 
 def kept_for(transport: PullTransport, kept: Mapping[str, Kept], run: str, sender: str) -> Kept:
-    """Return what is kept of a run, for a peer that asks. Raises: RefusalError when there is nothing, or not for it."""
+    """Return the data of a run that a peer asks for. Raises: RefusalError when there is none, or not for this peer."""
     if run not in kept:
         raise RefusalError(f"run {run} is not here")
     transport.check_admitted(run, sender)
@@ -112,12 +112,12 @@ def kept_for(transport: PullTransport, kept: Mapping[str, Kept], run: str, sende
 
 
 class DownloadError(Exception):
-    """No donor is left, and something is missing. The message says what became of them."""
+    """No donor is left before the download is complete. The message lists why each one failed."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be fetched, and how to ask for it."""
+    """The data to fetch: its chunks, and the pull that asks for them."""
 
     name: str  # of the pull
     digests: Sequence[bytes]  # of the chunks
@@ -131,7 +131,7 @@ Range: TypeAlias = tuple[int, int]
 
 
 class Download:
-    """Fills `data`. `fetched` counts bytes by donor."""
+    """Fills `data` from several donors. `fetched` counts bytes by donor."""
 
     def __init__(self, transport: PullTransport, wanted: Wanted, data: memoryview) -> None:
         self._transport = transport
@@ -139,8 +139,8 @@ class Download:
         self._wanted = wanted
         self._data = data
         self._missing = deque(_ranges(range(len(wanted.digests)), wanted.range))
-        self._asked: dict[Range, dict[asyncio.Task[tuple[bytes, bytearray]], _Request]] = {}  # longest ago first
-        self._reasons: dict[str, str] = {}  # why who failed us
+        self._asked: dict[Range, dict[asyncio.Task[tuple[bytes, bytearray]], _Request]] = {}  # oldest requests first
+        self._reasons: dict[str, str] = {}  # by donor: why it failed
         self._workers: dict[asyncio.Task[None], str] = {}  # each asks its donor for one range after another
         self._gave_at: dict[str, float] = {}  # when each donor gave its last range, or was first asked
         self._pace = _DonorPace()
@@ -149,20 +149,20 @@ class Download:
 
     @property
     def size(self) -> int:
-        """Return the bytes of all of it, also of what was there before."""
+        """The bytes of the whole data, those that were there before included."""
         first, last = self._wanted.bounds(0, len(self._wanted.digests))
         return last - first
 
     async def adopt(self) -> int:
-        """What is in `data` already, from a download that broke off, is not fetched again. Returns its chunks."""
+        """Keep the chunks that `data` holds already from an interrupted download. Return their number."""
         missing = await asyncio.to_thread(self._wrong_chunks)
         self._missing = deque(_ranges(missing, self._wanted.range))
         return len(self._wanted.digests) - len(missing)
 
     async def run(self, donors: Sequence[str]) -> None:
-        """Fetch all that is missing, from those that are reached best, in this order. Once for each download.
+        """Fetch all that is missing, from the donors with the best reach first. Call it once for each download.
 
-        Raises: DownloadError when no donor is left; what has arrived stays in `data`.
+        Raises: DownloadError when no donor is left; the chunks that have arrived stay in `data`.
         """
         waiting = deque(_best_first(self._transport, donors))
         try:
@@ -170,14 +170,14 @@ class Download:
                 self._forget_those_that_ended()
                 self._ask_more_of(waiting)
                 if not self._workers:
-                    raise DownloadError("; ".join(self._reasons.values()) or "nobody has it")
+                    raise DownloadError("; ".join(self._reasons.values()) or "there was no peer to ask")
                 await self._change_or_look()
         finally:
             await cancel_and_wait(*self._workers)
-            self._data = memoryview(b"")  # the tracebacks of pulls that failed hold us, and it is large
+            self._data = memoryview(b"")  # tracebacks of failed pulls refer to us, and the data is large
 
     def _ask_more_of(self, waiting: deque[str]) -> None:
-        """Begin with as many donors as there are places for. Each is asked for one range before any is for a second."""
+        """Start as many donors as have places. Each is asked for one range before any is asked for a second."""
         begun: list[str] = []
         while waiting and self._has_place_for(waiting[0], begun):
             begun.append(waiting.popleft())
@@ -190,16 +190,16 @@ class Download:
     def _forget_those_that_ended(self) -> None:
         for worker in [worker for worker in self._workers if worker.done()]:
             del self._workers[worker]
-            worker.result()  # raises what is no donor's fault
+            worker.result()  # raises an error that is no donor's fault
 
     def _has_place_for(self, donor: str, begun: Sequence[str]) -> bool:
-        """Return whether too few donors give. As many again are asked if these fall silent."""
+        """Return whether too few donors give. Silent donors do not count, up to the number of places."""
         places, at_work = PLACES[self._transport.reach_of(donor)], set(self._workers.values())
         silent = sum(self._now() - self._gave_at[donor] > SILENT for donor in at_work)
         return len(at_work) + len(begun) - min(silent, places) < places
 
     async def _work(self, donor: str) -> None:
-        """Fetch ranges from a donor until all is here, or it fails."""
+        """Fetch ranges from a donor until the download is complete, or the donor fails."""
         while not self._is_done and donor not in self._reasons:
             wanted = self._choose(donor)
             if wanted is None:
@@ -211,13 +211,13 @@ class Download:
                 logger.debug("%s", error)
                 workers = sum(other == donor and not worker.done() for worker, other in self._workers.items())
                 if isinstance(error, PeerRefusedError) and workers > 1:
-                    return  # it gives fewer at once
+                    return  # it serves fewer pulls at once
                 self._reasons[donor] = str(error)
             finally:
                 self._notify()
 
     def _choose(self, donor: str) -> Range | None:
-        """The next range; when all are asked for, one that this donor will have given before those who were asked."""
+        """Return the next range; when all are asked for, one that this donor will finish before those that owe it."""
         if self._missing:
             return self._missing.popleft()
         now = self._now()
@@ -231,7 +231,7 @@ class Download:
         return None
 
     async def _fetch(self, donor: str, wanted: Range) -> None:
-        """Ask for a range, and take it, unless another donor is faster. It is missing again if nobody gives it."""
+        """Fetch a range, unless another donor is faster. It is missing again if no donor gives it."""
         start, stop = self._wanted.bounds(*wanted)
         message = self._wanted.request(*wanted)
         request = _Request(donor, stop - start, self._now())
@@ -252,7 +252,7 @@ class Download:
                 self._missing.appendleft(wanted)
 
     def _check(self, donor: str, wanted: Range, chunks: bytearray) -> None:
-        """Raises: RemoteProtocolError unless these are the chunks that the digests name."""
+        """Raise RemoteProtocolError unless these are the chunks that the digests name."""
         start, _ = self._wanted.bounds(*wanted)
         for chunk in range(*wanted):
             first, last = self._wanted.bounds(chunk, chunk + 1)
@@ -265,7 +265,7 @@ class Download:
         self.fetched[donor] += stop - start
         self._gave_at[donor] = self._now()
         for pull in self._asked.pop(wanted):
-            pull.cancel()  # who else was asked for it; ours is done
+            pull.cancel()  # of other donors; our own pull is done
 
     def _wrong_chunks(self) -> list[int]:
         digests = self._wanted.digests
@@ -284,7 +284,7 @@ class Download:
         self._changed = asyncio.Event()
 
     async def _change_or_look(self) -> None:
-        """Wait until something happens, or it is time to look for silent donors."""
+        """Wait until a request ends, or it is time to check for silent donors."""
         try:
             async with asyncio.timeout(LOOK):
                 await self._changed.wait()
@@ -293,7 +293,7 @@ class Download:
 
 
 def _ranges(chunks: Sequence[int], size: int) -> list[Range]:
-    """Runs of consecutive chunks, at most `size` long."""
+    """Return runs of consecutive chunks, each at most `size` long."""
     ranges: list[Range] = []
     for chunk in chunks:
         if ranges and ranges[-1][1] == chunk and chunk - ranges[-1][0] < size:

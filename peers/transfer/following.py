@@ -1,8 +1,8 @@
-"""Following a run's log without a part in it: a snapshot, and then entry after entry, from the peer furthest on.
+"""Followers of a run: they fetch a snapshot, and then entry after entry, from the peer that is furthest on.
 
-Evaluation, export, mirrors and onlookers follow a run so. An entry that no quorum has signed is believed late: a
-minority that goes on alone has waited for the partition grace, and so does a follower. If a quorum is there, it makes
-an entry of its own, and that is certified.
+Evaluation, export, mirrors and onlookers follow a run, and take no part in it. A follower takes an entry that no quorum
+has signed only after the partition grace, since a minority that goes on alone has waited for it, too. A quorum would
+make and certify an entry of its own within that time.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from peers.values.workload import BadBlocksError, Blocks, ReplicatedState, Snaps
 
 
 async def step(state: ReplicatedState, index: int, payloads: Mapping[int, Blocks], amendment: Amendment | None) -> None:
-    """Take outer step `index` of each fragment of which there is a payload. The others stay as they are. `amendment` is
-    the one that is in force before the cycle.
+    """Take outer step `index` of each fragment that has a payload. The others stay as they are.
 
-    Raises: BadBlocksError, and changes nothing.
+    `amendment` is the one in force before the cycle.
+
+    Raises: BadBlocksError, with nothing changed.
     """
-    if len(payloads) > 1:  # one alone is checked when it is applied
+    if len(payloads) > 1:  # a single one is checked when it is applied
         for fragment, payload in payloads.items():
             blocked = state.fragments[fragment]
             if len(payload) != blocked.byte_range(0, blocked.block_count)[1]:
@@ -58,17 +59,20 @@ logger = logging.getLogger(__name__)
 
 
 class Doubts:
-    """Remembers since when there is nothing certified to follow where one follower of a run is in its log."""
+    """Measures for how long a follower has seen no certified entry after its place in the log."""
 
     def __init__(self, grace: float) -> None:
-        """`grace`: seconds for which it waits."""
+        """`grace` is in seconds."""
         self._grace = grace
         self._place: Position | None = None
         self._since = 0.0
 
     def may_follow(self, log: LogState, support: Support, beats: Iterable[Heartbeat]) -> bool:
-        """Return whether to follow an entry after `log` that has this support. While a quorum is there that could
-        certify one, as `beats` say, it is not followed: else anybody could put one there."""
+        """Return whether to follow an entry after `log` that has this support.
+
+        An uncertified entry waits until the grace is over. It waits on while `beats` show a quorum that could certify
+        one, since any peer may publish an uncertified entry.
+        """
         if support.is_certified:
             return True
         index, voters = log.position.index, len(log.electors)
@@ -80,18 +84,19 @@ class Doubts:
         here = [(beat.peer, beat.incarnation) for beat in beats if beat.head == log.position.head]
         if now() - self._since < self._grace or log.is_quorum(here):
             return False
-        logger.warning("entry %d is followed, though it is not certified", index)
+        logger.warning("entry %d is followed, though it is not certified: no quorum has come within the grace", index)
         return True
 
 
 def nobody_trains(run: str) -> SwarmUnreachableError:
+    """Return the error for a run without a peer that trains."""
     return SwarmUnreachableError(
-        f"nobody trains in the run {run} now, so nobody has its state.", "Ask a volunteer to join it again."
+        f"no peer trains in the run {run} now, so its state is not available.", "Ask a volunteer to join it again."
     )
 
 
 class CannotFollowError(SwarmUnreachableError):
-    """What follows cannot be had. `least` is the index from which on a snapshot leads further."""
+    """The next entry is not available, or does not fit. A snapshot of index `least` or later leads further."""
 
     def __init__(self, message: str, least: int) -> None:
         super().__init__(message, "Begin again, with a new snapshot.")
@@ -104,8 +109,8 @@ class _OtherLineageError(LogError):
 
 @dataclass(frozen=True)
 class _Next:
-    """The cycle that follows in a donor's log: the log with it, its entries with their certificates, and the weakest of
-    the entries' proofs."""
+    """The next cycle in a donor's log: the log with it, its entries with their certificates, and the weakest support
+    among the entries."""
 
     donor: str
     log: LogState
@@ -116,18 +121,18 @@ class _Next:
 async def next_in_log(
     transport: PullTransport, donor: str, log: LogState, signed: SignedHeads, heads: dict[int, bytes]
 ) -> _Next:
-    """The cycle that follows, as a donor knows it. `heads` are what the log has where archives have signed.
+    """Return the next cycle in a donor's log. `heads` are those of our log at the indices that archives have signed.
 
-    Raises: PeerUnreachableError, RemoteProtocolError, LogError, also where an archive has signed another one;
+    Raises: PeerUnreachableError, RemoteProtocolError; LogError, also where it contradicts an archive's signature;
         CertificateError where a signature is false; _OtherLineageError where the donor's log is another.
     """
     index = log.position.index
     stretch = await fetch_stretch(transport, donor, log.run, index, index + 1, is_whole=False)
     walk, entries = Walk(log, verify), list[tuple[Header, Certificate | None]]()
-    for told, certificate in stretch.told[: log.fragments]:
-        if told.previous != log.position.head:
+    for content, certificate in stretch.told[: log.fragments]:
+        if content.previous != log.position.head:
             raise _OtherLineageError(f"entry {index}: its previous does not follow from the log")
-        entries.append((walk.take(told, certificate), certificate))
+        entries.append((walk.take(content, certificate), certificate))
     if len(entries) < log.fragments:
         raise LogError(f"it has no entry {index}")
     branch = walk.branch()
@@ -147,15 +152,15 @@ class Donors:
     """The peers that have the state of a run."""
 
     def __init__(self, transport: FollowTransport, log: LogState) -> None:
-        """`log`: before its first entry."""
+        """`log` is the run's log before its first entry."""
         self.heartbeats: Sequence[Heartbeat] = ()
-        """Of all peers of the run, as of the last look."""
+        """Of all peers of the run, from the last call of `live`."""
         self._transport = transport
         self._log = log
-        self._connected: dict[str, tuple[str, ...]] = {}  # peers, and the addresses that they had then
+        self._connected: dict[str, tuple[str, ...]] = {}  # by peer: the addresses at which it was connected
 
     async def live(self) -> list[Heartbeat]:
-        """Those that are there now, the furthest on first. Raises: SwarmUnreachableError if nobody is."""
+        """Return the heartbeats of live donors, the furthest on first. Raises: SwarmUnreachableError without any."""
         self.heartbeats = await self._transport.heartbeats(self._log.run)
         beats = [beat for beat in self.heartbeats if beat.state in DONATING]
         beats.sort(key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
@@ -168,7 +173,10 @@ class Donors:
         return beats
 
     async def state_size(self, memory: int) -> int:
-        """Return the bytes of the state, as most say. `memory` is what is free. Raises: SwarmUnreachableError."""
+        """Return the bytes of the state, as most donors report. `memory` are the bytes that are free.
+
+        Raises: SwarmUnreachableError.
+        """
         try:
             return await ask_size(self._transport, [beat.peer for beat in await self.live()], self._log, memory)
         except SnapshotError as error:
@@ -180,7 +188,7 @@ def _no_state_given(reasons: str) -> SwarmUnreachableError:
 
 
 class Following:
-    """The state of a run on this machine. `log` is where in it `state` is, whose digest is `state_digest`."""
+    """The state of a run on this machine. `log` ends where `state` is, whose digest is `state_digest`."""
 
     def __init__(self, transport: FollowTransport, state: ReplicatedState, settings: RunSettings) -> None:
         self.log = settings.empty_log
@@ -198,14 +206,14 @@ class Following:
 
     @property
     def _heads(self) -> dict[int, bytes]:
-        """What our log has where archives have signed."""
+        """The heads of our log at the indices that archives have signed."""
         end = self.log.position.index
         return self.past.heads_at(index for index in self._signed.indices if index <= end)
 
     async def begin(self, least: int = 0) -> None:
         """Take over a snapshot, at index `least` or later.
 
-        Raises: SwarmUnreachableError, and changes nothing, when no peer gives one that holds up.
+        Raises: SwarmUnreachableError, with nothing changed, when no peer gives a valid one.
         """
         beats, empty_log = await self.donors.live(), self.log.at(None)
         donors, reasons = [beat.peer for beat in beats], list[str]()
@@ -214,7 +222,7 @@ class Following:
         async def vouch() -> Vouched:
             nonlocal beats, was_asked
             if was_asked:
-                beats = await self.donors.live()  # they may say more by now
+                beats = await self.donors.live()  # by now they may report more
             was_asked = True
             branch, self.past = await best_branch(self._transport, beats, empty_log, self._signed)
             return Vouched(branch, partial(state_told, branch, beats), least, is_wary=True)
@@ -233,11 +241,13 @@ class Following:
         raise _no_state_given("; ".join(reasons))
 
     async def advance(self) -> tuple[Header, bytes] | None:
-        """Take the next outer step: the entry that closes it, and the state digest after it; None when nobody is
-        further on, or no quorum has signed what follows, and others may still come.
+        """Take the next outer step. Return the entry that closes it, and the state digest after it.
 
-        Raises: SwarmUnreachableError when there is nobody; CannotFollowError when nobody has what follows, or what they
-        have does not.
+        Return None when no peer is further on, and while the next entry has no quorum's signatures but may still get
+        them.
+
+        Raises: SwarmUnreachableError when there is no peer; CannotFollowError when no peer has the next entry, or it
+        does not fit.
         """
         live = await self.donors.live()
         if (head := self._signed.contradiction(self._heads)) is not None:
@@ -246,7 +256,7 @@ class Following:
         index, tokens = self.log.position.index, self.log.lineage_tokens
         beats = [beat for beat in live if beat.index > index or beat.lineage_tokens > tokens]
         donors, reasons, followers = [beat.peer for beat in beats if beat.index > index], list[str](), list[_Next]()
-        least = None  # as the first that has a better log than ours has it
+        least = None  # set by the first peer that has a better log than ours
         is_waiting = False
         for beat in beats:
             try:
@@ -264,7 +274,7 @@ class Following:
             if all(found.log.position != other.log.position for other in followers):
                 followers.append(found)
             if found.support.is_certified:
-                break  # nothing else can be
+                break  # no other entry can be certified
         if not (reasons or followers) or (is_waiting and least is None):
             return None
         for found in sorted(followers, key=lambda one: one.support, reverse=True):
@@ -282,18 +292,18 @@ class Following:
                 self.log, self.state_digest = found.log, state_digest
                 return header, state_digest
         raise CannotFollowError(
-            f"nobody could tell what follows outer step {index}: {'; '.join(reasons)}.",
+            f"no peer could show what follows outer step {index}: {'; '.join(reasons)}.",
             index + 1 if least is None else least,
         )
 
     async def _next(self, beat: Heartbeat, donors: Sequence[str]) -> _Next | None:
-        """What follows at a peer; None where its log is another, and no better than ours.
+        """Return the next cycle at a peer; None where its log is another one, and no better than ours.
 
         Raises: PeerUnreachableError, RemoteProtocolError, LogError; _OtherLineageError where its log is better.
         """
         try:
             if beat.index <= self.log.position.index:
-                raise _OtherLineageError("it has trained more, and took no more outer steps")
+                raise _OtherLineageError("its log has more training tokens in no more outer steps")
             return await next_in_log(self._transport, beat.peer, self.log, self._signed, self._heads)
         except _OtherLineageError:
             fetch = LineageFetch(self._transport, self.past)
@@ -303,9 +313,11 @@ class Following:
             raise
 
     async def _payloads(self, headers: Sequence[Header], donors: Sequence[str]) -> dict[int, memoryview]:
-        """Those of a cycle's entries that have one, by fragment. Nobody else asks for them here, so they are not kept.
+        """Fetch the payloads of a cycle's entries that have one, by fragment. They are not kept, as nothing here serves
+        them.
 
-        Raises: PayloadError."""
+        Raises: PayloadError.
+        """
         buffers = PayloadBuffers.of_each(self._state.fragments)
         fetching, payloads = Payloads(self._transport, self.log.run, buffers), dict[int, memoryview]()
         for header in headers:

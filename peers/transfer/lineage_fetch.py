@@ -1,6 +1,6 @@
-"""Past entries of the log, in brief: served to peers, and fetched from one as far as its log is not ours.
+"""Headers of past entries: served to peers, and fetched from one peer from where its log leaves ours.
 
-The signatures of what is fetched are checked, and the two branches compared.
+The signatures of fetched entries are checked, and the two branches are compared.
 """
 
 from __future__ import annotations
@@ -32,30 +32,33 @@ from peers.values.wire import Buffer, Count, RunId, Value, pack, unpack_from
 
 HEADERS = "headers"
 READERS = 8  # pulls of members of the log that are served at once; each may take megabytes meanwhile
-STRANGERS = 4  # besides, others: who joins or follows the run, or only wants to keep us busy
+STRANGERS = 4  # further pulls, of other peers: some join or follow the run, some may only want to keep us busy
 PULLS = 1  # of one peer at once: packing a stretch of a large run takes the event loop's time
 PACKING_BURST, PACKING_SHARE = 30.0, 0.25
-"""Seconds of the processor, at once and in each second, for which one member is told of the log, and all strangers
-together: a second is some thousand entries. Who asks need not read them."""
+"""Processor seconds at once, and in each second, that packing entries may take for one member, or for all strangers
+together. A second packs some thousand entries, and a peer can ask for them without reading them."""
 BYTES_LIMIT = 1 << 23  # bytes: the outcomes of a stretch, and the header that it may begin with
 TIMEOUT = 30.0  # seconds for an answer: the donor may be in a round
-TIMEOUT_PER_ENTRY = 0.25  # seconds besides, for each entry: 30 KB at 1 Mbit/s
+TIMEOUT_PER_ENTRY = 0.25  # seconds more for each entry: 30 KB at 1 Mbit/s
 
 Past: TypeAlias = Callable[[int, int, bool], Stretch]
-"""Return those of the cycles [first, last) that are here, the first of them whole or not: see `Chain.stretch`."""
+"""Returns those of the cycles [first, last) that are here, with the first one whole or not: see `Chain.stretch`."""
 BACK = 16
-"""Each look for the place where two logs split goes back so many times as far as the one before."""
+"""Factor by which each search step for the place where two logs split goes further back than the one before."""
 ASKED = 16
-"""Peers whose logs are compared by whoever has none; and that are asked for what one of them lacks."""
-PATIENCE = 60.0  # seconds for one look, and more for each entry that it has brought
-PATIENCE_PER_ENTRY = 0.05  # seconds; to check its certificate takes milliseconds
-LONGEST = 1800.0  # seconds, whatever it brings
-CHAIN_BYTES = 1 << 30  # of entries that are looked at
+"""Peers whose logs a peer without one compares; also peers that are asked for entries that a donor does not have."""
+PATIENCE = 60.0  # seconds for one comparison, before the time that its entries add
+PATIENCE_PER_ENTRY = 0.05  # seconds more for each fetched entry; to check its certificate takes milliseconds
+LONGEST = 1800.0  # seconds for one comparison, however many entries it fetches
+CHAIN_BYTES = 1 << 30  # of entries fetched in one comparison
 NO_STRETCH = Stretch()
 
 
 class HeadersRequest(Value):
-    """Those of the cycles [first, last); the first `is_whole` if the asker does not know what it follows."""
+    """A request for those of the cycles [first, last) that the donor has.
+
+    The first one `is_whole` if the asker does not know the entry before it.
+    """
 
     run: RunId
     first: Count
@@ -68,8 +71,11 @@ async def serve_headers(
     pasts: Mapping[str, Past],
     is_member: Callable[[str, str], bool] = lambda run, peer: False,
 ) -> None:
-    """Answer `fetch_stretch` about these runs from now on. `is_member` says of a run and a peer whether the run's log
-    has a lease for it: no stranger keeps such a peer from being answered."""
+    """Answer `fetch_stretch` requests about these runs from now on.
+
+    `is_member` returns whether the log of a run has a lease for a peer. Such peers have places of their own, so that
+    strangers cannot keep them from being answered.
+    """
     places, places_for_strangers = Places(READERS, PULLS), Places(STRANGERS, PULLS)
     packing = Allowances(PACKING_BURST, PACKING_SHARE, READERS)
 
@@ -81,11 +87,11 @@ async def serve_headers(
         async with (places if is_known else places_for_strangers).one_for(sender):
             account = sender if is_known else STRANGER
             if not packing.has_some(account, now()):
-                raise RefusalError("others are to be asked for the log, too")
+                raise RefusalError("this peer's processor time for log requests is used up; ask another peer")
             last = min(request.last, request.first + STRETCH_LIMIT)
             with packing.spending(account, thread_time):
-                told = pack(past(request.first, last, request.is_whole))
-            yield b"", told
+                answer = pack(past(request.first, last, request.is_whole))
+            yield b"", answer
 
     await transport.on_pull(HEADERS, serve, gives_way=True)
 
@@ -95,7 +101,7 @@ async def fetch_stretch(
 ) -> Stretch:
     """Fetch as many of the cycles [first, last) as the donor gives at once, from `first` on.
 
-    Whether they fit is for the log to say. Raises: PeerUnreachableError, RemoteProtocolError.
+    The caller must check that they follow from its log. Raises: PeerUnreachableError, RemoteProtocolError.
     """
     request = pack(HeadersRequest(run=run, first=first, last=last, is_whole=is_whole))
     timeout = TIMEOUT + TIMEOUT_PER_ENTRY * max(0, min(STRETCH_LIMIT, last - first))
@@ -104,7 +110,7 @@ async def fetch_stretch(
 
 
 async def add_headers_before(transport: PullTransport, donor: str, log: RunLog) -> bool:
-    """Add some of the entries that lead up to a log's first one. Returns whether the donor has any.
+    """Add some of the entries before a log's first one. Return whether the donor has any.
 
     Raises: PeerUnreachableError, RemoteProtocolError, LogError, LogFolderError.
     """
@@ -114,17 +120,19 @@ async def add_headers_before(transport: PullTransport, donor: str, log: RunLog) 
     return bool(stretch.told)
 
 
-Told = tuple[Header, Certificate | None]
+HeaderAndCertificate = tuple[Header, Certificate | None]
 
 
 class LineageError(LogError):
-    """Nobody shows the log that a peer says it has. The message says what came instead."""
+    """No peer shows the log that a heartbeat claims. The message lists the peers' answers."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What follows in a donor's log and in ours, from the last place on that both have; `chain` are its entries. The
-    branches have the places before, too, as far as they are known here."""
+    """A donor's branch and our own, from the last place that both logs share on; `chain` holds the donor's entries.
+
+    The branches also name the places before, as far as they are known here.
+    """
 
     theirs: Branch
     ours: Branch
@@ -133,26 +141,26 @@ class Compared:
 
 @dataclass
 class _Look:
-    """A look at one donor's log, from where our state is: how far it has come."""
+    """State of the comparison with one donor's log, which began where our state was."""
 
     donor: str
     here: Position
     walk: Walk
     chain: Chain
     size: int = 0
-    """Bytes of the chain: it is in memory for as long as the next look may go on with it."""
+    """Bytes of the chain, which stays in memory as long as the next comparison may continue it."""
 
 
 class LineageFetch:
-    """Compares the log that is here with those of others. A second look at one goes on where the first has ended."""
+    """Compares our log with those of other peers. A second comparison with one donor goes on where the first ended."""
 
     def __init__(
         self,
         transport: PullTransport,
         ours: RunLog,
-        recent: Callable[[Position], Told | None] = lambda position: None,
+        recent: Callable[[Position], HeaderAndCertificate | None] = lambda position: None,
     ) -> None:
-        """`recent` are entries that our state has and the log may lack yet."""
+        """`recent` returns an entry of our state that the log may not have yet, or None."""
         self._transport = transport
         self._ours = ours
         self._recent = recent
@@ -161,10 +169,10 @@ class LineageFetch:
     async def compare(
         self, donor: str, index: int, others: Sequence[str], here: LogState, head: bytes | None = None
     ) -> Compared:
-        """Look at the donor's log up to `index`. `here` is where our state is.
+        """Compare the donor's log up to `index` with ours. `here` is where our state is.
 
-        What `donor` lacks, `others` are asked for: the signatures say whether it fits. Nobody is asked for anything if
-        our own log has led to the `head` that the donor says it is at: the log of a straggler may be long.
+        `others` are asked for entries that `donor` does not have; signatures show whether they fit. No peer is asked if
+        our own log already contains the `head` that the donor is at, since a straggler's log may be long.
 
         Raises: LineageError.
         """
@@ -173,21 +181,21 @@ class LineageFetch:
         clock = asyncio.get_running_loop()
         began = clock.time()
         try:
-            async with asyncio.timeout(PATIENCE) as patience:
+            async with asyncio.timeout(PATIENCE) as deadline:
                 look, stretch = await self._begin(donor, others, here)
                 walk, chain = look.walk, look.chain
                 while stretch.told and look.size < CHAIN_BYTES:
-                    went_on = await asyncio.to_thread(_go_on, walk, chain, stretch)
-                    new = chain.entries[len(chain.entries) - went_on :]
+                    added = await asyncio.to_thread(_go_on, walk, chain, stretch)
+                    new = chain.entries[len(chain.entries) - added :]
                     look.size += sum(len(entry.told) + len(entry.certificate or b"") for entry in new)
                     allowed = PATIENCE + PATIENCE_PER_ENTRY * len(chain)
-                    patience.reschedule(began + min(LONGEST, allowed))
-                    is_whole = went_on == len(stretch.told) and walk.end.position.index < index
+                    deadline.reschedule(began + min(LONGEST, allowed))
+                    is_whole = added == len(stretch.told) and walk.end.position.index < index
                     stretch = await self._next(donor, others, walk.end) if is_whole else NO_STRETCH
         except TimeoutError:
             raise LineageError(f"peer {donor} takes too long to show its log") from None
         theirs = walk.branch()
-        if walk.end.made:  # the donor's log is continued by whole cycles, and so is ours
+        if walk.end.made:  # the walk ended within a cycle; logs are continued by whole cycles only
             chain.cut(walk.whole.position.index)
             theirs = theirs.until(walk.whole)
         else:
@@ -195,22 +203,22 @@ class LineageFetch:
         return await asyncio.to_thread(self._compared, theirs, here, chain)
 
     async def _begin(self, donor: str, others: Sequence[str], here: LogState) -> tuple[_Look, Stretch]:
-        """What is known of the donor's log, and what follows. Raises: LineageError."""
+        """Return the state of the comparison with the donor, and the stretch after it. Raises: LineageError."""
         last, self._last = self._last, None
         if last is not None and (last.donor, last.here) == (donor, here.position):
             return last, await self._next(donor, others, last.walk.end)
-        start, stretch = await self._where_it_leaves(donor, others, here)
+        start, stretch = await self._find_split(donor, others, here)
         return _Look(donor, here.position, Walk(start, verify), Chain(self._ours.empty_log)), stretch
 
     def _compared(self, theirs: Branch, here: LogState, chain: Chain) -> Compared:
-        """Both branches, with the places before their start as far as they are here."""
+        """Return both branches, with the places before their start as far as they are known here."""
         both = theirs, self._own_branch(theirs.start, here)
         first, heads = self._ours.first + 1, self._ours.heads(0, theirs.start.position.index)
         theirs, ours = (branch.preceded_by(first, heads) for branch in both)
         return Compared(theirs, ours, chain)
 
-    async def _where_it_leaves(self, donor: str, others: Sequence[str], here: LogState) -> tuple[LogState, Stretch]:
-        """The last place on that both logs have, and what follows it there. Raises: LineageError."""
+    async def _find_split(self, donor: str, others: Sequence[str], here: LogState) -> tuple[LogState, Stretch]:
+        """Return the last place that both logs share, and the donor's stretch after it. Raises: LineageError."""
         index, back = min(self._ours.next_index, here.position.index), 1
         while True:
             log = await asyncio.to_thread(self._ours.log_after, index)
@@ -220,17 +228,20 @@ class LineageFetch:
                 except (PeerUnreachableError, RemoteProtocolError) as error:
                     raise LineageError(str(error)) from error
                 if stretch.told and stretch.told[0][0].previous == log.position.head:
-                    return await self._pass(donor, others, log, stretch)
+                    return await self._go_along_shared(donor, others, log, stretch)
             if index == 0:
                 return self._ours.empty_log, await self._next(donor, others, self._ours.empty_log)
             index, back = max(0, index - back), BACK * back
 
-    async def _pass(
+    async def _go_along_shared(
         self, donor: str, others: Sequence[str], log: LogState, stretch: Stretch
     ) -> tuple[LogState, Stretch]:
-        """Go along what both logs have. Raises: LineageError."""
+        """Skip the entries that both logs share. Return the last place, and the stretch after it.
+
+        Raises: LineageError.
+        """
         while stretch.told:
-            passed, rest = await asyncio.to_thread(self._passed, log, stretch)
+            passed, rest = await asyncio.to_thread(self._skip_shared, log, stretch)
             if rest.told:
                 return passed, rest
             if passed == log:
@@ -238,20 +249,20 @@ class LineageFetch:
             log, stretch = passed, await self._next(donor, others, passed)
         return log, NO_STRETCH
 
-    def _passed(self, log: LogState, stretch: Stretch) -> tuple[LogState, Stretch]:
-        """Leave out what is in our log, too."""
+    def _skip_shared(self, log: LogState, stretch: Stretch) -> tuple[LogState, Stretch]:
+        """Return the last place whose cycle is in our log, too, and the rest of the stretch after it."""
         with suppress(LogError):
             for place in range(0, len(stretch.told), log.fragments):
                 after = log
-                for told, _ in stretch.told[place : place + log.fragments]:
-                    after = follow(after, told)
+                for content, _ in stretch.told[place : place + log.fragments]:
+                    after = follow(after, content)
                 if self._ours.heads(log.position.index, log.position.index + 1) != [after.position.head]:
                     return log, Stretch(told=stretch.told[place:])
                 log = after
         return log, NO_STRETCH
 
     async def _next(self, donor: str, others: Sequence[str], end: LogState) -> Stretch:
-        """What follows an entry, from whoever knows it; nothing, if nobody does."""
+        """Return the stretch after an entry from the first peer that has it; an empty one if no peer does."""
         for asked in (donor, *shuffled(self._transport, others)[:ASKED]):
             with suppress(PeerUnreachableError, RemoteProtocolError):
                 stretch = await self._stretch(asked, end.position.index)
@@ -264,12 +275,15 @@ class LineageFetch:
         return await fetch_stretch(self._transport, donor, run, index, index + STRETCH_LIMIT, is_whole=False)
 
     def _own_branch(self, start: LogState, here: LogState) -> Branch:
-        """Of its entries only those of the first cycle are ever looked at; of the others their names, which archives
-        may have signed."""
+        """Return our branch from `start` to `here`.
+
+        It holds the entries of its first cycle only, since no comparison needs more; of the later ones it holds the
+        heads, which archives may have signed.
+        """
         walk, index = Walk(start, verify), start.position.index
         with suppress(LogError):
-            for told in self._own_entries(start) if index < here.position.index else ():
-                walk.take(*told)
+            for content in self._own_entries(start) if index < here.position.index else ():
+                walk.take(*content)
         branch, first = walk.branch(), max(index, self._ours.first)
         heads = dict(enumerate(self._ours.heads(first, here.position.index), first + 1)) | dict(branch.heads)
         if here.position.index <= index:
@@ -277,12 +291,12 @@ class LineageFetch:
         heads[here.position.index] = here.position.head
         return Branch(start, here, branch.first, heads, certificates=branch.certificates)
 
-    def _own_entries(self, start: LogState) -> list[Told]:
-        """The entries of our cycle that begins there."""
+    def _own_entries(self, start: LogState) -> list[HeaderAndCertificate]:
+        """Return the entries of our cycle that begins at `start`."""
         index = start.position.index
         recent = [self._recent(start.of(fragment).position) for fragment in range(start.fragments)]
         if all(recent):
-            return [told for told in recent if told is not None]
+            return [content for content in recent if content is not None]
         headers = self._ours.headers(index, index + 1)
         return [(one, self._ours.certificate_at(index, one.fragment)) for one in headers]
 
@@ -290,9 +304,9 @@ class LineageFetch:
 async def best_branch(
     transport: PullTransport, beats: Sequence[Heartbeat], empty_log: LogState, signed: SignedHeads = NOTHING_SIGNED
 ) -> tuple[Branch, RunLog]:
-    """Return the best of the branches that these peers show, all from the manifest on, and its entries.
+    """Return the best branch that these peers show, from the run's start, and a log with its entries.
 
-    Raises: LineageError when nobody shows any, or none that the run's archives would have signed.
+    Raises: LineageError when no peer shows a branch, or none contains the heads that the run's archives signed.
     """
     log, best, reasons = RunLog(empty_log, 0), Branch(empty_log, empty_log), list[str]()
     donors = [beat.peer for beat in beats]
@@ -311,19 +325,17 @@ async def best_branch(
             best = best.followed_by(found.theirs)
             await asyncio.to_thread(log.follow, found.chain, found.theirs.end.position.index)
     if best.end.last is None:
-        raise LineageError("; ".join(reasons) or "nobody shows the run's log")
-    if signed.indices and not signed.vouched(best.heads):  # it may be another founding, which has not come so far
-        raise LineageError(
-            f"nobody shows a log that has come to outer step {min(signed.indices)}, which archives have signed"
-        )
+        raise LineageError("; ".join(reasons) or "no peer shows the run's log; try again when a peer trains")
+    if signed.indices and not signed.vouched(best.heads):  # it may be another founding that has not come so far
+        raise LineageError(f"no peer shows a log up to outer step {min(signed.indices)}, which archives have signed")
     return best, log
 
 
 def _go_on(walk: Walk, chain: Chain, stretch: Stretch) -> int:
-    """Check entries, and keep them. Returns how many of them hold up."""
+    """Check entries, and append them to the chain until one fails. Return how many were appended."""
     taken = 0
     with suppress(LogError):
-        for told, certificate in stretch.told:
-            chain.add(Entry.whole(walk.take(told, certificate), None, certificate))
+        for content, certificate in stretch.told:
+            chain.add(Entry.whole(walk.take(content, certificate), None, certificate))
             taken += 1
     return taken

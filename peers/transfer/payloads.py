@@ -1,7 +1,8 @@
-"""What entries name by its digest and lies beside them: payloads, and proofs of faults. Served and fetched.
+"""Data that entries name by digest and that is stored beside them: payloads, and proofs of faults. Served and fetched.
 
-A payload comes from several peers at once, each chunk checked. Whoever signs an entry has seen the proofs of its annex;
-whoever takes it over later has not: it joined, followed, or keeps an archive. Any peer may give it these.
+A payload comes from several peers at once, and each chunk is checked. A voter has seen the proofs that an entry's annex
+names before it signs. A peer that takes the entry over later has not: it joined, followed, or keeps an archive. It may
+fetch them from any peer.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ logger = logging.getLogger(__name__)
 PAYLOAD = "payload"
 READERS = 16  # pulls that are served at once
 RANGE = 16  # chunks asked for at once, at most
-RANGES_AT_LEAST = 32  # if there are as many chunks, so that several donors give
+RANGES_AT_LEAST = 32  # if there are as many chunks, so that several donors take part
 DIGESTS_TIMEOUT = 60.0  # seconds for the digests of a payload's chunks
-STAGGER = 3.0  # seconds after which another donor is asked for them, too
+STAGGER = 3.0  # seconds after which another donor is asked for the digests, too
 
 PROOF = "proof"
 PROOF_READERS = 4  # pulls that are served at once; each takes up to a megabyte meanwhile
 PROOF_TIMEOUT = 60.0  # seconds for an answer: a megabyte at 1 Mbit/s takes 8, and the donor may be in a round
-AT_ONCE = 16  # proofs that are asked for after an entry
-ASKED = 4  # peers that are asked for one of them
-TIMES = 4  # that one peer is asked for a proof: it may have had no place, or have got it since
-PATIENCE = 16  # peers without it after which a proof is not asked for any more
+AT_ONCE = 16  # proofs that one `fetch` asks for
+ASKED = 4  # peers that one `fetch` asks for a proof
+TIMES = 4  # requests to one peer for a proof: it may have had no place, or have received it since
+PATIENCE = 16  # peers without a proof after which it is given up
 
 
 class PayloadRequest(Value):
-    """Chunks [first, last) of a fragment's payload that is kept; of none: the digests of all its chunks."""
+    """A request for chunks [first, last) of a fragment's payload; of no chunks: for the digests of all of them."""
 
     run: RunId
     fragment: Count
@@ -53,11 +54,11 @@ class PayloadRequest(Value):
 
 
 class PayloadError(Exception):
-    """A payload can't be had from the peers that should have it."""
+    """A payload is not available from the peers that should have it."""
 
 
 async def serve_payloads(transport: PullTransport, kept: Mapping[str, Sequence[PayloadBuffers]]) -> None:
-    """Give the payloads that are kept of these runs' fragments to who asks, from now on."""
+    """Serve the kept payloads of these runs' fragments to peers that ask, from now on."""
     places = Places(READERS, PULLS)
 
     @asynccontextmanager
@@ -84,14 +85,14 @@ class Payloads:
     """Fetches payloads of one run for one peer."""
 
     def __init__(self, transport: PullTransport, run: str, buffers: Sequence[PayloadBuffers]) -> None:
-        """`buffers` are of each fragment."""
+        """`buffers` has one element for each fragment."""
         self._transport = transport
         self._run = run
         self._buffers = buffers
         self._fetches: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def fetch(self, header: Header, donors: Sequence[str]) -> Payload:
-        """Get and keep the payload of an entry. Raises: PayloadError when no donor has all of it."""
+        """Fetch and keep the payload of an entry. Raises: PayloadError when no donor has all of it."""
         async with self._fetches.setdefault(header.payload, asyncio.Lock()):
             buffers = self._buffers[header.fragment]
             payload = await asyncio.to_thread(buffers.find, header.payload)
@@ -125,9 +126,9 @@ class Payloads:
     async def _digests(
         self, buffers: PayloadBuffers, payload: bytes, donors: Sequence[str]
     ) -> tuple[tuple[bytes, ...], list[str]]:
-        """The digests of the payload's chunks, and the donors that may have it: those that are slow to say so last.
+        """Return the digests of the payload's chunks, and the donors that may have it, with slow ones last.
 
-        Donors are asked one after another, without waiting long for any.
+        Another donor is asked every few seconds, so that no slow one holds up the rest. Raises: PayloadError.
         """
         waiting = deque(shuffled(self._transport, donors))
         asking: dict[asyncio.Task[tuple[bytes, ...]], str] = {}
@@ -148,10 +149,10 @@ class Payloads:
                         reasons.append(str(error))
         finally:
             await cancel_and_wait(*asking)
-        raise PayloadError("; ".join(reasons) or "nobody has it")
+        raise PayloadError("; ".join(reasons) or "there was no peer to ask for the payload")
 
     async def _ask_digests(self, buffers: PayloadBuffers, donor: str, payload: bytes) -> tuple[bytes, ...]:
-        """Raises: PeerUnreachableError; RemoteProtocolError when they are those of another payload."""
+        """Ask a donor for the digests. Raises: PeerUnreachableError; RemoteProtocolError when they do not match."""
         count, request = buffers.size.chunks, self._request(buffers.fragment, payload, 0, 0)
         _, packed = await self._transport.pull(donor, PAYLOAD, request, DIGEST_BYTES * count, DIGESTS_TIMEOUT)
         return chunks_of(donor, PAYLOAD, packed, count, payload)
@@ -159,14 +160,14 @@ class Payloads:
 
 # Proofs ---------------------------------------------------------------------------------------------------------------
 class ProofRequest(Value):
-    """The proof with this digest, which an entry's annex names."""
+    """A request for the proof with this digest, which an entry's annex names."""
 
     run: RunId
     proof: Digest
 
 
 async def serve_proofs(transport: PullTransport, logs: Mapping[str, RunLog]) -> None:
-    """Give the proofs that are kept of these runs to whoever asks, from now on."""
+    """Serve the kept proofs of these runs to peers that ask, from now on."""
     places = Places(PROOF_READERS, 1)
 
     @asynccontextmanager
@@ -183,18 +184,18 @@ async def serve_proofs(transport: PullTransport, logs: Mapping[str, RunLog]) -> 
 
 
 class MissingProofs:
-    """Finds the proofs that a log on the disk lacks, and fetches them. Nobody looks for those of a log in memory."""
+    """Proofs that a log on the disk does not have yet: finds and fetches them. A log in memory needs none."""
 
     def __init__(self, transport: PullTransport, log: RunLog) -> None:
         self._transport = transport
         self._log = log
-        self._lacking: dict[bytes, None] = {}
-        self._asked: defaultdict[bytes, Counter[str]] = defaultdict(Counter)  # by proof: whom in vain, and how often
-        self._looked = (0, 0, b"")  # at entries [first, stop) of the lineage with this digest at its end
+        self._missing: dict[bytes, None] = {}
+        self._asked: defaultdict[bytes, Counter[str]] = defaultdict(Counter)  # by proof: failed requests to each peer
+        self._looked = (0, 0, b"")  # entries [first, stop) were looked at, in the lineage that ends with this digest
         self._turn = asyncio.Lock()
 
     def look(self) -> None:
-        """Note what lacks of the entries that have come since the last look: after those that were here, or before."""
+        """Record which entries have missing proofs: entries that were appended, or prepended, since the last call."""
         log, (first, stop, head) = self._log, self._looked
         if not log.is_on_disk:
             return
@@ -202,28 +203,28 @@ class MissingProofs:
             first = stop = log.next_index
         faults = [*log.faults(log.first, first), *log.faults(stop, log.next_index)]
         proofs = [fault.proof for fault in faults]
-        self._lacking |= dict.fromkeys(proof for proof in proofs if not log.has_proof(proof))
+        self._missing |= dict.fromkeys(proof for proof in proofs if not log.has_proof(proof))
         self._looked = log.first, log.next_index, b"".join(log.heads(log.next_index - 1, log.next_index))
 
     async def fetch(self, donors: Collection[str]) -> None:
-        """Fetch a few of those that lack, unless that is under way."""
+        """Fetch some of the missing proofs, unless another call does already."""
         if self._turn.locked():
             return
         async with self._turn:
-            for proof in list(self._lacking)[:AT_ONCE]:
+            for proof in list(self._missing)[:AT_ONCE]:
                 asked = self._asked[proof]
-                left = [donor for donor in shuffled(self._transport, donors) if asked[donor] < TIMES]
-                for donor in left[:ASKED]:
+                donors_left = [donor for donor in shuffled(self._transport, donors) if asked[donor] < TIMES]
+                for donor in donors_left[:ASKED]:
                     if await self._fetch(proof, donor):
                         break
 
     async def _fetch(self, proof: bytes, donor: str) -> bool:
-        """Ask one peer for a proof. Returns whether none is to be asked for it now."""
+        """Ask one peer for a proof. Return whether no other peer is to be asked for it now."""
         try:
             request = pack(ProofRequest(run=self._log.empty_log.run, proof=proof))
             _, data = await self._transport.pull(donor, PROOF, request, PROOF_LIMIT, PROOF_TIMEOUT)
             if digest_of(data) != proof:
-                raise RemoteProtocolError(donor, "it has another proof")
+                raise RemoteProtocolError(donor, "it sent another proof than the requested one")
             await asyncio.to_thread(self._log.keep_proofs, [bytes(data)])
         except (PeerUnreachableError, RemoteProtocolError):
             asked = self._asked[proof]
@@ -231,6 +232,6 @@ class MissingProofs:
             if sum(times == TIMES for times in asked.values()) < PATIENCE:
                 return False
         except LogFolderError as error:
-            logger.warning("a proof is not kept: %s", error)
-        del self._lacking[proof], self._asked[proof]
+            logger.warning("a proof of a fault cannot be stored: %s", error)
+        del self._missing[proof], self._asked[proof]
         return True

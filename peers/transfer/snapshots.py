@@ -1,16 +1,17 @@
-"""Snapshots of the outer state: frozen while training goes on, held for a while, served to peers that join, and fetched
-by these: one that the log vouches for and most peers have.
+"""Snapshots of the outer state: frozen while training goes on, held for a while, served to peers that join. A joining
+peer fetches the one that the log vouches for and that most peers have.
 
-After every `snapshot_every`-th cycle each peer, or in larger swarms a few in turn, copies momentum and theta. Since the
-state at a place in the log is the same everywhere, so are the digests: who joins takes the snapshot on which most peers
-agree, and its chunks from all of them at once. Who has frozen nothing that is new enough does so when it is asked.
+After every `snapshot_every`-th cycle each peer copies momentum and theta; in larger swarms a few peers do, in turn. The
+state at one place in the log is the same on all peers, and so are its digests. A joiner takes the snapshot on which
+most peers agree, and fetches its chunks from all of them at once. A peer that holds none makes one on request, and so
+does a peer whose snapshot is too old for the joiner.
 
-There is room for two snapshots, of 8 bytes a parameter each, whatever others ask for. The first place is that of the
-newest one from a chosen entry; it is given to all for whom it is new enough, so that joiners find the same one at many
-donors. In the second is one that is still fetched: the one before, or one that was frozen since a joiner asked for a
-newer one. Since identities cost nothing in an open run, no rule counts who fetches: whatever is in the second place has
-a time limit, and one that was asked for gives way to a chosen one. So nobody can keep a peer from having a new snapshot
-for others.
+There is room for two snapshots, of 8 bytes a parameter each, whatever others ask for. The first place holds the newest
+one of a chosen entry. It is served to all joiners for which it is new enough, so that they find the same one at many
+donors. The second place holds one that is still being fetched: the one before, or one that was frozen because a joiner
+asked for a newer one. In an open run identities cost nothing, so no rule counts the joiners: the snapshot in the second
+place has a time limit, and one that a joiner asked for gives way to one of a chosen entry. So no peer can keep another
+from having a new snapshot for others.
 """
 
 from __future__ import annotations
@@ -42,27 +43,26 @@ from peers.values.workload import SnapshotError, Workload
 
 SNAPSHOT = "snapshot"
 READERS = 16  # pulls of peers of the run that are served at once
-STRANGERS = 6  # besides, others: who exports the model has no heartbeat, nor has who only wants to keep us busy
-OFFERED = 15.0  # seconds after it was offered for which it is held: where entries come fast, it is soon not the newest
+STRANGERS = 6  # further pulls, of other peers: an export has no heartbeat, nor has a peer that only keeps us busy
+OFFERED = 15.0  # seconds that it is held after an offer: where entries come fast, it is soon not the newest
 IN_USE = 60.0  # seconds after its last pull for which a snapshot is held
-LEAVE = 600.0  # seconds for which one may be fetched in the second place, at least
+LEAVE = 600.0  # seconds, at least, that a snapshot in the second place may be fetched
 SLOWEST = 500_000  # bytes a second; a joiner whose links carry as much gets all of a snapshot in this time
 SETTLE_TIMEOUT = 20.0  # seconds that a joiner may wait for us to finish an outer step
-NOT_YET = "the state is not frozen yet: that is done when the outer step under way ends; ask again then"
+NOT_YET = "the snapshot is made when the outer step under way ends; ask again then"
 NO_ROOM = "as many snapshots as there is room for are being fetched; ask again later"
-SNAPSHOT_PEERS = 8  # that freeze the same entry, where there are more
-
-ASKED = 16  # peers that are asked what they have
-OFFER_TIMEOUT = 60.0  # seconds for that: all wait for the slowest, who may have to finish an outer step first
-PATIENCE, PAUSE = 10.0, 1.0  # seconds for which the log may not vouch yet, and before it is looked at again
-RANGES_AT_LEAST = 64  # if there are as many chunks, so that the last ones are not long
+SNAPSHOT_PEERS = 8  # peers that freeze the same entry in a larger swarm
+ASKED = 16  # peers that are asked for an offer
+OFFER_TIMEOUT = 60.0  # seconds for an offer: the slowest peer may have to finish an outer step first
+PATIENCE, PAUSE = 10.0, 1.0  # seconds until the log must vouch for a snapshot, and between two tries
+RANGES_AT_LEAST = 64  # if there are as many chunks, so that the last ranges do not take long
 RANGE = 8  # chunks asked for at once, at most
 DIGESTS_LIMIT = 1 << 26  # bytes; of a state of two TiB
-MEMORY_SHARE = 4096  # of free memory digests may have one such part: enough for a state of eight times the memory
+MEMORY_SHARE = 4096  # digests may take this fraction of free memory: enough for a state of eight times the memory
 
 
 class SnapshotRequest(Value):
-    """Chunks [first, last) of the snapshot at `head`; without one: which there is, at index `least` or later."""
+    """A request for chunks [first, last) of the snapshot at `head`; of no head: for an offer at `least` or later."""
 
     run: RunId
     head: Digest | None
@@ -72,8 +72,11 @@ class SnapshotRequest(Value):
 
 
 class SnapshotOffer(Value):
-    """A donor's newest snapshot: the entry that closes its last cycle (None: before the first), its bytes and its
-    digest; and the digests of all entries of that cycle. The digests of its chunks come with it."""
+    """A donor's newest snapshot, answered together with the digests of its chunks.
+
+    `last` is the entry that closes its last cycle (None: before the first), and `ends` are the digests of all entries
+    of that cycle.
+    """
 
     last: Header | None
     bytes: Count
@@ -83,8 +86,10 @@ class SnapshotOffer(Value):
 
 @dataclass(eq=False)
 class Snapshot:
-    """The state after the cycle that `last` closes, whose entries have the digests `ends`. Its memory is given back
-    when nobody refers to it any more."""
+    """The state after the cycle that `last` closes, whose entries have the digests `ends`.
+
+    Its memory is released when no reference to it is left.
+    """
 
     last: Header | None
     state_digest: bytes
@@ -97,16 +102,16 @@ class Snapshot:
 
     @property
     def index(self) -> int:
-        """Cycles that are in it."""
+        """The number of cycles that it contains."""
         return self.last.index + 1 if self.last else 0
 
     def is_in_use(self, now: float) -> bool:
-        """Whether somebody is fetching it, as far as can be seen. `now`: of time.monotonic."""
+        """Return whether a peer seems to be fetching it. `now` is a time of time.monotonic."""
         return bool(self._pulls) or self.used_at > now - IN_USE or self.offered_at > now - OFFERED
 
     @asynccontextmanager
     async def being_read(self) -> AsyncIterator[None]:
-        """Somebody pulls a part of it, until it is `let_go`. Raises: TimeoutError then."""
+        """Hold the snapshot for one pull, until it ends or `let_go` is called. Raises: TimeoutError then."""
         async with asyncio.timeout(None) as pull:
             self._pulls.add(pull)
             try:
@@ -116,31 +121,31 @@ class Snapshot:
                 self.used_at = time.monotonic()
 
     def let_go(self) -> None:
-        """Break off all pulls, which would keep its memory."""
+        """Break off all pulls, since each keeps the memory in use."""
         for pull in self._pulls:
             pull.reschedule(asyncio.get_running_loop().time())
 
 
 @dataclass(eq=False)
 class FrozenSnapshot(Snapshot):
-    """In memory that another process may inherit."""
+    """A snapshot in memory that another process may inherit."""
 
     memory: MemoryFile = field(kw_only=True)
 
 
 class SnapshotSource(Protocol):
-    """Whoever has snapshots of one run."""
+    """The holder of one run's snapshots."""
 
     def is_member(self, peer: str) -> bool: ...
     async def newest(self, least: int) -> Snapshot:
-        """At index `least` or later. Raises: RefusalError when there is none."""
+        """Return one at index `least` or later. Raises: RefusalError when there is none."""
 
     def held(self, head: bytes) -> Snapshot | None:
-        """The one at a head of the log."""
+        """Return the snapshot at a head of the log, if it is held."""
 
 
 async def serve_snapshots(transport: PullTransport, sources: Mapping[str, SnapshotSource]) -> None:
-    """Give the snapshots of these runs to who asks, from now on."""
+    """Serve the snapshots of these runs to peers that ask, from now on."""
     places, places_for_strangers = Places(READERS, PULLS), Places(STRANGERS, PULLS)
 
     @asynccontextmanager
@@ -169,36 +174,40 @@ async def serve_snapshots(transport: PullTransport, sources: Mapping[str, Snapsh
     await transport.on_pull(SNAPSHOT, serve, gives_way=True)
 
 
-class _Shelf:
-    """The snapshots that are held, by the heads of the log that they are at."""
+class _SnapshotCache:
+    """The two snapshots that are held, each with its head of the log."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._first: tuple[bytes, Snapshot] | None = None
         self._second: tuple[bytes, Snapshot] | None = None
         self._is_asked_for = False
-        """Whether the second one is at no chosen entry."""
+        """True if the second one was frozen for a joiner, not at a chosen entry."""
         self._leaves_at = 0.0
 
     def held(self, head: bytes) -> Snapshot | None:
         return next((snapshot for at, snapshot in self._all if at == head), None)
 
     def new_enough(self, least: int) -> Snapshot | None:
-        """Return one at index `least` or later; if both are, the first, which other peers have, too. One that another
-        has followed is given to nobody else: it may be of a log that was left."""
+        """Return one at index `least` or later; the first if both are, since other peers have it, too.
+
+        A second snapshot that was replaced as the first is not returned: it may be of a log that was left.
+        """
         given = self._all if self._is_asked_for else self._all[:1]
         return next((snapshot for _, snapshot in given if snapshot.index >= least), None)
 
-    def gives_again(self, head: bytes) -> bool:
-        """Whether the snapshot at this head is here. If so, it is given from now on."""
+    def reuse(self, head: bytes) -> bool:
+        """Return whether the snapshot at this head is held. If so, make it the first."""
         snapshot = self.held(head)
         if snapshot is not None and self._second is not None and self._second[1] is snapshot:
             self.add_chosen(head, snapshot)
         return snapshot is not None
 
     def has_room(self, is_chosen: bool) -> bool:
-        """Whether another snapshot may be frozen, which `is_chosen` or was asked for. One that is in its way, and that
-        nobody fetches any more or has had its time, is dropped."""
+        """Return whether another snapshot may be frozen, which `is_chosen` or was asked for.
+
+        Drop the second one if no peer fetches it any more, its time is over, or a chosen one replaces it.
+        """
         if self._second is None:
             return True
         now, (_, snapshot) = self._clock(), self._second
@@ -208,7 +217,7 @@ class _Shelf:
         return True
 
     def add_chosen(self, head: bytes, snapshot: Snapshot) -> None:
-        """Give this one from now on, and the one before as long as somebody fetches it."""
+        """Make this the first snapshot, and keep the one before as the second while a peer fetches it."""
         before, self._first = self._first, (head, snapshot)
         if before is not None and before[0] != head and before[1].is_in_use(self._clock()):
             self._put_second(*before, is_asked_for=False)
@@ -216,7 +225,7 @@ class _Shelf:
             self._second = None
 
     def add_asked_for(self, head: bytes, snapshot: Snapshot) -> None:
-        """Give this one to those for whom the first is too old; without any, to all."""
+        """Make this the second snapshot, for joiners for which the first is too old; the first, if there is none."""
         if self._first is None:
             self._first = head, snapshot
         else:
@@ -242,7 +251,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Host(Protocol):
-    """The driver that states are frozen for."""
+    """The driver for which snapshots are made."""
 
     async def until(self, condition: Callable[[Peer], bool]) -> None: ...
     def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]: ...
@@ -251,11 +260,11 @@ class _Host(Protocol):
 class Freezer:
     """Makes and holds one peer's snapshots.
 
-    `state_lock` is held while theta and momentum change, and while the pseudo-gradient is taken from them. A copy for a
-    snapshot, which may take long on a disk, keeps only a change waiting.
+    `state_lock` is held while theta and momentum change, and while the pseudo-gradient is computed from them. Copying a
+    snapshot, which may take long on a disk, delays only changes.
 
-    `on_snapshot` is told of every one that is frozen at a chosen entry or taken over, and not of those that somebody
-    has asked for: what it leads to, a checkpoint, is not for strangers to ask for.
+    `on_snapshot` is called with every snapshot that is frozen at a chosen entry or taken over. It is not called with
+    one that a joiner has asked for, so that strangers cannot cause a checkpoint.
     """
 
     def __init__(
@@ -274,14 +283,14 @@ class Freezer:
         self._workload = workload
         self._storage = storage
         self._host = host
-        self._shelf = _Shelf(clock)
+        self._cache = _SnapshotCache(clock)
         self._freezing = asyncio.Lock()
         self._on_demand: asyncio.Task[None] | None = None
-        self._refusal = ""  # why that failed
+        self._refusal = ""  # the reason why the last one on demand was not made
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
-        """Hold the state for a change: nobody reads it meanwhile."""
+        """Hold the state for a change: no task reads it meanwhile."""
         async with self._copy_lock, self.state_lock:
             yield
 
@@ -289,18 +298,18 @@ class Freezer:
         return self._peer.is_live(peer)
 
     def held(self, head: bytes) -> Snapshot | None:
-        return self._shelf.held(head)
+        return self._cache.held(head)
 
     async def newest(self, least: int) -> Snapshot:
-        """Raises: RefusalError."""
+        """Return a snapshot at index `least` or later; make one if necessary. Raises: RefusalError."""
         if self._peer.log.position.index < least:
-            raise RefusalError(f"outer step {least} is not here yet")
+            raise RefusalError(f"this peer has not reached outer step {least}; ask a peer that has")
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT):
-                while (snapshot := self._shelf.new_enough(least)) is None:
+                while (snapshot := self._cache.new_enough(least)) is None:
                     if self._on_demand is None or self._on_demand.done():
                         self._on_demand = self._host.start(self._freeze_on_demand())
-                    await asyncio.wait([self._on_demand])  # it goes on for who asks next
+                    await asyncio.wait([self._on_demand])  # it goes on for the next joiner if this one gives up
                     if self._refusal:
                         raise RefusalError(self._refusal)
         except TimeoutError:
@@ -314,33 +323,33 @@ class Freezer:
             if not await self._freeze():
                 self._refusal = NO_ROOM
         except (OSError, SnapshotError) as error:
-            logger.warning("no snapshot for who asks: %s", error)
-            self._refusal = "no snapshot can be made here"
+            logger.warning("no snapshot for a joining peer: %s", error)
+            self._refusal = "this peer cannot make a snapshot; ask another one"
 
     def hold(self, snapshot: FrozenSnapshot) -> None:
-        """Give this one from now on; the one before only as long as somebody fetches it."""
-        self._shelf.add_chosen(self._peer.log.at(snapshot.last, snapshot.ends).position.head, snapshot)
+        """Make this the first snapshot; keep the one before only as long as a peer fetches it."""
+        self._cache.add_chosen(self._peer.log.at(snapshot.last, snapshot.ends).position.head, snapshot)
         self._on_snapshot(snapshot)
 
     async def freeze_if_due(self) -> None:
-        """After a cycle: a snapshot, if this is the place and the peer for it, or there is none here yet: amid a cycle
-        of several entries nothing can be frozen for whoever asks.
+        """Freeze the state after a cycle, if this peer is to do so at this entry, or holds no snapshot yet.
 
-        Raises: OSError, SnapshotError.
+        Amid a cycle of several entries nothing can be frozen on request, so a peer should hold one. Raises: OSError,
+        SnapshotError.
         """
         log = self._peer.settled
-        if (self._is_chosen(log) or self._shelf.new_enough(0) is None) and not await self._freeze(log.position):
+        if (self._is_chosen(log) or self._cache.new_enough(0) is None) and not await self._freeze(log.position):
             logger.info("no snapshot of outer step %d: older ones are being fetched", log.position.index)
 
     async def _freeze(self, place: Position | None = None) -> bool:
-        """Freeze the present state, if it is at `place`. Returns whether there was room for another one.
+        """Freeze the present state, if it is at `place`. Return whether there was room for another snapshot.
 
         Raises: OSError, without memory; SnapshotError, when the state is corrupt.
         """
         async with self._freezing:
-            if self._shelf.gives_again(self._peer.settled.position.head):
+            if self._cache.reuse(self._peer.settled.position.head):
                 return True
-            if not self._shelf.has_room(self._is_chosen(self._peer.settled)):
+            if not self._cache.has_room(self._is_chosen(self._peer.settled)):
                 return False
             memory = await asyncio.to_thread(self._storage.snapshot, self._workload.state_size)
             async with self._copy_lock:
@@ -355,7 +364,7 @@ class Freezer:
             if self._is_chosen(log):
                 self.hold(snapshot)
             else:
-                self._shelf.add_asked_for(log.position.head, snapshot)
+                self._cache.add_asked_for(log.position.head, snapshot)
             return True
 
     def _is_chosen(self, log: LogState) -> bool:
@@ -363,7 +372,7 @@ class Freezer:
 
 
 def _is_chosen(me: str, log: LogState, every: int) -> bool:
-    """Whether this peer freezes the state here: at every such entry eight peers of the roster, others each time."""
+    """Return whether this peer freezes the state here. At every such entry eight peers of the roster do, in turn."""
     if log.position.index % every:
         return False
     roster = log.roster
@@ -376,7 +385,7 @@ def _is_chosen(me: str, log: LogState, every: int) -> bool:
 # Fetching a snapshot --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Offered:
-    """An offer, and the digests of the chunks that it is made of."""
+    """An offer, with its position in the log and the digests of its chunks."""
 
     offer: SnapshotOffer
     position: Position
@@ -384,21 +393,21 @@ class Offered:
 
 
 class NotYetVouchedError(SnapshotError):
-    """The log vouches for none of what is offered. It may soon: of one heartbeats or the next entry say what it is."""
+    """The log vouches for no offered snapshot. It may soon, when heartbeats or the next entry name the state of one."""
 
 
 @dataclass(frozen=True)
 class Vouched:
     """The snapshots that a branch of the log vouches for, of outer step `least` or later.
 
-    An entry says which state it follows. Where the branch ends, and where too few went on, those who are here tell what
-    the state is: `told` returns that of such a place, as `state_told` does. While those who could say do not, none is
-    taken there, however many offer one: it may be that only liars have one that is new enough.
-    Whoever `is_wary` takes a snapshot before an entry that too few have signed, if there is one.
+    An entry names the state that it follows. At the branch's end, and where only an entry that too few have signed
+    names the state, live peers report it in their heartbeats; `reported` returns their report, as `state_told` does.
+    Until they report it, no snapshot of that place is taken, however many peers offer one, since all of them may be
+    liars. With `is_wary` a snapshot from before the entries that too few have signed is preferred.
     """
 
     branch: Branch
-    told: Callable[[LogState], bytes | None] = lambda place: None
+    reported: Callable[[LogState], bytes | None] = lambda place: None
     least: int = 0
     is_wary: bool = False
 
@@ -406,24 +415,27 @@ class Vouched:
         return self.least <= position.index and self.branch.has(position)
 
     def _state_at(self, index: int) -> bytes | None:
-        """What too few have signed says nothing against those who are here: anybody may put such an entry after the
-        others."""
+        """Return the digest of the state at an index: from an entry, else as reported, else as claimed by an entry that
+        too few have signed.
+
+        Reports come before the claim, because any peer may append such an entry.
+        """
         place = self._places.get(index)
-        told = self.told(place) if place is not None else None
-        return self.branch.states.get(index) or told or self.branch.claimed.get(index)
+        reported = self.reported(place) if place is not None else None
+        return self.branch.states.get(index) or reported or self.branch.claimed.get(index)
 
     @cached_property
     def _places(self) -> dict[int, LogState]:
-        """Where others may tell what the state is: in the end, and where what too few have signed claims it."""
+        """The places whose state other peers may report: the end, and where an entry that too few signed claims it."""
         claimed = (place for place in self.branch.doubts if place.position.index in self.branch.claimed)
         return {place.position.index: place for place in (*claimed, self.branch.end)}
 
     def _doubts(self, position: Position) -> int:
-        """Return how many entries before a place too few have signed, where that matters."""
+        """Return how many entries before a place too few have signed; 0 unless `is_wary`."""
         return self.is_wary and sum(doubt.position.index < position.index for doubt in self.branch.doubts)
 
     def choose(self, offered: Mapping[str, Offered]) -> list[str]:
-        """Return who has the one that most have, the newer one if as many have two. Raises: SnapshotError."""
+        """Return the donors of the snapshot that most have; of two, the newer one. Raises: SnapshotError."""
         votes = Counter((offer.position, offer.offer.state_digest) for offer in offered.values())
         good = {
             (place, state): count
@@ -431,11 +443,11 @@ class Vouched:
             if self._may_be(place) and self._state_at(place.index) in (None, state)
         }
         best = max(good, key=lambda vote: (-self._doubts(vote[0]), good[vote], vote[0].index, vote[1]), default=None)
-        untold = [place for place, _ in votes if self._may_be(place) and self._state_at(place.index) == UNKNOWN_STATE]
-        if untold and (best is None or min(map(self._doubts, untold)) < self._doubts(best[0])):
-            raise NotYetVouchedError(f"nobody says which state of outer step {untold[0].index} is the run's")
+        unknown = [place for place, _ in votes if self._may_be(place) and self._state_at(place.index) == UNKNOWN_STATE]
+        if unknown and (best is None or min(map(self._doubts, unknown)) < self._doubts(best[0])):
+            raise NotYetVouchedError(f"no peer reports the digest of the run's state at outer step {unknown[0].index}")
         if best is None:
-            raise SnapshotError(f"nobody has a snapshot of outer step {self.least} or later that the log vouches for")
+            raise SnapshotError(f"no peer has a snapshot of outer step {self.least} or later that the log vouches for")
         return [donor for donor, offer in offered.items() if (offer.position, offer.offer.state_digest) == best]
 
 
@@ -451,18 +463,18 @@ async def fetch_snapshot(
 ) -> FrozenSnapshot:
     """Fetch the snapshot of `size` bytes, of outer step `least` or later, that most donors have.
 
-    `vouch` says which of them the log vouches for; it is asked when the donors have said what they have, so that it
-    knows of what is as new, and again while it does not vouch yet. `on_download` is told of the download when it
-    begins.
+    `vouch` returns the snapshots that the log vouches for. It is called after the donors' offers, so that it knows
+    entries as new as these, and again while the log does not vouch for any. `on_download` is called with the download
+    when it begins.
 
     Raises: SnapshotError when there is none, or no donor is left before all of it is here; OSError when there is no
-    room; whatever `vouch` raises.
+    room; the exceptions of `vouch`.
     """
     chunking = StateChunking(size)
     limit = DIGEST_BYTES * chunking.count
     offered = await _offers(transport, donors, log, least, limit, size)
-    having = await _choose(offered, vouch)
-    chosen = offered[having[0]]
+    donors_of_best = await _choose(offered, vouch)
+    chosen = offered[donors_of_best[0]]
     head = chosen.position.head
     pulled = Wanted(
         name=SNAPSHOT,
@@ -477,7 +489,7 @@ async def fetch_snapshot(
         await download.adopt()
     on_download(download)
     try:
-        await download.run(having)
+        await download.run(donors_of_best)
     except DownloadError as error:
         raise SnapshotError(str(error)) from error
     storage.downloaded()
@@ -486,7 +498,10 @@ async def fetch_snapshot(
 
 
 async def _choose(offered: Mapping[str, Offered], vouch: Callable[[], Awaitable[Vouched]]) -> list[str]:
-    """Who has the snapshot to take, as soon as the log vouches for one. Raises: SnapshotError; what `vouch` raises."""
+    """Return the donors of the snapshot to fetch, as soon as the log vouches for one.
+
+    Raises: SnapshotError; the exceptions of `vouch`.
+    """
     clock = asyncio.get_running_loop()
     until = clock.time() + PATIENCE
     while True:
@@ -501,10 +516,10 @@ async def _choose(offered: Mapping[str, Offered], vouch: Callable[[], Awaitable[
 async def _offers(
     transport: PullTransport, donors: Sequence[str], log: LogState, least: int, limit: int, size: int | None = None
 ) -> dict[str, Offered]:
-    """Return what each donor has, but for those that do not say, have another `size`, or digests beyond the limit. Of
-    too many donors the first is asked, and others by chance.
+    """Return the donors' offers. Leave out donors that do not answer, or whose state has another `size`, or digests
+    beyond the limit. Of too many donors ask the first one, and others at random.
 
-    Raises: SnapshotError when nobody is left.
+    Raises: SnapshotError when no offer is left.
     """
     asked = to_ask(transport, donors, ASKED)
     asking = (_ask_offer(transport, donor, log, least, limit, size) for donor in asked)
@@ -519,16 +534,16 @@ async def _offers(
         else:
             raise answer
     if not offered:
-        raise SnapshotError("; ".join(reasons) or "nobody was asked")
+        raise SnapshotError("; ".join(reasons) or "there was no peer to ask for a snapshot; try again later")
     return offered
 
 
 async def ask_size(transport: PullTransport, donors: Sequence[str], log: LogState, memory: int) -> int:
-    """Return the bytes of the run's state, as most donors say: for who has not built the model.
+    """Return the bytes of the run's state, as most donors report: for a peer that has not built the model.
 
-    `memory` is what is free: who lies about the size may not fill it with digests.
+    `memory` are the bytes that are free: a liar about the size must not be able to fill them with digests.
 
-    Raises: SnapshotError when nobody says.
+    Raises: SnapshotError when no donor reports it.
     """
     limit = min(DIGESTS_LIMIT, memory // MEMORY_SHARE)
     offered = await _offers(transport, donors, log, 0, limit)
@@ -539,7 +554,7 @@ async def ask_size(transport: PullTransport, donors: Sequence[str], log: LogStat
 async def _ask_offer(
     transport: PullTransport, donor: str, log: LogState, least: int, limit: int, size: int | None
 ) -> Offered:
-    """Return what snapshot a donor has. Raises: PeerUnreachableError, RemoteProtocolError."""
+    """Return a donor's offer. Raises: PeerUnreachableError, RemoteProtocolError."""
     request = pack(SnapshotRequest(run=log.run, head=None, least=least, first=0, last=0))
     packed, digests = await transport.pull(donor, SNAPSHOT, request, limit, OFFER_TIMEOUT)
     offer = unpack_from(donor, SnapshotOffer, packed)

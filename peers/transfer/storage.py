@@ -1,4 +1,4 @@
-"""Memory for much data: payloads, the snapshots that a peer gives, and the one that it is fetching."""
+"""Memory for large data: payloads, snapshots that a peer serves, and the snapshot that it fetches."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Self
 
 MADV_POPULATE_WRITE = 23  # of Linux 5.14; Python has no name for it
-PIECE = 1 << 24  # bytes that are reserved at once: no other thread runs meanwhile
+PIECE = 1 << 24  # bytes reserved by one call, which lets no other thread run
 SUFFIX = ".state"
-IN_MEMORY = 1 << 26  # bytes of a snapshot that lies in memory, although there is a folder
+IN_MEMORY = 1 << 26  # bytes: a snapshot of at most this size stays in memory, even with a folder
 
 
 def empty(size: int) -> memoryview:
-    """Memory that is taken from the system as it is written to, in huge pages: small ones take longer to get."""
+    """Return memory that the system provides page by page on the first write, in huge pages if it has any."""
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -26,16 +26,16 @@ def empty(size: int) -> memoryview:
 
 
 class MemoryFile:
-    """`size` bytes, mapped at `data`. The memory is given back once it is closed and nobody looks at it."""
+    """`size` bytes, mapped at `data`. Their memory is released when it is closed and no view of it is left."""
 
     def __init__(self, descriptor: int, size: int, is_reserved: bool = True) -> None:
-        """Takes over the descriptor. With `is_reserved` all of it is taken from the system now.
+        """Take over the descriptor. With `is_reserved` the system provides all memory now.
 
         Raises: OSError when there is no room.
         """
         self.descriptor = descriptor
         self.is_new = os.fstat(descriptor).st_size == 0
-        """Whether there was nothing in it before."""
+        """True if the file was empty before."""
         try:
             if is_reserved:
                 os.posix_fallocate(descriptor, 0, max(size, 1))
@@ -49,14 +49,14 @@ class MemoryFile:
 
     @classmethod
     def in_memory(cls, size: int) -> Self:
-        """Taken from the system bit by bit, as it is written to."""
+        """Create one in memory whose pages the system provides on the first write."""
         return cls(os.memfd_create("diloco-peer"), size, is_reserved=False)
 
     @classmethod
     def ready_in_memory(cls, size: int) -> Self:
-        """Taken now, which takes longer than the writing: best in a thread."""
+        """Create one in memory with all pages provided now. Best called in a thread, since this is slow."""
         file = cls(os.memfd_create("diloco-peer"), size)
-        with suppress(OSError):  # an older kernel maps it when it is written to
+        with suppress(OSError):  # an older kernel provides the pages on the first write
             for start in range(0, size, PIECE):  # between two pieces other threads run
                 file._mapping.madvise(MADV_POPULATE_WRITE, start, min(PIECE, size - start))
         return file
@@ -67,7 +67,7 @@ class MemoryFile:
             return cls(os.dup(file.fileno()), size)
 
     def close(self) -> None:
-        """Other processes that have inherited the descriptor keep the bytes."""
+        """Close the descriptor. Other processes that have inherited it keep the bytes."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -80,40 +80,40 @@ logger = logging.getLogger(__name__)
 
 
 class Storage:
-    """Memory only: a download that breaks off is begun anew."""
+    """Storage in memory only: an interrupted download starts from the beginning."""
 
     def snapshot(self, size: int) -> MemoryFile:
         """Return memory for a frozen state. Raises: OSError when there is no room."""
         return MemoryFile.ready_in_memory(size)
 
     def download(self, digest: bytes, size: int) -> MemoryFile:
-        """Return memory for the state with this digest; what was fetched of it before is in it. Raises: OSError."""
+        """Return memory for the state with this digest, with the part fetched earlier, if any. Raises: OSError."""
         return MemoryFile.in_memory(size)
 
     def downloaded(self) -> None:
-        """Hear that the download is complete: nothing of it is needed after the memory is closed."""
+        """Delete what the completed download has stored, except the memory itself, which lasts until it is closed."""
 
 
 class FolderStorage(Storage):
-    """Small snapshots in memory, larger ones in the folder; downloads in the folder, to outlive a restart."""
+    """Storage in a folder, for snapshots over 64 MiB, and for downloads, which then outlive a restart."""
 
     def __init__(self, folder: Path, available_memory: Callable[[], int]) -> None:
         self._folder = folder
         self._available_memory = available_memory
 
     def snapshot(self, size: int) -> MemoryFile:
-        """In the folder if there is room; else in memory, if that has twice as much: training needs some, too."""
+        """Return space in the folder; without room there, memory, if twice as much is free. Raises: OSError."""
         if size > IN_MEMORY:
             try:
                 return MemoryFile.on_disk(size, self._folder)
             except OSError as error:
                 if 2 * size > self._available_memory():
                     raise
-                logger.warning("a snapshot of %d MiB lies in memory, not in %s: %s", size >> 20, self._folder, error)
+                logger.warning("a snapshot of %d MiB is kept in memory, not in %s: %s", size >> 20, self._folder, error)
         return MemoryFile.ready_in_memory(size)
 
     def download(self, digest: bytes, size: int) -> MemoryFile:
-        """Another state's remains are dropped."""
+        """Open the folder's file for the state with this digest, and delete those of other states."""
         path = self._folder / f"{digest.hex()}{SUFFIX}"
         self._drop(but=path)
         return MemoryFile(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), size)

@@ -9,7 +9,7 @@ from collections.abc import Collection
 import pytest
 
 from peers.errors import RemoteProtocolError
-from peers.presence.beats import AUDIENCE_LIMIT, Beats, Word
+from peers.presence.beats import AUDIENCE_LIMIT, Beats, Call
 from peers.presence.calls import BEAT, Answer, Beat, Page, Request
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.meeting_place import SAMPLE, MeetingPlace
@@ -46,13 +46,13 @@ class Swarm:
         is_cut = random.Random(f"{min(one, other)} {max(one, other)}").random() < self.cut
         return not is_cut and (one in self.parted) == (other in self.parted)
 
-    def call(self, one: str, other: str, word: Word) -> bytes | None:
+    def call(self, one: str, other: str, call: Call) -> bytes | None:
         """Return the answer to a call; None: there is none."""
-        self.bytes[one] += len(word.payload)
-        self.longest[word.call] = max(self.longest[word.call], len(word.payload))
+        self.bytes[one] += len(call.payload)
+        self.longest[call.name] = max(self.longest[call.name], len(call.payload))
         if other not in self.peers or not self.reaches(one, other) or self.random.random() < self.loss:
             return None
-        answer = self.peers[other].hears(one, word)
+        answer = self.peers[other].hears(one, call)
         self.bytes[other] += len(answer)
         return None if self.random.random() < self.loss else answer
 
@@ -111,12 +111,12 @@ class Swimmer(Beater):
     def tell(self) -> None:
         self.beats.choose(self.voters, self.clock.now)
         for other in self.beats.audience.due(self.clock.now):
-            while word := self.beats.word_for(other):
-                answer = self.swarm.call(self.name, other, word)
+            while call := self.beats.call_for(other):
+                answer = self.swarm.call(self.name, other, call)
                 if answer is None:
                     self.beats.failed(other, self.clock.now)
                     break
-                if not self.beats.answered(other, word, answer, self.clock.now, self.clock.wall):
+                if not self.beats.answered(other, call, answer, self.clock.now, self.clock.wall):
                     break
 
     def ask(self) -> None:

@@ -21,7 +21,7 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
     with bootstrap(site) as address:
         invite = create_run(site, ROOT / "examples" / "tiny.toml", address)
         with follow(site, invite) as follower:
-            follower.line("nobody trains in the run", "it does not say that it waits")
+            follower.line("no peer trains in the run", "it does not say that it waits")
             with (
                 join(site, invite, "one.pem", "--track", "tensorboard:curves") as first,
                 join(site, invite, "two.pem", "--cpu-workers", "2") as second,
@@ -129,7 +129,7 @@ def nobody_is_left(site: Site, invite: str, address: str) -> None:
     assert "no live peers" in site.run("status", "--run", run_id, "--initial-peer", address).out
     refused = site.run("export", "--run", invite, "--out", "other")
     assert refused.code == 4
-    assert "nobody trains" in refused.error_line()
+    assert "no peer trains" in refused.error_line()
 
 
 @pytest.mark.thorough

@@ -461,7 +461,7 @@ def test_where_there_is_a_link_everything_goes_over_it(
                 assert (header, bytes(data)) == (here.peer_id.encode(), b"data")
                 with pytest.raises(PeerUnreachableError):
                     await send_chunks(here, there.peer_id, Outbox([b"data"]), "unknown")
-                with pytest.raises(PeerRefusedError, match="it takes no 'unknown', or not yet"):
+                with pytest.raises(PeerRefusedError, match="this peer does not handle 'unknown', or not yet"):
                     await here.call(there.peer_id, "unknown", b"", TIMEOUT)
                 await send_chunks(here, there.peer_id, Outbox([b"data"]))
 

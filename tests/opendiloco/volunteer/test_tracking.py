@@ -82,7 +82,7 @@ def test_nobody_is_there_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
     asyncio.run(scenario())
     messages = [record.message for record in caplog.records if record.name == "opendiloco.volunteer.tracking"]
     assert [message.rpartition(" ")[2] for message in messages] == ["somebody.", "on"] * 2
-    assert messages[0].startswith("nobody trains in the run tiny now")
+    assert messages[0].startswith("no peer trains in the run tiny now")
 
 
 def test_it_waits_for_what_comes() -> None:
@@ -188,7 +188,7 @@ def test_the_states_size_is_what_most_peers_say(small_config: Any, monkeypatch: 
 
     async def scenario() -> None:
         swarm, entries = Swarm(), Run(2)
-        with pytest.raises(SwarmUnreachableError, match="nobody trains"):
+        with pytest.raises(SwarmUnreachableError, match="no peer trains"):
             await state_for(run, swarm)
         for name in "abc":
             donor = Donor(entries, frozen=2)

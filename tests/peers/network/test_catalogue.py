@@ -48,7 +48,7 @@ def test_there_may_be_none() -> None:
 
 
 def test_nobody_who_lists_runs_is_an_error() -> None:
-    with pytest.raises(SwarmUnreachableError, match="nobody at the given addresses says which runs there are"):
+    with pytest.raises(SwarmUnreachableError, match="no node at the given addresses lists runs"):
         listed(Node(RUNS), [TWO])
 
 

@@ -182,7 +182,7 @@ def test_a_stream_header_that_nobody_would_take_is_not_sent() -> None:
 def test_an_answer_to_a_frame_is_yes_or_no(answer: bytes) -> None:
     outcome, _ = converse(lambda channel: channel.read_answer(), lambda channel: send_raw(channel, answer))
     assert isinstance(outcome, RemoteProtocolError)
-    assert "neither yes nor no" in str(outcome)
+    assert "neither acceptance nor refusal" in str(outcome)
 
 
 def test_who_falls_silent_within_a_frame_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_whoever_claims_to_be_another_peer_is_not_let_in(claim: str) -> None:
         hello = Hello(to=ME.peer_id, certificate=certificate, is_yours=False)
         outcome = await outcome_of_hello(hello, Credentials(impostor))
         assert isinstance(outcome, RemoteProtocolError)
-        assert "does not prove who it is" in str(outcome)
+        assert "does not prove its peer id" in str(outcome)
 
     simulate(scenario())
 
@@ -101,7 +101,7 @@ def test_whoever_wants_to_talk_to_somebody_else_is_sent_away() -> None:
         hello = Hello(to=OTHER.peer_id, certificate=IMPOSTOR.certificate, is_yours=False)
         outcome = await outcome_of_hello(hello, IMPOSTOR)
         assert isinstance(outcome, RemoteProtocolError)
-        assert "not to us" in str(outcome)
+        assert "not to this peer" in str(outcome)
 
     simulate(scenario())
 

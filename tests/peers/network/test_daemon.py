@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from peers.network.daemon import _to_the_end
+from peers.network.daemon import _uninterrupted
 from tests.peers.network.test_throttle import simulate
 
 
@@ -19,7 +19,7 @@ def test_a_cancellation_is_raised_once_the_work_is_done() -> None:
             await may_end.wait()
             done.append("all of it")
 
-        task = asyncio.create_task(_to_the_end(work()))
+        task = asyncio.create_task(_uninterrupted(work()))
         await began.wait()
         task.cancel()
         await asyncio.sleep(0)
@@ -37,8 +37,8 @@ def test_work_that_fails_says_so() -> None:
         raise OSError("no daemon")
 
     async def story() -> None:
-        await _to_the_end(asyncio.sleep(0))
+        await _uninterrupted(asyncio.sleep(0))
         with pytest.raises(OSError, match="no daemon"):
-            await _to_the_end(fail())
+            await _uninterrupted(fail())
 
     simulate(story())

@@ -220,7 +220,7 @@ def test_more_than_there_may_be_is_not_dialled() -> None:
             link = await dialler.until_up(other)
             await dialler.links.link_with(other.peer)
             dialler.links.way(other.peer)._is_giving = True
-            with pytest.raises(RefusalError, match="on their way"):
+            with pytest.raises(RefusalError, match="being dialled already"):
                 await on_more(other.peer, pack(links._More(connections=1)))
             dialler.links.way(other.peer)._is_giving = False
             with pytest.raises(RefusalError):
@@ -541,7 +541,7 @@ def test_where_there_is_no_route_nobody_dials_twice(monkeypatch: pytest.MonkeyPa
 
             monkeypatch.setattr(introductions, "PUNCH_TIMEOUT", DEADLINE)
             monkeypatch.setattr(introductions, "dial", dial)
-            await node.links.arranging._go("a" * 20, (0,), ("[2a0e::1]:5",), REFUSING, None, 1)
+            await node.links.arranging._connect_both("a" * 20, (0,), ("[2a0e::1]:5",), REFUSING, None, 1)
             assert dialled == ["[2a0e::1]:5"]
 
     run(scenario())

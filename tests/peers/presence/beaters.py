@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from peers.presence.beats import Beats, Word
+from peers.presence.beats import Beats, Call
 from peers.presence.calls import BEAT, HEARTBEAT, Beat, Request
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
@@ -34,7 +34,7 @@ class Beater:
         self.identity = identity or Identity.generate()
         self.name = self.identity.peer_id
         self.beats = Beats(self.name, RUN)
-        self.sent: list[Word] = []
+        self.sent: list[Call] = []
 
     def heartbeat(self, **changes: Any) -> Heartbeat:
         fields: dict[str, Any] = {
@@ -77,22 +77,22 @@ class Beater:
             self.beats.found(other.signed, self.clock.now, self.clock.wall)
         return self
 
-    def hears(self, sender: str, word: Word) -> bytes:
-        """Return the answer to a word."""
+    def hears(self, sender: str, call: Call) -> bytes:
+        """Return the answer to a call."""
         now, wall = self.clock.now, self.clock.wall
-        if word.call == BEAT:
-            return self.beats.hear_beat(sender, unpack(Beat, word.payload), now, wall)
-        assert word.call == HEARTBEAT
-        return self.beats.hear_heartbeat(sender, word.payload[8:], now, wall)
+        if call.name == BEAT:
+            return self.beats.hear_beat(sender, unpack(Beat, call.payload), now, wall)
+        assert call.name == HEARTBEAT
+        return self.beats.hear_heartbeat(sender, call.payload[8:], now, wall)
 
     def tells(self, other: Beater) -> list[str]:
         """Tell another peer what there is to tell. Returns the names of the calls that it took."""
         calls = []
-        while word := self.beats.word_for(other.name):
-            calls.append(word.call)
-            self.sent.append(word)
-            answer = other.hears(self.name, word)
-            if not self.beats.answered(other.name, word, answer, self.clock.now, self.clock.wall):
+        while call := self.beats.call_for(other.name):
+            calls.append(call.name)
+            self.sent.append(call)
+            answer = other.hears(self.name, call)
+            if not self.beats.answered(other.name, call, answer, self.clock.now, self.clock.wall):
                 break
         return calls
 

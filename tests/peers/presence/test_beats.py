@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.errors import RemoteProtocolError
-from peers.presence.beats import REFRESH_SHARE, WHO_BURST, Word
+from peers.presence.beats import REFRESH_SHARE, WHO_BURST, Call
 from peers.presence.calls import (
     BEAT,
     BEAT_BYTES,
@@ -128,10 +128,10 @@ class TestMeeting:
     def test_a_beat_of_an_unknown_peer_asks_for_its_heartbeat_and_leaves_nothing_behind(self, clock: Clock) -> None:
         one, other = couple(clock)
         other.beats.store.drop(one.name)
-        word = one.beats.word_for(other.name)
-        assert word is not None
-        assert word.call == BEAT
-        assert unpack(Answer, other.hears(one.name, word)).wants
+        call = one.beats.call_for(other.name)
+        assert call is not None
+        assert call.name == BEAT
+        assert unpack(Answer, other.hears(one.name, call)).wants
         assert len(other.beats.store) == 0
         assert one.tells(other) == [BEAT, HEARTBEAT]
         assert other.heard() == {one.name}
@@ -140,7 +140,7 @@ class TestMeeting:
         one, other = couple(clock)
         clock.now += 2.0
         one.say(index=2, head=b"2" * 32)
-        one.beats.word_for(other.name)
+        one.beats.call_for(other.name)
         one.beats.failed(other.name, clock.now)
         clock.now += 2.0
         assert one.say(index=2, head=b"2" * 32).tells(other) == [HEARTBEAT]
@@ -227,7 +227,7 @@ class TestLife:
         one, other = couple(clock)
         clock.now += 2.0
         again = Beater(clock, one.identity).say(incarnation=1, index=0)
-        beat = again.beats.word_for(other.name)
+        beat = again.beats.call_for(other.name)
         assert beat is not None
         answer = other.beats.hear_beat(one.name, beat_of(again, incarnation=1), clock.now, clock.wall)
         assert unpack(Answer, answer).wants, "another incarnation is unknown"
@@ -239,13 +239,13 @@ class TestLies:
     def test_nobody_speaks_for_another(self, clock: Clock) -> None:
         one, other = couple(clock)
         third = Beater(clock).say()
-        with pytest.raises(RemoteProtocolError, match="speaks for"):
+        with pytest.raises(RemoteProtocolError, match="sent the heartbeat of"):
             other.beats.hear_heartbeat(one.name, third.signed, clock.now, clock.wall)
-        word = one.beats.word_for(other.name)
-        assert word is not None
-        with pytest.raises(RemoteProtocolError, match="speaks for"):
+        call = one.beats.call_for(other.name)
+        assert call is not None
+        with pytest.raises(RemoteProtocolError, match="sent the heartbeat of"):
             one.beats.answered(
-                other.name, word, pack(Answer(wants=False, heartbeats=(third.signed,))), clock.now, clock.wall
+                other.name, call, pack(Answer(wants=False, heartbeats=(third.signed,))), clock.now, clock.wall
             )
         one.beats.choose((), clock.now)
         assert one.beats.audience.due(clock.now) == [], "whoever lies is left alone for a while"
@@ -253,9 +253,9 @@ class TestLies:
     def test_whoever_wants_to_be_told_again_and_again_is_told_twice(self, clock: Clock) -> None:
         one, other = couple(clock)
         calls = []
-        while word := one.beats.word_for(other.name):
-            calls.append(word.call)
-            if not one.beats.answered(other.name, word, pack(Answer(wants=True)), clock.now, clock.wall):
+        while call := one.beats.call_for(other.name):
+            calls.append(call.name)
+            if not one.beats.answered(other.name, call, pack(Answer(wants=True)), clock.now, clock.wall):
                 break
         assert calls == [BEAT, HEARTBEAT]
 
@@ -299,7 +299,7 @@ class TestLies:
     def test_whoever_only_looks_says_nothing(self, clock: Clock) -> None:
         one, other = couple(clock)
         visitor = Beater(clock).finds(one)
-        assert visitor.beats.word_for(one.name) is None
+        assert visitor.beats.call_for(one.name) is None
         assert visitor.asks(one) == {one.name, other.name}
         assert len(one.beats.store) == 1
 
@@ -352,4 +352,4 @@ def test_words_of_another_run_have_another_tag() -> None:
 
 def test_a_word_names_its_run(clock: Clock) -> None:
     one, other = Beater(clock).say(), Beater(clock).say()
-    assert one.beats.word_for(other.name) == Word(HEARTBEAT, tag_of(RUN) + one.signed, one.heartbeat().sequence)
+    assert one.beats.call_for(other.name) == Call(HEARTBEAT, tag_of(RUN) + one.signed, one.heartbeat().sequence)

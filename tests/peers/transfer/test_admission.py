@@ -153,7 +153,7 @@ def test_garbage_is_the_fault_of_the_peer_that_signed_it(door: Door) -> None:
 
 @pytest.mark.parametrize("proof", [None, ChunkProof(squares=2.0, path=b"")], ids=["none", "another's"])
 def test_blocks_that_nobody_committed_to_are_not_taken_and_show_nothing(door: Door, proof: ChunkProof | None) -> None:
-    reason = "it has not committed to this"
+    reason = "it has not committed to these blocks"
     assert door.take("a", 2, proof=proof) == Admitted(BadBlocks(ROUND.name, "a", 2, reason), is_taken=False)
 
 
@@ -189,7 +189,7 @@ def test_all_averages_of_a_reducer_together_are_no_longer_than_what_they_are_mad
     door = Door(workload=Measuring(2.5))
     assert door.take_average("c", 4).is_taken
     event, is_taken = door.take_average("c", 5)
-    reason = "what its reducer gives is longer than what it can be made of"
+    reason = "the reducer's average is longer than its contributions allow"
     assert (event, is_taken) == (BadBlocks(ROUND.name, "c", 5, reason, reduced=True), False)
     assert door.take_average("a", 0, origin=Origin(reducer="a", signature=bytes(64))).is_taken, "another's"
 
@@ -198,7 +198,7 @@ def test_blocks_come_with_their_owners_signature_of_what_it_committed_to(door: D
     """Begin tells what each has committed to, and none of the signatures. The leader might have made it up."""
     del door.exchange.commitment  # it does not trust everybody any more
     other = round_among("abc", each=2, name=round_name(position=ROUND.name.position.model_copy(update={"index": 7})))
-    refused = Admitted(BadBlocks(ROUND.name, "a", 2, "it has not signed what it committed to"), is_taken=False)
+    refused = Admitted(BadBlocks(ROUND.name, "a", 2, "it has not signed its commitment"), is_taken=False)
     others = [
         commitment(ROUND, "c"),
         commitment(other, "a"),

@@ -304,7 +304,7 @@ def test_when_nobody_is_left_all_reasons_are_named_and_what_came_is_kept() -> No
 
 def test_nobody_has_it() -> None:
     async def scenario() -> None:
-        with pytest.raises(DownloadError, match="nobody has it"):
+        with pytest.raises(DownloadError, match="there was no peer to ask"):
             await download(Donors({}))
 
     simulate(scenario())

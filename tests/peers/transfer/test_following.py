@@ -197,7 +197,7 @@ def test_who_joins_or_leaves_has_nothing_to_give() -> None:
         swarm = Swarm()
         for state in (PeerState.JOINING, PeerState.LEAVING):
             await swarm.add(state, Donor(Run(2), frozen=2), state)
-        with pytest.raises(SwarmUnreachableError, match="nobody trains in the run tiny now"):
+        with pytest.raises(SwarmUnreachableError, match="no peer trains in the run tiny now"):
             await swarm.following.begin()
         run = Run(3)
         await swarm.add("archive", Donor(run, frozen=2), PeerState.ARCHIVING)
@@ -303,7 +303,7 @@ def test_a_lineage_that_is_heavier_though_not_longer() -> None:
         await swarm.add("a", Donor(light, frozen=3))
         await swarm.following.begin()
         await swarm.add("b", Donor(heavy, frozen=2))
-        with pytest.raises(CannotFollowError, match="took no more outer steps") as caught:
+        with pytest.raises(CannotFollowError, match="more training tokens in no more outer steps") as caught:
             await swarm.following.advance()
         await swarm.following.begin(caught.value.least)
         swarm.assert_is_at(heavy, 2)

@@ -316,7 +316,7 @@ def test_who_has_frozen_nothing_does_so_when_asked() -> None:
         assert await frozen.freezer.newest(0) is snapshot, "one that is held will do"
         newer = await frozen.freezer.newest(2)
         assert (newer.index, bytes(newer.data)) == (2, b"state 2")
-        with pytest.raises(RefusalError, match="outer step 3 is not here yet"):
+        with pytest.raises(RefusalError, match="has not reached outer step 3; ask a peer that has"):
             await frozen.freezer.newest(3)
 
     asyncio.run(scenario())
@@ -370,7 +370,7 @@ def test_a_donor_that_never_settles_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     async def scenario() -> None:
         frozen = Frozen()
         frozen.begin_step()
-        with pytest.raises(RefusalError, match="not frozen yet"):
+        with pytest.raises(RefusalError, match="made when the outer step under way ends"):
             await frozen.freezer.newest(0)
 
     asyncio.run(scenario())
@@ -380,7 +380,7 @@ def test_a_state_that_is_not_what_its_digest_says_is_not_given(caplog: pytest.Lo
     async def scenario() -> None:
         frozen = Frozen()
         frozen.peer.state_digest = digest_of(b"another")
-        with pytest.raises(RefusalError, match="no snapshot can be made"):
+        with pytest.raises(RefusalError, match="cannot make a snapshot"):
             await frozen.freezer.newest(0)
         assert frozen.told == []
 
@@ -392,7 +392,7 @@ def test_a_state_that_is_not_what_its_digest_says_is_not_given(caplog: pytest.Lo
 def test_without_room_it_refuses(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         frozen = Frozen(FullStorage())
-        with pytest.raises(RefusalError, match="no snapshot can be made"):
+        with pytest.raises(RefusalError, match="cannot make a snapshot"):
             await frozen.freezer.newest(0)
 
     with caplog.at_level(logging.WARNING):

@@ -16,10 +16,10 @@ from peers.log.state import LogState
 from peers.transfer import lineage_fetch
 from peers.transfer.lineage_fetch import (
     PATIENCE,
+    HeaderAndCertificate,
     HeadersRequest,
     LineageError,
     LineageFetch,
-    Told,
     best_branch,
     serve_headers,
 )
@@ -83,7 +83,7 @@ class Past:
 class Donors:
     def __init__(self) -> None:
         self.me = FakeTransport("me")
-        self.recent: Callable[[Position], Told | None] = lambda position: None
+        self.recent: Callable[[Position], HeaderAndCertificate | None] = lambda position: None
 
     async def add(self, name: str, past: Past, first: int = 0) -> None:
         self.me.donors[name] = FakeTransport(name)
@@ -323,7 +323,8 @@ def test_whoever_has_no_log_takes_none_that_lacks_what_is_signed(end: LogState, 
             best, _ = await best_branch(donors.me, beats, LOG, signed)
             assert best.end == COMMON.end
         else:
-            with pytest.raises(LineageError, match=f"come to outer step {place.index}, which archives have signed"):
+            expected = f"shows a log up to outer step {place.index}, which archives have signed"
+            with pytest.raises(LineageError, match=expected):
                 await best_branch(donors.me, beats, LOG, signed)
 
     asyncio.run(scenario())

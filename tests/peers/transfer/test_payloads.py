@@ -273,7 +273,7 @@ def test_nobody_has_it() -> None:
             await fetch(network, ["a", "b", "dead"])
         for reason in ("peer a refused: that payload is not kept here", "peer b refused", "peer dead did not answer"):
             assert reason in str(caught.value)
-        with pytest.raises(PayloadError, match="nobody has it"):
+        with pytest.raises(PayloadError, match="there was no peer to ask for the payload"):
             await fetch(network, [])
 
     asyncio.run(scenario())

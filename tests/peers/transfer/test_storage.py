@@ -132,7 +132,7 @@ def test_a_snapshot_without_room_on_the_disk_lies_in_memory_if_that_leaves_enoug
             gone.snapshot(101)
         return
     assert len(gone.snapshot(101).data) == 101
-    assert "lies in memory, not in" in caplog.text
+    assert "kept in memory, not in" in caplog.text
 
 
 def test_a_folder_that_is_gone_is_no_room_for_a_download(tmp_path: Path) -> None:
