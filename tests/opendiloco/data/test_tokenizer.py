@@ -185,7 +185,7 @@ def test_a_run_is_created_with_the_digest_of_its_tokenizer(
     ("tokenizer", "problem"),
     [
         ({"kind": "file", "path": "t.json", "digest": "AB"}, "tokenizer.digest = 'AB': not 64 hexadecimal digits"),
-        ({"digest": "ab" * 32}, 'path, end and digest go with kind = "pretrained" or "file"'),
+        ({"digest": "ab" * 32}, 'path, end and digest need kind = "pretrained" or "file"'),
     ],
 )
 def test_a_digest_out_of_place(small_content: dict[str, object], tokenizer: dict[str, str], problem: str) -> None:

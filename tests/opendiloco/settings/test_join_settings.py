@@ -162,7 +162,7 @@ def test_a_path_that_is_not_text_is_refused() -> None:
 
 def test_a_variable_of_no_setting_is_told_with_the_nearest() -> None:
     assert unknown_variables({"DILOCO_KEPE": "1", "DILOCO_KEEP": "1", "DILOCO_CONFIG": "", "HOME": "/"}) == [
-        "the environment variable DILOCO_KEPE is no setting's; did you mean DILOCO_KEEP?"
+        "the environment variable DILOCO_KEPE has no effect: no setting has this name; did you mean DILOCO_KEEP?"
     ]
 
 
