@@ -65,7 +65,7 @@ def test_values_are_read_back_from_canonical_content(overrides: Overrides, conte
 
 @pytest.mark.parametrize(("content", "reason"), NOT_UNDERSTOOD)
 def test_what_is_not_understood_is_an_error_that_says_to_upgrade(content: bytes, reason: str) -> None:
-    with pytest.raises(AmendmentError, match=rf"(?s)amendment 7 .*{reason}.*{UPGRADE}") as raised:
+    with pytest.raises(AmendmentError, match=rf"(?s)amendment 7: .*{reason}.*{UPGRADE}") as raised:
         Overrides.read(amendment(content))
     assert raised.value.exit_code == 3
 
@@ -135,7 +135,7 @@ def test_what_an_amendment_has_no_room_for_is_a_problem(small_content: dict[str,
     sources = [{"source": f"source-{number}", "weight": 1} for number in range(64)]
     config = RunConfig.from_manifest_content(small_content | {"data": {"sources": sources}})
     assert not Overrides(weights=(1.5,) * 64, outer_learning_rate=0.35).problem(config)
-    assert "bytes, 512 are allowed" in Overrides(weights=(100.125,) * 64).problem(config)
+    assert "bytes, and at most 512 are allowed" in Overrides(weights=(100.125,) * 64).problem(config)
 
 
 def logged(cursor: int, **values: object) -> LoggedAmendment:

@@ -175,10 +175,13 @@ def test_a_run_is_created_with_the_digest_of_its_tokenizer(
         _with_tokenizer_named(config.model_copy(update={"tokenizer": other}))
     nowhere = config.model_copy(update={"tokenizer": other.model_copy(update={"path": "/nowhere"})})
     assert _with_tokenizer_named(nowhere) == nowhere
-    assert "the tokenizer is not held against its digest: tokenizer.path = '/nowhere' cannot be loaded" in caplog.text
+    assert (
+        "the tokenizer cannot be checked against its digest: tokenizer.path = '/nowhere' cannot be loaded"
+        in caplog.text
+    )
     nameless = config.model_copy(update={"tokenizer": section.model_copy(update={"path": "/nowhere"})})
     assert _with_tokenizer_named(nameless) == nameless
-    assert "gets no digest to hold volunteers' against" in caplog.text
+    assert "the tokenizer gets no digest: " in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_tokens_are_counted_where_the_keys_say_so() -> None:
     [
         (
             {"warmup_steps": 1, "decay_steps": 1},
-            'schedule: kind = "wsd" takes warmup_steps, stable_steps, decay_steps, ',
+            'schedule: kind = "wsd" needs warmup_steps, stable_steps, decay_steps, ',
         ),
         (
             {"kind": "cosine", "warmup_steps": 1, "stable_steps": 2, "decay_steps": 1},
