@@ -554,7 +554,7 @@ def read_settings_file(path: Path | None = None) -> dict[str, Any]:
     except FileNotFoundError as error:
         if path is None:
             return {}
-        raise SettingsError(f"the configuration file {path} does not exist.", "Check the path.") from error
+        raise SettingsError(f"there is no configuration file {path}.", "Check the path.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{found}: not valid TOML: {error}.", "Correct the syntax there.") from error
     except OSError as error:

@@ -167,7 +167,7 @@ def test_a_run_names_the_held_out_text_that_is_on_the_organisers_machine(
         _with_held_out_text_named(with_folder(tmp_path))
     assert "the run gets no evaluation.digest" in caplog.text
     other = named.evaluation.model_copy(update={"digest": "cd" * 32})
-    with pytest.raises(DataError, match="evaluation.digest = cdcd"):
+    with pytest.raises(DataError, match=r"evaluation\.digest = cdcd"):
         _with_held_out_text_named(named.model_copy(update={"evaluation": other}))
 
 
