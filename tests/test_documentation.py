@@ -26,9 +26,9 @@ from peers.protocol.diagrams import PARTS, diagram
 from peers.protocol.state_machine import StateMachine
 
 ROOT = Path(__file__).parent.parent
-README, COMMANDS, RUNS, ARCHITECTURE, PROTOCOL = (
+README, RUNS, ARCHITECTURE, PROTOCOL = (
     (ROOT / name).read_text(encoding="utf-8")
-    for name in ("README.md", "docs/commands.md", "docs/runs.md", "docs/architecture.md", "docs/protocol.md")
+    for name in ("README.md", "docs/runs.md", "docs/architecture.md", "docs/protocol.md")
 )
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
 DOCKERFILES = sorted(ROOT.glob("docker/*Dockerfile*"))
@@ -133,15 +133,6 @@ def test_tree_names_what_is_there() -> None:
     paths = list(tree())
     assert {"peers/network/links.py", "opendiloco/cli", "native/check", "Makefile"} <= set(paths)
     assert not [path for path in paths if not (ROOT / path).exists()]
-
-
-def test_exit_codes_are_those_of_the_program() -> None:
-    rows = re.findall(r"^\| (\d+) \| (.*) \|$", COMMANDS, re.MULTILINE)
-    assert {int(code): meaning for code, meaning in rows} == EXIT_CODES
-
-
-def test_every_command_is_shown() -> None:
-    assert {arguments[0] for arguments in commands(COMMANDS)} == set(main.list_commands(click.Context(main)))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

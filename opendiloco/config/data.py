@@ -75,15 +75,13 @@ class TokenizerSection(Section):
     """The tokenizer that turns text into token ids."""
 
     kind: Literal["bytes", "pretrained", "file"] = "bytes"
-    """`"bytes"`: 256 byte values and 3 special tokens; `"pretrained"`: a transformers tokenizer; `"file"`: a
-    `tokenizer.json`."""
+    """Bytes and 3 special tokens, a transformers tokenizer, or a `tokenizer.json`."""
     path: Name | None = None
-    """Hub name, or a folder or file whose path begins with `.` or `/`. Each volunteer names their own folder or file
-    with `--tokenizer`."""
+    """Hub name, or a path that begins with `.` or `/`. Volunteers name their own path with `--tokenizer`."""
     end: Name | None = None
-    """Special token that closes each document, if the tokenizer does not define one."""
+    """Special token that closes a document, if the tokenizer defines none."""
     digest: Digest | None = None
-    """Digest of the tokenizer; `run create` fills it in."""
+    """Digest of the tokenizer."""
 
     @model_validator(mode="after")
     def check_path(self) -> Self:
@@ -95,10 +93,10 @@ class TokenizerSection(Section):
 
 
 class SourceSection(Section):
-    """One source of a mixture. Repeat the table for each source, up to 64 times."""
+    """One source of the text, up to 64 times."""
 
     source: Name
-    """`"stdlib"`, a folder, file or pattern, or the name of a data set on the hub."""
+    """`"stdlib"`, a folder, file or pattern, or a data set on the hub."""
     subset: Name | None = None
     """Subset of the data set."""
     split: Split = "train"
@@ -108,15 +106,15 @@ class SourceSection(Section):
     column: Name = "text"
     """Column that holds the text or the token ids."""
     weight: Weight = 1.0
-    """Share of the samples, relative to the other sources; 0: none until an amendment raises it."""
+    """Share of the samples, relative to other sources; an amendment can raise 0."""
     streaming: bool = False
-    """Read the source without downloading it first."""
+    """Do not download the source first."""
     shards: Positive | None = None
-    """Parts into which the source is cut; each peer reads only the shards of its own samples."""
+    """Number of parts; a peer reads only the parts of its own samples."""
     windows_per_shard: Annotated[int, Field(ge=1, le=10**9)] | None = None
-    """Training windows in each shard; required with `shards`."""
+    """Windows in each shard; required with `shards`."""
     digest: Digest | None = None
-    """Digest of all tokens of a source without shards; `run create` fills it in for a folder of tokens."""
+    """Digest of a folder of tokens."""
 
     @model_validator(mode="after")
     def check_shards(self) -> Self:
@@ -132,21 +130,18 @@ class SourceSection(Section):
 
 
 class DataSection(Section):
-    """The text to train on. A run with one source may name it here instead of in [[data.sources]]."""
+    """The text to train on; docs/data.md describes the sources. A run with one source may give its `source`, `split`,
+    `column` and `digest` here instead of in `[[data.sources]]`. Without a source it reads `"stdlib"`."""
 
     source: Name | None = None
-    """As in `[[data.sources]]`; without any source: `"stdlib"`."""
     split: Split | None = None
-    """As in `[[data.sources]]`."""
     column: Name | None = None
-    """As in `[[data.sources]]`."""
     digest: Digest | None = None
-    """As in `[[data.sources]]`."""
     sources: Annotated[tuple[SourceSection, ...], Field(strict=False, max_length=SOURCE_LIMIT)] = ()
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Fraction of the documents that are kept for evaluation and never trained on."""
+    """Fraction of the documents that is only used for evaluation."""
     shuffle_seed: Seed = 0
-    """Seed of the order in which samples are read."""
+    """Seed of the order of samples."""
 
     @model_validator(mode="after")
     def check_sources(self) -> Self:

@@ -81,13 +81,13 @@ class ModelSection(Section):
     """The model: a new one from `config`, or a pretrained one from `path`."""
 
     config: dict[str, JsonValue] | None = None
-    """The transformers config of a new model."""
+    """transformers config of a new model."""
     path: Annotated[str, Field(min_length=1)] | None = None
-    """Hub name, or a folder whose path begins with `.` or `/`. Each volunteer names their own folder with `--model`."""
+    """Hub name, or a folder whose path begins with `.` or `/`. Volunteers name their own folder with `--model`."""
     init_seed: Seed = 0
-    """Seed of a new model's initial weights."""
+    """Seed of its initial weights."""
     digest: Digest | None = None
-    """Digest of the initial weights; `run create` fills it in for a `path`."""
+    """Digest of the initial weights of a `path`."""
 
     @field_validator("config")
     @classmethod

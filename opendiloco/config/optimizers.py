@@ -44,16 +44,16 @@ class AdamWSettings(Section):
     weight_decay: NotNegativeFloat = 0.1
     """Decoupled weight decay."""
     decays: Literal["matrices", "all"] = "matrices"
-    """Parameters with weight decay: matrices only, or norms and biases, too."""
+    """Parameters that decay: matrices only, or norms and biases, too."""
 
 
 class _InnerOptimizer(Section):
-    """The inner optimizer, which trains on each machine between two outer steps."""
+    """The optimizer of the training between two outer steps."""
 
     learning_rate: PositiveFloat
     """Peak learning rate."""
     rewarmup_steps: StepCount = 10
-    """Inner steps over which the learning rate of a peer without optimizer state rises to its scheduled value."""
+    """Inner steps over which the rate of a peer without optimizer state rises."""
 
 
 class AdamWSection(AdamWSettings, _InnerOptimizer):
@@ -76,14 +76,13 @@ class MuonSection(_InnerOptimizer):
     newton_schulz_steps: Annotated[int, Field(ge=1, lt=100)] = 5
     """Newton-Schulz iterations in each step."""
     scale: Literal["original", "match_rms_adamw"] = "original"
-    """Scaling of the step by a matrix's shape; with `"match_rms_adamw"` (arXiv 2502.16982) AdamW's learning rates
-    fit."""
+    """Scaling by a matrix's shape; with `"match_rms_adamw"` AdamW's learning rates fit (arXiv 2502.16982)."""
     adamw: AdamWSettings
 
 
 class AdafactorSection(_InnerOptimizer):
-    """torch.optim.Adafactor (arXiv 1804.04235), with two vectors for each matrix where AdamW has two matrices. Its
-    learning rate is relative to the root mean square (RMS) of a parameter."""
+    """torch.optim.Adafactor (arXiv 1804.04235). Its learning rate is relative to the root mean square (RMS) of a
+    parameter."""
 
     kind: Literal["adafactor"] = "adafactor"
     beta2_decay: Annotated[float, Field(le=0, ge=-10)] = -0.8
@@ -103,7 +102,7 @@ class TorchSection(_InnerOptimizer):
     name: Annotated[str, Field(min_length=1)]
     """Name of the class in torch.optim."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
-    """Keyword arguments of the optimizer, except those that choose an implementation, such as `foreach`."""
+    """Keyword arguments, except those that choose an implementation, such as `foreach`."""
 
     @model_validator(mode="after")
     def check_options(self) -> Self:
@@ -133,18 +132,17 @@ class OuterScheduleSection(Section):
     }
 
     kind: Literal["wsd", "cosine", "constant"] = "wsd"
-    """`"wsd"`: warmup, stable, decay (arXiv 2404.06395); `"cosine"`: warmup, decay; `"constant"`: warmup. Give the
-    length of exactly these phases."""
+    """`"wsd"`: warmup, stable, decay (arXiv 2404.06395); `"cosine"`: warmup, decay; `"constant"`: warmup."""
     warmup_steps: StepCount | None = None
-    """Steps over which the rate rises to its peak."""
+    """Steps of rise."""
     stable_steps: StepCount | None = None
     """Steps at the peak."""
     decay_steps: StepCount | None = None
-    """Steps over which the rate falls to `final_fraction`."""
+    """Steps of fall."""
     decay_shape: Literal["linear", "cosine", "sqrt"] | None = None
-    """Shape of the decay of `"wsd"`: `"linear"` by default; `"sqrt"` is 1 - sqrt (arXiv 2405.18392)."""
+    """Shape of the decay of `"wsd"`. Default: `"linear"`. `"sqrt"` is 1 - sqrt (arXiv 2405.18392)."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of the peak rate after the decay."""
+    """Fraction of the peak after the decay."""
 
     @property
     def unit(self) -> Literal["steps", "tokens"]:
@@ -183,15 +181,12 @@ class OuterScheduleSection(Section):
 
 
 class ScheduleSection(OuterScheduleSection):
-    """The schedule of the inner learning rate over the whole run, in inner steps of one peer or in tokens of all
-    peers."""
+    """The schedule of the inner learning rate over the whole run. Give the length of each of its phases in inner steps
+    of one peer, or as `warmup_tokens`, `stable_tokens` and `decay_tokens` in tokens of all peers."""
 
     warmup_tokens: TokenCount | None = None
-    """Like `warmup_steps`, in tokens."""
     stable_tokens: TokenCount | None = None
-    """Like `stable_steps`, in tokens."""
     decay_tokens: TokenCount | None = None
-    """Like `decay_steps`, in tokens."""
 
     @property
     def unit(self) -> Literal["steps", "tokens"]:
@@ -200,15 +195,15 @@ class ScheduleSection(OuterScheduleSection):
 
 
 class OuterOptimizerSection(Section):
-    """The outer optimizer: Nesterov SGD on averaged pseudo-gradients (section 3.2 of arXiv 2311.08105)."""
+    """The outer optimizer of `kind = "nesterov"`: Nesterov SGD on averaged pseudo-gradients (section 3.2 of arXiv
+    2311.08105)."""
 
     kind: Literal["nesterov"] = "nesterov"
-    """Nesterov SGD."""
     learning_rate: OuterLearningRate = 0.7
     """Outer learning rate."""
     momentum: OuterMomentum = 0.9
     """Outer momentum: 0, or at least 0.001."""
     momentum_every: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Apply the momentum only in every N-th outer step: delayed Nesterov, for asynchronous runs (Algorithm 3 of arXiv
-    2401.09135, with c = 0)."""
+    """Apply the momentum in every N-th outer step only: delayed Nesterov, for asynchronous runs (arXiv 2401.09135,
+    Algorithm 3, c = 0)."""
     schedule: OuterScheduleSection | None = None

@@ -63,11 +63,11 @@ class CodecSection(Section):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Rounding of payload values."""
     error_feedback: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of a payload's encoding error that the peer adds to its next payload; needs 4 bytes a parameter.
-    `"sparse"` needs it, with default 0.95."""
+    """Fraction of a payload's encoding error that is added to the next payload, for 4 bytes a parameter; 0.95 for
+    `"sparse"`."""
     contributions: Annotated[tuple[FormatName, ...], Field(strict=False, max_length=len(BITS))] = ()
-    """Formats allowed for contributions: `kind`, then thinner ones. A peer sends the first that its uplink carries in
-    time. Default: `kind` and `"sparse"`, and `"e2m1"` beside `"int8"`."""
+    """Formats of contributions: `kind`, then thinner ones. A peer sends the first that its uplink carries in time.
+    Default: `kind` and `"sparse"`; for `"int8"` also `"e2m1"`, for `"fp16"` also `"int8"` and `"e2m1"`."""
 
     def number_of(self, kind: str) -> int:
         """Return the index of a format among the allowed contributions. Raises: ManifestError if it is not allowed."""
@@ -114,21 +114,19 @@ class StreamingSection(Section):
     """Streaming DiLoCo (arXiv 2501.18512): fragments of the model are averaged in turn."""
 
     pattern: Literal["strided", "sequential", "balanced"] = "strided"
-    """Content of a fragment: evenly spaced blocks, consecutive blocks, or whole tensors dealt out by size so that
-    fragments are about equally large."""
+    """Content of a fragment: evenly spaced blocks, consecutive blocks, or whole tensors, dealt out by size."""
     layers_per_fragment: Positive | None = None
-    """Transformer blocks in a fragment. Without it there is one fragment."""
+    """Transformer blocks in a fragment. Default: all."""
     embeddings: Literal["apart", "ends"] | None = None
-    """Place of embeddings, head and other parameters outside of the blocks: a fragment of their own (default), or the
-    first and last fragment."""
+    """Place of other parameters: a fragment of their own (default), or the first and last one."""
     overlap: StepCount = 0
-    """Inner steps that a peer trains while a fragment is averaged, the paper's τ; 0: it waits."""
+    """Inner steps that a peer trains during a round, the paper's τ; 0: it waits."""
     alpha: Annotated[float, Field(ge=0, le=1)] | None = None
     """Weight of a peer's own values when it merges an average. Default: 0.5 with an overlap, else 0."""
     sizes: Annotated[tuple[ValueCount, ...], Field(strict=False, min_length=1, max_length=FRAGMENTS_LIMIT)] | None = (
         None
     )
-    """Number of values in each fragment; `run create` fills it in."""
+    """Values in each fragment."""
 
     @model_validator(mode="after")
     def check_fragments(self) -> Self:
@@ -176,29 +174,28 @@ def _check_product(limit: int, **factors: int) -> None:
 
 
 class TrainingSection(Section):
-    """The training of one peer between two outer steps."""
+    """The training of a peer between two outer steps."""
 
     inner_steps: Positive
     """Inner steps in an outer step: the paper's H."""
     batch_size: Positive
-    """Windows in the batch of one inner step."""
+    """Windows in an inner step."""
     sequence_length: Annotated[int, Field(ge=2, le=1_000_000)]
     """Tokens in a window."""
     document_mask: bool = False
     """Let a token attend only to its own document."""
     gradient_clip: PositiveFloat = 1.0
-    """Largest norm of a batch's gradient; a larger one is scaled down."""
+    """Norm to which a larger gradient is scaled down."""
     z_loss: NotNegativeFloat = 0.0
-    """Weight of the z-loss, which keeps logits from drifting; PaLM uses 1e-4 (arXiv 2204.02311)."""
+    """Weight of the z-loss; PaLM's is 1e-4 (arXiv 2204.02311)."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the forward and backward pass. Weights and moments are always fp32."""
+    """Precision of forward and backward pass. Weights and moments are fp32."""
     gradient_reduction: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which the workers of one machine sum their gradients."""
+    """Precision in which a machine's workers sum gradients."""
     micro_batch: Positive | None = None
-    """Recommended windows that a worker computes at once: the most on a CPU, a start on a GPU. A volunteer may choose
-    another number."""
+    """Recommended windows that a worker computes at once: the most on a CPU, a start on a GPU."""
     activation_checkpointing: bool = False
-    """Recommend to recompute activations instead of keeping them. A volunteer may choose otherwise."""
+    """Recommend to recompute activations, which saves memory."""
 
     @model_validator(mode="after")
     def check_tokens(self) -> Self:
@@ -214,33 +211,32 @@ class TrainingSection(Section):
 
 
 class RoundsSection(Section):
-    """Membership and rounds: timing, quorum and limits."""
+    """The timing and membership of rounds."""
 
     heartbeat_seconds: Seconds = Timing.heartbeat
     """Seconds between two heartbeats of a peer."""
     heartbeat_expiry_seconds: Annotated[float, Field(ge=0.1, le=300)] = Timing.heartbeat_expiry
-    """Seconds of silence after which a peer counts as gone; more than twice `heartbeat_seconds`."""
+    """Seconds of silence after which a peer is gone; more than two heartbeats."""
     grace_seconds: Seconds = Timing.grace
-    """Seconds that a ready leader waits for live peers that still train."""
+    """Seconds that a ready leader waits for peers that still train."""
     round_timeout_seconds: Seconds = Timing.round_timeout
-    """Longest exchange of a round, in seconds; blocks that arrive later are left out."""
+    """Most seconds of a round's exchange; later blocks are left out."""
     partition_grace_seconds: Seconds = Timing.partition_grace
-    """Seconds that a minority waits for the other peers before it goes on alone."""
+    """Seconds that a minority waits before it goes on alone."""
     policy: Literal["synchronous", "asynchronous"] = "synchronous"
-    """An outer step waits, within the grace, for all peers that train, or only for the share `contributions`."""
+    """Wait, within the grace, for all training peers, or only for the share `contributions`."""
     contributions: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of the training peers that is enough for an asynchronous outer step; by default half."""
+    """Share of the training peers that is enough for an asynchronous step. Default: half."""
     minimum_peers: Positive = 1
     """Fewest peers in an outer step."""
     quorum: Literal["majority", "two-thirds"] = "majority"
-    """Voters that decide: more than half, or more than two thirds, so that less than a third of liars cannot split the
-    run."""
+    """Voters that decide: more than half, or more than two thirds, which withstands liars below a third."""
     staleness: Annotated[int, Field(ge=0, le=16)] = 1
-    """Outer steps that a peer may miss and still contribute the work it did meanwhile."""
+    """Outer steps that late work may miss and still count."""
     smallest_share: Annotated[float, Field(gt=0, le=1)] = RunSettings.smallest_share
-    """Smallest share of `training.inner_steps` that a slow peer trains; 1: all train all steps."""
+    """Smallest share of `inner_steps` that a slow peer trains; 1: all train all steps."""
     clip: Annotated[float, Field(ge=1, le=1000)] = RunSettings.clip
-    """Largest norm of a pseudo-gradient, as a multiple of the outer step's median norm; a larger one is scaled down."""
+    """Multiple of the outer step's median norm to which a larger pseudo-gradient is scaled down."""
     exclusion: Annotated[int, Field(ge=0, le=1_000_000)] = RunSettings.exclusion
     """Outer steps for which a proven lie excludes a peer; 0: none."""
 
@@ -280,47 +276,41 @@ class RoundsSection(Section):
 
 
 class _SnapshotsSection(Section):
-    """The snapshots of the state from which joining peers begin."""
+    """The snapshots from which joining peers begin; they replay the entries since."""
 
     every: Annotated[int, Field(ge=1, le=1000)] = RunSettings.snapshot_every
-    """Outer steps between two snapshots; a joining peer replays the entries since the last one."""
+    """Outer steps between two snapshots."""
 
 
 class _AdmissionSection(Section):
-    """Who may join: everybody, or with `mode = "invite"` whoever has a ticket (`diloco-peer invite create`).
-
-    A new peer neither counts nor votes in its first `probation` outer steps. The default is none: where identities cost
-    nothing it is a delay for who makes up many of them, and for a volunteer it may be its first day.
-    """
+    """The admission of peers to the run."""
 
     mode: Literal["open", "invite"] = "open"
+    """`"open"` admits all peers; `"invite"` admits peers with a ticket (`diloco-peer invite create`)."""
     probation: Annotated[int, Field(ge=0, le=1000)] = RunSettings.probation
+    """Outer steps in which a new peer trains but neither counts nor votes."""
 
 
 class EvaluationSection(Section):
-    """The evaluation of the outer parameters on held-out text. Peers take turns."""
+    """The evaluation of the outer parameters on held-out text, by peers in turn."""
 
     every: Annotated[int, Field(ge=0, le=1_000_000)] = 8
     """Outer steps between two evaluations; 0: none."""
     windows: Positive = 64
-    """Held-out windows of `training.sequence_length` tokens that a peer evaluates."""
+    """Held-out windows of `training.sequence_length` tokens."""
     digest: Digest | None = None
-    """Digest of these windows' tokens, which shows a peer whether its text is the run's; `run create` fills it in."""
+    """Digest of these windows; a peer with another text publishes no loss."""
 
 
 class AboutSection(Section):
-    """The organiser's words about the run, for volunteers and for the model card. Each has at most 500 characters."""
+    """Words for volunteers and for the model card: `title`, `description`, `licence` (the model's, by its SPDX name),
+    `contact` and `link` (of a web page), each of up to 500 characters."""
 
     title: Words | None = None
-    """Title of the run."""
     description: Words | None = None
-    """Purpose of the run."""
     licence: Words | None = None
-    """SPDX name of the model's licence, such as `"apache-2.0"`."""
     contact: Words | None = None
-    """Address for questions."""
     link: Link | None = None
-    """Address of a web page."""
 
     def lines(self) -> list[str]:
         """Return the given words as text for people, in at most two lines."""
@@ -330,15 +320,14 @@ class AboutSection(Section):
 
 
 class RunConfig(Section):
-    """A whole `run.toml`. Equal configurations have equal manifest contents."""
+    """The keys before the first table of `run.toml`."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
-    """Name of the run, with which its id begins."""
+    """Beginning of the run's id."""
     outer_steps: Positive | None = None
-    """Length of the run. Default: as many as the schedule fills."""
+    """Length of the run. Default: that of the schedule."""
     archives: Annotated[tuple[PeerName, ...], Field(strict=False, max_length=KEYS_LIMIT)] | None = None
-    """Peer ids of the archives that sign the log; their signature decides between two branches. Default: the
-    organiser's id."""
+    """Archives whose signature decides between two branches of the log. Default: the organiser's key."""
     about: AboutSection = AboutSection()
     model: ModelSection
     tokenizer: TokenizerSection = TokenizerSection()

@@ -353,7 +353,7 @@ class _WorkerSettings(Settings):
         "device",
     )
     overlap: str | None = setting(
-        "In a streaming run, merge an average N inner steps after the peer sent its fragment; auto: measured.",
+        "In a streaming run, merge an average N inner steps after its fragment was taken; auto: as measured.",
         None,
         metavar="N",
         shown="the run's value",
@@ -431,7 +431,7 @@ class _KeepingSettings(Settings):
     TITLE = "Files that are kept"
 
     state: Path | None = setting(
-        "Keep checkpoints, log and other files in FOLDER/<run id>/<peer id>.",
+        "Keep checkpoints, log and other files in FOLDER/RUN-ID/PEER-ID.",
         None,
         metavar="FOLDER",
         shown="~/.local/state/diloco-peer",

@@ -23,7 +23,6 @@ from opendiloco.settings.join_settings import (
     without_settings,
 )
 from opendiloco.workers.options import WorkerOptions
-from tests.settings_reference import OPTIONS, reference_page
 
 ROOT = Path(__file__).parents[3]
 SETTINGS = list(settings_of(FileSettings))
@@ -191,8 +190,3 @@ def test_workers_get_their_settings() -> None:
 def test_a_process_that_goes_by_its_command_line_alone_sees_no_settings() -> None:
     environment = without_settings({"DILOCO_KEEP": "1", "DILOCO_KERNELS": "scalar"})
     assert environment == {"DILOCO_KERNELS": "scalar", "DILOCO_CONFIG": "/dev/null"}
-
-
-def test_the_reference_page_is_what_the_settings_are() -> None:
-    remedy = "run `python -m tests.settings_reference`"
-    assert OPTIONS.read_text(encoding="utf-8") == reference_page(), remedy
