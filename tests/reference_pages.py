@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,7 @@ def _lines(
     model: type[BaseModel],
     shown: dict[type[BaseModel], str],
     *rows: str,
-    leave_out: set[str] = frozenset(),  # type: ignore[assignment]
+    leave_out: Collection[str] = (),
 ) -> Iterator[str]:
     """Yield the docstring of a table, and a row for each key that has a docstring itself."""
     yield _filled(_linked(model.__doc__ or ""))

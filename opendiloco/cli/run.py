@@ -47,7 +47,7 @@ GIVEN_TO = 16
 
 
 # Before the run -------------------------------------------------------------------------------------------------------
-@click.command()
+@click.command(short_help="Estimate the speed, traffic and cost of a run.")
 @click.argument("run_toml", type=FILE)
 @click.option("--peers", "links_toml", type=FILE, required=True, help="TOML file with the machines and their links.")
 @click.option("--json", "json_file", type=FILE, help="Write all figures to this file.")

@@ -53,7 +53,7 @@ class _InnerOptimizer(Section):
     learning_rate: PositiveFloat
     """Peak learning rate."""
     rewarmup_steps: StepCount = 10
-    """Inner steps over which the rate of a peer without optimizer state rises."""
+    """Inner steps of warmup for a peer that joins without optimizer state."""
 
 
 class AdamWSection(AdamWSettings, _InnerOptimizer):
@@ -134,11 +134,11 @@ class OuterScheduleSection(Section):
     kind: Literal["wsd", "cosine", "constant"] = "wsd"
     """`"wsd"`: warmup, stable, decay (arXiv 2404.06395); `"cosine"`: warmup, decay; `"constant"`: warmup."""
     warmup_steps: StepCount | None = None
-    """Steps of rise."""
+    """Length of the warmup."""
     stable_steps: StepCount | None = None
-    """Steps at the peak."""
+    """Length of the stable phase."""
     decay_steps: StepCount | None = None
-    """Steps of fall."""
+    """Length of the decay."""
     decay_shape: Literal["linear", "cosine", "sqrt"] | None = None
     """Shape of the decay of `"wsd"`. Default: `"linear"`. `"sqrt"` is 1 - sqrt (arXiv 2405.18392)."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0

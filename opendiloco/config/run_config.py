@@ -185,7 +185,7 @@ class TrainingSection(Section):
     document_mask: bool = False
     """Let a token attend only to its own document."""
     gradient_clip: PositiveFloat = 1.0
-    """Norm to which a larger gradient is scaled down."""
+    """Largest norm of a gradient; larger ones are scaled down."""
     z_loss: NotNegativeFloat = 0.0
     """Weight of the z-loss; PaLM's is 1e-4 (arXiv 2204.02311)."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -195,7 +195,7 @@ class TrainingSection(Section):
     micro_batch: Positive | None = None
     """Recommended windows that a worker computes at once: the most on a CPU, a start on a GPU."""
     activation_checkpointing: bool = False
-    """Recommend to recompute activations, which saves memory."""
+    """Recommend to recompute activations."""
 
     @model_validator(mode="after")
     def check_tokens(self) -> Self:
@@ -236,7 +236,7 @@ class RoundsSection(Section):
     smallest_share: Annotated[float, Field(gt=0, le=1)] = RunSettings.smallest_share
     """Smallest share of `inner_steps` that a slow peer trains; 1: all train all steps."""
     clip: Annotated[float, Field(ge=1, le=1000)] = RunSettings.clip
-    """Multiple of the outer step's median norm to which a larger pseudo-gradient is scaled down."""
+    """Largest norm of a pseudo-gradient, in multiples of the median; larger ones are scaled down."""
     exclusion: Annotated[int, Field(ge=0, le=1_000_000)] = RunSettings.exclusion
     """Outer steps for which a proven lie excludes a peer; 0: none."""
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from opendiloco.cli import main
-from opendiloco.cli.run import _check_key, _give_amendment, _next_amendment, _rise
+from opendiloco.cli.run import _check_key, _next_amendment, _rise, _send_amendment
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import AmendmentError
 from opendiloco.model.build import with_sizes_named
@@ -270,7 +270,7 @@ def amended(network: Network, run: Run, monkeypatch: pytest.MonkeyPatch) -> tupl
 
     monkeypatch.setattr("opendiloco.volunteer.volunteer.connected", connected)
     monkeypatch.setattr("opendiloco.run.find_run", found)
-    return asyncio.run(_give_amendment(Invite(run.run_id, ()), ORGANISER, {"outer_learning_rate": 0.4}))
+    return asyncio.run(_send_amendment(Invite(run.run_id, ()), ORGANISER, {"outer_learning_rate": 0.4}))
 
 
 def test_it_is_given_to_all_peers_that_train(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

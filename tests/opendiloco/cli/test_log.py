@@ -217,7 +217,7 @@ def test_which_manifest(folder: RunFolder, recorded: RecordedRun, small_config: 
     assert verify(folder, "--manifest", moved)
     result = log("verify", "--folder", folder.log)
     assert result.exit_code == 3
-    assert f"there is no {folder.manifest}. Give" in result.stderr
+    assert f"{folder.manifest} does not exist. Give" in result.stderr
     moved.write_bytes(Run.sign(small_config, Identity.generate()).manifest.pack())
     assert_wrong(folder, 0, "line 1: it is of the run small-", "--manifest", moved)
 

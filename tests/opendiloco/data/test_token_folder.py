@@ -197,7 +197,7 @@ def test_the_organisers_digest_is_in_the_manifest_and_other_tokens_are_refused(
     with pytest.raises(DataError, match=rf"data.digest is {named.digest}; the tokens of .*other"):
         _read_tokens(other, SPLIT, TOKENIZER, cache)
     wrong = config.model_copy(update={"data": config.data.with_sources((other,))})
-    with pytest.raises(DataError, match=rf"data.digest is {named.digest}"):
+    with pytest.raises(DataError, match=rf"data.digest = {named.digest}"):
         _with_tokens_named(wrong)
 
 
