@@ -118,7 +118,11 @@ def _tables(title: str, path: str, model: type[BaseModel], shown: dict[type[Base
             required = " (required)" if name in schema.get("required", ()) else ""
             yield from _tables(heading + required, inner, kinds[0], shown)
         elif kinds:
-            common = next(base for base in kinds[0].__mro__ if all(issubclass(kind, base) for kind in kinds))
+            common = next(
+                base
+                for base in kinds[0].__mro__
+                if issubclass(base, BaseModel) and all(issubclass(kind, base) for kind in kinds)
+            )
             yield f"## {heading} (required)\n"
             names = [f"`{_toml(kind.model_fields['kind'].default)}`" for kind in kinds]
             default = kinds[0].model_fields["kind"].default

@@ -567,7 +567,7 @@ def _next_amendment(view: RunView, key: Identity, changes: Mapping[str, Any]) ->
         values["weights"] = _with_weights(run.config.data, before.weights, changes["weights"])
     number = latest.number + 1 if latest else 1
     if number > AMENDMENTS_LIMIT:
-        raise ManifestError(f"the run has its {AMENDMENTS_LIMIT} amendments, the most allowed.", "Create another run.")
+        raise ManifestError(f"the run was amended {AMENDMENTS_LIMIT} times, the most allowed.", "Create another run.")
     try:
         overrides = Overrides.model_validate(before.model_dump(exclude_none=True) | values)
     except ValidationError as error:
