@@ -140,7 +140,7 @@ def check_initial_weights(theta: Vector, section: ModelSection) -> None:
     if section.digest is not None and (found := digest_of_weights(theta)) != section.digest:
         origin = repr(section.path) if section.path else f"init_seed = {section.init_seed}"
         raise MachineError(
-            f"the run's initial weights have the digest {section.digest}; here {origin} gives weights of {found}.",
+            f"the run's initial weights have the digest {section.digest}; here {origin} gives the digest {found}.",
             "Get the organiser's version of the model."
             if section.path
             else "Install the versions in constraints.txt, with which the same seed gives the same weights.",

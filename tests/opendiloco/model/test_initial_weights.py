@@ -52,10 +52,10 @@ def test_weights_that_differ_are_named_with_those_that_are_meant() -> None:
     with pytest.raises(MachineError) as caught:
         check_initial_weights(theta + 1, ModelSection(path="model", digest=meant))
     assert caught.value.message == (
-        f"the run's initial weights have the digest {meant}; here 'model' gives weights of {found}."
+        f"the run's initial weights have the digest {meant}; here 'model' gives the digest {found}."
     )
     assert caught.value.exit_code == 6
-    with pytest.raises(MachineError, match="here init_seed = 7 gives weights of") as caught:
+    with pytest.raises(MachineError, match="here init_seed = 7 gives the digest") as caught:
         check_initial_weights(theta + 1, ModelSection(config={"model_type": "llama"}, init_seed=7, digest=meant))
     assert "constraints.txt" in caught.value.remedy
 
@@ -77,7 +77,7 @@ def test_a_volunteer_whose_weights_differ_does_not_train(small_content: dict[str
         async with working(run, CPU):
             pass
 
-    with pytest.raises(MachineError, match=f"the digest {OTHER}; here .* gives weights of [0-9a-f]{{64}}"):
+    with pytest.raises(MachineError, match=f"the digest {OTHER}; here .* gives the digest [0-9a-f]{{64}}"):
         asyncio.run(asyncio.wait_for(story(), 300))
 
 
