@@ -26,9 +26,9 @@ from peers.protocol.diagrams import PARTS, diagram
 from peers.protocol.state_machine import StateMachine
 
 ROOT = Path(__file__).parent.parent
-README, COMMANDS, RUNS, ARCHITECTURE, PROTOCOL = (
+README, RUNS, ARCHITECTURE, PROTOCOL = (
     (ROOT / name).read_text(encoding="utf-8")
-    for name in ("README.md", "docs/commands.md", "docs/runs.md", "docs/architecture.md", "docs/protocol.md")
+    for name in ("README.md", "docs/runs.md", "docs/architecture.md", "docs/protocol.md")
 )
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
 DOCKERFILES = sorted(ROOT.glob("docker/*Dockerfile*"))
@@ -144,15 +144,6 @@ def test_the_reading_list_counts_the_lines_of_its_files() -> None:
     lines = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name, _ in rows}
     assert len(rows) == 7
     assert not [name for name, count in rows if not 0.8 < lines[name] / int(count) < 1.2]
-
-
-def test_exit_codes_are_those_of_the_program() -> None:
-    rows = re.findall(r"^\| (\d+) \| (.*) \|$", COMMANDS, re.MULTILINE)
-    assert {int(code): meaning for code, meaning in rows} == EXIT_CODES
-
-
-def test_every_command_is_shown() -> None:
-    assert {arguments[0] for arguments in commands(COMMANDS)} == set(main.list_commands(click.Context(main)))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

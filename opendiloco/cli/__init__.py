@@ -1,4 +1,4 @@
-"""The command `diloco-peer`. Commands live in modules of their own, which import what they need when they run, so that
+"""The command line `diloco-peer`. Each module holds some commands, which import heavy packages only when they run:
 `--help` never waits for torch, hivemind or pydantic."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m opendiloco.cli` is `diloco-peer`."""
+"""The entry point `python -m opendiloco.cli`, the same as `diloco-peer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`diloco-peer bootstrap`: an address that stays, and a memory for runs."""
+"""The command `diloco-peer bootstrap`: a node with a fixed address, which remembers runs."""
 
 from __future__ import annotations
 
@@ -25,45 +25,53 @@ if TYPE_CHECKING:
     from peers.network.transport import HivemindTransport
     from peers.values.manifest import SignedManifest
 
-LIBP2P_PORT, DATA_PORT = 31337, 31338  # the same on every node by default: a firewall is opened once
+LIBP2P_PORT, DATA_PORT = 31337, 31338  # fixed ports, so that a firewall is configured once
 RELAY_MEGABITS = 100.0
-"""A tenth of what an ordinary server's link carries, in either direction; 32 TB a month each way if it never rests."""
+"""Default relay limit: a tenth of an ordinary server's link, and at most 32 TB a month in each direction."""
 
 
 @click.command()
-@click.option("--identity", required=True, type=FILE, help="Key file; made if it does not exist. It fixes the address.")
+@click.option(
+    "--identity", required=True, type=FILE, help="Key file; created if it is missing. It fixes the node's address."
+)
 @typed_option("listen", default=(), shown=f"/ip4/0.0.0.0/tcp/{LIBP2P_PORT} and /ip6/::/tcp/{LIBP2P_PORT}")
 @typed_option("announce")
-@typed_option("initial_peers", help="Address of another bootstrap node, or of any peer. May be repeated.")
+@typed_option("initial_peers", help="Address of another bootstrap node or of any peer. May be repeated.")
 @typed_option(
     "data_port",
     default=DATA_PORT,
-    help="Introduce volunteers to each other on TCP port N, which they must be able to dial.",
+    help="TCP port on which volunteers are introduced to each other. Volunteers must be able to reach it.",
 )
 @typed_option(
     "relay_limit",
     default=RELAY_MEGABITS,
     shown=None,
-    help="Pass on no more than so many megabits a second, in all, between volunteers that have no other way.",
+    help="Relay at most N megabits a second in total between volunteers that cannot reach each other.",
 )
 @join_option("local_network")
-@click.option("--no-relay", is_flag=True, help="Introduce volunteers to each other, and pass nothing on.")
+@click.option("--no-relay", is_flag=True, help="Introduce volunteers to each other, but relay no data.")
 @typed_option("metrics_port")
 @typed_option("metrics_host")
 @dashboard_option
-@click.option("--directory", type=FOLDER, help="Where to remember runs.  [default: IDENTITY, ending in .runs]")
-@click.option("--archive", type=FOLDER, help="Keep the log and the newest snapshots of these runs in this folder.")
+@click.option(
+    "--directory",
+    type=FOLDER,
+    help="Folder for the runs that the node remembers.  [default: the path of --identity, ending in .runs]",
+)
+@click.option(
+    "--archive", type=FOLDER, help="Keep the log and the newest snapshots of all announced runs in this folder."
+)
 @typed_option(
     "max_disk",
-    shown="nine tenths of what is free or kept already",
-    help="With --archive: keep to so many gigabytes for all runs, and a quarter of them for one.",
+    shown="nine tenths of the free and used space",
+    help="With --archive: use at most N gigabytes for all runs, and a quarter of that for one run.",
 )
 @click.option(
     "--ticket",
     "tickets",
     multiple=True,
     metavar="TICKET|FILE",
-    help="With --archive: what admits this node to a run by invitation. May be repeated.",
+    help="With --archive: ticket to a run by invitation. May be repeated.",
 )
 def bootstrap(
     identity: Path,
@@ -82,7 +90,10 @@ def bootstrap(
     max_disk: float | None,
     tickets: tuple[str, ...],
 ) -> None:
-    """Be a node through which the peers of any run find each other. Needs no GPU and little memory."""
+    """Run a node through which the peers of any run find each other.
+
+    It needs no GPU and little memory.
+    """
     import asyncio
 
     from opendiloco.run import Run
@@ -126,7 +137,7 @@ def bootstrap(
 
 
 async def _tell_local_network(transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
-    """Tell the local network until cancelled that a bootstrap node is there, which helps the peers of any run."""
+    """Announce the bootstrap node in the local network until cancelled. It serves peers of any run."""
     import asyncio
 
     from peers.network.neighbours import announced
@@ -136,8 +147,8 @@ async def _tell_local_network(transport: HivemindTransport, manifests: Iterable[
 
 
 def _show_addresses(addresses: tuple[str, ...]) -> None:
-    """Print what others need to type."""
+    """Print the node's addresses and the commands that start a run."""
     click.echo("\n".join(("This node can be reached at", *(f"  {address}" for address in addresses))))
-    click.echo("To start a run through it, type on any machine (the first line makes a small run.toml to begin with):")
+    click.echo("To start a run with it, type on any machine (the first command writes a small run.toml):")
     click.echo("  diloco-peer run example > run.toml")
     click.echo(f"  diloco-peer run create run.toml --initial-peer {addresses[0]}")

@@ -1,4 +1,4 @@
-"""The run's model, from its peers or a checkpoint: `export` writes it as a folder, `sample` prints what it writes."""
+"""The commands `export`, which writes a run's model as a folder, and `sample`, which prints text of the model."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Place:
-    """The place that a model comes from: the peers of a run, or a checkpoint; and what is local of the run.
+    """The source of a model: the peers of a run (`invite`) or a checkpoint (`source`), and the user's own files.
 
-    Without `data` (None) none of the run's text is read.
+    With `data` = None none of the run's text is read.
     """
 
     invite: Invite | None
@@ -56,7 +56,7 @@ class _Place:
 
     @asynccontextmanager
     async def state(self) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
-        """Yield the state from there, in a workload. Raises: DilocoPeerError."""
+        """Yield the run, its history and a workload that holds the state. Raises: DilocoPeerError."""
         from opendiloco.volunteer.states import find_origin, newest_state, state_of
 
         if self.source is not None:
@@ -72,49 +72,53 @@ class _Place:
 def _place_of(
     run: str | None, initial_peers: tuple[str, ...], model: Path | None, tokenizer: Path | None, **chosen: Any
 ) -> _Place:
-    """Return what `_place_options` say. Raises: UsageError unless they go together."""
+    """Return the source of the model that the options name. Raises: UsageError if they contradict each other."""
     source = chosen["source"]
     if source is not None and not is_typed(click.get_current_context(), "run"):
-        run = None  # the settings name the run that this machine usually joins
+        run = None  # from the settings, which name the run that this machine usually joins
     if run is None and source is None:
         run = run_here()
     if (run is None) == (source is None):
-        raise click.UsageError("say where the model is to come from, with either --run or --from.")
+        raise click.UsageError("name the source of the model: give either --run or --from.")
     if source is None and (chosen["at"] is not None or chosen["manifest"] is not None):
-        raise click.UsageError("--at and --manifest choose a checkpoint: give its folder, too, with --from.")
+        raise click.UsageError("--at and --manifest choose a checkpoint: also give its folder with --from.")
     invite = None if run is None else parse_run(run, initial_peers)
     return _Place(invite, own=OwnFiles(model, tokenizer), **chosen)
 
 
 _place_options = all_of(
-    join_option("run", help="The run's id, or an invite to it: take the newest state of its peers.", required=False),
+    join_option("run", help="Id of the run, or an invite: take the newest state of its peers.", required=False),
     initial_peers_option,
     reader_option,
     click.option(
         "--from",
         "source",
         type=click.Path(path_type=Path),
-        help="Take a checkpoint: its file, or the newest in a folder.",
+        help="Take this checkpoint file, or the newest state in this folder.",
     ),
     click.option("--at", type=click.IntRange(min=0), metavar="N", help="With --from: the model after N outer steps."),
-    click.option("--manifest", type=FILE, help="With --from: the run's signed manifest.  [default: beside it]"),
+    click.option(
+        "--manifest",
+        type=FILE,
+        help="With --from: the run's signed manifest.  [default: the one beside the checkpoint]",
+    ),
     own_files_options,
 )
 
 
-@click.command(short_help="Write the run's model as a transformers model.")
+@click.command(short_help="Write a run's model as a transformers model.")
 @_place_options
-@data_option("Compute the held-out loss on the text in this folder or file.")
-@click.option("--out", type=FOLDER, help="A folder that is new or empty.")
-@click.option("--push-to", metavar="URL", help="Copy the model to this URL, any that fsspec knows, e.g. hf://me/model.")
+@data_option("Folder or file with text for the held-out loss.")
+@click.option("--out", type=FOLDER, help="Folder to write to, new or empty.")
+@click.option("--push-to", metavar="URL", help="Copy the model to this URL, such as hf://me/model.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
     default="float32",
-    help="Store the weights as this; bfloat16 takes half the space.",
+    help="Type of the stored weights; bfloat16 needs half the space.",
 )
 def export(out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) -> None:
-    """Write the run's model, as its peers or a checkpoint have it, as a transformers model."""
+    """Write a run's model, from its peers or from a checkpoint, as a transformers model."""
     import asyncio
 
     from opendiloco.storage.remote import Remote, push_folder, without_secrets
@@ -122,9 +126,9 @@ def export(out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) ->
 
     place = _place_of(**where)
     if out is None and push_to is None:
-        raise click.UsageError("say where the model is to go to, with --out, --push-to or both.")
+        raise click.UsageError("name where to write the model: give --out, --push-to or both.")
     if push_to is not None:
-        Remote(push_to)  # what cannot be used should not be found out after minutes of work
+        Remote(push_to)  # reports a wrong URL now and not after minutes of work
     with tempfile.TemporaryDirectory(prefix="diloco-peer-") as temporary:
         folder = Path(temporary) / "model" if out is None else out
 
@@ -138,13 +142,13 @@ def export(out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) ->
         if push_to is not None:
             push_folder(folder, push_to)
     places = " and ".join(str(each) for each in (out, push_to and without_secrets(push_to)) if each is not None)
-    click.echo(f"the model after {facts.outer_steps} outer steps and {facts.tokens:,} tokens is in {places}")
+    click.echo(f"wrote the model after {facts.outer_steps} outer steps and {facts.tokens:,} tokens to {places}")
     bits = "" if facts.bits_per_byte is None else f", {facts.bits_per_byte:.4f} bits per byte"
     click.echo(f"held-out loss: {facts.held_out_loss:.4f} nats per token{bits}")
 
 
 def _commands(place: _Place, run: Run, past: Past, dtype: Dtype) -> str:
-    """Return the commands that write the model again, without this machine's paths."""
+    """Return the commands that write the same model again. Words such as FOLDER replace this machine's paths."""
     from opendiloco.volunteer.states import command_line
 
     options = own_words(place.data or (), place.own) + ([] if dtype == "float32" else ["--dtype", dtype])
@@ -155,29 +159,29 @@ def _commands(place: _Place, run: Run, past: Past, dtype: Dtype) -> str:
     return f"{newest}  # while outer step {past.outer_steps} is the newest\n{kept}"
 
 
-@click.command(short_help="Print how the run's model continues a prompt.")
+@click.command(short_help="Print text that a run's model writes after a prompt.")
 @_place_options
-@click.option("--tokens", type=click.IntRange(1, 100_000), metavar="N", default=100, help="Write N tokens at most.")
+@click.option("--tokens", type=click.IntRange(1, 100_000), metavar="N", default=100, help="Write at most N tokens.")
 @click.option(
     "--temperature",
     type=click.FloatRange(0, 100),
     metavar="T",
     default=TEMPERATURE,
-    help="Above 1 more surprising, below 1 less; 0: always the likeliest token.",
+    help="Randomness of the text; 0 always takes the likeliest token.",
 )
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**63 - 1),
     metavar="N",
     default=0,
-    help="Begin the first sample with this seed; each other one with the next.",
+    help="Seed of the first sample; each further sample adds 1.",
 )
 @click.option("--samples", type=click.IntRange(1, 1000), metavar="N", default=1, help="Write N samples.")
 @click.argument("prompt")
 def sample(tokens: int, temperature: float, seed: int, samples: int, prompt: str, **where: Any) -> None:
-    """Print how the run's model, as its peers or a checkpoint have it, continues PROMPT.
+    """Print text that a run's model writes after PROMPT. The model is that of the peers or of a checkpoint.
 
-    The same state, prompt and seed give the same text on one machine.
+    On one machine the same state, prompt and seed give the same text.
     """
     import asyncio
 

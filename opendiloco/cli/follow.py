@@ -1,4 +1,4 @@
-"""`diloco-peer follow`: track a live run without training in it."""
+"""The command `diloco-peer follow`, which tracks a live run without training in it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _FollowPlan:
-    """The options of `follow` that say what is done with the run's states. `page` is the socket of its dashboard."""
+    """The options of `follow` about the use of the run's states. `page` is the socket of the dashboard."""
 
     every: int
     evaluate: bool
@@ -77,7 +77,7 @@ class _FollowPlan:
         return self.export is not None or self.push_to is not None
 
 
-@click.command(cls=RunCommand, short_help="Print a run's entries as they come, without training.")
+@click.command(cls=RunCommand, short_help="Check and print a run's entries as they are made, without training.")
 @run_option
 @initial_peers_option
 @reader_option
@@ -89,24 +89,24 @@ class _FollowPlan:
     help="Evaluate and export after the outer steps that are multiples of N.",
 )
 @click.option("--evaluate", is_flag=True, help="Print the loss on the run's held-out text.")
-@data_option("Compute that loss on the text in this folder.")
+@data_option("Folder or file with text for the held-out loss.")
 @own_files_options
-@click.option("--export", type=FOLDER, help="Write the model to FOLDER/outer-step-…, as a transformers model.")
+@click.option("--export", type=FOLDER, help="Write models to FOLDER/outer-step-…, as transformers models.")
 @click.option(
-    "--push-to", metavar="URL", help="Copy the model to this URL, any that fsspec knows, over the one before."
+    "--push-to", metavar="URL", help="Copy the newest model to this URL, such as hf://me/model, over the one before."
 )
 @click.option(
     "--until", type=click.IntRange(min=0), metavar="N", help="End after outer step N.  [default: the run's last]"
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line, with whole digests.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, with whole digests.")
 @dashboard_option
 def follow(
     run: str, initial_peers: tuple[str, ...], identity: Path | None, dashboard: str | None, **chosen: Any
 ) -> None:
-    """Follow a run without training in it: print its entries as they come, and whether its peers agree with them.
+    """Follow a run without training in it: check and print its entries as they are made.
 
-    All states are computed again, from a snapshot on, and compared with what peers say of theirs; who has another state
-    is named, and the exit code is 12 in the end. Ctrl-C ends it.
+    The command computes all states again, from a snapshot on, and compares them with the digests that peers publish. It
+    names each peer with another state, and then ends with exit code 12. Ctrl-C ends it.
     """
     from opendiloco.storage.remote import Remote
     from opendiloco.volunteer.interrupts import run_interruptible
@@ -123,7 +123,10 @@ def follow(
 
 @contextmanager
 def _staging(plan: _FollowPlan) -> Iterator[Path | None]:
-    """Yield a folder to make models in, so that no half of one is seen; None without any. Raises: MachineError."""
+    """Yield a temporary folder in which models are written, so that no unfinished model is visible.
+
+    Yields None when no model is exported. Raises: MachineError.
+    """
     if not plan.exports:
         yield None
         return
@@ -135,8 +138,8 @@ def _staging(plan: _FollowPlan) -> Iterator[Path | None]:
         )
     except OSError as error:
         raise MachineError(
-            f"{plan.export or 'the folder for temporary files'} cannot be used: {error.strerror}.",
-            "Give a folder that can be written to with --export.",
+            f"cannot write to {plan.export or 'the folder for temporary files'}: {error.strerror}.",
+            "Give a writable folder with --export.",
         ) from error
     with temporary as name:
         yield Path(name)
@@ -157,7 +160,7 @@ async def _follow(invite: Invite, key: Identity, plan: _FollowPlan, folder: Path
 
 
 async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, folder: Path | None, audit: Audit) -> None:
-    """Print each state of the run, and use its model as far as that is wanted, until the last."""
+    """Print each state of the run until the last, and evaluate and export the model as the plan says."""
     from opendiloco.config.overrides import Overrides
     from opendiloco.dashboard.server import dashboard
     from opendiloco.dashboard.watching import follower_source
@@ -180,7 +183,7 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
     source = follower_source(run, transport, lambda: following.past if following else None)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(dashboard(plan.page, lambda: [source]))
-        # A worker is started only for what needs the model.
+        # Without evaluation and export there is no worker, and neither torch nor the corpus is needed.
         model = await stack.enter_async_context(working(run)) if plan.needs_model else None
         state: ReplicatedState
         state = await retrying(partial(state_for, run, transport), poll) if model is None else model
@@ -193,8 +196,8 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
             if news.log.amendment != in_force:
                 _show_change(run, news, in_force, plan.as_json)
                 in_force = news.log.amendment
-            for told in RunView(run, following.donors.heartbeats).held_out:
-                losses.setdefault(told.index, told.loss)
+            for found in RunView(run, following.donors.heartbeats).held_out:
+                losses.setdefault(found.index, found.loss)
             if model is not None and news.index % plan.every == 0:
                 past = partial(past_of, run, following, losses)
                 losses[news.index] = await _use_model(run, news, past, model, plan, folder)
@@ -208,7 +211,7 @@ async def _use_model(
     plan: _FollowPlan,
     folder: Path | None,
 ) -> float:
-    """Evaluate a state, and export it if that is wanted. Return its held-out loss."""
+    """Return the held-out loss of a state, and print it. With a `folder`, also export the model."""
     import asyncio
 
     from opendiloco.evaluation_turns import bits_per_byte
@@ -233,7 +236,7 @@ async def _use_model(
 
 
 def _deliver(made: Path, plan: _FollowPlan) -> str | None:
-    """Bring a model to where it is wanted. Return where that is. What is in the way, or out of reach, is logged."""
+    """Move a model to its destinations and return their names. A failure is logged and is not an error."""
     from opendiloco.storage.remote import push_folder, without_secrets
 
     places = []
@@ -242,7 +245,7 @@ def _deliver(made: Path, plan: _FollowPlan) -> str | None:
             push_folder(made, plan.push_to)
             places.append(without_secrets(plan.push_to))
         except RemoteError as error:
-            logger.warning("%s The next model is tried again.", error)
+            logger.warning("%s The next model will be pushed again.", error)
     if plan.export is None:
         shutil.rmtree(made)
     else:
@@ -250,14 +253,14 @@ def _deliver(made: Path, plan: _FollowPlan) -> str | None:
             made.rename(plan.export / made.name)
             places.insert(0, str(plan.export / made.name))
         except OSError as error:
-            logger.warning("%s is left as it is: %s", plan.export / made.name, error.strerror)
+            logger.warning("cannot write the model to %s: %s", plan.export / made.name, error.strerror)
             shutil.rmtree(made)
     return " and ".join(places) or None
 
 
-# What is printed ------------------------------------------------------------------------------------------------------
+# Output ---------------------------------------------------------------------------------------------------------------
 def _show(as_json: bool, index: int, text: str, event: str, **values: object) -> None:
-    """Print what happened at an outer step: a line for people, or an object for programs."""
+    """Print an event at an outer step, as a line of text or as a JSON object."""
     click.echo(json.dumps({"event": event, "outer_step": index} | values) if as_json else f"outer step {index}{text}")
 
 
@@ -270,7 +273,7 @@ def _show_reached(reached: Reached, as_json: bool) -> None:
         as_json,
         reached.index,
         f"{' (snapshot)' if reached.is_snapshot else ''}: peers {len(roster)}, tokens {tokens:,}, in all {in_all:,}, "
-        f"state {state[:8]}, {agreement if agreeing else 'which no peer has named yet'}",
+        f"state {state[:8]}, {agreement if agreeing else 'not confirmed by a peer yet'}",
         event="snapshot" if reached.is_snapshot else "entry",
         peers=len(roster),
         tokens=tokens,
@@ -282,7 +285,7 @@ def _show_reached(reached: Reached, as_json: bool) -> None:
 
 
 def _show_change(run: Run, reached: Reached, before: Amendment | None, as_json: bool) -> None:
-    """Print the values that are not as before (None: as the manifest says) from here on."""
+    """Print the values that an amendment changes from this outer step on. `before` = None: the manifest's values."""
     from opendiloco.view.amended import changed_values, changes_in_words, values_in_force
 
     amendment, config = reached.log.amendment, run.config
@@ -299,6 +302,6 @@ def _show_change(run: Run, reached: Reached, before: Amendment | None, as_json: 
 
 
 def _show_disagreement(found: Disagreement, as_json: bool) -> None:
-    said, expected = found.said.hex(), found.expected.hex()
-    text = f": peer {found.peer} DISAGREES: it has the state {said[:8]}, the log leads to {expected[:8]}"
-    _show(as_json, found.index, text, event="disagreement", peer=found.peer, said=said, state_digest=expected)
+    stated, expected = found.said.hex(), found.expected.hex()
+    text = f": peer {found.peer} DISAGREES: its state is {stated[:8]}, but the log leads to {expected[:8]}"
+    _show(as_json, found.index, text, event="disagreement", peer=found.peer, said=stated, state_digest=expected)

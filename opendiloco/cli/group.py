@@ -1,4 +1,4 @@
-"""The command group: finds commands in their modules, and turns errors into one line and an exit code."""
+"""The command group: loads commands from their modules, and turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from opendiloco.settings.join_settings import default_settings_path, read_settin
 from peers.errors import DilocoPeerError
 
 EXIT_CODES = {
-    0: "all went well, or a polite leave",
-    1: "an unexpected error: a bug; or a demo whose peers disagree, whose model did not learn, or that was too short",
+    0: "success, or a polite leave",
+    1: "unexpected error, a bug; or a failed `demo`: peers disagree, the model did not learn, or it was too short",
     2: "wrong usage: an option, argument, environment variable or configuration file",
-    3: "a wrong or tampered manifest, invite, run id, run.toml or links.toml; an amendment that is not understood here",
-    4: "the swarm is out of reach: no bootstrap node answers, the run is unknown, or nobody is there",
-    5: "this machine's side of the network: an identity file, an address, libp2p's daemon",
-    6: "this machine does not fit: memory, disk, torch, or a device that is not there or of no use to torch",
-    7: "the corpus is missing, unreadable, too small, or a local folder not named with --data, --model or --tokenizer",
+    3: "wrong manifest, invite, run id, run.toml or links.toml; or an amendment that this version does not understand",
+    4: "swarm out of reach: no bootstrap node answers, the run is unknown, or the run has no live peer",
+    5: "local network problem: an identity file, an address, or libp2p's daemon",
+    6: "unsuitable machine: memory, disk, torch, or a device that is missing or that torch cannot use",
+    7: "training text missing, unreadable or too small, or local files not named with --data, --model or --tokenizer",
     8: "training failed: a worker died too often, a GPU failed, or a loss or weight is not finite",
-    9: "a checkpoint is missing, damaged, or of another run",
-    10: "a remote folder cannot be used: its URL, the package for it, or its credentials",
-    11: "a log whose headers, payloads or states are not what its digests say",
-    12: "a peer of a run that is followed has another state than the log leads to, or this machine has",
-    13: "a run by invitation does not admit this machine: no ticket, or one that is expired or revoked",
+    9: "checkpoint missing, damaged, or of another run",
+    10: "remote folder unusable: its URL, the package for it, or its credentials",
+    11: "log damaged: headers, payloads or states do not match their digests",
+    12: "wrong state: a peer that `follow` watches, or this machine, has another state than the log leads to",
+    13: "not admitted to a run by invitation: the ticket is missing, expired or revoked",
     14: "another machine takes part with the same key: a copied identity file",
     15: "a port or an identity file is in use by another program on this machine",
-    16: "`doctor` has found what keeps this machine from training, or from taking part in the run",
-    70: "the protocol was broken: a bug, ours or a peer's",
-    130: "left at once: after a second Ctrl-C, or the first where there is nothing to finish",
+    16: "`doctor` found a problem that keeps this machine from training or from joining the run",
+    70: "protocol broken: a bug in diloco-peer or in a peer",
+    130: "left at once: after a second Ctrl-C, or after the first when there is nothing to finish",
 }
-"""What each exit status means: the one table of them, which `diloco-peer --help` shows."""
-UNEXPECTED, UNFIT, INTERRUPTED = 1, 16, 130  # those of the table that the command line itself ends with
+"""Exit codes and their meaning, as `diloco-peer --help` and docs/commands.md show them."""
+UNEXPECTED, UNFIT, INTERRUPTED = 1, 16, 130  # exit codes that only the command line uses
 
 COMMANDS = {
     "demo": "machine:demo",
@@ -63,24 +63,24 @@ COMMANDS = {
     "identity": "machine:identity_group",
     "config": "machine:config_group",
 }
-"""Each command in the order of `--help`: its module, and its name there."""
+"""Module and function of each command, in the order of `--help`."""
 
 LOG_LEVELS = {"bootstrap": "info", "tokenize": "info", "follow": "info", "doctor": "error"}
-"""What a command logs, unless the options say otherwise; the others log warnings."""
+"""Default log level of a command; 'warning' for the others."""
 START_NO_LOG = {"join", "pause", "resume", "finish", "service", "config", "identity"}
-"""`join` looks at its screen first; the others must work also where the log file cannot be written."""
+"""Commands that do not start to log at once: `join` sets up its screen first, and the others never write a log."""
 
 FIRST_STEPS = (
-    ("diloco-peer demo", "See a swarm train on this machine: three minutes."),
+    ("diloco-peer demo", "Watch a swarm train on this machine for three minutes."),
     ("diloco-peer doctor", "Find out whether this machine can train."),
     ("diloco-peer join --run INVITE", "Train in a run. Its organiser gives out the invite."),
-    ("diloco-peer bootstrap", "Be the node through which the peers of a run of your own find each other."),
+    ("diloco-peer bootstrap", "Run the node through which the peers of your own run find each other."),
 )
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
 
 
 class _Commands(click.Group):
-    """Loads commands on demand. Their errors end here."""
+    """The group of all commands, which loads a command when it is needed and reports its error."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -95,7 +95,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, context: click.Context, arguments: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command as click does. The error for an unknown one names those that are spelled alike."""
+        """Return the command that the arguments name. The error for an unknown name suggests similar names."""
         name = arguments[0]
         if name not in COMMANDS and not name.startswith("-") and not context.resilient_parsing:
             from difflib import get_close_matches
@@ -106,7 +106,7 @@ class _Commands(click.Group):
 
     def format_help_text(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_help_text(context, formatter)
-        with formatter.section("To begin"):
+        with formatter.section("First steps"):
             formatter.write_dl(FIRST_STEPS)
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
@@ -115,9 +115,9 @@ class _Commands(click.Group):
 
     def invoke(self, context: click.Context) -> object:
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # what a terminal's encoding lacks is shown as a question mark
+            if isinstance(stream, io.TextIOWrapper):  # a character that the terminal cannot encode must not raise
                 stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")
-        # Libraries make files and folders as the umask says: torch runs compiled code that it finds in one of them.
+        # Others must not write to new files and folders: torch runs compiled code that it finds in one of them.
         os.umask(os.umask(0o077) | 0o022)
         try:
             result: object = super().invoke(context)
@@ -131,7 +131,7 @@ class _Commands(click.Group):
 
 
 def _report(error: Exception, debug: bool) -> int:
-    """Print on stderr what happened: one line, and with `debug` the traceback. Returns the exit code."""
+    """Print an error on stderr, in one line and with `debug` also its traceback. Return the exit code."""
     if debug:
         click.echo("".join(traceback.format_exception(error)), err=True)
     if isinstance(error, DilocoPeerError):
@@ -147,13 +147,13 @@ def _report(error: Exception, debug: bool) -> int:
     while isinstance(innermost, BaseExceptionGroup):
         innermost = innermost.exceptions[0]
     what = " ".join(f"{type(innermost).__name__}: {innermost}".split())
-    remedy = "This is a bug: run again with `diloco-peer --debug …`, and report what it shows."
+    remedy = "This is a bug: run again with `diloco-peer --debug …`, and report the output."
     click.echo(fit_for_terminal(f"error: unexpected {what}. {remedy}"), err=True)
     return UNEXPECTED
 
 
 def _show_version(context: click.Context, parameter: click.Parameter, is_wanted: bool) -> None:
-    """Print which version this is, and which protocol it speaks: peers of one run speak the same."""
+    """Print the versions of the program and of its protocol, which must be the same for all peers of a run."""
     if not is_wanted or context.resilient_parsing:
         return
     from importlib.metadata import version
@@ -165,7 +165,7 @@ def _show_version(context: click.Context, parameter: click.Parameter, is_wanted:
 
 
 def _read_settings(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
-    """Read what the configuration file says for all options that it may have."""
+    """Read the configuration file into the context, from which the options take their values."""
     if context.resilient_parsing:
         return
     try:
@@ -173,7 +173,7 @@ def _read_settings(context: click.Context, parameter: click.Parameter, path: Pat
     except RuntimeError as error:
         user = f"the user {os.getuid()} has no entry in /etc/passwd"
         raise click.UsageError(
-            f"HOME is not set, and {user}: set HOME to a folder for what is kept.", context
+            f"HOME is not set, and {user}: set HOME to a folder that diloco-peer can write to.", context
         ) from error
     try:
         context.meta[FILE_KEY] = read_settings_file(path)
@@ -183,7 +183,7 @@ def _read_settings(context: click.Context, parameter: click.Parameter, path: Pat
 
 
 @click.command(cls=_Commands, context_settings=HELP)
-@click.option("--debug", is_flag=True, help="Show tracebacks of errors, and log everything.")
+@click.option("--debug", is_flag=True, help="Show tracebacks of errors, and log all messages.")
 @click.option(
     "--config",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -191,7 +191,7 @@ def _read_settings(context: click.Context, parameter: click.Parameter, path: Pat
     is_eager=True,
     expose_value=False,
     callback=_read_settings,
-    help="Take settings from this file.  [default: ~/.config/diloco-peer/config.toml, if it is there]",
+    help="Read settings from this file.  [default: ~/.config/diloco-peer/config.toml, if it exists]",
 )
 @log_options
 @click.option(
@@ -200,11 +200,11 @@ def _read_settings(context: click.Context, parameter: click.Parameter, path: Pat
     is_eager=True,
     expose_value=False,
     callback=_show_version,
-    help="Show the version, and that of the protocol, and exit.",
+    help="Show the versions of diloco-peer and of its protocol, and exit.",
 )
 @click.pass_context
 def main(context: click.Context, debug: bool, log_level: str | None, log_file: Path | None, log_format: str) -> None:
-    """Lend a machine to a language-model training run that nobody's data centre hosts."""
+    """Train language models with volunteers' machines, without a data centre."""
     context.obj = log = LogOptions("debug" if debug else log_level, log_file, log_format == "json")
     if context.invoked_subcommand not in START_NO_LOG:
         log.start(LOG_LEVELS.get(str(context.invoked_subcommand), "warning"))

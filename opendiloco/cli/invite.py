@@ -1,4 +1,4 @@
-"""`diloco-peer invite …`: tickets to a run by invitation."""
+"""The commands `diloco-peer invite …`: tickets to a run by invitation."""
 
 from __future__ import annotations
 
@@ -19,28 +19,32 @@ if TYPE_CHECKING:
 
 manifest_argument = click.argument("manifest", type=FILE)
 organiser_option = join_option("identity", help="The organiser's key file.")
-given_option = join_option("state", help="Where to remember what was given.")
+given_option = join_option("state", help="Folder that keeps the list of issued tickets.")
 
 
 @click.group()
 def invite_group() -> None:
-    """Give tickets to a run by invitation, and take them back."""
+    """Issue, list and revoke tickets to a run by invitation."""
 
 
-@invite_group.command("create", short_help="Print a ticket.")
+@invite_group.command("create", short_help="Print a new ticket.")
 @manifest_argument
 @click.option(
-    "--for", "peer", metavar="PEER", help="Only for the peer with this id.  [default: for everybody who has it]"
+    "--for", "peer", metavar="PEER", help="Admit only the peer with this id.  [default: any peer with the ticket]"
 )
 @click.option(
-    "--days", type=click.FloatRange(0, 3650, min_open=True), metavar="N", default=30.0, help="Good for so many days."
+    "--days",
+    type=click.FloatRange(0, 3650, min_open=True),
+    metavar="N",
+    default=30.0,
+    help="Days until the ticket expires.",
 )
 @organiser_option
 @given_option
 def _create(manifest: Path, peer: str | None, days: float, identity: Path | None, state: Path | None) -> None:
-    """Print a ticket to the run of a signed MANIFEST, as its organiser.
+    """Print a new ticket to the run of a signed MANIFEST. Only the run's organiser can do this.
 
-    Without --for it admits every machine whose owner has the text, until it expires or is revoked.
+    Without --for the ticket admits every machine that has its text, until it expires or is revoked.
     """
     from opendiloco.volunteer.admission import GivenTickets
     from peers.values.identity import is_peer_id
@@ -52,15 +56,15 @@ def _create(manifest: Path, peer: str | None, days: float, identity: Path | None
     ticket = Ticket.give(run.run_id, key, int(time.time() + days * 86400), peer)
     GivenTickets(run.run_id, key.peer_id, state).add(ticket)
     click.echo(f"{ticket}")
-    click.echo(f"id: {ticket.id.hex()}; to use it, type: diloco-peer join --run INVITE --ticket TICKET", err=True)
+    click.echo(f"id: {ticket.id.hex()}; to use the ticket: diloco-peer join --run INVITE --ticket TICKET", err=True)
 
 
-@invite_group.command("list", short_help="Print the tickets that this machine has given.")
+@invite_group.command("list", short_help="Print the tickets that this machine has issued.")
 @click.argument("run", metavar="RUN|MANIFEST")
 @organiser_option
 @given_option
 def _show(run: str, identity: Path | None, state: Path | None) -> None:
-    """Print the tickets that this machine has given to a run: id, expiry, whether revoked, and for whom."""
+    """Print the tickets to a run that this machine has issued, with id, expiry, state and the admitted peer."""
     from opendiloco.storage.run_folder import read_manifest
     from opendiloco.volunteer.admission import GivenTickets
     from opendiloco.volunteer.identity import load_identity
@@ -73,10 +77,10 @@ def _show(run: str, identity: Path | None, state: Path | None) -> None:
         expired = "expired" if ticket.expires < time.time() else "good"
         until = time.strftime("%Y-%m-%d %H:%M", time.gmtime(ticket.expires))
         standing = "revoked" if ticket.id in revoked else expired
-        click.echo(f"{ticket.id.hex()}  until {until} UTC  {standing:<8} {ticket.peer or 'anybody'}")
+        click.echo(f"{ticket.id.hex()}  until {until} UTC  {standing:<8} {ticket.peer or 'any peer'}")
 
 
-@invite_group.command("revoke", short_help="Take tickets back.")
+@invite_group.command("revoke", short_help="Revoke tickets.")
 @manifest_argument
 @click.argument("tickets", nargs=-1, required=True, metavar="ID...")
 @initial_peers_option
@@ -85,43 +89,43 @@ def _show(run: str, identity: Path | None, state: Path | None) -> None:
 def _revoke(
     manifest: Path, tickets: tuple[str, ...], initial_peers: tuple[str, ...], identity: Path | None, state: Path | None
 ) -> None:
-    """Take tickets back: tell the run's peers, and the nodes that remember it. All that used them are shown out."""
+    """Revoke tickets. The run's peers and bootstrap nodes no longer admit the machines that used them."""
     import asyncio
 
     from opendiloco.volunteer.admission import GivenTickets
 
     if not initial_peers:
-        raise click.UsageError("the run has to hear of it: add --initial-peer.")
+        raise click.UsageError("a revocation is sent to the run's nodes: add --initial-peer.")
     run, key = _organised(manifest, identity)
     given = GivenTickets(run.run_id, key.peer_id, state)
-    told = asyncio.run(_tell(run, key, given, tickets, spelled_out(initial_peers)))
-    click.echo(f"revoked; {told} {'node' if told == 1 else 'nodes'} told, which tell all others")
+    reached = asyncio.run(_publish_revocations(run, key, given, tickets, spelled_out(initial_peers)))
+    click.echo(f"revoked; {reached} {'node has' if reached == 1 else 'nodes have'} the list and will pass it on")
 
 
 def _organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Identity]:
-    """Return a manifest's run, and its organiser's key. Raises: ManifestError, AdmissionError, LocalNetworkError."""
+    """Return a manifest's run and its organiser's key. Raises: ManifestError, AdmissionError, LocalNetworkError."""
     from opendiloco.storage.run_folder import read_manifest
     from opendiloco.volunteer.identity import load_identity
 
     run, key = read_manifest(path).manifest, load_identity(identity)
     if run.organiser != key.peer_id:
         raise AdmissionError(
-            f"the run's organiser is {run.organiser}, this key is {key.peer_id}'s.",
+            f"the run's organiser is {run.organiser}, but this key belongs to {key.peer_id}.",
             "Name the organiser's key file with --identity.",
         )
     if not run.is_by_invitation:
         raise AdmissionError(
-            f'the run {run.run_id} is open: admission.mode is not "invite".', "Nobody needs a ticket to join it."
+            f'the run {run.run_id} is open: admission.mode is not "invite".', "Volunteers join it without a ticket."
         )
     return run, key
 
 
-async def _tell(
+async def _publish_revocations(
     run: SignedManifest, key: Identity, given: GivenTickets, ids: tuple[str, ...], initial_peers: tuple[str, ...]
 ) -> int:
-    """Sign the next list of revoked tickets. Returns how many nodes took it.
+    """Sign the next list of revoked tickets and send it to the run's nodes. Return how many nodes took it.
 
-    Raises: SwarmUnreachableError when none did; it is signed and kept all the same, to be told with the next.
+    Raises: SwarmUnreachableError when no node took it; the signed list is kept and sent with the next one.
     """
     from opendiloco.volunteer.volunteer import connected
     from peers.network.channel import PeerUnreachableError
@@ -144,12 +148,12 @@ async def _tell(
                 return True
             return False
 
-        for node in nodes:  # what another machine of the organiser's may have signed
+        for node in nodes:  # first fetch lists that the organiser signed on another machine
             await exchange(node)
         admission.revoke(pack(given.revoke(ids, key, admission.revocations)))
-        told = sum([await exchange(node) for node in nodes])
-    if not told:
+        reached = sum([await exchange(node) for node in nodes])
+    if not reached:
         raise SwarmUnreachableError(
-            "nobody could be told which tickets are revoked.", "The list is kept: revoke again when a node answers."
+            "no node took the list of revoked tickets.", "The list is kept: revoke again when a node answers."
         )
-    return told
+    return reached

@@ -1,4 +1,4 @@
-"""`diloco-peer join` trains in a run; by `pause`, `resume` and `finish` the machine's owner commands it meanwhile."""
+"""The command `join`, which trains in a run, and `pause`, `resume` and `finish`, which control a running `join`."""
 
 from __future__ import annotations
 
@@ -54,10 +54,9 @@ logger = logging.getLogger(__name__)
 def join(log: LogOptions, settings: JoinSettings) -> None:
     """Train in a run with this machine until Ctrl-C.
 
-    The run may come as the first word or with --run. The first Ctrl-C leaves politely, the second at once. `doctor
-    --run INVITE` says beforehand whether this machine can take part, and what it costs. Each option is also an
-    environment variable (DILOCO_HOURS) and a key of the configuration file; `config show` prints all values, and where
-    they come from.
+    Give the run as INVITE or with --run. The first Ctrl-C leaves politely, the second at once. `doctor --run INVITE`
+    checks beforehand that this machine can take part, and estimates the traffic. Each option is also an environment
+    variable (DILOCO_HOURS) and a key of the configuration file; `config show` prints all values and their sources.
     """
     from opendiloco.owner.monthly import MonthlyTraffic
     from opendiloco.storage.run_folder import RunFolder
@@ -86,11 +85,11 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
             run_interruptible(joining.live)
         finally:
             view.close()
-            gc.freeze()  # ends with the process: Python 3.11 crashed when it took cycles of shared memory's views apart
+            gc.freeze()  # the process ends now, and Python 3.11 crashed when it collected views of shared memory
 
 
 def _owners_watch(settings: JoinSettings, view: JoinView, monthly: Sequence[Condition] = ()) -> OwnersWatch:
-    """Return what looks at this machine for its owner, who pauses it by the settings and by `monthly` limits."""
+    """Return the watch that pauses the volunteer by the owner's settings and by `monthly` traffic limits."""
     from opendiloco.owner.facts import Observer
     from opendiloco.owner.watch import OwnersWatch
 
@@ -102,7 +101,7 @@ def _owners_watch(settings: JoinSettings, view: JoinView, monthly: Sequence[Cond
 
 @dataclass(frozen=True)
 class _Joining:
-    """One `join`. `page` is the socket of its dashboard, if it has one."""
+    """One running `join`. `page` is the socket of its dashboard, or None."""
 
     settings: JoinSettings
     invite: Invite
@@ -113,7 +112,7 @@ class _Joining:
     page: socket.socket | None
 
     async def live(self, interrupts: Interrupts) -> None:
-        """Train until asked to leave, whenever the owner wants this machine to: again after each long pause."""
+        """Train until asked to leave. After a long pause of the owner's, take part again."""
         from opendiloco.owner.controls import Answer, Request, serve_controls
         from opendiloco.storage.run_folder import RunFolder
 
@@ -134,10 +133,10 @@ class _Joining:
                 await self._take_part(interrupts, sources)
                 if not self.watch.comes_back:
                     break
-                gc.collect()  # so that the machine has its memory back while it is paused
+                gc.collect()  # frees the memory while the volunteer is paused
 
     async def _take_part(self, interrupts: Interrupts, sources: list[Source]) -> None:
-        """Take part once, and keep nothing of it. Raises: AdmissionError, MachineError."""
+        """Take part in the run once, until the volunteer leaves or pauses. Raises: AdmissionError, MachineError."""
         from asyncio import CancelledError
 
         from opendiloco.dashboard.watching import volunteer_source
@@ -157,7 +156,7 @@ class _Joining:
         def when_ready(volunteer: Volunteer, transport: HivemindTransport) -> None:
             def leave() -> None:
                 volunteer.leave()
-                self.view.say("leaving the run; a round under way is finished first (Ctrl-C again: leave at once)")
+                self.view.say("leaving the run after the current round (Ctrl-C again: leave at once)")
 
             PLACE.outer_step = lambda: volunteer.outer_step
             interrupts.polite = leave
@@ -167,7 +166,7 @@ class _Joining:
             async with watching(self.watch):
                 await session.take_part(self.view, when_ready)
         except CancelledError:
-            self.view.say("ended before it was in the run" if interrupts.polite is None else "ended at once")
+            self.view.say("stopped before joining the run" if interrupts.polite is None else "stopped at once")
             raise
         finally:
             interrupts.polite, PLACE.outer_step = None, lambda: None
@@ -175,7 +174,7 @@ class _Joining:
 
 
 def _view_for(log: LogOptions, is_plain: bool) -> JoinView:
-    """Begin to log, and return how to show what goes on."""
+    """Begin to log, and return the view for `join`: a live screen, or log lines if stdout is no terminal."""
     from opendiloco.view.progress import Lines, Screen
 
     if is_plain or (log.is_json and log.file is None) or not sys.stdout.isatty():
@@ -186,25 +185,25 @@ def _view_for(log: LogOptions, is_plain: bool) -> JoinView:
 
     console = Console()
     if log.file is None:
-        # Beside a picture that shows what goes on, lines of every outer step are in the way.
+        # The live screen already shows each outer step, so only warnings are logged beside it.
         log.send_to(RichHandler(console=console, show_path=False, show_level=False, show_time=False), "warning")
     else:
         log.start("info")
     return Screen(console)
 
 
-# While it trains ------------------------------------------------------------------------------------------------------
+# Control of a running volunteer ---------------------------------------------------------------------------------------
 _volunteer_options = all_of(
-    join_option("run", help="The run's id, or an invite to it: only the volunteers in it.", required=False),
-    join_option("state", help="Where the volunteers keep what outlives them, as `join` has it."),
-    click.option("--peer", metavar="ID", default="", help="The volunteer with this peer id; its end will do."),
-    click.option("--all", "all_of_them", is_flag=True, help="All volunteers on this machine, if there are several."),
+    join_option("run", help="Choose the volunteers in this run, by its id or an invite.", required=False),
+    join_option("state", help="Folder of the volunteers, as given to `join --state`."),
+    click.option("--peer", metavar="ID", default="", help="Choose the volunteer with this peer id, or with this end."),
+    click.option("--all", "all_of_them", is_flag=True, help="Choose all volunteers on this machine."),
 )
-"""The options that say which volunteers are meant."""
+"""Options that choose among the volunteers on this machine."""
 
 
 def _find(run: str | None, state: Path | None, peer: str, all_of_them: bool) -> list[Path]:
-    """Return the sockets of the volunteers that are meant. Raises: MachineError without any, or if unclear which."""
+    """Return the sockets of the chosen volunteers. Raises: MachineError for none, or for several without `--all`."""
     from opendiloco.owner.controls import volunteers
     from opendiloco.storage.run_folder import default_state_folder
     from peers.values.manifest import Invite
@@ -215,57 +214,57 @@ def _find(run: str | None, state: Path | None, peer: str, all_of_them: bool) -> 
     found = [path for path in volunteers(folder, run_id) if path.parent.name.endswith(peer.lstrip("…"))]
     if not found:
         which = " ".join(filter(None, (peer, run_id and f"of {run_id}", f"in {folder}")))
-        raise MachineError(f"no volunteer {which} is running.", "Give --state, if `join` was given one.")
+        raise MachineError(f"no volunteer {which} is running.", "If `join` has --state, give the same folder here.")
     if len(found) > 1 and not all_of_them:
         each = ", ".join(map(_name, found))
         raise MachineError(
-            f"{len(found)} volunteers are running: {each}.", "Choose with --run or --peer, or take --all."
+            f"{len(found)} volunteers are running: {each}.", "Choose with --run or --peer, or give --all."
         )
     return found
 
 
 def _name(volunteer: Path) -> str:
-    """Return a volunteer's run, and the end of its peer id."""
+    """Return a volunteer's run id and the end of its peer id, as text."""
     run, peer = volunteer.parent.parent.name, volunteer.parent.name
     return f"{run} (…{peer[-8:]})"
 
 
-def _tell(do: Literal["pause", "resume", "finish"], anyway: bool = False, **which: Any) -> None:
-    """Tell each volunteer that is meant, and print what it says. Raises: MachineError when one does not answer."""
+def _command(do: Literal["pause", "resume", "finish"], anyway: bool = False, **which: Any) -> None:
+    """Send a request to each chosen volunteer and print its answer. Raises: MachineError without an answer."""
     from opendiloco.owner.controls import Request, ask
 
     for path in _find(**which):
         answer = ask(path, Request(do=do, anyway=anyway))
         if answer is None:
-            raise MachineError(f"the volunteer of {path.parent} does not answer.", "It may just have ended.")
+            raise MachineError(f"the volunteer of {path.parent} does not answer.", "It may have just ended: try again.")
         click.echo(f"{_name(path)}: {answer.says}")
 
 
-@click.command(short_help="Have this machine's volunteer pause.")
+@click.command(short_help="Pause this machine's volunteer.")
 @_volunteer_options
 def pause(**which: Any) -> None:
-    """Have the volunteer on this machine pause, until `resume`.
+    """Pause the volunteer on this machine until `resume`.
 
-    It stops between two inner steps. If the pause lasts for longer than others wait, it leaves the run politely and
-    frees its memory, and joins again when the pause is over.
+    It stops between two inner steps. If the pause lasts longer than the other peers wait, the volunteer leaves the run
+    politely, frees its memory, and joins again when the pause ends.
     """
-    _tell("pause", **which)
+    _command("pause", **which)
 
 
-@click.command(short_help="Have this machine's volunteer go on.")
+@click.command(short_help="Resume this machine's volunteer.")
 @click.option(
     "--anyway",
     is_flag=True,
-    help="Also against --pause-when, --hours and monthly limits, until these have ended.",
+    help="Overrule --pause-when, --hours and monthly limits until these conditions end.",
 )
 @_volunteer_options
 def resume(**which: Any) -> None:
-    """Have the volunteer on this machine go on after a pause."""
-    _tell("resume", **which)
+    """Resume the volunteer on this machine after a pause."""
+    _command("resume", **which)
 
 
-@click.command(short_help="Have this machine's volunteer leave after this outer step.")
+@click.command(short_help="Stop this machine's volunteer after the current outer step.")
 @_volunteer_options
 def finish(**which: Any) -> None:
-    """Have the volunteer on this machine complete the outer step that is under way, and then leave the run."""
-    _tell("finish", **which)
+    """Let the volunteer on this machine complete the current outer step, and then leave the run."""
+    _command("finish", **which)

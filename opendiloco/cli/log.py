@@ -1,4 +1,4 @@
-"""`diloco-peer log …`: the entries of a run that this machine has, printed and verified."""
+"""The commands `diloco-peer log …`, which print and verify the log on this machine."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEADINGS = ("entry", "peers", "tokens", "in all", "payload", "header", "state", "in force")
-"""Of the columns: `in all` are the tokens of the lineage, and the three after it are beginnings of digests. `in
-force` is the amendment from the next outer step on; "-": the manifest's values are."""
+"""Columns of the table. `in all` is the tokens of the lineage; the next three are the first digits of digests. `in
+force` is the amendment in force from the next outer step on, or "-" for the manifest's values."""
 NUMBERS = HEADINGS[:4]
 
 
 _which_log = all_of(
-    click.option("--run", metavar="ID|INVITE", help="The run whose log to take from this machine's own folders."),
+    click.option("--run", metavar="ID|INVITE", help="Run whose log on this machine to read."),
     click.option(
         "--folder",
         type=EXISTING_FOLDER,
-        help="A folder with a log, instead: the one that `join` has named, or any other.",
+        help="Folder with a log, instead of --run: the one that `join` names, or an archive's.",
     ),
 )
 
 
-@click.group(short_help="Look at the log that this machine has, and verify it.")
+@click.group(short_help="Print and verify the log on this machine.")
 def log_group() -> None:
-    """Look at the entries of a run that this machine has, and verify them."""
+    """Print and verify the log of a run on this machine."""
 
 
 @log_group.command("show")
 @_which_log
-@click.option("--last", type=click.IntRange(min=1), metavar="N", help="Only the last N entries.")
+@click.option("--last", type=click.IntRange(min=1), metavar="N", help="Print only the last N entries.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table, with whole digests.")
 def _show(run: str | None, folder: Path | None, last: int | None, as_json: bool) -> None:
     """Print the entries of a log, one a line."""
@@ -57,15 +57,15 @@ def _show(run: str | None, folder: Path | None, last: int | None, as_json: bool)
     path = _find_log(run, folder) / ENTRIES
     _, problem = read_chain(path, see=lambda entry, header, before: entries.append((entry, header)))
     if problem:
-        logger.warning("%s. What comes after it is not shown", problem)
+        logger.warning("%s. Later entries are not shown", problem)
     if as_json:
         click.echo(json.dumps([_plain(*each) for each in entries], indent=2))
     elif sys.stdout.isatty():
         _print_table(_cells(*each) for each in entries)
     else:
         for each in entries:
-            said = zip(HEADINGS, _cells(*each), strict=True)
-            click.echo(", ".join(f"{heading} {cell}" for heading, cell in said))
+            cells = zip(HEADINGS, _cells(*each), strict=True)
+            click.echo(", ".join(f"{heading} {cell}" for heading, cell in cells))
 
 
 @log_group.command("verify")
@@ -74,10 +74,10 @@ def _show(run: str | None, folder: Path | None, last: int | None, as_json: bool)
 @click.option(
     "--checkpoint",
     type=FILE,
-    help="Compute the states from this checkpoint on, which needs no model.  "
-    "[default: where the first payload is gone, one in the run's folder]",
+    help="Compute states from this checkpoint on, which needs no model.  "
+    "[default: the initial model, or a checkpoint in the run's folder if the first payload is gone]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with the entries' numbers.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @own_files_options
 def _verify(
     run: str | None,
@@ -88,10 +88,10 @@ def _verify(
     model: Path | None,
     tokenizer: Path | None,
 ) -> None:
-    """Compute the digests of a log again, and compare.
+    """Compute the digests of a log again, and compare them. Nothing is changed.
 
-    These are the headers', from the manifest or the first entry that is here; those of the payloads that are here; and
-    with these those of the states, from a checkpoint or from the run's initial model. Nothing is changed.
+    The command checks all headers, the payloads that are kept, and the states that follow from these payloads and from
+    a checkpoint or the run's initial model.
     """
     from opendiloco.storage.audit import audit
     from opendiloco.storage.loading import load_checkpoint
@@ -108,15 +108,15 @@ def _verify(
     if findings.wrong:
         index, what = min(findings.wrong)
         raise DamagedLogError(
-            f"the log in {path} is not what its digests say, from entry {index} on: {what}.",
-            "`diloco-peer join` leaves out what is damaged, and gets it from other peers if there are any.",
+            f"the log in {path} does not match its digests from entry {index} on: {what}.",
+            "`diloco-peer join` drops the damaged entries and fetches them from other peers, if there are any.",
         )
     if findings.not_understood is not None:
         raise findings.not_understood
 
 
 def _find_log(run: str | None, folder: Path | None) -> Path:
-    """Return the log's own folder. Raises: UsageError unless there is one, and only one; ManifestError."""
+    """Return the folder of the log. Raises: UsageError unless there is exactly one; ManifestError."""
     from opendiloco.storage.run_folder import RunFolder, default_state_folder
     from peers.log.folder import ENTRIES
     from peers.values.manifest import Invite
@@ -124,22 +124,22 @@ def _find_log(run: str | None, folder: Path | None) -> Path:
     if run is None and folder is None:
         run = run_here()
     if run is not None and folder is not None:
-        raise click.UsageError("say which log with either --run or --folder.")
+        raise click.UsageError("both --run and --folder are given; give one of them.")
     where = folder or default_state_folder() / (Invite.parse(run).run_id if run else "")
     below = [RunFolder(path).log for pattern in ("*", "*/*") for path in sorted(where.glob(pattern))]
     logs = [path for path in (where, RunFolder(where).log, *below) if (path / ENTRIES).is_file()]
     if not logs:
         raise click.UsageError(
-            f"there is no log in {where}: no volunteer of this machine has trained in that run. An archive's "
-            "lies elsewhere: --folder ARCHIVE/RUN."
+            f"there is no log in {where}: no volunteer on this machine has trained in that run. For the log of an "
+            "archive, give --folder ARCHIVE/RUN."
         )
     if len(logs) > 1:
-        raise click.UsageError(f"there are several: choose one with --folder FOLDER: {', '.join(map(str, logs))}")
+        raise click.UsageError(f"there are several logs: choose one with --folder FOLDER: {', '.join(map(str, logs))}")
     return logs[0]
 
 
 def _find_manifest(log: Path, manifest: Path | None) -> Run:
-    """Return the run of a log: by the given manifest, or the one in the run's folder. Raises: ManifestError."""
+    """Return the run of a log, from the given manifest or the one beside the log. Raises: ManifestError."""
     from opendiloco.storage.run_folder import RunFolder, read_manifest
 
     if manifest is not None:
@@ -148,18 +148,18 @@ def _find_manifest(log: Path, manifest: Path | None) -> Run:
     for path in filter(Path.exists, beside):
         return read_manifest(path)
     raise ManifestError(
-        f"there is no {beside[0]}.",
-        "Give the run's signed manifest with --manifest; `diloco-peer run create` has written one.",
+        f"{beside[0]} does not exist.",
+        "Give the run's signed manifest with --manifest; `diloco-peer run create` wrote one.",
     )
 
 
 def _cells(entry: Entry, header: Header) -> tuple[str, ...]:
-    """Return an entry as the table shows it."""
+    """Return the cells of an entry's row in the table."""
     from opendiloco.view.amended import amendment_in_words
 
     digests = (header.payload, header.digest, entry.state_digest)
     fragment, amended = f"/{header.fragment}" if header.fragment else "", header.amendment
-    in_all = f"{header.lineage_tokens:,}" if header.lineage_tokens else "-"  # said where a cycle is closed
+    in_all = f"{header.lineage_tokens:,}" if header.lineage_tokens else "-"  # only the last entry of a cycle has it
     return (
         f"{header.index:,}{fragment}",
         f"{len(header.roster):,}",
@@ -171,7 +171,7 @@ def _cells(entry: Entry, header: Header) -> tuple[str, ...]:
 
 
 def _plain(entry: Entry, header: Header) -> dict[str, object]:
-    """Return an entry as JSON can say it, digests in hexadecimal."""
+    """Return an entry as JSON types, with digests in hexadecimal."""
     from opendiloco.view.amended import plain_amendment
 
     return {

@@ -1,4 +1,4 @@
-"""Where log lines go, and how they look: for people or as JSON, each with the run, the peer and the outer step."""
+"""The destination and the format of log lines: text or JSON, each with the run, the peer and the outer step."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 FORMAT_WITH_PLACE = "%(asctime)s %(levelname)-7s %(place)s%(message)s"
 OURS = ("opendiloco", "peers")
 CHATTY = ("torchao", "torch.utils._pytree")
-"""Libraries whose warnings are about their own builds, and nothing that a person could act on."""
+"""Libraries whose warnings are about their own builds, so that no person can act on them."""
 FILE_BYTES, OLD_FILES = 10_000_000, 3
-"""A log file is renamed when it has so many bytes; as many older ones are kept: .1 is the newest of them."""
+"""Size in bytes at which a log file is renamed, and the number of old files that are kept: .1 is the newest."""
 
 OF_STRANGERS = "peers.network"
-WARNINGS_AT_ONCE, WARNINGS_PER_SECOND = 30.0, 0.2  # of one place in the code
+WARNINGS_AT_ONCE, WARNINGS_PER_SECOND = 30.0, 0.2  # limits for each line of code that logs
 
 
 def _is_no_disconnect(record: logging.LogRecord) -> bool:
-    """False for what asyncio logs, with a traceback, when a peer goes while hivemind is reading from it."""
+    """Return False for the traceback that asyncio logs when a peer disconnects while hivemind reads from it."""
     error = record.exc_info[1] if record.exc_info else None
     return not (record.name == "asyncio" and isinstance(error, EOFError | ConnectionError))
 
 
 class _FloodGate:
-    """A filter that holds back warnings, and all lines about the network, of one place in the code that come too fast:
-    strangers choose how often."""
+    """A filter that drops warnings and network messages of one line of code when they come too fast: strangers decide
+    how often they are caused."""
 
     def __init__(self) -> None:
         self._allowances: dict[tuple[str, int], Allowance] = {}
         self._left_out = Counter[tuple[str, int]]()
 
     def __call__(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is logged. The next one that is tells how many were not."""
+        """Return True if the record is to be logged. The next logged record says how many were dropped."""
         if record.levelno < logging.WARNING and not record.name.startswith(OF_STRANGERS):
             return True
         place = record.name, record.lineno
@@ -52,53 +52,56 @@ class _FloodGate:
             return False
         allowance.spend(1.0)
         if left_out := self._left_out.pop(place, 0):
-            record.msg, record.args = f"{record.getMessage()} ({left_out} lines like this one were left out)", ()
+            record.msg, record.args = f"{record.getMessage()} ({left_out} similar lines were left out)", ()
         return True
 
 
 @dataclass
 class _LogPlace:
-    """Where in which run this process is, as far as it knows yet."""
+    """The run, the peer and the outer step of this process; None while unknown."""
 
     run: str | None = None
     peer: str | None = None
     outer_step: Callable[[], int | None] = field(default=lambda: None)
 
     def fill(self, record: logging.LogRecord) -> bool:
-        """Add the place to a record."""
+        """Add the place to a log record. Return True, as a filter that drops nothing."""
         step = self.outer_step()
         known = {"run": self.run, "peer": self.peer, "outer_step": step}
         record.known = {name: value for name, value in known.items() if value is not None}
-        run = self.run and self.run[: self.run.rfind("-") + 9]  # its name, and the beginning of its digest
-        said = [run, self.peer and f"…{self.peer[-8:]}"]
-        words = " ".join(filter(None, [*said, "" if step is None else f"#{step}"]))
+        run = self.run and self.run[: self.run.rfind("-") + 9]  # its name and the first digits of its digest
+        parts = [run, self.peer and f"…{self.peer[-8:]}", "" if step is None else f"#{step}"]
+        words = " ".join(filter(None, parts))
         record.place = f"[{words}] " if words else ""
         return True
 
 
-PLACE = _LogPlace()  # that of this process
+PLACE = _LogPlace()  # of this process
 
 
 class _JsonFormatter(logging.Formatter):
-    """One object a line: `time`, `level`, `logger`, `message`, what is known of `run`, `peer` and `outer_step`, the
-    `details` that whoever logs adds, and the `error` with its traceback, if there is one."""
+    """A formatter that writes one JSON object a line.
+
+    Its keys are `time`, `level`, `logger` and `message`; `run`, `peer` and `outer_step` if known; the keys of the
+    caller's `details`; and `error`, the traceback of an exception.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        said: dict[str, Any] = {
+        line: dict[str, Any] = {
             "time": f"{moment}.{int(record.msecs):03}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
-        said |= getattr(record, "known", {}) | getattr(record, "details", {})
+        line |= getattr(record, "known", {}) | getattr(record, "details", {})
         if record.exc_info:
-            said["error"] = self.formatException(record.exc_info)
-        return json.dumps(said, ensure_ascii=False)
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
 
 
 class _PlainFormatter(logging.Formatter):
-    """Lines for people, without control characters: peers and manifests have a say in some of them."""
+    """A formatter that writes text without control characters: some messages quote peers and manifests."""
 
     def format(self, record: logging.LogRecord) -> str:
         return fit_for_terminal(super().format(record).replace("\t", "    "))
@@ -106,16 +109,17 @@ class _PlainFormatter(logging.Formatter):
 
 @dataclass(frozen=True)
 class LogOptions:
-    """What the person asked for; None leaves it to the command."""
+    """The options about logging. None leaves the choice to the command."""
 
     level: str | None
     file: Path | None
     is_json: bool = False
 
     def start(self, default_level: str) -> None:
-        """Log to stderr, or to the file. Other libraries' lines only count from warnings on, unless all is wanted.
+        """Begin to log to the file, or else to stderr.
 
-        Raises: MachineError when the file cannot be written.
+        Messages of other libraries are logged from level warning on; with level debug, all of them. Raises:
+        MachineError when the file cannot be written.
         """
         handler: logging.Handler = logging.StreamHandler()
         if self.file is not None:
@@ -125,12 +129,12 @@ class LogOptions:
             except OSError as error:
                 reason = error.strerror or str(error)
                 raise MachineError(
-                    f"cannot log to {self.file}: {reason}.", "Name a file that can be written."
+                    f"cannot log to {self.file}: {reason}.", "Name a file that can be written with --log-file."
                 ) from error
         self.send_to(handler, default_level, FORMAT_WITH_PLACE)
 
     def send_to(self, handler: logging.Handler, default_level: str, format: str = FORMAT) -> None:
-        """Log to a handler of the caller's."""
+        """Begin to log to this handler."""
         level = (self.level or default_level).upper()
         if level != "DEBUG":
             handler.addFilter(_is_no_disconnect)

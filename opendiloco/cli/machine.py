@@ -1,4 +1,4 @@
-"""Commands about this machine: `demo`, `doctor`, `config`, `service` and `identity`."""
+"""The commands about this machine: `demo`, `doctor`, `config`, `service` and `identity`."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
     type=click.FloatRange(min=0.5),
     metavar="N",
     default=3.0,
-    help="How long it may take. Half way a volunteer is killed and another one joins, which takes up to a minute.",
+    help="Duration. At half time a volunteer is killed and another one joins, which takes up to a minute.",
 )
-@click.option("--run", type=FILE, help="The run.toml to train.  [default: a small Llama on Python's standard library]")
-@click.option("--out", type=FOLDER, help="New folder for model and logs.  [default: a temporary one]")
-@click.option("--plain", is_flag=True, help="Lines instead of a live screen.")
+@click.option("--run", type=FILE, help="run.toml of the run.  [default: a small Llama on Python's standard library]")
+@click.option("--out", type=FOLDER, help="New folder for the model and the logs.  [default: a temporary one]")
+@click.option("--plain", is_flag=True, help="Print lines instead of a live screen.")
 def demo(peers: int, minutes: float, run: Path | None, out: Path | None, plain: bool) -> None:
     """Watch a swarm of volunteers train a small model on this machine."""
     from opendiloco.tools.demo import DemoScreen, run_demo
@@ -71,7 +71,7 @@ def demo(peers: int, minutes: float, run: Path | None, out: Path | None, plain: 
         ("model", f"{result.folder / 'model'} (for AutoModelForCausalLM.from_pretrained)"),
         ("logs", str(result.folder / "logs")),
     )
-    screen.say("\nwhat the model writes:\n")
+    screen.say("\nsample text of the model:\n")
     for line in result.sample.splitlines():
         screen.say(f"    {line}")
     screen.say("")
@@ -82,19 +82,19 @@ def demo(peers: int, minutes: float, run: Path | None, out: Path | None, plain: 
     raise SystemExit(1 if result.problems else 0)
 
 
-@click.command(cls=SettingsCommand, short_help="Say whether this machine can train, and what keeps it from it.")
+@click.command(cls=SettingsCommand, short_help="Check that this machine can train, or name what to change.")
 @join_settings(needs_run=False)
 @click.option(
     "--trial/--no-trial",
     default=True,
-    help="With --run: train for some seconds to measure the speed; else it is estimated, where it can be.",
+    help="With --run: train for some seconds to measure the speed; without the trial it is estimated, if possible.",
 )
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
 def doctor(settings: JoinSettings, trial: bool, is_json: bool) -> None:
-    """Check this machine, and say what to do about what keeps it from training.
+    """Check that this machine can train, and print a remedy for each problem.
 
-    With --run, look whether it can take part in that run, how fast, and at what price in traffic. Takes the options
-    that `join` takes. Changes nothing, and trains nothing that counts.
+    With --run, also check that it can take part in that run, and estimate its speed and traffic. The options are those
+    of `join`. The command changes nothing, and its trial adds nothing to the run.
     """
     from rich.console import Console
 
@@ -104,7 +104,7 @@ def doctor(settings: JoinSettings, trial: bool, is_json: bool) -> None:
 
     refuse_torchrun(os.environ)
     invite = parse_run(settings.run, settings.initial_peers, settings.state) if settings.run else None
-    is_named = is_typed(click.get_current_context(), "identity")  # else it may be in use by a volunteer
+    is_named = is_typed(click.get_current_context(), "identity")  # the default key may be in use by a volunteer
     console = Console()
     is_live = console.is_terminal and not is_json
     with (
@@ -131,16 +131,16 @@ def doctor(settings: JoinSettings, trial: bool, is_json: bool) -> None:
 
 @click.group()
 def config_group() -> None:
-    """Look at the settings of this machine."""
+    """Show the settings of this machine."""
 
 
-@config_group.command("show", short_help="Print each setting, and where it comes from.")
+@config_group.command("show", short_help="Print each setting and its source.")
 @join_settings(needs_run=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: each setting's `value` and `from`.")
 @click.pass_context
 def _show_config(context: click.Context, settings: JoinSettings, as_json: bool) -> None:
-    """Print what `join` would go by, given the same options, and where each value comes from: the command line, an
-    environment variable, the configuration file, or the default."""
+    """Print the settings that `join` would use with the same options, and the source of each value: the command line,
+    an environment variable, the configuration file, or the default."""
     shown: dict[str, dict[str, Any]] = {}
     lines = []
     for section in SECTIONS:
@@ -156,14 +156,14 @@ def _show_config(context: click.Context, settings: JoinSettings, as_json: bool) 
         click.echo(json.dumps(shown, indent=2, default=str))
         return
     path = context.meta[PATH_KEY]
-    click.echo(f"configuration file: {path}{'' if path.exists() else ' (there is none)'}")
+    click.echo(f"configuration file: {path}{'' if path.exists() else ' (missing)'}")
     click.echo("\n".join(lines))
     for warning in unknown_variables(os.environ):
         click.echo(f"warning: {warning}", err=True)
 
 
 def _origin(context: click.Context, setting: Setting) -> str:
-    """Return where a setting's value comes from."""
+    """Return the source of a setting's value."""
     source = context.get_parameter_source(setting.name)
     if source is ParameterSource.ENVIRONMENT:
         return f"environment, {setting.variable}"
@@ -173,7 +173,7 @@ def _origin(context: click.Context, setting: Setting) -> str:
 
 
 def _line(setting: Setting, value: Any, origin: str) -> str:
-    """Return a setting as a line of the configuration file; one without a value is commented out."""
+    """Return a setting as a line of the configuration file, commented out if it has no value."""
     if value is None or value == ():
         unset = f"# {setting.name}"
         return f"{unset}  ({setting.default_text})" if setting.default_text else unset
@@ -185,10 +185,10 @@ def identity_group() -> None:
     """Show the key of this machine."""
 
 
-@identity_group.command("show", short_help="Print the peer id, and where the key is.")
+@identity_group.command("show", short_help="Print the peer id and the path of the key.")
 @join_option("identity", help="This machine's key file.")
 def _show_identity(identity: Path | None) -> None:
-    """Print the peer id of this machine's key, and the key's file. Makes no key."""
+    """Print the peer id of this machine's key, and the path of the key file. The command creates no key."""
     from opendiloco.volunteer.identity import usable_path
     from peers.values.identity import Identity
 
@@ -197,7 +197,7 @@ def _show_identity(identity: Path | None) -> None:
     click.echo(f"key file:  {path}")
 
 
-# A service of systemd -------------------------------------------------------------------------------------------------
+# Services of systemd --------------------------------------------------------------------------------------------------
 _SERVICE = """\
 # Written by `diloco-peer service install`. docs/operating.md says more.
 [Unit]
@@ -224,29 +224,31 @@ NoNewPrivileges=yes
 WantedBy={target}
 """
 FINAL_CODES = "2 3 6 7 9 11 13 14 15"
-"""Exit codes after which a person has to mend something: another try would end with the same."""
-_LEAVE_SECONDS = {"join": 300, "bootstrap": 30}  # until systemd kills a process that is asked to leave
+"""Exit codes after which systemd must not restart the process, because only a person can fix the cause."""
+_LEAVE_SECONDS = {"join": 300, "bootstrap": 30}  # before systemd kills a process that it asked to stop
 
 
 @click.group()
 def service_group() -> None:
-    """Have systemd run a volunteer or a bootstrap node."""
+    """Run a volunteer or a bootstrap node as a systemd service."""
 
 
 @service_group.command(
     "install",
-    short_help="Write a systemd unit, and say how to start it.",
+    short_help="Write a systemd unit, and print how to start it.",
     context_settings={"ignore_unknown_options": True},
 )
-@click.option("--system", is_flag=True, help="A bootstrap node that starts with the machine, instead; as root.")
+@click.option(
+    "--system", is_flag=True, help="Write a unit for a bootstrap node that starts with the machine; needs root."
+)
 @click.option("--print", "prints", is_flag=True, help="Print the unit instead of writing it.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS OF THE COMMAND]...")
 def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
-    """Write a systemd unit of this user that runs `join ARGUMENTS`, and say how to start it.
+    """Write a systemd unit for this user that runs `join ARGUMENTS`, and print how to start it.
 
-    With --system it is one of the machine that runs `bootstrap ARGUMENTS`, as a user that systemd makes. Nothing is
-    started, and a unit of that name is replaced. Paths are those of the current folder, with --system those of
-    /var/lib/diloco-bootstrap.
+    With --system the unit belongs to the machine and runs `bootstrap ARGUMENTS` as a user that systemd creates. The
+    command replaces a unit of the same name and starts nothing. Relative paths start at the current folder, with
+    --system at /var/lib/diloco-bootstrap.
     """
     from peers.values.system import make_private_folder
 
@@ -254,9 +256,9 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
     given = ["--identity", "bootstrap.pem", *arguments] if system else ["--plain", *arguments]
     group: Any = click.get_current_context().find_root().command
     if "DILOCO_RUN" in os.environ:
-        raise click.UsageError("DILOCO_RUN is set here, and a unit does not have it: name the run as an argument.")
+        raise click.UsageError("DILOCO_RUN is set here, but the unit will not have it: give the run as an argument.")
     within = click.get_current_context().find_root()
-    group.get_command(within, command).make_context(command, list(given), parent=within)  # or it is wrong usage
+    group.get_command(within, command).make_context(command, list(given), parent=within)  # raises UsageError
     name = "diloco-bootstrap" if system else "diloco-volunteer"
     folder = Path("/etc/systemd/system") if system else default_settings_path().parents[1] / "systemd" / "user"
     own = f"DynamicUser=yes\nStateDirectory={name}\nWorkingDirectory=%S/{name}\nEnvironment=HOME=%S/{name}"
@@ -276,17 +278,17 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
         make_private_folder(folder)
         path.write_text(unit, encoding="utf-8")
     except OSError as error:
-        remedy = "Run it as root." if system else "--print shows the unit, to be written where systemd finds it."
+        remedy = "Run it as root." if system else "Print the unit with --print, and write it where systemd finds it."
         raise MachineError(f"cannot write {path}: {error.strerror}.", remedy) from error
     control = "systemctl" if system else "systemctl --user"
-    click.echo(f"{path} is written. To start it now, and with {'the machine' if system else 'each login'}:")
+    click.echo(f"wrote {path}. To start it now and at each {'boot' if system else 'login'}:")
     click.echo(f"  {control} daemon-reload && {control} enable --now {name}")
     if not system:
-        click.echo("  loginctl enable-linger        # so that it runs while you are not logged in, too")
+        click.echo("  loginctl enable-linger        # so that it also runs while you are logged out")
     click.echo(f"  journalctl {'' if system else '--user '}--unit {name} --follow")
 
 
 def _for_systemd(word: str) -> str:
-    """Return a word as a unit has it: systemd replaces % and $, and splits at spaces."""
+    """Return a word quoted for a unit: systemd replaces % and $, and splits at spaces."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{escaped}"' if escaped != word or re.search(r"[\s;']", word) or not word else word

@@ -1,6 +1,6 @@
-"""Options of the commands: those made from settings, and those that several commands share.
+"""The options of the commands: those made from settings, and those that several commands share.
 
-What the command line does not say, the environment and the configuration file may.
+The first of these that has a value counts: the command line, the environment, the configuration file.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 FILE_KEY = "opendiloco.settings.file"
 PATH_KEY = "opendiloco.settings.path"
-"""Where click's contexts have what the configuration file says, and its path."""
+"""Keys of a click context's `meta` for the content of the configuration file and for its path."""
 JOIN = {setting.name: setting for section in JoinSettings.SECTIONS for setting in settings_of(section)}
-"""`join`'s settings by name, in the order of its help."""
+"""The settings of `join` by name, in the order of its help."""
 INITIAL_PEERS = JOIN["initial_peers"].variable
-HOW_TO_FIND_A_RUN = "Its organiser gives out an invite; `diloco-peer runs` lists the runs that a bootstrap node knows."
+HOW_TO_FIND_A_RUN = "Ask its organiser for an invite; `diloco-peer runs` lists the runs that a bootstrap node knows."
 NAMED_NODE = re.compile(r"^(?P<peer>12D3KooW\w+)@(?P<host>[A-Za-z0-9.-]+)$")
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -43,7 +43,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def all_of(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
-    """Return one decorator for several options, in the order of the help."""
+    """Return one decorator that adds several options, in the order of the help."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -55,26 +55,26 @@ def all_of(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
 
 # Options made from settings -------------------------------------------------------------------------------------------
 class _SettingOption(click.Option):
-    """An option for which the configuration file has a say, before the default."""
+    """An option that takes its value from the configuration file before it takes the default."""
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
         value, source = super().consume_value(ctx, opts)
-        said = ctx.meta.get(FILE_KEY, {})
-        if source is ParameterSource.DEFAULT and self.name in said:
-            return said[self.name], ParameterSource.DEFAULT_MAP
+        values = ctx.meta.get(FILE_KEY, {})
+        if source is ParameterSource.DEFAULT and self.name in values:
+            return values[self.name], ParameterSource.DEFAULT_MAP
         return value, source
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         try:
             return super().process_value(ctx, value)
-        except click.MissingParameter as error:  # no other setting has to be given
+        except click.MissingParameter as error:  # `run` is the only required setting
             if ctx.info_name != "join" and (run := run_here()) is not None:
                 return run
             raise click.MissingParameter(HOW_TO_FIND_A_RUN, ctx, self) from error
 
 
 class RunCommand(click.Command):
-    """A command about one run, whose invite may stand without --run."""
+    """A command about one run, which accepts the invite without --run."""
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[INVITE]"]
@@ -90,7 +90,7 @@ class RunCommand(click.Command):
 
 
 class SettingsCommand(RunCommand):
-    """A command with all settings: its help shows them section by section, as the reference does."""
+    """A command with all settings, whose help shows them in the sections of the reference page."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         titles = {setting.name: part.TITLE for part in JoinSettings.SECTIONS for setting in settings_of(part)}
@@ -105,12 +105,12 @@ class SettingsCommand(RunCommand):
 
 
 def is_typed(context: click.Context, name: str) -> bool:
-    """Return whether the command line itself has this option."""
+    """Return True if this option was given on the command line."""
     return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def _option_for(setting: Setting, **changed: Any) -> Callable[[Command], Command]:
-    """Return click's option for a setting, with what is `changed` of that."""
+    """Return the click option for a setting. `changed` overrides click's arguments."""
     about: dict[str, Any] = {
         "cls": _SettingOption,
         "type": _type_of(setting),
@@ -120,7 +120,7 @@ def _option_for(setting: Setting, **changed: Any) -> Callable[[Command], Command
         "help": setting.help,
         "show_default": False,
     }
-    # An option that has to be given must have no default, not even None: click would take that for given.
+    # A required option must have no default at all: click would take a default of None for a given value.
     about |= ({"required": True} if setting.is_required else {"default": setting.default}) | changed
     if setting.default_text is not None:
         about["help"] += f"  [default: {setting.default_text}]"
@@ -128,14 +128,14 @@ def _option_for(setting: Setting, **changed: Any) -> Callable[[Command], Command
 
 
 def join_option(name: str, **changed: Any) -> Callable[[Command], Command]:
-    """Return the option for one of `join`'s settings, for a command that shares it."""
+    """Return the option for a setting of `join`, for another command that shares it."""
     return _option_for(JOIN[name], **changed)
 
 
 def typed_option(name: str, *, click_type: Any = None, **about: Any) -> Callable[[Any], Any]:
-    """Return the option for one of `join`'s settings where neither the environment nor the file has a say.
+    """Return the option for a setting of `join` that only the command line can set, not the environment or the file.
 
-    `about` is what is another there than in `join`, as `Setting` has it.
+    `about` overrides fields of the `Setting`.
     """
     setting = replace(JOIN[name], **about)
 
@@ -152,9 +152,9 @@ def typed_option(name: str, *, click_type: Any = None, **about: Any) -> Callable
 
 
 def join_settings(needs_run: bool = True) -> Callable[[Command], Command]:
-    """Give a command all of `join`'s options, and what they say as one argument: `settings`.
+    """Return a decorator that adds all options of `join` and passes their values as one argument, `settings`.
 
-    Unless it `needs_run`, none needs to be named: `run` is empty then.
+    Without `needs_run` the run is optional, and `settings.run` may be empty.
     """
 
     def decorate(command: Command) -> Command:
@@ -171,7 +171,7 @@ def join_settings(needs_run: bool = True) -> Callable[[Command], Command]:
 
 
 def _checked(values: Mapping[str, Any]) -> JoinSettings:
-    """Return settings made of values. Raises: BadParameter that names the option of the first that is wrong."""
+    """Return checked settings. Raises: BadParameter, which names the option of the first wrong value."""
     from pydantic import ValidationError
 
     try:
@@ -183,7 +183,7 @@ def _checked(values: Mapping[str, Any]) -> JoinSettings:
 
 
 def _type_of(setting: Setting) -> Any:
-    """Return click's type for one value."""
+    """Return click's type for one value of a setting."""
     if setting.choices:
         return click.Choice(setting.choices)
     if setting.kind is Path:
@@ -198,7 +198,7 @@ def _type_of(setting: Setting) -> Any:
 
 
 def run_here() -> str | None:
-    """Return the id of the run that this machine's volunteers train in; None without one, or if there are several."""
+    """Return the id of the run in which this machine's volunteers train; None for no run or for several."""
     from opendiloco.owner.controls import volunteers
     from opendiloco.storage.run_folder import default_state_folder
 
@@ -214,29 +214,32 @@ dashboard_option = typed_option("dashboard")
 reader_option = click.option(
     "--identity",
     type=FILE,
-    help="Look as the peer with this key file: runs by invitation show themselves to their organiser.",
+    help="Key file to use: a run by invitation answers only its organiser and admitted peers.",
 )
 own_files_options = all_of(
     typed_option("model", click_type=EXISTING_FOLDER),
     typed_option("tokenizer", click_type=click.Path(exists=True, path_type=Path)),
 )
-"""The options of `OwnFiles`."""
+"""The options for `OwnFiles`."""
 
 
 def data_option(help: str) -> Callable[[Command], Command]:
-    """Return the option for the folders of a run's local sources. `help` says what is done with their text."""
-    help += " Given for each of the run's sources that is local, in their order."
+    """Return the option for the folders of a run's local sources. `help` describes the use of their text."""
+    help += " Give one for each local source of the run, in their order."
     return typed_option("data", help=help, click_type=click.Path(exists=True, path_type=Path))
 
 
 def own_words(data: Sequence[Path], own: OwnFiles) -> list[str]:
-    """Return these options as others have to type them, whose paths are their own."""
+    """Return these options for a command that others will type, with words in place of this machine's paths."""
     named = [name for name, path in vars(own).items() if path is not None]
     return ["--data", "TEXTS"] * len(data) + [word for name in named for word in (f"--{name}", "PATH")]
 
 
 def open_dashboard(address: str | None) -> socket.socket | None:
-    """Begin to listen at HOST:PORT, and say where; None: nobody wants it. Raises: LocalNetworkError."""
+    """Return a socket that listens at HOST:PORT, and print its URL. Without an address, return None.
+
+    Raises: LocalNetworkError.
+    """
     if address is None:
         return None
     from opendiloco.dashboard.server import bind, url_of
@@ -248,7 +251,7 @@ def open_dashboard(address: str | None) -> socket.socket | None:
 
 @contextmanager
 def reader(path: Path | None) -> Iterator[Identity]:
-    """Yield the key of this file, or a new one, to look at a run with. Raises: LocalNetworkError."""
+    """Yield the key in this file, or without a file a new key, for reading a run. Raises: LocalNetworkError."""
     from opendiloco.volunteer.identity import hold_identity
     from peers.values.identity import Identity
 
@@ -261,7 +264,7 @@ def reader(path: Path | None) -> Iterator[Identity]:
 
 @contextmanager
 def writing(path: Path, remedy: str) -> Iterator[None]:
-    """Write to a file or make a folder. Raises: MachineError with the remedy where that cannot be done."""
+    """Wrap code that writes to `path`. Raises: MachineError, with this remedy, if it cannot be written."""
     try:
         yield
     except OSError as error:
@@ -269,58 +272,61 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
 
 
 def refuse_torchrun(environment: Mapping[str, str]) -> None:
-    """Raise SettingsError in one of several processes of torchrun: each would be a volunteer, on the same GPUs."""
+    """Raise SettingsError if torchrun has started several processes: each would be a volunteer on the same GPUs."""
     size = environment.get("WORLD_SIZE", "1")
-    if "TORCHELASTIC_RUN_ID" in environment and size != "1":  # Slurm and Kubeflow set WORLD_SIZE, too
+    if "TORCHELASTIC_RUN_ID" in environment and size != "1":  # Slurm and Kubeflow also set WORLD_SIZE
         raise SettingsError(
-            f"torchrun has started {size} processes (WORLD_SIZE), of which each would be a volunteer.",
-            "Join from each machine, without torchrun: each is a volunteer of its own, with a worker for each of its "
-            "GPUs.",
+            f"torchrun has started {size} processes (WORLD_SIZE), and each process would become a volunteer.",
+            "Run `diloco-peer join` once on each machine, without torchrun: it starts a worker for each GPU.",
         )
 
 
 def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = None) -> Invite:
-    """Return the run and the addresses for it: those of the invite and of the option, or else of the environment
-    or the configuration file, or else those that this machine remembers of the run, in the `state` folder, or what the
-    local network says. Raises: ManifestError; UsageError when there are no addresses."""
+    """Return the run and addresses of its swarm.
+
+    The addresses are those of the invite and of the option; else those of the environment or the configuration file;
+    else those that this machine remembers in the `state` folder; else those found in the local network. Raises:
+    ManifestError; UsageError when there are no addresses.
+    """
     from peers.values.manifest import Invite
 
     invite, initial_peers = Invite.parse(run), spelled_out(initial_peers)
     if invite.addresses and not is_typed(click.get_current_context(), "initial_peers"):
-        return invite  # the environment and the file may be about another swarm
+        return invite  # addresses in the environment or the file may belong to another swarm
     addresses = tuple(dict.fromkeys((*invite.addresses, *initial_peers)))
     if not addresses:
         from opendiloco.storage.run_folder import remembered_addresses
 
         addresses = remembered_addresses(invite.run_id, state) or _nearby(invite.run_id)
-    return Invite(invite.run_id, known_addresses(addresses, "a run id does not say where the swarm is"))
+    return Invite(invite.run_id, known_addresses(addresses, "a run id alone contains no address"))
 
 
 def _nearby(run_id: str) -> tuple[str, ...]:
-    """Return what the local network says of a run, if the setting lets us ask: few commands have an option for it."""
+    """Return the addresses of a run's peers in the local network; none if --no-local-network forbids the search."""
     import asyncio
 
     from peers.network.neighbours import neighbours
 
     context = click.get_current_context()
+    # Most commands do not have this option, but the environment and the file can set it for them, too.
     [option] = join_option("local_network")(lambda: None).__click_params__  # type: ignore[attr-defined]
     if not option.type_cast_value(context, option.consume_value(context, context.params)[0]):
         return ()
-    click.echo("No address is known here: looking for the run in the local network", err=True)
+    click.echo("No address is known: searching for the run in the local network", err=True)
     return asyncio.run(neighbours(run_id))
 
 
-def known_addresses(addresses: tuple[str, ...], why: str = "nobody here knows where the swarm is") -> tuple[str, ...]:
-    """Return the addresses if there are any. Raises: UsageError that says how to get one."""
+def known_addresses(addresses: tuple[str, ...], why: str = "no address of the swarm is known") -> tuple[str, ...]:
+    """Return the addresses, spelled out. Raises: UsageError for none, with ways to get one."""
     if not addresses:
         raise click.UsageError(
             f"{why}: add --initial-peer, set {INITIAL_PEERS}, or initial_peers in the configuration file, or give the "
-            "invite. Organisers publish invites and addresses of bootstrap nodes; `diloco-peer bootstrap` begins a "
-            "swarm of your own, and prints its address."
+            "invite. Organisers publish invites and addresses of bootstrap nodes; `diloco-peer bootstrap` starts your "
+            "own swarm and prints its address."
         )
     return spelled_out(addresses)
 
 
 def spelled_out(addresses: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the addresses as multiaddrs: PEER@example.org is short for a node whose addresses the DNS knows."""
+    """Return the addresses as multiaddrs. PEER@example.org stands for the addresses that the DNS has of a node."""
     return tuple(NAMED_NODE.sub(r"/dnsaddr/\g<host>/p2p/\g<peer>", address) for address in addresses)

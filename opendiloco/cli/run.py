@@ -1,4 +1,4 @@
-"""What an organiser does: `plan` and `tokenize` before a run, and `run …` to create, show and amend one."""
+"""The commands of an organiser: `plan` and `tokenize` before a run, and `run …`, which creates and amends runs."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-READ_AT_ONCE = 1 << 22  # tokens of a file
+READ_AT_ONCE = 1 << 22  # tokens read from a file at once
 GIVEN_TO = 16
-"""Peers, at most, that are given an amendment. They tell all others."""
+"""Most peers to which an amendment is sent. They pass it on to the others."""
 
 
 # Before the run -------------------------------------------------------------------------------------------------------
-@click.command()
+@click.command(short_help="Estimate the speed, traffic and cost of a run.")
 @click.argument("run_toml", type=FILE)
-@click.option("--peers", "links_toml", type=FILE, required=True, help="The machines and their links: a TOML file.")
+@click.option("--peers", "links_toml", type=FILE, required=True, help="TOML file with the machines and their links.")
 @click.option("--json", "json_file", type=FILE, help="Write all figures to this file.")
 def plan(run_toml: Path, links_toml: Path, json_file: Path | None) -> None:
-    """Say what RUN_TOML would come to with given peers and links.
+    """Estimate the speed, traffic and cost of RUN_TOML with given peers and links.
 
-    Nobody needs to rent a machine for it: how much of their time peers compute, what they send, how long joining
-    takes, memory, tokens a day, cost, and the bandwidth that computing for more of the time would need.
+    The command prints the share of time that peers compute, their traffic, the time to join, memory, tokens a day,
+    cost, and the bandwidth that a higher share would need. It needs none of the machines.
     """
     from rich.console import Console
 
@@ -64,7 +64,7 @@ def plan(run_toml: Path, links_toml: Path, json_file: Path | None) -> None:
 
     config, links = RunConfig.from_toml(run_toml), Links.from_toml(links_toml)
 
-    from opendiloco.model.build import sized_skeleton  # takes seconds to load: not before a mistake is found
+    from opendiloco.model.build import sized_skeleton  # slow to import: errors in the files come first
 
     planned = plan_of(config, sized_skeleton(config), links)
     found = forecast(planned)
@@ -76,24 +76,24 @@ def plan(run_toml: Path, links_toml: Path, json_file: Path | None) -> None:
             json_file.write_text(text, encoding="utf-8")
 
 
-@click.command(short_help="Turn what a run reads into a folder of token ids, once.")
+@click.command(short_help="Write the text of a run as a folder of token ids.")
 @click.argument("run_toml", type=FILE)
-@click.option("--out", type=FOLDER, required=True, help="A folder that is new or empty.")
-@click.option("--source", type=click.IntRange(min=1), metavar="N", help="Of several [[data.sources]], the N-th.")
-@click.option("--tokens", type=FILE, help="Not the run's text, but this file of token ids, one after another.")
-@click.option("--held-out", type=FILE, help="With --tokens: the same of the documents that are held out.")
+@click.option("--out", type=FOLDER, required=True, help="Folder to write to, new or empty.")
+@click.option("--source", type=click.IntRange(min=1), metavar="N", help="Read the N-th of [[data.sources]].")
+@click.option("--tokens", type=FILE, help="Read token ids from this file instead of the run's text.")
+@click.option("--held-out", type=FILE, help="With --tokens: file with the token ids of the held-out documents.")
 @click.option(
     "--dtype",
     type=click.Choice(["uint16", "uint32"]),
     default="uint16",
-    help="With --tokens: the type of the ids in the files, little-endian.",
+    help="With --tokens: type of the ids in the files, little-endian.",
 )
 def tokenize(
     run_toml: Path, out: Path, source: int | None, tokens: Path | None, held_out: Path | None, dtype: str
 ) -> None:
-    """Write what RUN_TOML reads into a folder of token ids, which is a source itself, and costs no time later.
+    """Write the text of RUN_TOML as a folder of token ids. Runs can use the folder as a source and skip tokenizing.
 
-    With --tokens and --held-out, ids that were made elsewhere are checked and put there.
+    With --tokens and --held-out, the command checks and copies token ids that were made elsewhere.
     """
     from opendiloco.config.run_config import RunConfig
     from opendiloco.data.token_files import TokenCache, write_token_folder
@@ -103,7 +103,7 @@ def tokenize(
     from opendiloco.volunteer.states import new_folder
 
     if (tokens is None) != (held_out is None):
-        raise click.UsageError("--tokens and --held-out go together: what is held out is never trained on.")
+        raise click.UsageError("--tokens and --held-out need each other: give both or neither.")
     config = RunConfig.from_toml(run_toml)
     tokenizer = build_tokenizer(config.tokenizer)
     with new_folder(out), watched_by(StageLog()):
@@ -119,17 +119,17 @@ def tokenize(
 
 
 def _section_of(config: RunConfig, place: int | None) -> SourceSection:
-    """Return the source of a run that is to be read, whole. Raises: UsageError."""
+    """Return the chosen source of a run, without shards. Raises: UsageError."""
     sources = config.data.all_sources
     if place is None and len(sources) > 1:
         raise click.UsageError(f"the run has {len(sources)} sources: choose one with --source.")
     if place is not None and place > len(sources):
-        raise click.UsageError(f"--source {place}: the run has {len(sources)}.")
+        raise click.UsageError(f"--source {place}: the run has only {len(sources)} sources.")
     return sources[(place or 1) - 1].model_copy(update={"shards": None, "windows_per_shard": None})
 
 
 def _read_pieces(training: Path, held_out: Path, dtype: str) -> Iterator[Piece]:
-    """Read files of token ids, a piece at a time. Raises: DataError."""
+    """Yield the token ids of two files, piece by piece. Raises: DataError."""
     import numpy as np
 
     kind: Any = np.dtype(dtype).newbyteorder("<")
@@ -140,7 +140,7 @@ def _read_pieces(training: Path, held_out: Path, dtype: str) -> Iterator[Piece]:
             raise DataError(f"{path} cannot be read: {error.strerror}.", "Give a file of token ids.") from error
         if size % kind.itemsize:
             raise DataError(
-                f"{path} has {size} bytes, which are no whole ids of {kind.itemsize} bytes.",
+                f"{path} has {size} bytes, which is not a multiple of an id's {kind.itemsize} bytes.",
                 "Give the type of its ids with --dtype.",
             )
         with path.open("rb") as file:
@@ -151,16 +151,16 @@ def _read_pieces(training: Path, held_out: Path, dtype: str) -> Iterator[Piece]:
 # A run ----------------------------------------------------------------------------------------------------------------
 @click.group()
 def run_group() -> None:
-    """Create runs, look at them, and amend them."""
+    """Create, show and amend runs."""
 
 
 @run_group.command("create")
 @click.argument("run_toml", type=FILE)
 @initial_peers_option
 @join_option("identity", help="The organiser's key file.")
-@click.option("--out", type=FOLDER, default=".", help="Folder for the manifest's file.")
+@click.option("--out", type=FOLDER, default=".", help="Folder for the signed manifest.")
 def _create(run_toml: Path, initial_peers: tuple[str, ...], identity: Path | None, out: Path) -> None:
-    """Sign RUN_TOML as a new run, and announce it."""
+    """Sign RUN_TOML as a new run, and announce it to the bootstrap nodes."""
     import asyncio
 
     from opendiloco.config.run_config import RunConfig
@@ -170,16 +170,16 @@ def _create(run_toml: Path, initial_peers: tuple[str, ...], identity: Path | Non
 
     if not initial_peers:
         raise click.UsageError(
-            f"a run needs a bootstrap node that remembers it: add --initial-peer, or set {INITIAL_PEERS}."
+            f"a new run is announced to a bootstrap node: add --initial-peer, or set {INITIAL_PEERS}."
         )
     key = load_identity(identity)
     config = RunConfig.from_toml(run_toml)
     remedy = "Name a folder with --out."
     with writing(out, remedy):
-        out.mkdir(parents=True, exist_ok=True)  # what takes seconds comes afterwards
+        out.mkdir(parents=True, exist_ok=True)  # fails before the slow steps, if at all
     config = _with_tokens_named(_with_tokenizer_named(config))
     _check(config)
-    from opendiloco.model.build import with_sizes_named  # now that transformers is here
+    from opendiloco.model.build import with_sizes_named  # imports transformers, after the checks that do not need it
 
     config = with_sizes_named(config)
     run = Run.sign(_with_held_out_text_named(_with_weights_named(config)), key)
@@ -193,7 +193,7 @@ def _create(run_toml: Path, initial_peers: tuple[str, ...], identity: Path | Non
 
 
 def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
-    """Yield what to type next: on volunteers' machines, and on the organiser's."""
+    """Yield the lines that say what to type next, on volunteers' machines and on the organiser's."""
     from opendiloco.run import local_tables
     from peers.network.contacts import host_of, is_loopback
 
@@ -204,20 +204,20 @@ def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None)
     own = "".join(f" --{table} PATH" for table in local_tables(run.config))
     yield f"  diloco-peer join --run {invite}{ticket}{' --data FOLDER' * len(folders)}{own}"
     if own:
-        yield "Each PATH is that machine's own, with what this one has there."
+        yield "Each PATH is a copy, on that machine, of this machine's model or tokenizer."
     if folders:
         each = "Each FOLDER" if len(folders) > 1 else "FOLDER"
-        yield f"{each} is that machine's own, with the text that is here in {', '.join(folders)}."
+        yield f"{each} is a copy, on that machine, of this machine's text in {', '.join(folders)}."
     if is_here:
-        yield "Other machines need an invite with an address of the node that they can reach: create it with that one."
+        yield "For other machines, create the run with an --initial-peer address that they can reach."
     if is_by_invitation:
-        yield "Give out such tickets with"
+        yield "To create tickets, type on this machine:"
         yield f"  diloco-peer invite create {manifest}" + (f" --identity {identity}" if identity else "")
 
 
 @run_group.command("example")
 def _example() -> None:
-    """Print a small run.toml to begin with.
+    """Print a small run.toml to start from.
 
     diloco-peer run example > run.toml
     """
@@ -230,7 +230,7 @@ def _example() -> None:
 @click.argument("manifest", type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def _show(manifest: Path, as_json: bool) -> None:
-    """Check the file of a signed MANIFEST, and print what it says."""
+    """Check a signed MANIFEST file, and print its content."""
     from opendiloco.storage.run_folder import read_manifest
 
     run = read_manifest(manifest)
@@ -243,7 +243,7 @@ def _show(manifest: Path, as_json: bool) -> None:
     click.echo(json.dumps(run.manifest.values, indent=2))
 
 
-@run_group.command("needs", short_help="Say what a run takes of each peer: memory, disk, time.")
+@run_group.command("needs", short_help="Print the memory, disk, bandwidth and time that a run needs.")
 @click.argument("run_toml", type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with sizes in bytes.")
 @join_option("optimizer_state")
@@ -251,12 +251,15 @@ def _show(manifest: Path, as_json: bool) -> None:
 def _needs(
     run_toml: Path, as_json: bool, optimizer_state: OptimizerState, model: Path | None, tokenizer: Path | None
 ) -> None:
-    """Say what RUN_TOML takes of each peer: memory, disk, bandwidth and days. Asks the hub for nothing but a model."""
+    """Print the memory, disk, bandwidth and days that RUN_TOML needs on each peer.
+
+    The command downloads nothing but a model's files from the hub.
+    """
     from opendiloco.config.run_config import RunConfig
     from opendiloco.run import with_own_files
 
     config = with_own_files(RunConfig.from_toml(run_toml), OwnFiles(model, tokenizer))
-    from opendiloco.model.build import sized_skeleton  # what follows takes seconds to import
+    from opendiloco.model.build import sized_skeleton  # slow to import: errors in run.toml come first
     from opendiloco.workers.needs import needs_lines, needs_of
     from opendiloco.workers.options import WorkerOptions
 
@@ -268,7 +271,7 @@ def _needs(
 
 
 async def _announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the addresses of the nodes that remember the run now. Raises: SwarmUnreachableError if none does."""
+    """Announce a run. Return the addresses of the nodes that remember it. Raises: SwarmUnreachableError for none."""
     from opendiloco.volunteer.volunteer import connected
     from peers.network.bootstrap import announce_manifest
     from peers.values.identity import Identity
@@ -277,15 +280,17 @@ async def _announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]
         kept = await announce_manifest(transport, run.manifest, initial_peers)
     if not kept:
         raise SwarmUnreachableError(
-            f"none of the nodes at {', '.join(initial_peers)} remembers the run.",
-            "Give the address of a `diloco-peer bootstrap`; what it logs says why it refused.",
+            f"none of the nodes at {', '.join(initial_peers)} accepted the run.",
+            "Give the address of a `diloco-peer bootstrap` node; its log shows why it refused.",
         )
     return kept
 
 
 def _check(config: RunConfig) -> None:
-    """Raise ManifestError when the model or the inner optimizer of a run cannot be built. What only others need to have
-    is worth no more than a warning. Takes seconds, mostly to import transformers."""
+    """Check that the model and the inner optimizer of a run can be built. Imports transformers, which takes seconds.
+
+    Files that only volunteers need may be missing here: that is logged as a warning. Raises: ManifestError, DataError.
+    """
     from opendiloco.config.overrides import NO_OVERRIDES
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.model.build import build_skeleton
@@ -294,12 +299,12 @@ def _check(config: RunConfig) -> None:
     check_inner_optimizer(config.inner_optimizer)
     momentum = config.outer_optimizer.momentum
     if config.codec.kind == "sparse" and momentum > 0:
-        logger.warning("outer_optimizer.momentum = %g overshoots beside codec.kind = 'sparse'; make it 0", momentum)
+        logger.warning("outer_optimizer.momentum = %g overshoots with codec.kind = 'sparse'; set it to 0", momentum)
     for part in _beyond_schedules(config, NO_OVERRIDES):
-        logger.warning("%s; nothing is learned from there on. Lengthen the schedule, or shorten the run", part)
+        logger.warning("%s; the learning rate is then 0. Lengthen the schedule, or shorten the run", part)
     for source in local_sources(config.data):
         if source.startswith("~"):
-            raise DataError(f"data.source = {source!r} has a tilde.", "Write the path out: it is part of the manifest.")
+            raise DataError(f"data.source = {source!r} has a tilde.", "Write the full path into the manifest.")
         if not _is_here(source):
             logger.warning("data.source = %r is not on this machine; each volunteer names its own with --data", source)
     if config.model.path is not None:
@@ -313,12 +318,12 @@ def _check(config: RunConfig) -> None:
 
 
 def _is_here(source: str) -> bool:
-    """Return whether a local source is on this machine: a folder, a file, or files that match a pattern."""
+    """Return True if a local source exists on this machine, as a folder, a file, or files that match a pattern."""
     return Path(source).exists() or any(glob.iglob(source, recursive=True))
 
 
 def _beyond_schedules(config: RunConfig, overrides: Overrides) -> Iterator[str]:
-    """Yield where a learning rate is 0 long before the run ends: its schedule is over."""
+    """Yield a text for each schedule that ends, at learning rate 0, well before the run does."""
     steps, inner_steps = overrides.total_outer_steps(config), config.training.inner_steps
     inner, outer, decay = config.schedule, config.outer_optimizer.schedule, overrides.decay
     end = inner.total_steps if decay is None else decay.end * inner_steps
@@ -334,8 +339,10 @@ def _with_digest(config: RunConfig, table: str, digest: str) -> RunConfig:
 
 
 def _with_tokenizer_named(config: RunConfig) -> RunConfig:
-    """Return the run with the digest of the tokenizer, if that comes from elsewhere and is to be had on this machine.
-    Raises: MachineError when the run names another digest."""
+    """Return the run with the digest of its tokenizer, if it is not "bytes" and exists on this machine.
+
+    Raises: MachineError when the run names another digest.
+    """
     from opendiloco.data.tokenizer import build_tokenizer, digest_of_tokenizer
 
     section = config.tokenizer
@@ -344,15 +351,17 @@ def _with_tokenizer_named(config: RunConfig) -> RunConfig:
     try:
         digest = digest_of_tokenizer(build_tokenizer(section))
     except DataError as error:
-        lacking = "is not held against its digest" if section.digest else "gets no digest to hold volunteers' against"
-        logger.warning("the tokenizer %s: %s", lacking, error)
+        missing = "cannot be checked against its digest" if section.digest else "gets no digest"
+        logger.warning("the tokenizer %s: %s", missing, error)
         return config
     return _with_digest(config, "tokenizer", digest)
 
 
 def _with_tokens_named(config: RunConfig) -> RunConfig:
     """Return the run with the digest of each source that is a folder of tokens, so that all peers read the same.
-    Raises: DataError when the run names another digest, or a folder cannot be read."""
+
+    Raises: DataError when the run names another digest, or when a folder cannot be read.
+    """
     from opendiloco.data.token_files import is_token_folder, read_about
 
     sources = []
@@ -361,8 +370,8 @@ def _with_tokens_named(config: RunConfig) -> RunConfig:
             digest = read_about(Path(section.source)).digest
             if section.digest not in (None, digest):
                 raise DataError(
-                    f"the run's data.digest is {section.digest}; the tokens of {section.source!r} have {digest}.",
-                    "Get the tokens that the run means, or leave out data.digest.",
+                    f"data.digest = {section.digest}: the tokens of {section.source!r} have the digest {digest}.",
+                    "Use the tokens with the first digest, or remove data.digest.",
                 )
             section = section.model_copy(update={"digest": digest})
         sources.append(section)
@@ -372,8 +381,7 @@ def _with_tokens_named(config: RunConfig) -> RunConfig:
 
 
 def _with_weights_named(config: RunConfig) -> RunConfig:
-    """Return the run with the digest of the weights that it begins with, if these come from elsewhere. Takes the memory
-    that the model does.
+    """Return the run with the digest of its initial weights, if they are pretrained. Loads the model into memory.
 
     Raises: MachineError when the run names another digest; ManifestError and DataError: see `initial_theta`.
     """
@@ -391,10 +399,10 @@ def _with_weights_named(config: RunConfig) -> RunConfig:
 
 
 def _with_held_out_text_named(config: RunConfig) -> RunConfig:
-    """Return the run with the digest of what evaluation reads, if each volunteer names its folder and it is here.
+    """Return the run with the digest of its held-out text, if its sources are local and exist on this machine.
 
-    A peer whose folder has other text keeps the losses that it finds to itself. Raises: DataError when the run names
-    another digest, or the text that is here is of no use; MachineError without memory for the tokens.
+    A peer whose text has another digest does not publish its losses. Raises: DataError when the run names another
+    digest, or when the text cannot be used; MachineError without memory for the tokens.
     """
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.data.training_data import load_data
@@ -405,8 +413,8 @@ def _with_held_out_text_named(config: RunConfig) -> RunConfig:
     if not all(map(_is_here, folders)):
         if section.every and section.digest is None and any(one.digest is None for one in config.data.all_sources):
             logger.warning(
-                "nothing says which text is held out, since it is not on this machine: volunteers keep their held-out "
-                "losses to themselves. Create the run where the text is, or give evaluation.digest."
+                "the run gets no evaluation.digest, since its text is not on this machine: volunteers will not publish "
+                "held-out losses. Create the run on a machine with the text, or give evaluation.digest."
             )
         return config
     tokenizer = None
@@ -416,47 +424,47 @@ def _with_held_out_text_named(config: RunConfig) -> RunConfig:
     except DataError as error:
         if tokenizer is not None and len(folders) == len(config.data.all_sources):
             raise
-        logger.warning("the held-out text gets no digest to hold volunteers' against: %s", error)
+        logger.warning("the held-out text gets no digest: %s", error)
         return config
     if not section.every:
         return config
     digest = held_out.digest(section.windows)
     if section.digest not in (None, digest):
         raise DataError(
-            f"the run's held-out text has the digest {section.digest}; that of {', '.join(folders)} has {digest}.",
-            "Get the text that the run means, or leave out evaluation.digest.",
+            f"evaluation.digest = {section.digest}: the text in {', '.join(folders)} has the digest {digest}.",
+            "Use the text with the first digest, or remove evaluation.digest.",
         )
     return _with_digest(config, "evaluation", digest)
 
 
-# Amending -------------------------------------------------------------------------------------------------------------
-@run_group.command("amend", short_help="Change some values of a run that goes on.")
+# Amendments -----------------------------------------------------------------------------------------------------------
+@run_group.command("amend", short_help="Change some values of a live run.")
 @run_option
 @initial_peers_option
 @join_option("identity", help="The organiser's key file.")
-@click.option("--outer-lr", type=float, metavar="NUMBER", help="Outer learning rate.  [default: as it is]")
-@click.option("--outer-momentum", type=float, metavar="NUMBER", help="Outer momentum.  [default: as it is]")
+@click.option("--outer-lr", type=float, metavar="NUMBER", help="Outer learning rate.  [default: unchanged]")
+@click.option("--outer-momentum", type=float, metavar="NUMBER", help="Outer momentum.  [default: unchanged]")
 @click.option(
     "--inner-lr-factor",
     type=float,
     metavar="NUMBER",
-    help="Factor of run.toml's inner learning rate, at most 1.  [default: as it is]",
+    help="Factor of run.toml's inner learning rate, at most 1.  [default: unchanged]",
 )
 @click.option(
     "--decay-steps",
     type=int,
     metavar="N",
-    help="Have the inner learning rate decay over N outer steps, after which the run ends.  [default: as it is]",
+    help="Decay the inner learning rate over N outer steps, and then end the run.  [default: unchanged]",
 )
 @click.option(
-    "--decay-from", type=int, metavar="N", help="Begin that decay after N outer steps of the run.  [default: at once]"
+    "--decay-from", type=int, metavar="N", help="Start this decay after N outer steps of the run.  [default: at once]"
 )
-@click.option("--outer-steps", type=int, metavar="N", help="Outer steps of the whole run.  [default: as it is]")
+@click.option("--outer-steps", type=int, metavar="N", help="Length of the run in outer steps.  [default: unchanged]")
 @click.option(
     "--mixture",
     multiple=True,
     metavar="SOURCE=WEIGHT",
-    help="Weight of a source that run.toml lists, by its name or as #1, #2 …; repeatable.  [default: as it is]",
+    help="Weight of a data source, given by name or as #1, #2 …. May be repeated.  [default: unchanged]",
 )
 def _amend(
     run: str,
@@ -470,10 +478,11 @@ def _amend(
     outer_steps: int | None,
     mixture: tuple[str, ...],
 ) -> None:
-    """Sign an amendment of the run, and give it to the run's peers.
+    """Sign an amendment of the run, and send it to the run's peers.
 
-    The next entry of the log takes it in, and it is in force from the outer step after that one on. What is not given
-    stays as it is. A schedule of the outer learning rate goes on, below the new value. `status` shows what is in force.
+    The next entry of the log includes the amendment, which is in force from the outer step after that entry on. Values
+    that are not given stay unchanged. A schedule of the outer learning rate goes on from the new value. `status` shows
+    the values in force.
     """
     import asyncio
 
@@ -490,17 +499,20 @@ def _amend(
     }
     changes = {name: value for name, value in given.items() if value is not None}
     if not changes:
-        raise click.UsageError("say what is to change, with one option or several.")
+        raise click.UsageError("no change is given: add at least one option, such as --outer-lr.")
     if decay_from is not None and decay_steps is None:
-        raise click.UsageError("say with --decay-steps how long the decay takes.")
+        raise click.UsageError("--decay-from needs --decay-steps, the length of the decay.")
     invite, key = parse_run(run, initial_peers), load_identity(identity)
-    signed, told = asyncio.run(_give_amendment(invite, key, changes))
-    nodes = f"{told} {'peer has' if told == 1 else 'peers have'} it, and will tell all others"
-    click.echo(f"{amendment_in_words(signed)}; {nodes}. It is in force once `diloco-peer status` says so.")
+    signed, reached = asyncio.run(_send_amendment(invite, key, changes))
+    peers = f"{reached} {'peer has' if reached == 1 else 'peers have'} it and will pass it on"
+    click.echo(f"{amendment_in_words(signed)}; {peers}. It is in force once `diloco-peer status` shows it.")
 
 
-async def _give_amendment(invite: Invite, key: Identity, changes: Mapping[str, Any]) -> tuple[Amendment, int]:
-    """Sign the next amendment. Return it, and how many peers were given it. Raises: DilocoPeerError."""
+async def _send_amendment(invite: Invite, key: Identity, changes: Mapping[str, Any]) -> tuple[Amendment, int]:
+    """Sign the next amendment and send it to peers. Return it and the number of peers that took it.
+
+    Raises: DilocoPeerError.
+    """
     from opendiloco.run import find_run
     from opendiloco.view.run_view import RunView
     from opendiloco.volunteer.volunteer import connected
@@ -513,15 +525,15 @@ async def _give_amendment(invite: Invite, key: Identity, changes: Mapping[str, A
         signed = _next_amendment(view, key, changes)
         if rise := _rise(view, signed):
             click.echo(f"warning: {rise}", err=True)
-        at_work = sorted(view.trainers, key=lambda beat: beat.lineage_tokens, reverse=True)
-        there = [beat.peer for beat in at_work[:GIVEN_TO] if await transport.connect(beat.peer, beat.addresses)]
-        told = await give(transport.call, run.run_id, signed, there)
-    if not told:
+        trainers = sorted(view.trainers, key=lambda beat: beat.lineage_tokens, reverse=True)
+        there = [beat.peer for beat in trainers[:GIVEN_TO] if await transport.connect(beat.peer, beat.addresses)]
+        reached = await give(transport.call, run.run_id, signed, there)
+    if not reached:
         raise SwarmUnreachableError(
-            f"nobody could be given amendment {signed.number}.",
-            "Amend again while a volunteer trains: nobody else keeps amendments.",
+            f"no peer took amendment {signed.number}.",
+            "Amend again while a volunteer trains: only volunteers keep amendments.",
         )
-    return signed, told
+    return signed, reached
 
 
 def _check_key(run: Run, key: Identity) -> None:
@@ -529,14 +541,16 @@ def _check_key(run: Run, key: Identity) -> None:
     organiser = run.manifest.organiser
     if key.peer_id != organiser:
         raise ManifestError(
-            f"the organiser of {run.run_id} is {organiser}; this key is {key.peer_id}'s.",
+            f"the organiser of {run.run_id} is {organiser}, but this key belongs to {key.peer_id}.",
             "Name the organiser's key file with --identity.",
         )
 
 
 def _next_amendment(view: RunView, key: Identity, changes: Mapping[str, Any]) -> Amendment:
-    """Sign the amendment after the newest that peers know; what does not change stays as that one has it. A decay
-    without a beginning begins with the next outer step. Raises: ManifestError when the run cannot have these values."""
+    """Return the signed amendment that follows the newest one known to peers, with these changes to its values.
+
+    A decay without a start begins with the next outer step. Raises: ManifestError when the run cannot use the values.
+    """
     from pydantic import ValidationError
 
     from opendiloco.config.overrides import Overrides
@@ -553,7 +567,7 @@ def _next_amendment(view: RunView, key: Identity, changes: Mapping[str, Any]) ->
         values["weights"] = _with_weights(run.config.data, before.weights, changes["weights"])
     number = latest.number + 1 if latest else 1
     if number > AMENDMENTS_LIMIT:
-        raise ManifestError(f"the run was amended {AMENDMENTS_LIMIT} times, and can't be again.", "Create another run.")
+        raise ManifestError(f"the run was amended {AMENDMENTS_LIMIT} times, the most allowed.", "Create another run.")
     try:
         overrides = Overrides.model_validate(before.model_dump(exclude_none=True) | values)
     except ValidationError as error:
@@ -564,7 +578,7 @@ def _next_amendment(view: RunView, key: Identity, changes: Mapping[str, Any]) ->
 
 
 def _weight(text: str) -> tuple[str, float]:
-    """Return a source and its weight. Raises: UsageError."""
+    """Return the source and the weight in a text SOURCE=WEIGHT. Raises: UsageError."""
     source, _, weight = text.rpartition("=")
     try:
         return source, float(weight)
@@ -575,7 +589,7 @@ def _weight(text: str) -> tuple[str, float]:
 def _with_weights(
     data: DataSection, before: tuple[float, ...] | None, changes: Iterable[tuple[str, float]]
 ) -> tuple[float, ...]:
-    """Return the weights of a run's sources, in their order, with some changed. Raises: ManifestError."""
+    """Return the weights of a run's sources, in their order, after these changes. Raises: ManifestError."""
     weights = list(data.weights if before is None else before)
     names = [source.source for source in data.all_sources]
     for named, weight in changes:
@@ -591,14 +605,13 @@ def _with_weights(
 
 
 def _rise(view: RunView, amendment: Amendment) -> str:
-    """Return a warning where an amendment raises the inner learning rate, as a decay that begins anew does; else
-    nothing."""
+    """Return a warning if an amendment raises the inner learning rate, as a second decay may do; else an empty text."""
     from opendiloco.config.overrides import Overrides
     from opendiloco.training.outer import inner_learning_rate_factor
 
     config, step = view.run.config, (view.outer_step + 1) * view.run.config.training.inner_steps
     if config.schedule.unit == "tokens":
-        return ""  # they are not known here
+        return ""  # the run's tokens are not known here
     before, after = (
         inner_learning_rate_factor(config, Overrides.of(each, config), step, 0)
         for each in (view.amended.latest, amendment)
@@ -609,18 +622,22 @@ def _rise(view: RunView, amendment: Amendment) -> str:
 
 
 def _objection(view: RunView, overrides: Overrides, changes: Mapping[str, Any]) -> str:
-    """Return why it is too late for these changes, or nothing would be learned by them; empty: neither."""
+    """Return the reason why these changes come too late or would train at learning rate 0; empty if there is none."""
     taken, first = view.outer_step, view.outer_step + 1
     if view.is_finished:
-        return f"{view.run.run_id} has taken its last outer step, and no entry follows. Create another run."
+        return (
+            f"{view.run.run_id} has taken its last outer step, so no amendment can enter its log. Create another run."
+        )
     if changes.keys().isdisjoint({"decay", "outer_steps"}):
         return ""
     if "decay" in changes and overrides.decay is not None and overrides.decay.after < first:
         return f"decay.after = {overrides.decay.after}: the run has taken {taken} outer steps. Use {first} or more."
-    streams = not view.run.config.streaming.is_plain  # its last cycle is another one from the beginning
+    streams = (
+        not view.run.config.streaming.is_plain
+    )  # the last cycle of a streaming run has another form from its beginning
     least = first + streams
     if overrides.total_outer_steps(view.run.config) < least:
         return f"outer_steps = {overrides.outer_steps}: the run has taken {taken} outer steps. Use {least} or more."
     if beyond := next(_beyond_schedules(view.run.config, overrides), None):
-        return f"{beyond}; nothing is learned from there on. Give fewer --outer-steps, or --decay-steps, too."
+        return f"{beyond}; the learning rate is then 0. Give fewer --outer-steps, or add --decay-steps."
     return ""

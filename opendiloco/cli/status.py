@@ -1,4 +1,4 @@
-"""What others see of runs: `runs` lists those that a bootstrap node remembers, `status` shows the peers of one."""
+"""The commands `runs`, which lists the runs that a bootstrap node remembers, and `status`, which shows one run."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
     from peers.values.signed_heads import SignedHeads
 
 
-NOT_MEASURED = "not measured: other runs took too long"
+NOT_MEASURED = "needs are not computed: the runs before took too long"
 MOST_SECONDS = 30.0
-"""Of the processor's time, for what all runs take of a machine: a stranger's model may take long to lay out, and there
-may be many."""
-WATCH_SECONDS = 1.0  # between two pictures: a peer sends a heartbeat every two
+"""Most processor seconds for computing the needs of all runs: strangers' models may be slow to lay out, and many."""
+WATCH_SECONDS = 1.0  # between two updates: half the time between a peer's heartbeats
 COMPARE_SECONDS = 15.0
-"""For which `status` looks until two peers have been seen at one outer step: they may be short."""
+"""Longest time that `status` waits to see two peers at the same outer step, which may be short."""
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _ListedRun:
-    """One run. `problem` says why this machine cannot know more of it, or what it takes; empty: it knows all.
+    """One run in the list.
 
-    `needs` is what it takes of a machine; None where that is not known.
+    `problem` is the reason why `view` or `needs` is missing; empty if both are known. `needs` is the memory, disk and
+    traffic that the run needs on a machine.
     """
 
     run_id: str
@@ -62,7 +62,7 @@ class _ListedRun:
     needs: Needs | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the run as JSON can say it."""
+        """Return the run as JSON types."""
         view = self.view
         if view is None:
             return {"run": self.run_id, "problem": self.problem}
@@ -83,7 +83,7 @@ class _ListedRun:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the run's lines for people, which may have a stranger's words in them."""
+        """Yield lines of text about the run, without control characters of a stranger's."""
         from opendiloco.quantities import in_words
         from peers.values.wire import printable
 
@@ -104,19 +104,19 @@ class _ListedRun:
             yield problem
         if needs is not None:
             yield (
-                f"  takes {in_words(needs.device_memory)} of a GPU and activations, or the CPU with "
+                f"  needs a GPU with {in_words(needs.device_memory)} and room for activations, or a CPU with "
                 f"{in_words(needs.main_memory_on_cpu)} of memory; {in_words(needs.disk)} of disk; "
-                f"{in_words(2 * needs.host.payload)} each way in an outer step"
+                f"{in_words(2 * needs.host.payload)} of traffic each way per outer step"
             )
 
 
 @click.command(short_help="List the runs that a bootstrap node remembers.")
 @initial_peers_option
-@click.option("--limit", type=click.IntRange(1, 1000), metavar="N", default=20, help="At most N runs.")
-@click.option("--needs/--no-needs", default=True, help="Say what each takes of a machine, too: that takes seconds.")
+@click.option("--limit", type=click.IntRange(1, 1000), metavar="N", default=20, help="List at most N runs.")
+@click.option("--needs/--no-needs", default=True, help="Print the needs of each run, which takes seconds.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array.")
 def runs(initial_peers: tuple[str, ...], limit: int, needs: bool, as_json: bool) -> None:
-    """List the runs that a bootstrap node remembers, the last used first. Runs by invitation are not listed."""
+    """List the runs that a bootstrap node remembers, the last used first. Runs by invitation are left out."""
     import asyncio
 
     found = asyncio.run(_look(known_addresses(initial_peers), limit))
@@ -130,9 +130,7 @@ def runs(initial_peers: tuple[str, ...], limit: int, needs: bool, as_json: bool)
         there = "".join(f" --initial-peer {address}" for address in initial_peers)
         click.echo(f"To train in one of them: diloco-peer join --run ID{there}")
     else:
-        click.echo(
-            "No runs that are open to everybody. Ask an organiser for an invite, or begin one: diloco-peer run create"
-        )
+        click.echo("No open runs. Ask an organiser for an invite, or create a run: diloco-peer run create")
 
 
 async def _look(addresses: tuple[str, ...], limit: int) -> list[_ListedRun]:
@@ -158,12 +156,12 @@ async def _look(addresses: tuple[str, ...], limit: int) -> list[_ListedRun]:
 
 
 def _processor_time() -> float:
-    """Return the processor's time, in seconds, that this process has used with its children that have ended."""
+    """Return the processor seconds that this process and its ended children have used."""
     return sum(os.times()[:4])
 
 
 def _with_needs(found: Iterable[_ListedRun], clock: Callable[[], float] = _processor_time) -> Iterator[_ListedRun]:
-    """Yield the runs with what they take of a machine, or why that is not known within `MOST_SECONDS`."""
+    """Yield the runs with their needs, or with the reason why these are unknown after `MOST_SECONDS`."""
     ends = clock() + MOST_SECONDS
     for each in found:
         if each.view is None:
@@ -178,8 +176,10 @@ def _with_needs(found: Iterable[_ListedRun], clock: Callable[[], float] = _proce
 
 
 def _needs_here(run: Run) -> Needs:
-    """Return what a run takes of a machine. Raises: DataError for a model that each volunteer names; ManifestError for
-    one that cannot be built. Imports torch."""
+    """Return the needs of a run on a machine. Imports torch.
+
+    Raises: DataError for a model that each volunteer must name; ManifestError for a model that cannot be built.
+    """
     from opendiloco.model.build import sized_skeleton
     from opendiloco.workers.needs import needs_of
 
@@ -193,15 +193,15 @@ def _needs_here(run: Run) -> Needs:
 @initial_peers_option
 @reader_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option("--watch", is_flag=True, help="Keep showing it until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Update the table until Ctrl-C.")
 def status(run: str, initial_peers: tuple[str, ...], identity: Path | None, as_json: bool, watch: bool) -> None:
-    """Show the live peers of a run."""
+    """Show the live peers of a run and their state."""
     import asyncio
 
     from opendiloco.volunteer.interrupts import run_interruptible
 
     if as_json and watch:
-        raise click.UsageError("--json and --watch exclude each other.")
+        raise click.UsageError("--json and --watch are both given; give one of them.")
     invite = parse_run(run, initial_peers)
     with reader(identity) as key:
         if watch:
@@ -211,7 +211,7 @@ def status(run: str, initial_peers: tuple[str, ...], identity: Path | None, as_j
 
 
 async def _show_status(invite: Invite, key: Identity, as_json: bool, watch: bool) -> None:
-    """Print how the run is, once or until cancelled. Raises: DilocoPeerError."""
+    """Print the state of the run, once or until cancelled. Raises: DilocoPeerError."""
     from rich.console import Console
     from rich.live import Live
 
@@ -249,7 +249,7 @@ async def _show_status(invite: Invite, key: Identity, as_json: bool, watch: bool
 
 
 async def _views(transport: HivemindTransport, run: Run) -> AsyncIterator[RunView]:
-    """Yield how the run is, again and again."""
+    """Yield the state of the run every `WATCH_SECONDS`."""
     import asyncio
 
     from opendiloco.view.run_view import Agreement, RunView
@@ -261,8 +261,10 @@ async def _views(transport: HivemindTransport, run: Run) -> AsyncIterator[RunVie
 
 
 async def _compare(transport: HivemindTransport, run: Run) -> RunView:
-    """Return who is there, and whether they agree. Where outer steps are short, peers are seldom seen at the same one:
-    looks again for a while before it finds nothing to compare."""
+    """Return the state of the run. Wait up to `COMPARE_SECONDS` until two peers are seen at the same outer step.
+
+    Only then their digests can be compared. With short outer steps that is rare.
+    """
     import asyncio
 
     now = asyncio.get_running_loop().time
@@ -274,7 +276,7 @@ async def _compare(transport: HivemindTransport, run: Run) -> RunView:
 
 
 def _picture(view: RunView, signed: SignedHeads, here: Mapping[str, Answer]) -> Group:
-    """Return the peers as a table, and below it what else is known, last of the volunteers on this machine."""
+    """Return a table of the peers, with lines about the run and the volunteers on this machine below it."""
     from rich.console import Group
     from rich.text import Text
 
@@ -286,14 +288,14 @@ def _picture(view: RunView, signed: SignedHeads, here: Mapping[str, Answer]) -> 
     for peer, one in here.items():
         own += [f"on this machine …{peer[-8:]}: {paused.get(peer, one.phase)}", *one.month]
     if not view.peers:
-        return Group(run.run_id, "no live peers: nobody trains in this run now", *signed_lines(signed), *own)
+        return Group(run.run_id, "no live peers: this run is not training now", *signed_lines(signed), *own)
     table = peers_table([row_of(beat, run.config) for beat in view.peers], run.run_id)
-    told = *held_out_lines(view), *reach_lines(view.peers), *view.amended.lines(), *signed_lines(signed)
-    return Group(table, *map(Text, [*told, str(view.agreement), *own]))  # a peer's words are no markup
+    lines = *held_out_lines(view), *reach_lines(view.peers), *view.amended.lines(), *signed_lines(signed)
+    return Group(table, *map(Text, [*lines, str(view.agreement), *own]))  # Text: a peer's words must not be markup
 
 
 def _volunteers_here(run_id: str) -> dict[str, Answer]:
-    """Return what the volunteers of a run on this machine say of themselves, by peer."""
+    """Return the answers of a run's volunteers on this machine, by peer id."""
     from opendiloco.owner.controls import volunteers
     from opendiloco.storage.run_folder import default_state_folder
 
@@ -301,7 +303,7 @@ def _volunteers_here(run_id: str) -> dict[str, Answer]:
 
 
 def _plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
-    """Return a heartbeat as JSON can say it: digests in hexadecimal, `seen` in seconds since the epoch on its clock."""
+    """Return a heartbeat as JSON types: digests in hexadecimal, `seen` in seconds since the epoch on its clock."""
     from opendiloco.view.run_view import plain_peer
 
     return plain_peer(beat, config) | {

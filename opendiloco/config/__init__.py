@@ -1,4 +1,4 @@
-"""`run.toml`: its tables, each value checked, and what a person is told about a mistake. Needs no torch.
+"""The tables of `run.toml`: their keys, the checks on each value, and the error messages. Needs no torch.
 
 Other rooms import:
 data: BYTE_TOKENIZER_SIZE, DataSection, MixturePhase, STANDARD_LIBRARY, SourceSection, TokenizerSection

@@ -1,4 +1,4 @@
-"""The tables of `run.toml` that say what is read: [tokenizer], [data] and [[data.sources]]. See docs/data.md."""
+"""The tables of `run.toml` about the training text: [tokenizer], [data] and [[data.sources]]. See docs/data.md."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ BYTE_TOKENIZER_SIZE = 259
 """Token ids of the tokenizer "bytes": 256 bytes and three special tokens."""
 
 STANDARD_LIBRARY = "stdlib"
-"""The source that every machine has: the source of Python's standard library."""
+"""The name of the source that every machine has: the code of Python's standard library."""
 
-SOURCE_LIMIT = 64  # of one run: a manifest of a stranger must not open thousands of data sets
+SOURCE_LIMIT = 64  # sources in one run: a stranger's manifest must not open thousands of data sets
 LONGEST_CYCLE = 10_000
-"""Samples after which a mixture begins again; `Mixture` keeps a table of them."""
+"""Most samples in one cycle of a mixture; `Mixture` keeps a table with an element for each."""
 
 PART = r"\w[\w.-]*(\[[-\d%:]*\])?(\(\w+\))?"
 
 
 def _check_split(value: str) -> str:
-    if not re.fullmatch(rf"{PART}( *\+ *{PART})*", value):  # it can become a folder's name
+    if not re.fullmatch(rf"{PART}( *\+ *{PART})*", value):  # a split can become the name of a folder
         raise PydanticCustomError("split", 'not a split such as "train" or "train[:10%]"')
     return value
 
 
 def _check_revision(value: str) -> str:
-    if not re.fullmatch(r"\w[\w./-]*", value) or ".." in value:  # it becomes a file's name in the hub's cache
+    if not re.fullmatch(r"\w[\w./-]*", value) or ".." in value:  # a revision becomes a file name in the hub's cache
         raise PydanticCustomError("revision", "not a branch, a tag or a commit")
     return value
 
 
-@lru_cache(maxsize=256)  # a run that was amended asks again and again
+@lru_cache(maxsize=256)  # a run with amendments calls this often
 def shares_of(weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the smallest whole numbers with the proportions of these weights (of the decimals as written).
+    """Return the smallest whole numbers that have the exact proportions of these decimal weights.
 
-    Raises: ValueError when no source has any, or when the proportions come true after too many samples only.
+    Raises: ValueError when all weights are 0, or when the numbers add up to more than `LONGEST_CYCLE`.
     """
     if not any(weights):
-        raise ValueError("all weights are 0, so nothing would be read; give one source more")
+        raise ValueError("all weights are 0, so no source would be read; give one source a weight above 0")
     exact = [Fraction(repr(weight)) for weight in weights]
     denominator = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * denominator) for weight in exact]
@@ -53,14 +53,14 @@ def shares_of(weights: tuple[float, ...]) -> tuple[int, ...]:
     shares = tuple(share // divisor for share in whole)
     if sum(shares) > LONGEST_CYCLE:
         raise ValueError(
-            f"the weights' proportions come true only every {sum(shares)} samples, more than {LONGEST_CYCLE}; "
+            f"these weights need a cycle of {sum(shares)} samples, and at most {LONGEST_CYCLE} are allowed; "
             "use rounder weights, such as whole numbers up to 100"
         )
     return shares
 
 
 class MixturePhase(NamedTuple):
-    """The shares that the sources have of the samples from a sample number on."""
+    """The sources' shares of the samples, in force from sample number `first` on."""
 
     first: int
     shares: tuple[int, ...]
@@ -72,56 +72,55 @@ Revision = Annotated[str, AfterValidator(_check_revision), WithJsonSchema({"type
 
 
 class TokenizerSection(Section):
-    """Bytes (256 values and three special tokens), a pretrained tokenizer's hub name or folder, or a `tokenizer.json`.
-
-    A folder's `path` begins with a dot or slash; each volunteer names its own folder or file with --tokenizer.
-
-    `end` is the special token that closes each document, where the tokenizer does not say which one that is. `digest`
-    is that of `digest_of_tokenizer`; `diloco-peer run create` fills it in.
-    """
+    """The tokenizer that turns text into token ids."""
 
     kind: Literal["bytes", "pretrained", "file"] = "bytes"
+    """Bytes and 3 special tokens, a transformers tokenizer, or a `tokenizer.json`."""
     path: Name | None = None
+    """Hub name, or a path that begins with `.` or `/`. Volunteers name their own path with `--tokenizer`."""
     end: Name | None = None
+    """Special token that closes a document, if the tokenizer defines none."""
     digest: Digest | None = None
+    """Digest of the tokenizer."""
 
     @model_validator(mode="after")
     def check_path(self) -> Self:
         if self.kind == "bytes" and (self.path or self.end or self.digest):
-            raise ValueError('path, end and digest go with kind = "pretrained" or "file", and only with these')
+            raise ValueError('path, end and digest need kind = "pretrained" or "file"; remove them, or set kind')
         if self.kind != "bytes" and self.path is None:
             raise ValueError(f'kind = "{self.kind}" needs a path')
         return self
 
 
 class SourceSection(Section):
-    """One source of a mixture: "stdlib", a folder, or a data set's name on the hub.
-
-    `subset`, `split`, `revision` and `column` choose a data set's rows and their text. Samples are taken in proportion
-    to the `weight`s. One of 0 is for a source that the organiser may amend the run to read later, as for a cool-down.
-    A source with `streaming` is read without being downloaded first; one with `shards` is never read whole: its files,
-    or parts of them, are dealt to so many shards, each shard gives `windows_per_shard` windows, and each peer reads
-    the shards that its samples are in. `digest` is that of all tokens of a source without shards
-    (`data.token_files.digest_of_tokens`): a peer with others is refused. `diloco-peer run create` fills it in where the
-    source is a folder of tokens.
-    """
+    """One source of the text, up to 64 times."""
 
     source: Name
+    """`"stdlib"`, a folder, file or pattern, or a data set on the hub."""
     subset: Name | None = None
+    """Subset of the data set."""
     split: Split = "train"
+    """Split of the data set, such as `"train[:10%]"`."""
     revision: Revision | None = None
+    """Branch, tag or commit of the data set."""
     column: Name = "text"
+    """Column that holds the text or the token ids."""
     weight: Weight = 1.0
+    """Share of the samples, relative to other sources; an amendment can raise 0."""
     streaming: bool = False
+    """Do not download the source first."""
     shards: Positive | None = None
+    """Number of parts; a peer reads only the parts of its own samples."""
     windows_per_shard: Annotated[int, Field(ge=1, le=10**9)] | None = None
+    """Windows in each shard; required with `shards`."""
     digest: Digest | None = None
+    """Digest of a folder of tokens."""
 
     @model_validator(mode="after")
     def check_shards(self) -> Self:
         if self.digest is not None and self.shards is not None:
             raise ValueError(
-                "a source with shards is never read whole, so it has no digest; remove the one or the other"
+                "a source with shards is never read as a whole, so it cannot have a digest; remove shards or digest"
             )
         if (self.shards is None) != (self.windows_per_shard is None):
             raise ValueError("shards and windows_per_shard go together; give both or neither")
@@ -131,10 +130,8 @@ class SourceSection(Section):
 
 
 class DataSection(Section):
-    """Where the text comes from: [[data.sources]], or their short form for one: `source`, `split`, `column`, `digest`.
-
-    `held_out` is the fraction of documents that are never trained on.
-    """
+    """The text to train on; docs/data.md describes the sources. A run with one source may give its `source`, `split`,
+    `column` and `digest` here instead of in `[[data.sources]]`. Without a source it reads `"stdlib"`."""
 
     source: Name | None = None
     split: Split | None = None
@@ -142,14 +139,16 @@ class DataSection(Section):
     digest: Digest | None = None
     sources: Annotated[tuple[SourceSection, ...], Field(strict=False, max_length=SOURCE_LIMIT)] = ()
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Fraction of the documents that is only used for evaluation."""
     shuffle_seed: Seed = 0
+    """Seed of the order of samples."""
 
     @model_validator(mode="after")
     def check_sources(self) -> Self:
         if self.sources and self._short_form:
             key = next(iter(self._short_form))
             raise ValueError(
-                f"both {key} and [[data.sources]] are given; write {key} into the tables, or leave them out"
+                f"both {key} and [[data.sources]] are given; move {key} into a [[data.sources]] table, or remove them"
             )
         shares_of(self.weights)
         return self
@@ -161,7 +160,7 @@ class DataSection(Section):
 
     @property
     def all_sources(self) -> tuple[SourceSection, ...]:
-        """The sources, whichever form they have in the file: one or more."""
+        """The sources, at least one, from the tables or from the short form."""
         return self.sources or (SourceSection(**{"source": STANDARD_LIBRARY} | self._short_form),)
 
     @property
@@ -175,7 +174,7 @@ class DataSection(Section):
         return shares_of(self.weights)
 
     def with_sources(self, sources: tuple[SourceSection, ...]) -> DataSection:
-        """The same with other sources, in the same order and proportions."""
+        """Return a copy with these sources in place of its own, in the same order and proportions."""
         if self.sources:
             return self.model_copy(update={"sources": sources})
         return self.model_copy(update={"source": sources[0].source, "digest": sources[0].digest})

@@ -1,5 +1,5 @@
-"""The table [model] of `run.toml`, what the config of any model may say, and whether a machine begins with the weights
-that a run means. See docs/models.md."""
+"""The table [model] of `run.toml`, the checks on a model's config, and the check of a run's initial weights. See
+docs/models.md."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from opendiloco.shared_memory import Vector
 
 LARGEST_COUNT = 1 << 24
-"""Of all whole numbers in a model's config: more than any vocabulary, context or layer has."""
+"""Largest whole number allowed in a model's config: larger than any vocabulary, context or layer."""
 REFUSED = (
-    (True, r"_.*|name_or_path", "is transformers' own affair"),
-    (True, r"(torch_)?dtype", "has no say: weights are in fp32, and training.precision is what they are computed in"),
+    (True, r"_.*|name_or_path", "is set by transformers itself"),
+    (True, r"(torch_)?dtype", "has no effect: weights are fp32, and training.precision is the precision of compute"),
     (
         False,
         r"auto_map|quantization_config|compression_config|configuration_files|.*implementation.*",
-        "names code or kernels of its own, which are not run",
+        "names code or kernels that come with the model, which are never run",
     ),
 )
-"""Keys that no config may have, or only none in a manifest, as patterns, and why. With the last, transformers would run
-code that comes with the model, load another library's kernels, or read another config."""
+"""Refused keys: whether only manifests are refused, the keys as a pattern, and the reason. With a key of the last row
+transformers would run code that comes with the model, load another library's kernels, or read another config."""
 
 Place: TypeAlias = "tuple[Place, str | int] | None"
-"""Where a value is: where its table or list is, and its key or number there; None: at the top."""
+"""The place of a value: the place of its table or list, and its key or index there. None: the top level."""
 
 
 def _check_model_values(values: JsonValue, in_manifest: bool = False) -> None:
-    """Raises: ValueError for a config that has refused keys, or numbers beyond those of any model."""
+    """Raise ValueError for a config with a refused key or a number above `LARGEST_COUNT`."""
     for place, key, value in _walk(values):
         is_idle = isinstance(value, bool) or value is None
         for manifest_only, keys, why in REFUSED:
@@ -48,18 +48,18 @@ def _check_model_values(values: JsonValue, in_manifest: bool = False) -> None:
             continue
         if isinstance(value, int) and abs(value) > LARGEST_COUNT:
             raise ValueError(
-                f"{_path(place)} = {value} is too large; use {LARGEST_COUNT} or less, and decimals where nothing is "
-                "counted (1e8)"
+                f"{_path(place)} = {value} is too large; use {LARGEST_COUNT} or less, or write a number that is not a "
+                "count as a decimal (1e8)"
             )
 
 
 def _walk(values: JsonValue) -> Iterator[tuple[Place, str, JsonValue]]:
     """Yield each value with its place and the nearest key above it.
 
-    A place is not written out: a long key with many values below it would take gigabytes.
+    A place is a linked list and no string: a long key with many values below it would take gigabytes.
     """
     waiting: list[tuple[Place, str, JsonValue]] = [(None, "", values)]
-    while waiting:  # no recursion: how deep values are nested is not ours to say
+    while waiting:  # no recursion: a stranger chooses how deep the values are nested
         place, key, value = waiting.pop()
         yield place, key, value
         if isinstance(value, dict):
@@ -69,7 +69,7 @@ def _walk(values: JsonValue) -> Iterator[tuple[Place, str, JsonValue]]:
 
 
 def _path(place: Place) -> str:
-    """Return a place's keys, from the top, as a message can have them."""
+    """Return the keys from the top to a place, joined by dots and safe to print."""
     keys: list[str] = []
     while place is not None:
         place, key = place
@@ -78,41 +78,40 @@ def _path(place: Place) -> str:
 
 
 class ModelSection(Section):
-    """The model: an inline transformers config (initialised from `init_seed`), or a hub name or local folder to load.
-
-    A folder's `path` begins with a dot or slash; each volunteer names its own with --model. `digest` is that of the
-    weights that the run begins with (see `digest_of_weights`). With a path it is needed, and `diloco-peer run
-    create` fills it in.
-    """
+    """The model: a new one from `config`, or a pretrained one from `path`."""
 
     config: dict[str, JsonValue] | None = None
+    """transformers config of a new model."""
     path: Annotated[str, Field(min_length=1)] | None = None
+    """Hub name, or a folder whose path begins with `.` or `/`. Volunteers name their own folder with `--model`."""
     init_seed: Seed = 0
+    """Seed of its initial weights."""
     digest: Digest | None = None
+    """Digest of the initial weights of a `path`."""
 
     @field_validator("config")
     @classmethod
     def check_config(cls, config: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
         for place, key, value in _walk(config):
             if not key.isprintable() or (isinstance(value, str) and not value.isprintable()):
-                raise ValueError(f"{_path(place)} has control characters, which libraries would print; remove them")
+                raise ValueError(f"{_path(place)} has control characters, which a terminal would obey; remove them")
         _check_model_values(config, in_manifest=True)
         return config
 
     @model_validator(mode="after")
     def check_source(self) -> Self:
         if (self.config is None) == (self.path is None):
-            raise ValueError("needs either a table [model.config] or a path, and not both")
+            raise ValueError("needs either a table [model.config] or a path; give one of them")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError('[model.config] has no model_type; name the architecture, e.g. model_type = "llama"')
         return self
 
 
 def read_model_values(text: str) -> dict[str, Any]:
-    """Return what a model's config.json says. Raises: ValueError; see `_check_model_values`.
+    """Return the values of a model's config.json. Raises: ValueError; see `_check_model_values`.
 
-    Many a published model that transformers knows names code of its own besides, for older versions: transformers is
-    told to pass that over, and refuses a model that needs it.
+    `auto_map` is left out of the check: many published models name code of their own there for old versions of
+    transformers. transformers never runs that code here, and refuses a model that needs it.
     """
     values = json.loads(text)
     if not isinstance(values, dict):
@@ -122,27 +121,27 @@ def read_model_values(text: str) -> dict[str, Any]:
 
 
 def digest_of_weights(theta: Vector) -> str:
-    """Return 64 hexadecimal digits, of the values as fp32 in the model's order, however files hold them."""
-    from peers.values.chunks import digest_of_state  # imports numpy, which a bootstrap node does without
+    """Return the digest, 64 hexadecimal digits, of the weights as fp32 in the model's order."""
+    from peers.values.chunks import digest_of_state  # imports numpy, which a bootstrap node does not need
 
     return digest_of_state([theta.data.cast("B")]).hex()
 
 
 def check_initial_weights(theta: Vector, section: ModelSection) -> None:
-    """Compare the weights that a run begins with, as they are on this machine, with those that `section` names.
+    """Compare this machine's initial weights with the digest in `section`.
 
-    Raises: MachineError when they differ; ManifestError when weights from elsewhere have no digest to compare with.
+    Raises: MachineError when they differ; ManifestError when `section` names pretrained weights without a digest.
     """
     if section.digest is None and section.path is not None:
         raise ManifestError(
-            f"model.path = {section.path!r} comes without model.digest: peers could begin with different weights.",
-            "The organiser makes the run with `diloco-peer run create`, which fills it in.",
+            f"model.path = {section.path!r} has no model.digest: peers could begin with different weights.",
+            "Ask the organiser to create the run with `diloco-peer run create`, which fills the digest in.",
         )
     if section.digest is not None and (found := digest_of_weights(theta)) != section.digest:
         origin = repr(section.path) if section.path else f"init_seed = {section.init_seed}"
         raise MachineError(
-            f"the run begins with weights of digest {section.digest}; those of {origin} have {found} here.",
-            "Get the model that the organiser means."
+            f"the run's initial weights have the digest {section.digest}; here {origin} gives the digest {found}.",
+            "Get the organiser's version of the model."
             if section.path
             else "Install the versions in constraints.txt, with which the same seed gives the same weights.",
         )

@@ -1,4 +1,4 @@
-"""The tables of `run.toml` about optimizers, inner and outer, and about the schedules of their learning rates."""
+"""The tables of `run.toml` about the inner and outer optimizers and the schedules of their learning rates."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from opendiloco.config.section import (
 from peers.values.wire import printable
 
 LEAST_MOMENTUM = 1e-3
-"""But for none at all: a delayed momentum divides by it."""
+"""Smallest outer momentum above 0: a delayed momentum divides by it."""
 
 
 def _check_momentum(value: float) -> float:
-    """Return the momentum; 0 for -0, which is equal to it, and has other bytes. Raises: ValueError."""
+    """Return the momentum, with -0.0 turned into 0.0 so that equal values have equal bytes. Raises: ValueError."""
     if 0 < value < LEAST_MOMENTUM:
         raise ValueError(f"a momentum of {value:g} is too small; use 0, or {LEAST_MOMENTUM:g} or more")
     return value + 0.0
@@ -33,24 +33,27 @@ OuterMomentum = Annotated[Fraction, AfterValidator(_check_momentum)]
 
 
 class AdamWSettings(Section):
-    """AdamW (arXiv 1711.05101). Weight decay applies to matrices, or with `decays` "all" to vectors (norms, biases),
-    too, as where one optimizer is simply given all parameters."""
+    """AdamW (arXiv 1711.05101)."""
 
     learning_rate: PositiveFloat
+    """Peak learning rate."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
+    """Decay rates of the two moments."""
     epsilon: PositiveFloat = 1e-8
+    """Added to the denominator."""
     weight_decay: NotNegativeFloat = 0.1
+    """Decoupled weight decay."""
     decays: Literal["matrices", "all"] = "matrices"
+    """Parameters that decay: matrices only, or norms and biases, too."""
 
 
 class _InnerOptimizer(Section):
-    """What every inner optimizer has.
-
-    Who joins in the middle has a fresh state: its learning rate rises over `rewarmup_steps` inner steps.
-    """
+    """The optimizer of the training between two outer steps."""
 
     learning_rate: PositiveFloat
+    """Peak learning rate."""
     rewarmup_steps: StepCount = 10
+    """Inner steps of warmup for a peer that joins without optimizer state."""
 
 
 class AdamWSection(AdamWSettings, _InnerOptimizer):
@@ -60,45 +63,46 @@ class AdamWSection(AdamWSettings, _InnerOptimizer):
 
 
 class MuonSection(_InnerOptimizer):
-    """torch.optim.Muon for the matrices of the hidden layers; AdamW, at its own learning rate, for everything else:
-    embeddings, head and vectors. As inner optimizer of DiLoCo: arXiv 2505.23725.
-
-    `scale` is how the learning rate depends on a matrix's shape: as in Muon's first description ("original"), or so
-    that steps are as long as AdamW's ("match_rms_adamw", arXiv 2502.16982), for which AdamW's learning rate fits.
-    """
+    """torch.optim.Muon for the matrices of the hidden layers (arXiv 2505.23725). Embeddings, head and vectors get
+    AdamW."""
 
     kind: Literal["muon"] = "muon"
     momentum: Fraction = 0.95
+    """Momentum of the gradient."""
     nesterov: bool = True
+    """Use Nesterov momentum."""
     weight_decay: NotNegativeFloat = 0.1
+    """Decoupled weight decay."""
     newton_schulz_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    """Newton-Schulz iterations in each step."""
     scale: Literal["original", "match_rms_adamw"] = "original"
+    """Scaling by a matrix's shape; with `"match_rms_adamw"` AdamW's learning rates fit (arXiv 2502.16982)."""
     adamw: AdamWSettings
 
 
 class AdafactorSection(_InnerOptimizer):
-    """torch.optim.Adafactor (arXiv 1804.04235), which keeps two vectors for a matrix instead of AdamW's two matrices.
-
-    `learning_rate` is the most that a step may be, relative to the root mean square of what it changes. `epsilon`:
-    below it, that counts as this much. `clip_threshold`: root mean square above which an update is scaled down.
-    """
+    """torch.optim.Adafactor (arXiv 1804.04235). Its learning rate is relative to the root mean square (RMS) of a
+    parameter."""
 
     kind: Literal["adafactor"] = "adafactor"
     beta2_decay: Annotated[float, Field(le=0, ge=-10)] = -0.8
+    """Exponent by which the second moment's decay rate nears 1."""
     epsilon: PositiveFloat = 1e-3
+    """Smallest RMS that a parameter counts with."""
     clip_threshold: Annotated[float, Field(ge=1, le=LARGEST_NUMBER)] = 1.0
+    """RMS above which an update is scaled down."""
     weight_decay: NotNegativeFloat = 0.0
+    """Decoupled weight decay."""
 
 
 class TorchSection(_InnerOptimizer):
-    """Any optimizer of torch.optim that steps from gradients alone, by its name there; never an import path.
-
-    `options` are its keyword arguments, but for those that say how to compute instead of what.
-    """
+    """Another optimizer of torch.optim that needs nothing but gradients."""
 
     kind: Literal["torch"] = "torch"
     name: Annotated[str, Field(min_length=1)]
+    """Name of the class in torch.optim."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keyword arguments, except those that choose an implementation, such as `foreach`."""
 
     @model_validator(mode="after")
     def check_options(self) -> Self:
@@ -119,12 +123,7 @@ InnerOptimizerSection: TypeAlias = Annotated[
 
 
 class OuterScheduleSection(Section):
-    """How a learning rate rises and falls, in steps. It is multiplied by a factor.
-
-    "wsd": the factor rises to 1 over the warmup, stays there while stable, and falls to `final_fraction` over the decay
-    (arXiv 2404.06395), in the shape of a line, of half a cosine, or of 1 - sqrt (arXiv 2405.18392). "cosine": a warmup,
-    then a decay in the shape of half a cosine. "constant": a warmup, and then 1.
-    """
+    """The schedule of the outer learning rate, in outer steps. Without it the rate is constant."""
 
     phases_of: ClassVar[dict[str, tuple[str, ...]]] = {
         "wsd": ("warmup", "stable", "decay"),
@@ -133,30 +132,37 @@ class OuterScheduleSection(Section):
     }
 
     kind: Literal["wsd", "cosine", "constant"] = "wsd"
+    """`"wsd"`: warmup, stable, decay (arXiv 2404.06395); `"cosine"`: warmup, decay; `"constant"`: warmup."""
     warmup_steps: StepCount | None = None
+    """Length of the warmup."""
     stable_steps: StepCount | None = None
+    """Length of the stable phase."""
     decay_steps: StepCount | None = None
+    """Length of the decay."""
     decay_shape: Literal["linear", "cosine", "sqrt"] | None = None
+    """Shape of the decay of `"wsd"`. Default: `"linear"`. `"sqrt"` is 1 - sqrt (arXiv 2405.18392)."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Fraction of the peak after the decay."""
 
     @property
     def unit(self) -> Literal["steps", "tokens"]:
+        """The unit of the phases' lengths."""
         return "steps"
 
     @property
     def shape(self) -> str:
-        """Of the decay."""
+        """The shape of the decay."""
         return self.decay_shape or ("cosine" if self.kind == "cosine" else "linear")
 
     @property
     def phases(self) -> tuple[int, int, int]:
-        """Warmup, stable and decay, in `unit`."""
+        """The lengths of warmup, stable phase and decay, in `unit`."""
         warmup, stable, decay = (getattr(self, f"{phase}_{self.unit}") or 0 for phase in ("warmup", "stable", "decay"))
         return warmup, stable, decay
 
     @property
     def total_steps(self) -> int | None:
-        """The length of what the schedule describes; None if it does not say how many steps that is."""
+        """The length of the schedule in steps; None for a constant schedule and for one in tokens."""
         return sum(self.phases) if self.unit == "steps" and self.kind != "constant" else None
 
     @model_validator(mode="after")
@@ -166,20 +172,17 @@ class OuterScheduleSection(Section):
         given = [name for name in lengths if getattr(self, name) is not None]
         if set(given) != set(wanted):
             raise ValueError(
-                f'kind = "{self.kind}" takes {", ".join(wanted)}, and here is {", ".join(given) or "none of them"}; '
-                "give exactly those"
+                f'kind = "{self.kind}" needs {", ".join(wanted)}, but the keys given are {", ".join(given) or "none"}; '
+                "give exactly the keys that it needs"
             )
         if self.kind != "wsd" and self.decay_shape is not None:
-            raise ValueError(f'decay_shape goes with kind = "wsd", and not with "{self.kind}"; remove it')
+            raise ValueError(f'decay_shape needs kind = "wsd", but kind is "{self.kind}"; remove decay_shape')
         return self
 
 
 class ScheduleSection(OuterScheduleSection):
-    """The inner learning rate's, in inner steps of the whole run; or, if its keys say so, in tokens of the whole run.
-
-    Steps are what one peer takes; tokens are those of all peers, as the log counts them, and of the outer step under
-    way this peer's own.
-    """
+    """The schedule of the inner learning rate over the whole run. Give the length of each of its phases in inner steps
+    of one peer, or as `warmup_tokens`, `stable_tokens` and `decay_tokens` in tokens of all peers."""
 
     warmup_tokens: TokenCount | None = None
     stable_tokens: TokenCount | None = None
@@ -192,15 +195,15 @@ class ScheduleSection(OuterScheduleSection):
 
 
 class OuterOptimizerSection(Section):
-    """Nesterov SGD on pseudo-gradients (DiLoCo's best outer optimizer, section 3.2 of arXiv 2311.08105).
-
-    `schedule` is that of its learning rate, in outer steps; without one, it is constant. With `momentum_every` N above
-    1 the momentum moves theta in each Nth outer step only, and each pseudo-gradient by an Nth of the learning rate:
-    delayed Nesterov, for outer steps that late work is part of (Algorithm 3 of arXiv 2401.09135, with c = 0).
-    """
+    """The outer optimizer of `kind = "nesterov"`: Nesterov SGD on averaged pseudo-gradients (section 3.2 of arXiv
+    2311.08105)."""
 
     kind: Literal["nesterov"] = "nesterov"
     learning_rate: OuterLearningRate = 0.7
+    """Outer learning rate."""
     momentum: OuterMomentum = 0.9
+    """Outer momentum: 0, or at least 0.001."""
     momentum_every: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Apply the momentum in every N-th outer step only: delayed Nesterov, for asynchronous runs (arXiv 2401.09135,
+    Algorithm 3, c = 0)."""
     schedule: OuterScheduleSection | None = None

@@ -1,8 +1,8 @@
-"""The values that the organiser's amendments set in place of the manifest's.
+"""The values that an organiser's amendment sets in place of the manifest's.
 
-Peers carry an amendment's content as signed bytes (`peers.values.manifest.Amendment`). Here it gets its meaning: a
-canonical JSON object whose keys are those of `Overrides`. An amendment that is not understood is an error wherever the
-run is trained, followed or checked, so that no two versions make different states of one log.
+An amendment's content is signed bytes (`peers.values.manifest.Amendment`): a canonical JSON object with the keys of
+`Overrides`. A version that does not understand an amendment stops with an error, because two versions must never
+compute different states from one log.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ from peers.values.manifest import AMENDMENT_LIMIT, Amendment, LoggedAmendment
 
 
 class Decay(Section):
-    """A decay of the inner learning rate, in place of the schedule's own: it begins after so many outer steps of the
-    run and takes `outer_steps` of them. Shape and end are the schedule's."""
+    """A decay of the inner learning rate that replaces the schedule's. Shape and final value stay the schedule's."""
 
     after: Annotated[int, Field(ge=0, le=1_000_000)]
+    """Outer steps of the run before the decay begins."""
     outer_steps: Positive
+    """Length of the decay."""
 
     @property
     def end(self) -> int:
-        """Return the outer steps of the run after which it is over."""
+        """The outer steps of the run at the end of the decay."""
         return self.after + self.outer_steps
 
     def fraction(self, inner_steps: int, done: int) -> float:
-        """Return the share of it that is over after `done` inner steps of the run, of so many in an outer step."""
+        """Return the fraction of the decay that is over after `done` inner steps of the run. `inner_steps` is H."""
         return min(1.0, max(0.0, (done - self.after * inner_steps) / (self.outer_steps * inner_steps)))
 
 
 class Overrides(Section):
-    """Values in place of the manifest's; None: the manifest's value is in force."""
+    """Values that replace the manifest's. None keeps the manifest's value."""
 
     outer_learning_rate: OuterLearningRate | None = None
     outer_momentum: OuterMomentum | None = None
     inner_learning_rate_factor: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Multiplies what optimizer and schedule make of the inner learning rate."""
+    """Factor of the scheduled inner learning rate."""
     decay: Decay | None = None
     outer_steps: Positive | None = None
     """Length of the run."""
     weights: Annotated[tuple[Weight, ...], Field(strict=False, min_length=1, max_length=SOURCE_LIMIT)] | None = None
-    """Of the data's sources, in their order, for the samples that are in no lease yet."""
+    """Weights of the data sources, in their order, for samples that no lease has yet."""
 
     @classmethod
     def of(cls, amendment: Amendment | None, config: RunConfig) -> Self:
-        """Return what an amendment sets in a run; None: nothing. Raises: AmendmentError."""
+        """Return the values that an amendment sets in a run; none without an amendment. Raises: AmendmentError."""
         overrides = cls.read(amendment)
         if amendment is not None and (problem := overrides.problem(config)):
             raise _unreadable(amendment, problem)
@@ -61,7 +62,7 @@ class Overrides(Section):
 
     @classmethod
     def read(cls, amendment: Amendment | None) -> Self:
-        """Return what an amendment sets, whether or not a run can have it. Raises: AmendmentError."""
+        """Return the values that an amendment sets, without checking them against a run. Raises: AmendmentError."""
         if amendment is None:
             return cls()
         try:
@@ -69,48 +70,50 @@ class Overrides(Section):
         except ValidationError as error:
             raise _unreadable(amendment, describe_validation_error("its content", error, cls)) from None
         if overrides.content != amendment.content:
-            raise _unreadable(amendment, "its content is no canonical JSON.")
+            raise _unreadable(amendment, "its content is not canonical JSON.")
         return overrides
 
     @property
     def content(self) -> bytes:
-        """Return the content of an amendment that sets these values: canonical JSON without what is None."""
+        """The content of an amendment that sets these values: canonical JSON without the keys that are None."""
         values = self.model_dump(mode="json", exclude_none=True)
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     def __str__(self) -> str:
-        """Return the values that are set, in words."""
+        """Return the values that are set, as text for people."""
         values = self.model_dump(mode="json", exclude_none=True)
         return ", ".join(value_in_words(name, value) for name, value in values.items()) or "the manifest's values"
 
     def problem(self, config: RunConfig) -> str:
-        """Return why a run cannot have these values, and the remedy; empty: it can."""
+        """Return the reason why a run cannot use these values, with the remedy; empty if it can."""
         if self.outer_momentum is not None and config.outer_optimizer.momentum_every > 1:
             return (
-                f"outer_momentum = {self.outer_momentum:g}: the momentum of {config.name} is delayed "
-                "(outer_optimizer.momentum_every) and stays as it is. Leave it out."
+                f"outer_momentum = {self.outer_momentum:g}: the run {config.name} delays its momentum "
+                "(outer_optimizer.momentum_every), and a delayed momentum cannot change. Leave it out."
             )
         if self.decay is not None and config.schedule.kind == "cosine":
-            return 'decay: a schedule of kind "cosine" decays from its warmup on, and no decay can begin. Leave it out.'
+            return (
+                'decay: a schedule of kind "cosine" decays from its warmup on, so no new decay can begin. Leave it out.'
+            )
         if self.weights is not None and (wrong := _wrong_weights(self.weights, config.data)):
             return f"weights: {wrong}."
         steps, tokens = self.total_outer_steps(config), config.training.round_tokens
         if self.outer_steps is not None and steps * tokens > RUN_TOKENS:
             most = RUN_TOKENS // tokens
-            return f"outer_steps = {steps}: a run has at most {RUN_TOKENS} tokens of each peer. Use {most} or less."
+            return f"outer_steps = {steps}: a run has at most {RUN_TOKENS} tokens for each peer. Use {most} or less."
         if len(self.content) > AMENDMENT_LIMIT:
             return (
-                f"it has {len(self.content)} bytes, {AMENDMENT_LIMIT} are allowed. Use shorter numbers, such as whole "
-                "weights below 100."
+                f"it has {len(self.content)} bytes, and at most {AMENDMENT_LIMIT} are allowed. Use shorter numbers, "
+                "such as whole weights below 100."
             )
         return ""
 
     def total_outer_steps(self, config: RunConfig) -> int:
-        """Return the length of the run."""
+        """Return the length of the run in outer steps."""
         return config.total_outer_steps if self.outer_steps is None else self.outer_steps
 
     def values(self, config: RunConfig) -> dict[str, Any]:
-        """Return all values in force that amendments can change, as JSON can say them."""
+        """Return the values in force of all keys that amendments can change, as JSON types."""
         outer = config.outer_optimizer
         return {
             "outer_learning_rate": _first(self.outer_learning_rate, outer.learning_rate),
@@ -123,7 +126,7 @@ class Overrides(Section):
 
 
 def why_not_followed(amendment: Amendment, config: RunConfig) -> str:
-    """Return why this version cannot follow an amendment of a run, and the remedy; empty: it can."""
+    """Return the reason why this version cannot follow an amendment of a run, with the remedy; empty if it can."""
     try:
         Overrides.of(amendment, config)
     except AmendmentError as error:
@@ -132,17 +135,20 @@ def why_not_followed(amendment: Amendment, config: RunConfig) -> str:
 
 
 NO_OVERRIDES = Overrides()
-"""The manifest's values are in force."""
+"""No overrides: the manifest's values are in force."""
 
 
 def mixture_phases(amendments: Sequence[LoggedAmendment], config: RunConfig) -> tuple[MixturePhase, ...]:
-    """Return by which mixtures the samples of a run are dealt after the manifest's, where the log has taken in these
-    amendments: each holds from the first sample on that was in no lease yet. Raises: AmendmentError."""
+    """Return the mixtures that follow the manifest's in a run whose log contains these amendments.
+
+    Each mixture begins at the first sample that no lease had when its amendment entered the log. Raises:
+    AmendmentError.
+    """
     phases = [MixturePhase(0, config.data.shares)]
     for logged in amendments:
         weights = Overrides.of(logged.amendment, config).weights
         shares = config.data.shares if weights is None else shares_of(weights)
-        if phases[-1].first == logged.cursor > 0:  # no sample was dealt since
+        if phases[-1].first == logged.cursor > 0:  # no sample has used the phase before
             phases.pop()
         if shares != phases[-1].shares:
             phases.append(MixturePhase(logged.cursor, shares))
@@ -150,9 +156,9 @@ def mixture_phases(amendments: Sequence[LoggedAmendment], config: RunConfig) -> 
 
 
 def _wrong_weights(weights: Sequence[float], data: DataSection) -> str:
-    """Return why a run's sources cannot have these weights; empty: they can."""
+    """Return the reason why a run's sources cannot have these weights; empty if they can."""
     if len(weights) != len(data.all_sources):
-        return f"{len(weights)} are given, and the run has {len(data.all_sources)} sources. Give one for each"
+        return f"{len(weights)} are given, but the run has {len(data.all_sources)} sources. Give one for each source"
     try:
         shares_of(weights)
     except ValueError as error:
@@ -161,12 +167,12 @@ def _wrong_weights(weights: Sequence[float], data: DataSection) -> str:
 
 
 def value_in_words(name: str, value: Any) -> str:
-    """Return a value that an amendment can set, as `Overrides.values` has it, for people."""
+    """Return the name and value of one item of `Overrides.values`, as text for people."""
     return f"{name.replace('_', ' ')} {bare_in_words(name, value)}"
 
 
 def bare_in_words(name: str, value: Any) -> str:
-    """Return the same without its name."""
+    """Return the value of one item of `Overrides.values`, as text for people."""
     if name == "decay":
         return "the schedule's" if value is None else f"of {value['outer_steps']} outer steps after {value['after']}"
     if name == "weights":
@@ -180,6 +186,6 @@ def _first(value: Any, default: Any) -> Any:
 
 def _unreadable(amendment: Amendment, reason: str) -> AmendmentError:
     return AmendmentError(
-        f"amendment {amendment.number} of the run's organiser cannot be followed here: {reason}",
-        "Upgrade diloco-peer to the version that the organiser uses: `diloco-peer --version` says which this is.",
+        f"this version of diloco-peer cannot follow the organiser's amendment {amendment.number}: {reason}",
+        "Upgrade diloco-peer to the organiser's version; `diloco-peer --version` shows yours.",
     )

@@ -1,8 +1,8 @@
-"""`run.toml`: everything that defines a run, strictly checked. The signed manifest carries exactly these values.
+"""`run.toml` as a whole: all values that define a run, strictly checked. The signed manifest holds exactly these.
 
-Inner steps are optimizer steps of one peer; an outer step is `training.inner_steps` of them (the paper's H) followed
-by one averaging round. The inner schedule counts the inner steps of the whole run: outer index * H + inner step; or
-its tokens.
+An inner step is one optimizer step of one peer. An outer step is `training.inner_steps` inner steps (the paper's H)
+and one averaging round. The inner schedule counts the inner steps of the whole run (outer index * H + inner step), or
+the run's tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from opendiloco.alignment import next_fragment
 from opendiloco.config.data import BYTE_TOKENIZER_SIZE, DataSection, TokenizerSection
@@ -40,11 +40,9 @@ from peers.log.settings import RunSettings, Timing
 from peers.values.signed_heads import KEYS_LIMIT
 
 SPARSE_ERROR_FEEDBACK = 0.95
-"""SparseLoCo's (arXiv 2508.15706)."""
-
-
+"""Default error feedback of the sparse codec: SparseLoCo's (arXiv 2508.15706)."""
 THINNER: dict[str, tuple[str, ...]] = {"fp16": ("int8", "e2m1", "sparse"), "int8": ("e2m1", "sparse"), "sparse": ()}
-"""By a run's codec, the formats that thin uplinks may use unless the manifest says otherwise; of others, the last."""
+"""Formats allowed by default for thin uplinks, by the run's codec. The other codecs allow "sparse"."""
 BITS: dict[str, float] = {
     "fp16": 16,
     "int8": 8.04,
@@ -54,31 +52,29 @@ BITS: dict[str, float] = {
     "e3m0": 4.04,
     "sparse": 0.24,
 }
-"""Of a value; a test holds them against the formats."""
+"""Bits per value of each format; a test compares them with the kernels' formats."""
 
 
 class CodecSection(Section):
-    """How payloads are encoded on the wire: a name of `opendiloco.kernels.FORMATS`; docs/codecs.md helps to choose."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    """The encoding of payloads on the wire. docs/codecs.md helps to choose."""
 
     kind: FormatName = "int8"
+    """Format of averages, and of contributions by default."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """To the nearest code, or by chance to one of the two beside it, so that nothing is lost on average."""
+    """Rounding of payload values."""
     error_feedback: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """The share of what a payload has left out that its peer adds to its next one; for 4 bytes a parameter. With
-    `kind = "sparse"` the default is 0.95, and 0 is refused."""
+    """Fraction of a payload's encoding error that is added to the next payload, for 4 bytes a parameter; 0.95 for
+    `"sparse"`."""
     contributions: Annotated[tuple[FormatName, ...], Field(strict=False, max_length=len(BITS))] = ()
-    """The formats in which a peer may contribute: `kind`, then thinner ones for thin uplinks. A peer sends the first
-    that its uplink carries in time, and makes up for what that leaves out; averages are always in `kind`. `["int8"]`
-    allows none but int8; by default `e2m1` and `sparse` are allowed beside int8, and `sparse` beside four bits."""
+    """Formats of contributions: `kind`, then thinner ones. A peer sends the first that its uplink carries in time.
+    Default: `kind` and `"sparse"`; for `"int8"` also `"e2m1"`, for `"fp16"` also `"int8"` and `"e2m1"`."""
 
     def number_of(self, kind: str) -> int:
-        """Return the number of a format of contributions. Raises: ManifestError when the run does not allow it."""
+        """Return the index of a format among the allowed contributions. Raises: ManifestError if it is not allowed."""
         if kind not in self.contributions:
             allowed = ", ".join(self.contributions)
             raise ManifestError(
-                f"this run takes no contributions in {kind}.", f"It takes {allowed}: choose one of them."
+                f"this run does not allow contributions in {kind}.", f"Choose one of its formats: {allowed}."
             )
         return self.contributions.index(kind)
 
@@ -95,61 +91,56 @@ class CodecSection(Section):
     @model_validator(mode="after")
     def check_kind(self) -> Self:
         if self.kind in ("fp16", "sparse") and self.rounding == "stochastic":
-            raise ValueError(f'kind = "{self.kind}" rounds to nearest; remove rounding, or choose another kind')
+            raise ValueError(f'kind = "{self.kind}" always rounds to nearest; remove rounding, or choose another kind')
         if self.kind == "sparse" and self.error_feedback == 0:
             raise ValueError(
-                'kind = "sparse" leaves out 63 of 64 values, which without error_feedback are lost; '
+                'error_feedback = 0: kind = "sparse" leaves out 63 of 64 values, which would be lost; '
                 f"remove error_feedback, whose default is {SPARSE_ERROR_FEEDBACK}, or choose another kind"
             )
         bits = [BITS[kind] for kind in self.contributions]
         if self.contributions[:1] != (self.kind,) or sorted(set(bits), reverse=True) != bits:
             raise ValueError(
-                f'contributions are {list(self.contributions)}; begin with kind, "{self.kind}", and let each format '
-                f"have fewer bits than the one before: {', '.join(BITS)}"
+                f'contributions = {list(self.contributions)}: wrong order. Begin with kind, "{self.kind}", and give '
+                f"each format fewer bits than the one before: {', '.join(BITS)}"
             )
         return self
 
 
 FRAGMENTS_LIMIT = 256
-"""Fragments that a run may have: a cycle of them has to fit into messages that name all of its entries."""
+"""Most fragments in a run: some messages name all entries of a cycle, one for each fragment."""
 
 
 class StreamingSection(Section):
-    """How a run's parameters are cut into fragments, and when what peers learned of them comes back.
-
-    `layers_per_fragment` is how many transformer blocks a fragment has; without it there is one fragment. `pattern` is
-    which blocks these are: see model/parameters.py. `embeddings` is where embeddings, head and all else outside of the
-    blocks belong: "apart", a fragment of their own, or "ends", the first and the last one of the blocks' fragments.
-
-    `overlap` is the paper's τ: the inner steps that a peer takes while a fragment is averaged. 0: it waits. `alpha` is
-    the weight of a peer's own values when the average comes back (line 21 of Algorithm 2).
-
-    `sizes` are how many values each fragment has. `diloco-peer run create` fills them in, so that archives and
-    followers need no model to know where fragments lie.
-    """
+    """Streaming DiLoCo (arXiv 2501.18512): fragments of the model are averaged in turn."""
 
     pattern: Literal["strided", "sequential", "balanced"] = "strided"
+    """Content of a fragment: evenly spaced blocks, consecutive blocks, or whole tensors, dealt out by size."""
     layers_per_fragment: Positive | None = None
+    """Transformer blocks in a fragment. Default: all."""
     embeddings: Literal["apart", "ends"] | None = None
+    """Place of other parameters: a fragment of their own (default), or the first and last one."""
     overlap: StepCount = 0
+    """Inner steps that a peer trains during a round, the paper's τ; 0: it waits."""
     alpha: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Weight of a peer's own values when it merges an average. Default: 0.5 with an overlap, else 0."""
     sizes: Annotated[tuple[ValueCount, ...], Field(strict=False, min_length=1, max_length=FRAGMENTS_LIMIT)] | None = (
         None
     )
+    """Values in each fragment."""
 
     @model_validator(mode="after")
     def check_fragments(self) -> Self:
         if self.pattern == "balanced" and self.embeddings is not None:
-            raise ValueError('pattern = "balanced" places embeddings by their size, too; remove embeddings')
+            raise ValueError('pattern = "balanced" places the embeddings itself, by their size; remove embeddings')
         if self.sizes is not None and self.layers_per_fragment is None:
-            raise ValueError("sizes are given without layers_per_fragment, so there is one fragment; remove sizes")
+            raise ValueError("sizes need layers_per_fragment, without which there is one fragment; remove sizes")
         if sum(self.sizes or ()) > VALUES_LIMIT:
-            raise ValueError(f"sizes are {sum(self.sizes or ())} values in all; make them {VALUES_LIMIT} at most")
+            raise ValueError(f"sizes add up to {sum(self.sizes or ())} values; make them {VALUES_LIMIT} at most")
         return self
 
     @property
     def fragments(self) -> tuple[slice, ...] | None:
-        """Return where each fragment lies in the flat vectors; None where `sizes` do not say."""
+        """The slice of the flat vectors that each fragment occupies; None without `sizes`."""
         places: list[slice] = []
         for size in self.sizes or ():
             start = next_fragment(places[-1].stop if places else 0)
@@ -158,55 +149,53 @@ class StreamingSection(Section):
 
     @property
     def mixing(self) -> float:
-        """Return `alpha`; by default the paper's 0.5 with an overlap, 0 without: then nothing can get lost."""
+        """The `alpha` in force: by default the paper's 0.5 with an overlap, and 0 without one."""
         return self.alpha if self.alpha is not None else 0.5 if self.overlap else 0.0
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is DiLoCo without streaming: one fragment, for which everybody waits and which replaces all."""
+        """True for DiLoCo without streaming: one fragment, no overlap, and the average replaces a peer's values."""
         return self.layers_per_fragment is None and self.overlap == 0 and self.mixing == 0
 
 
 BATCH_TOKENS = LONGEST_TEXT = 10**8
-"""Tokens of a batch, and of held-out text, which peers have in memory: at 8 bytes each, a gigabyte."""
+"""Most tokens in a batch, and in the held-out text: peers keep them in memory, 8 bytes each."""
 ROUND_TOKENS = 10**12
-"""Tokens that one peer trains on between two outer steps."""
+"""Most tokens that one peer trains on in an outer step."""
 RUN_TOKENS = 10**15
-"""Tokens that one peer trains on in a whole run, so that those of a thousand are a number that the log can carry."""
+"""Most tokens that one peer trains on in a whole run: the log can hold the sum for a thousand peers."""
 
 
 def _check_product(limit: int, **factors: int) -> None:
-    """Raises: ValueError when the product of these values, by their keys, is above the limit."""
+    """Raise ValueError when the product of these factors, given by their keys, is above the limit."""
     if math.prod(factors.values()) > limit:
         given = " * ".join(f"{key.replace('__', '.')} = {value}" for key, value in factors.items())
         raise ValueError(f"{given} is {math.prod(factors.values()):.3g} tokens; make them {limit:.0e} at most")
 
 
 class TrainingSection(Section):
-    """One peer's inner loop. `inner_steps` is H; a batch is `batch_size` windows of `sequence_length` tokens.
-
-    `z_loss` is the weight of the squared log of the softmax's denominator, added to the loss of each token (section 5
-    of arXiv 2204.02311, where it is 1e-4); it keeps logits from drifting. With `document_mask` a token attends within
-    its document only, and no document predicts the next one's beginning. `precision` is that of the forward and
-    backward pass; weights and moments are fp32. `gradient_reduction` is that in which a machine's workers sum their
-    gradients.
-
-    `micro_batch` and `activation_checkpointing` are what the organiser recommends for the machines that are expected:
-    how many windows a worker puts through the model at once, and whether it computes activations again. A CPU takes no
-    more than these windows; a GPU begins with them, and takes more where they fit. Both change memory and speed, and no
-    result but by rounding; a machine's owner may choose otherwise.
-    """
+    """The training of a peer between two outer steps."""
 
     inner_steps: Positive
+    """Inner steps in an outer step: the paper's H."""
     batch_size: Positive
+    """Windows in an inner step."""
     sequence_length: Annotated[int, Field(ge=2, le=1_000_000)]
+    """Tokens in a window."""
     document_mask: bool = False
+    """Let a token attend only to its own document."""
     gradient_clip: PositiveFloat = 1.0
+    """Largest norm of a gradient; larger ones are scaled down."""
     z_loss: NotNegativeFloat = 0.0
+    """Weight of the z-loss; PaLM's is 1e-4 (arXiv 2204.02311)."""
     precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of forward and backward pass. Weights and moments are fp32."""
     gradient_reduction: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which a machine's workers sum gradients."""
     micro_batch: Positive | None = None
+    """Recommended windows that a worker computes at once: the most on a CPU, a start on a GPU."""
     activation_checkpointing: bool = False
+    """Recommend to recompute activations."""
 
     @model_validator(mode="after")
     def check_tokens(self) -> Self:
@@ -217,50 +206,48 @@ class TrainingSection(Section):
 
     @property
     def round_tokens(self) -> int:
-        """Return the tokens that a peer trains on between two outer steps, if it takes all inner steps."""
+        """The tokens that a peer trains on in an outer step when it takes all inner steps."""
         return self.inner_steps * self.batch_size * self.sequence_length
 
 
 class RoundsSection(Section):
-    """Timing of membership and rounds, in seconds."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    """The timing and membership of rounds."""
 
     heartbeat_seconds: Seconds = Timing.heartbeat
-    """How often a peer says that it is there."""
+    """Seconds between two heartbeats of a peer."""
     heartbeat_expiry_seconds: Annotated[float, Field(ge=0.1, le=300)] = Timing.heartbeat_expiry
-    """Silence after which a peer counts as gone; more than twice `heartbeat_seconds`."""
+    """Seconds of silence after which a peer is gone; more than two heartbeats."""
     grace_seconds: Seconds = Timing.grace
-    """How long a leader that is ready waits for live peers that are still training."""
+    """Seconds that a ready leader waits for peers that still train."""
     round_timeout_seconds: Seconds = Timing.round_timeout
-    """How long the exchange of one round may take at most: blocks that have not come then are left out."""
+    """Most seconds of a round's exchange; later blocks are left out."""
     partition_grace_seconds: Seconds = Timing.partition_grace
-    """How long a minority of the last roster waits for the rest before it goes on alone."""
+    """Seconds that a minority waits before it goes on alone."""
     policy: Literal["synchronous", "asynchronous"] = "synchronous"
-    """Whether an outer step waits for all who train until the grace is over, or for `contributions` of them."""
+    """Wait, within the grace, for all training peers, or only for the share `contributions`."""
     contributions: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Of those who train, the share whose work is enough for an asynchronous outer step; by default half."""
+    """Share of the training peers that is enough for an asynchronous step. Default: half."""
     minimum_peers: Positive = 1
-    """Peers that must be there for an outer step."""
+    """Fewest peers in an outer step."""
     quorum: Literal["majority", "two-thirds"] = "majority"
-    """Voters that decide: more than half, or more than two thirds, so that liars below a third cannot split the run."""
+    """Voters that decide: more than half, or more than two thirds, which withstands liars below a third."""
     staleness: Annotated[int, Field(ge=0, le=16)] = 1
-    """Outer steps that a peer may miss and still contribute what it trained meanwhile."""
+    """Outer steps that late work may miss and still count."""
     smallest_share: Annotated[float, Field(gt=0, le=1)] = RunSettings.smallest_share
-    """Of `training.inner_steps`, that the slowest peers make at the least; 1: all make as many."""
+    """Smallest share of `inner_steps` that a slow peer trains; 1: all train all steps."""
     clip: Annotated[float, Field(ge=1, le=1000)] = RunSettings.clip
-    """Times the median norm of an outer step's pseudo-gradients, that one of them counts with at most."""
+    """Largest norm of a pseudo-gradient, in multiples of the median; larger ones are scaled down."""
     exclusion: Annotated[int, Field(ge=0, le=1_000_000)] = RunSettings.exclusion
-    """Outer steps for which a peer is excluded that is proven to have lied; 0: none."""
+    """Outer steps for which a proven lie excludes a peer; 0: none."""
 
     @property
     def enough(self) -> float | None:
-        """Return the share of those who train whose work is enough for an outer step; None: all are waited for."""
+        """The share of the training peers that is enough for an outer step; None in a synchronous run."""
         return None if self.policy == "synchronous" else self.contributions or 0.5
 
     @property
     def timing(self) -> Timing:
-        """Return the times of these, as the protocol has them."""
+        """The times, as the protocol's type."""
         return Timing(
             heartbeat=self.heartbeat_seconds,
             heartbeat_expiry=self.heartbeat_expiry_seconds,
@@ -273,56 +260,51 @@ class RoundsSection(Section):
     def check_rounds(self) -> Self:
         if self.policy == "synchronous" and self.contributions is not None:
             raise ValueError(
-                f"contributions = {self.contributions:g} is for asynchronous outer steps; remove it, or give "
-                'policy = "asynchronous"'
+                f'contributions = {self.contributions:g} needs policy = "asynchronous"; set that, or remove '
+                "contributions"
             )
         if self.policy == "asynchronous" and self.staleness == 0:
             raise ValueError(
-                "staleness = 0 would lose the work of whoever is late for an asynchronous outer step; make it 1 or more"
+                "staleness = 0 would lose the work of a peer that is late for an asynchronous outer step; use 1 or more"
             )
         if self.heartbeat_expiry_seconds <= 2 * self.heartbeat_seconds:
             raise ValueError(
-                f"heartbeat_expiry_seconds = {self.heartbeat_expiry_seconds:g} would bury a peer after one lost "
-                f"heartbeat; make it more than twice heartbeat_seconds = {self.heartbeat_seconds:g}"
+                f"heartbeat_expiry_seconds = {self.heartbeat_expiry_seconds:g} would count a peer as gone after one "
+                f"lost heartbeat; make it more than twice heartbeat_seconds = {self.heartbeat_seconds:g}"
             )
         return self
 
 
 class _SnapshotsSection(Section):
-    """How often the state is frozen for who joins, in outer steps. What came since is replayed."""
+    """The snapshots from which joining peers begin; they replay the entries since."""
 
     every: Annotated[int, Field(ge=1, le=1000)] = RunSettings.snapshot_every
+    """Outer steps between two snapshots."""
 
 
 class _AdmissionSection(Section):
-    """Who may join: everybody, or with `mode = "invite"` whoever has a ticket (`diloco-peer invite create`).
-
-    A new peer neither counts nor votes in its first `probation` outer steps. The default is none: where identities cost
-    nothing it is a delay for who makes up many of them, and for a volunteer it may be its first day.
-    """
+    """The admission of peers to the run."""
 
     mode: Literal["open", "invite"] = "open"
+    """`"open"` admits all peers; `"invite"` admits peers with a ticket (`diloco-peer invite create`)."""
     probation: Annotated[int, Field(ge=0, le=1000)] = RunSettings.probation
+    """Outer steps in which a new peer trains but neither counts nor votes."""
 
 
 class EvaluationSection(Section):
-    """After every so many outer steps one of the peers evaluates theta on held-out text, each time another; 0: none.
-
-    theta is better than what any peer makes of it alone (Table 3 of arXiv 2501.18512). `windows` is how many windows of
-    `training.sequence_length` tokens are read. `digest` is that of their tokens (`HeldOutWindows.digest`), by which a
-    peer knows whether its folders have the same text; `diloco-peer run create` fills it in.
-    """
+    """The evaluation of the outer parameters on held-out text, by peers in turn."""
 
     every: Annotated[int, Field(ge=0, le=1_000_000)] = 8
+    """Outer steps between two evaluations; 0: none."""
     windows: Positive = 64
+    """Held-out windows of `training.sequence_length` tokens."""
     digest: Digest | None = None
+    """Digest of these windows; a peer with another text publishes no loss."""
 
 
 class AboutSection(Section):
-    """What the run is for, in the organiser's words, for those who may join it and for the card of its model.
-
-    `licence` is that of the model, by its SPDX name, such as "apache-2.0"; `contact` an address for questions.
-    """
+    """Words for volunteers and for the model card: `title`, `description`, `licence` (the model's, by its SPDX name),
+    `contact` and `link` (of a web page), each of up to 500 characters."""
 
     title: Words | None = None
     description: Words | None = None
@@ -331,22 +313,21 @@ class AboutSection(Section):
     link: Link | None = None
 
     def lines(self) -> list[str]:
-        """Return the words that are given, in two lines at most."""
+        """Return the given words as text for people, in at most two lines."""
         licence = None if self.licence is None else f"licence {self.licence}"
         first, second = (self.title, self.description), (licence, self.contact, self.link)
         return [line for line in (": ".join(filter(None, first)), " · ".join(filter(None, second))) if line]
 
 
 class RunConfig(Section):
-    """A whole `run.toml`. Frozen; two equal configurations have equal manifest contents.
-
-    `archives` are the peer ids of archives whose signatures of the log's heads decide between its branches. The default
-    is the organiser's alone: it costs nothing while that signs nothing. An empty list: nobody's.
-    """
+    """The keys before the first table of `run.toml`."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
+    """Beginning of the run's id."""
     outer_steps: Positive | None = None
+    """Length of the run. Default: that of the schedule."""
     archives: Annotated[tuple[PeerName, ...], Field(strict=False, max_length=KEYS_LIMIT)] | None = None
+    """Archives whose signature decides between two branches of the log. Default: the organiser's key."""
     about: AboutSection = AboutSection()
     model: ModelSection
     tokenizer: TokenizerSection = TokenizerSection()
@@ -368,20 +349,20 @@ class RunConfig(Section):
         if twice is not None:
             raise ValueError(f"archives names {twice} twice; name it once")
         if self.outer_steps is None and self.schedule.total_steps is None:
-            raise ValueError("the schedule does not say how many steps the run has; give outer_steps at the top")
+            raise ValueError("this schedule has no length in steps; give outer_steps at the top")
         if self.streaming.overlap >= self.training.inner_steps:
             raise ValueError(
-                f"streaming.overlap = {self.streaming.overlap} is no less than training.inner_steps = "
-                f"{self.training.inner_steps}: a fragment would come back after its next average; lower it"
+                f"streaming.overlap = {self.streaming.overlap}: an average would be merged after the next one of its "
+                f"fragment has begun; make it less than training.inner_steps = {self.training.inner_steps}"
             )
         if self.outer_steps is None and self.schedule.total_steps == 0:
-            raise ValueError("the schedule is empty; give schedule.stable_steps, or outer_steps at the top")
+            raise ValueError("the schedule has 0 steps; give schedule.stable_steps, or outer_steps at the top")
         length = self.training.sequence_length
         _check_product(LONGEST_TEXT, evaluation__windows=self.evaluation.windows, training__sequence_length=length)
         if self.total_outer_steps * self.training.round_tokens > RUN_TOKENS:
             raise ValueError(
-                f"{self.total_outer_steps} outer steps of {self.training.round_tokens} tokens are more than a run may "
-                f"have, {RUN_TOKENS}; give fewer outer_steps, or a shorter schedule"
+                f"{self.total_outer_steps} outer steps of {self.training.round_tokens} tokens are more than the "
+                f"{RUN_TOKENS} tokens that a run may have; give fewer outer_steps, or a shorter schedule"
             )
         config = self.model.config or {}
         tokens = BYTE_TOKENIZER_SIZE if self.tokenizer.kind == "bytes" else 0
@@ -392,17 +373,17 @@ class RunConfig(Section):
 
     @property
     def total_outer_steps(self) -> int:
-        """Length of the run: `outer_steps` if given, else as many as the inner schedule fills."""
+        """The length of the run: `outer_steps` if given, else as many as the inner schedule fills."""
         return self.outer_steps or math.ceil((self.schedule.total_steps or 0) / self.training.inner_steps)
 
     @classmethod
     def from_toml(cls, path: Path) -> Self:
-        """Read and check a file. Raises: ManifestError, with one line for each problem."""
+        """Return the checked configuration in a file. Raises: ManifestError, with one line for each problem."""
         return cls.from_manifest_content(read_toml(path, "Give a run.toml that exists."), str(path))
 
     @classmethod
     def from_manifest_content(cls, content: dict[str, Any], origin: str = "manifest") -> Self:
-        """Return the configuration in a manifest. `origin` is what errors are about. Raises: ManifestError."""
+        """Return the checked configuration in a manifest. Errors name `origin`. Raises: ManifestError."""
         try:
             config = cls.model_validate(content)
             json.dumps(config.to_manifest_content(), allow_nan=False)
@@ -413,17 +394,21 @@ class RunConfig(Section):
         return config
 
     def to_manifest_content(self) -> dict[str, Any]:
-        """Return all values as plain JSON types, defaults included; `from_manifest_content` is the way back."""
+        """Return all values, defaults included, as plain JSON types. `from_manifest_content` is the inverse."""
         return self.model_dump(mode="json")
 
 
 def misfit(positions: JsonValue, vocabulary: JsonValue, config: RunConfig, tokens: int) -> str | None:
-    """Why this model cannot train on these windows and tokens, in one line; None when it can (or cannot be known)."""
+    """Return the reason, in one line, why a model cannot train on a run's windows and tokens; None if it can.
+
+    `positions` and `vocabulary` are the model's limits, and are not checked unless they are integers. `tokens` is the
+    size of the tokenizer.
+    """
     length = config.training.sequence_length
     if isinstance(positions, int) and length > positions:
         return (
             f"training.sequence_length = {length} is longer than model.config.max_position_embeddings = {positions}; "
-            "shorten the one or raise the other"
+            "lower the first or raise the second"
         )
     if isinstance(vocabulary, int) and vocabulary < tokens:
         return f"model.config.vocab_size = {vocabulary} is smaller than the tokenizer's {tokens} tokens; raise it"

@@ -1,4 +1,4 @@
-"""What all tables of `run.toml` are made of: strict sections, and numbers with bounds; and what is said of mistakes."""
+"""The base of all tables of `run.toml`: strict sections, types with bounds, and error messages."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def _check_link(value: str) -> str:
     return value
 
 
-# The bounds are far beyond what makes sense, and keep every number that is made of these within what the wire, fp32 and
-# the clocks can carry: a manifest may come from a stranger.
+# A manifest may come from a stranger. The bounds are far above any sensible value, and keep every number computed from
+# them within the range of the wire format, fp32 and the clocks.
 LARGEST_NUMBER = 1e30
-VALUES_LIMIT = 10**12  # of a model
+VALUES_LIMIT = 10**12  # values of a model
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
 StepCount = Annotated[int, Field(ge=0, le=10**9)]
 ValueCount = Annotated[int, Field(ge=1, le=VALUES_LIMIT)]
@@ -57,22 +57,27 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
 Words = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_check_words)]
 Link = Annotated[str, Field(max_length=500), AfterValidator(_check_link)]
-# The formats are what the reference page calls them.
+# The reference page shows these formats.
 Digest = Annotated[str, AfterValidator(_check_digest), WithJsonSchema({"type": "string", "format": "digest"})]
 PeerName = Annotated[str, AfterValidator(_check_peer_id), WithJsonSchema({"type": "string", "format": "peer id"})]
 
 
 class Section(BaseModel):
-    """One table of `run.toml`: no unknown keys, no silent conversions, no changes afterwards."""
+    """One table of `run.toml`: no unknown keys, no silent conversions, no changes afterwards.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    docs/manifest.md is made from the docstrings of the tables and of their keys.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------
-# Turns pydantic's and tomllib's errors into lines a person can act on: field, value, remedy.
+# Errors of pydantic and tomllib become lines that name the field, the value and the remedy.
 
-LONGEST_VALUE = 60  # characters of a wrong value that are shown: the problem stays on one line
-PROBLEMS_LIMIT = 20  # that are shown: a stranger's file may have thousands
+LONGEST_VALUE = 60  # characters shown of a wrong value, so that the error fits on one line
+PROBLEMS_LIMIT = 20  # problems shown: a stranger's file may have thousands
 REMEDIES = {
     "greater_than": "too small. Use a number above {gt}.",
     "greater_than_equal": "too small. Use {ge} or more.",
@@ -97,11 +102,11 @@ REMEDIES = {
     "peer_id": "not the peer id of an Ed25519 key. Use one as `diloco-peer bootstrap` prints it: 12D3KooW….",
     "tuple_type": "not a list. Write its values between square brackets.",
 }
-"""By pydantic's names for problems, with the words of their contexts."""
+"""Problem and remedy by pydantic's name for the problem; fields in braces come from pydantic's context."""
 
 
 def read_toml(path: Path, remedy: str) -> dict[str, Any]:
-    """Return what a TOML file says. Raises: ManifestError; one that can't be read has this `remedy`."""
+    """Return the content of a TOML file. Raises: ManifestError, with this `remedy` if the file cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -113,7 +118,8 @@ def read_toml(path: Path, remedy: str) -> dict[str, Any]:
 def describe_validation_error(origin: str, error: ValidationError, model: type[BaseModel]) -> str:
     """Return one line for each problem, each with its own remedy."""
     found = error.errors()
-    problems = [each for each in found if each["type"] != "too_short" or len(found) == 1]  # the wrong ones do not count
+    # A list with wrong elements is also reported as too short: that line would mislead.
+    problems = [each for each in found if each["type"] != "too_short" or len(found) == 1]
     lines = [_line(problem, model) for problem in problems[:PROBLEMS_LIMIT]]
     if len(lines) == 1:
         return f"{origin}: {lines[0]}"
@@ -148,9 +154,9 @@ def _shown(value: Any) -> str:
 
 
 def _resolve(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None]:
-    """The keys that lead to a place, as the file has them, and the table that is there, if it is one.
+    """Return the keys that lead to a place in the file, and the table there, or None if it is not a table.
 
-    Where a table may be of several kinds, pydantic's own location also names the kind that it was taken for.
+    For a table with several kinds, pydantic's location also contains the kind, which is no key of the file.
     """
     keys: list[str] = []
     table: type[BaseModel] | None = model
@@ -160,7 +166,7 @@ def _resolve(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[l
             table, kinds = kinds[step], {}
             continue
         keys.append(str(step))
-        if isinstance(step, int):  # a place in a list, perhaps of tables
+        if isinstance(step, int):  # an index of a list, whose elements may be tables
             continue
         field = table.model_fields.get(step) if table else None
         tables = list(models_in(field.annotation)) if field else []
@@ -170,7 +176,7 @@ def _resolve(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[l
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the tables that a key with this annotation may have."""
+    """Yield the models of all tables in a type annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):

@@ -1,4 +1,4 @@
-"""What a machine's owner can set, each setting defined once: as option, environment variable and key of a file.
+"""The settings of a machine's owner. One definition makes the option, the environment variable and the file's key.
 
 Other rooms import:
 join_settings: JoinSettings, LogSettings, SECTIONS, Setting, default_settings_path, model_of, read_settings_file,

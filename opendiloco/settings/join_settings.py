@@ -1,8 +1,8 @@
-"""The settings of `diloco-peer join`, and those of all commands. The page docs/options.md is made from them.
+"""The settings of `diloco-peer join`, and the settings about logging of all commands. docs/options.md lists them.
 
-Each is one field of a dataclass, from which its option, its environment variable and its key of the configuration file
-come; a pydantic model holds the values to what the fields say. This module imports pydantic only for that, so that
-`--help` and shells that complete are quick.
+Each setting is a field of a dataclass, which defines its option, its environment variable and its key in the
+configuration file. A pydantic model checks the values. Functions import pydantic only when they need it, because
+`--help` and shell completion must be fast.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ VARIABLE_PREFIX = "DILOCO_"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings that belong together. Each class of them is a section of the reference, with its title."""
+    """A group of settings: one section of the reference page and of `join --help`, with this title."""
 
     TITLE: ClassVar[str] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One field of `Settings`, as people can give it.
+    """The description of one setting.
 
-    `kind` is the type of a value, of one where there are several. `shown` says in words what holds without a value.
-    Numbers are at least `least`, or more than `above`, and at most `most`. `check` raises ValueError for a value that
-    is wrong; `check_here` for one that this machine does not go with, which matters only to who uses it.
+    `kind` is the type of one value, also for a setting with several values. `shown` describes the default in words. A
+    number is at least `least`, more than `above`, and at most `most`. `check` raises ValueError for a wrong value.
+    `check_here` raises ValueError for a value that this machine cannot use, such as a missing file; it runs only when
+    the setting is used.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """The environment variable."""
+        """The name of the environment variable."""
         return f"{VARIABLE_PREFIX}{self.name.upper()}"
 
     @property
@@ -73,17 +74,17 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that are allowed; empty where any are."""
+        """The allowed words; empty if any value is allowed."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
     def spelling(self) -> str:
-        """The option with its other half, as click declares it."""
+        """The option as click declares it: a flag with its `--no-` form."""
         return f"--{self.option}/--no-{self.option}" if self.kind is bool else f"--{self.option}"
 
     @property
     def default_text(self) -> str | None:
-        """What holds without a value, for people; None where there is nothing to say."""
+        """The default as text for people; None if there is no default."""
         if self.shown is not None:
             return self.shown
         if self.is_required or self.default is None or self.default == ():
@@ -94,12 +95,12 @@ class Setting:
 
 
 def setting(help: str, default: Any = MISSING, **about: Any) -> Any:
-    """Return a field of `Settings`, required unless it has a default; see `Setting`."""
+    """Return a dataclass field for a setting, required unless it has a default. `about` goes to `Setting`."""
     return field(default=default, metadata={"help": help, **about})
 
 
 def settings_of(owner: type[Settings]) -> Iterator[Setting]:
-    """Yield all settings of a class, those that it has inherited first."""
+    """Yield all settings of a class, inherited ones first."""
     hints = get_type_hints(owner)
     for each in fields(owner):
         kind = hints[each.name]
@@ -113,10 +114,10 @@ def settings_of(owner: type[Settings]) -> Iterator[Setting]:
 
 
 def model_of(owner: type[Settings], needs_all: bool = True) -> type[BaseModel]:
-    """Return the pydantic model of a class of settings: strict, and without unknown keys.
+    """Return a strict pydantic model for a class of settings, which refuses unknown keys.
 
-    Unless it `needs_all`, the settings are not used yet: none of them is required, and none held to what is on this
-    machine.
+    Without `needs_all` the model is for values that are not used yet: no setting is required, and `check_here` is left
+    out.
     """
     from pydantic import ConfigDict, create_model
 
@@ -141,7 +142,7 @@ def _pydantic_field(setting: Setting, needs_all: bool) -> tuple[Any, Any]:
 
 
 def _check_encoding(path: Path) -> None:
-    """Raise ValueError for a name that cannot be written into files or sent to workers."""
+    """Raise ValueError for a path that is not UTF-8, which cannot be written into files or sent to workers."""
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
@@ -149,7 +150,7 @@ def _check_encoding(path: Path) -> None:
 
 
 def _validator(check: Callable[[Any], object]) -> Callable[[Any], Any]:
-    """Return a validator that holds a value to a check. The value stays as it was given."""
+    """Return a validator that runs a check and returns the value unchanged."""
     from pydantic_core import PydanticCustomError
 
     def validate(value: Any) -> Any:
@@ -163,7 +164,7 @@ def _validator(check: Callable[[Any], object]) -> Callable[[Any], Any]:
 
 
 # The settings ---------------------------------------------------------------------------------------------------------
-MOST_GIGABYTES = 1e9  # more than any machine has; in bytes they fit 64 bits
+MOST_GIGABYTES = 1e9  # more than any machine has; as bytes the number fits 64 bits
 
 
 def _exists(path: Path) -> None:
@@ -172,83 +173,82 @@ def _exists(path: Path) -> None:
 
 
 def _check_nickname(name: str) -> None:
-    from peers.values.wire import check_nickname  # imports pydantic, which `--help` has no time for
+    from peers.values.wire import check_nickname  # imports pydantic, which would slow `--help` down
 
     check_nickname(name)
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT, an IPv6 address in brackets. Raises: ValueError."""
+    """Return the host and the port of HOST:PORT. An IPv6 host must be in brackets. Raises: ValueError."""
     host, colon, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     is_port = port.isascii() and port.isdigit() and int(port) < 1 << 16
     if not (colon and bare and is_port) or (":" in bare) != (host != bare):
-        raise ValueError(f"{text!r} is no HOST:PORT, such as 127.0.0.1:8080 or [::1]:8080")
+        raise ValueError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:8080 or [::1]:8080")
     return bare, int(port)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings(Settings):
-    TITLE = "The log"
+    TITLE = "Logging"
 
     log_level: Literal["debug", "info", "warning", "error"] | None = setting(
-        "What to log.", None, shown="`info` for what keeps running, `warning` for the rest"
+        "Log messages of this level and above.", None, shown="`info` for long-running commands, else `warning`"
     )
     log_file: Path | None = setting(
-        "Log to this file instead of stderr. Of old lines, 30 MB are kept in files beside it.", None, metavar="FILE"
+        "Log to this file instead of stderr. Up to 30 MB of older lines stay in files beside it.", None, metavar="FILE"
     )
-    log_format: Literal["text", "json"] = setting("Log lines for people, or a JSON object a line.", "text")
+    log_format: Literal["text", "json"] = setting("Write log lines as text, or as one JSON object a line.", "text")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _RunSettings(Settings):
     TITLE = "The run"
 
-    run: str = setting("The run's id, or an invite to it.", metavar="ID|INVITE")
+    run: str = setting("Id of the run, or an invite to it.", metavar="ID|INVITE")
     initial_peers: tuple[str, ...] = setting(
-        "Address of a bootstrap node, or of any peer. May be repeated.", (), option="initial-peer", metavar="MULTIADDR"
+        "Address of a bootstrap node or of any peer. May be repeated.", (), option="initial-peer", metavar="MULTIADDR"
     )
     identity: Path | None = setting(
-        "Key file; made if it does not exist.", None, metavar="FILE", shown="this user's own"
+        "Key file of this peer; created if it is missing.", None, metavar="FILE", shown="one in ~/.config/diloco-peer"
     )
     ticket: str | None = setting(
-        "What admits this machine to a run by invitation; needed once, then kept with what else --state keeps.",
+        "Ticket to a run by invitation. Needed once; the folder of --state keeps it.",
         None,
         metavar="TICKET|FILE",
     )
     name: str | None = setting(
-        "Show this machine to others under this nickname, beside the end of its peer id.",
+        "Nickname that others see beside the end of the peer id.",
         None,
         metavar="NAME",
         check=_check_nickname,
     )
     team: str | None = setting(
-        "Say that this machine's work is a team's; dashboards add up what its peers have contributed.",
+        "Count this machine's work for a team, whose contributions dashboards add up.",
         None,
         metavar="NAME",
         check=_check_nickname,
     )
     data: tuple[Path, ...] = setting(
-        "Train on the text in this folder or file. Given for each of the run's sources that is local, in their order.",
+        "Folder or file with the text of a local source. Give one for each local source of the run, in their order.",
         (),
         metavar="PATH",
         check_here=_exists,
     )
     model: Path | None = setting(
-        "Begin with the model in this folder, where the run's is one that you have to name.",
+        "Folder with the initial model, for a run whose model is a local folder.",
         None,
         metavar="PATH",
         check_here=_exists,
     )
     tokenizer: Path | None = setting(
-        "Use this tokenizer, a folder or a tokenizer.json, where the run's is one that you have to name.",
+        "Folder or tokenizer.json with the tokenizer, for a run whose tokenizer is local.",
         None,
         metavar="PATH",
         check_here=_exists,
     )
     on_partition: Literal["continue", "wait"] = setting(
-        "When most of the run's peers are gone for rounds.partition_grace_seconds: train with those that are here, or "
-        "wait for the others.",
+        "When most peers are gone for rounds.partition_grace_seconds: continue with the rest, or wait for the others.",
         "continue",
     )
 
@@ -258,59 +258,56 @@ class _NetworkSettings(Settings):
     TITLE = "The network"
 
     listen: tuple[str, ...] = setting(
-        "Where to listen; port 0 is any free one. May be repeated.",
+        "Address to listen on; port 0 is any free port. May be repeated.",
         (),
         metavar="MULTIADDR",
         shown="/ip4/0.0.0.0/tcp/0 and /ip6/::/tcp/0",
     )
     announce: tuple[str, ...] = setting(
-        "Tell others these addresses instead of those found. May be repeated.", (), metavar="MULTIADDR"
+        "Address to publish instead of the detected ones. May be repeated.", (), metavar="MULTIADDR"
     )
     data_port: int = setting(
-        "Accept bulk connections on TCP port N; 0 is any free one. Routers need not let it in.", 0, least=0, most=65535
+        "TCP port for model data; 0 is any free port. Routers need not open it.", 0, least=0, most=65535
     )
     local_network: bool = setting(
-        "Say in the local network where this machine is, and look there for a run of which only the id is known. "
-        "Nothing is said where this machine has a public address.",
+        "Find peers in the local network by multicast DNS. A machine with a public address does not announce itself.",
         True,
     )
     relay_limit: float | None = setting(
-        "Pass on so many megabits a second between volunteers that have no other way.",
+        "Relay at most N megabits a second between volunteers that cannot reach each other.",
         None,
-        metavar="MBIT",
+        metavar="N",
         shown="none",
         above=0,
     )
-    upload_limit: float | None = setting(
-        "Send model data at no more than so many megabits a second.", None, metavar="MBIT", above=0
-    )
+    upload_limit: float | None = setting("Send at most N megabits of model data a second.", None, metavar="N", above=0)
     download_limit: float | None = setting(
-        "Receive model data at no more than so many megabits a second.", None, metavar="MBIT", above=0
+        "Receive at most N megabits of model data a second.", None, metavar="N", above=0
     )
     monthly_upload: float | None = setting(
-        "Send no more than so many gigabytes of model data in a calendar month (UTC): near that in thinner formats, "
-        "then pause until the month is over.",
+        "Send at most N gigabytes of model data in a calendar month (UTC): use thinner formats near the limit, then "
+        "pause until the month ends.",
         None,
-        metavar="GB",
+        metavar="N",
         above=0,
         most=MOST_GIGABYTES,
     )
     monthly_download: float | None = setting(
-        "Receive no more than so many gigabytes of model data in a calendar month (UTC), then pause until it is over.",
+        "Receive at most N gigabytes of model data in a calendar month (UTC), then pause until the month ends.",
         None,
-        metavar="GB",
+        metavar="N",
         above=0,
         most=MOST_GIGABYTES,
     )
     contribution_format: FormatName | None = setting(
-        "Send contributions in this format, of those that the run allows in codec.contributions.",
+        "Send contributions in this format, which the run's codec.contributions must list.",
         None,
-        shown="the first that the uplink carries in time",
+        shown="the first listed that the uplink carries in time",
     )
 
     @property
     def monthly_limits(self) -> tuple[float | None, float | None]:
-        """Bytes, up and down."""
+        """The monthly limits in bytes, sent and received; None for no limit."""
         up, down = (limit and limit * GIGABYTE for limit in (self.monthly_upload, self.monthly_download))
         return up, down
 
@@ -319,147 +316,146 @@ class _NetworkSettings(Settings):
 class _WorkerSettings(Settings):
     TITLE = "The training on this machine"
 
-    device: str = setting("auto (all GPUs, or the CPU), cpu, cuda (all GPUs), or one: cuda:1 and so on.", "auto")
-    gpus: int | None = setting("Train on the first N GPUs.", None, shown="all", least=1)
-    cpu_workers: int = setting("Share the work among N processes, where it is the CPU that trains.", 1, least=1)
-    threads: int | None = setting(
-        "CPU threads of each worker.", None, shown="on the CPU all cores but one, on GPUs 1", least=1
+    device: str = setting(
+        "Train on auto (all GPUs, else the CPU), cpu, cuda (all GPUs), or one GPU, such as cuda:1.", "auto"
     )
-    restarts: int = setting("Start workers anew that died or failed, up to N times in a row.", 3, least=0)
+    gpus: int | None = setting("Train on the first N GPUs.", None, shown="all", least=1)
+    cpu_workers: int = setting("Share the training among N processes on the CPU.", 1, least=1)
+    threads: int | None = setting(
+        "CPU threads of each worker.", None, shown="all cores but one for training on the CPU, else 1", least=1
+    )
+    restarts: int = setting("Restart failed workers up to N times in a row.", 3, least=0)
     micro_batch: int | None = setting(
-        "Put N windows through the model at once, for less memory.",
+        "Compute N windows at once; fewer need less memory.",
         None,
-        shown="what fits; on the CPU no more than the run says",
+        shown="as many as fit, on the CPU at most the run's value",
         least=1,
     )
     activation_checkpointing: bool | None = setting(
-        "Compute activations again instead of keeping them: less memory, more time.", None, shown="as the run says"
+        "Recompute activations instead of keeping them: less memory, more time.", None, shown="the run's value"
     )
     compile: bool | None = setting(
-        "Compile the model's blocks with torch.compile, or do not.", None, shown="on GPUs, yes; on the CPU, no"
+        "Compile the model's blocks with torch.compile.", None, shown="yes on GPUs, no on the CPU"
     )
-    tf32: bool = setting("Let GPUs multiply in TF32 where the run says fp32: faster, 10 bits instead of 23.", False)
+    tf32: bool = setting("Multiply in TF32 on GPUs in a run with fp32: faster, 10 mantissa bits instead of 23.", False)
     whole_layers: bool = setting(
-        "Several GPUs: keep layers whole between passes, and gradients; least traffic, 8 bytes more a parameter on "
-        "each.",
+        "Keep whole layers and gradients on each of several GPUs: least traffic, 8 bytes more a parameter.",
         False,
     )
     whole_gradients: bool = setting(
-        "Several GPUs: keep gradients whole until a batch's last window; less traffic, 4 bytes more a parameter on "
-        "each.",
+        "Keep whole gradients on each of several GPUs until the batch ends: less traffic, 4 bytes more a parameter.",
         False,
     )
-    replicas: int = setting("Divide the workers into N groups, each of which shares a whole model.", 1, least=1)
+    replicas: int = setting("Divide the workers into N groups; each group shares one whole model.", 1, least=1)
     optimizer_state: OptimizerState = setting(
-        "Keep AdamW's moments on the device; on the host, in main memory: 8 bytes a parameter less on each device; or "
-        "on the device in 8bit: 6 bytes less.",
+        "Keep AdamW's moments on the device, in main memory (host: 8 bytes less a parameter on the device), or on the "
+        "device in 8bit (6 bytes less).",
         "device",
     )
     overlap: str | None = setting(
-        "In a run that streams: merge an average N inner steps after its fragment was taken; auto: as late as averages "
-        "have been coming.",
+        "In a streaming run, merge an average N inner steps after its fragment was taken; auto: as measured.",
         None,
         metavar="N",
-        shown="the run's τ",
+        shown="the run's value",
         check=parse_overlap,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _OwnerSettings(Settings):
-    TITLE = "The machine's owner"
+    TITLE = "Limits of the machine's owner"
 
     pause_when: str | None = setting(
-        "Pause while one of these holds, separated by commas: battery, busy[:PERCENT] (other programs use more of the "
-        "processor than 50 %, or so many percent), hot[:CELSIUS] (a processor or GPU has 85 °C, or so many), "
-        "process:NAME (a program of this name runs).",
+        "Pause while a condition holds; separate several by commas. battery: no mains power; busy[:PERCENT]: other "
+        "programs use more than 50 % of the processor; hot[:CELSIUS]: a processor or GPU has 85 °C; process:NAME: a "
+        "program of this name runs.",
         None,
         metavar="CONDITIONS",
         check=parse_conditions,
     )
     hours: str | None = setting(
-        "Train only in these hours of the day, in local time: 22-07 or 21:30-07:15.",
+        "Train only in these hours of local time, such as 22-07 or 21:30-07:15.",
         None,
         metavar="FROM-TO",
         shown="all day",
         check=parse_hours,
     )
     until: str | None = setting(
-        "Leave at this moment, in local time: 07:30 (the next) or 2026-11-24 07:30.",
+        "Leave at this local time: 07:30 (the next one) or 2026-11-24 07:30.",
         None,
         metavar="TIME",
         check=lambda text: parse_until(text, datetime.now()),
     )
     nice: int = setting(
-        "How much the training lets other programs come first on the processor: 0, not at all, to 19.",
+        "Niceness of the training, 0 to 19: at 19 other programs come first.",
         0,
         least=0,
         most=19,
     )
     max_memory: float | None = setting(
-        "Keep to so many gigabytes of main memory, all processes together: a run that needs more is refused, and fewer "
-        "windows go through a model on the CPU at once.",
+        "Use at most N gigabytes of main memory: compute fewer windows at once on the CPU, and refuse a run that needs "
+        "more.",
         None,
-        metavar="GB",
-        shown="all that is free",
+        metavar="N",
+        shown="all free memory",
         above=0,
         most=MOST_GIGABYTES,
     )
     max_disk: float | None = setting(
-        "Keep to so many gigabytes for what outlives this process: a checkpoint that does not fit is not written.",
+        "Keep at most N gigabytes in the folder of --state; a checkpoint that does not fit is not written.",
         None,
-        metavar="GB",
-        shown="all that is free",
+        metavar="N",
+        shown="all free space",
         above=0,
         most=MOST_GIGABYTES,
     )
 
     def conditions(self) -> tuple[Condition, ...]:
-        """When to pause."""
+        """Return the conditions under which the volunteer pauses."""
         hours = () if self.hours is None else (parse_hours(self.hours),)
         return hours + (() if self.pause_when is None else parse_conditions(self.pause_when))
 
     @property
     def memory_limit(self) -> int | None:
-        """Bytes."""
+        """The limit on main memory in bytes."""
         return None if self.max_memory is None else int(self.max_memory * GIGABYTE)
 
     @property
     def disk_limit(self) -> int | None:
-        """Bytes."""
+        """The limit on disk space in bytes."""
         return None if self.max_disk is None else int(self.max_disk * GIGABYTE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _KeepingSettings(Settings):
-    TITLE = "What outlives the process"
+    TITLE = "Files that are kept"
 
     state: Path | None = setting(
-        "Keep checkpoints and what else outlives this process in FOLDER/<run id>/<peer id>.",
+        "Keep checkpoints, log and other files in FOLDER/RUN-ID/PEER-ID.",
         None,
         metavar="FOLDER",
         shown="~/.local/state/diloco-peer",
     )
     keep: int = setting(
-        "Keep the newest N checkpoints, each of 8 bytes a parameter, and the log since; 0: nothing.", 2, least=0
+        "Keep the newest N checkpoints (8 bytes a parameter each) and the log since the oldest; 0: none.", 2, least=0
     )
-    keep_every: int = setting("Keep those, too, whose outer step is a multiple of N.", 0, shown="none", least=0)
+    keep_every: int = setting("Also keep checkpoints whose outer step is a multiple of N.", 0, shown="none", least=0)
     remote: str | None = setting(
-        "Copy each checkpoint to a folder at this URL, any that fsspec knows: s3://, gs://, hf://, sftp://, a path.",
+        "Copy each checkpoint to this folder: a path, or a URL that fsspec knows (s3://, gs://, hf://, sftp://).",
         None,
         metavar="URL",
     )
     moments: Literal["none", "local", "remote"] = setting(
-        "Keep the inner optimizer's state beside the newest checkpoint, too: on the disk, or also at --remote.", "local"
+        "Keep the inner optimizer's state beside the newest checkpoint: on the disk, or also at --remote.", "local"
     )
     checkpoint_limit: float = setting(
-        "Write and copy checkpoints at no more than so many megabits a second; --upload-limit holds for copies, too.",
+        "Write and copy checkpoints at no more than N megabits a second. --upload-limit also applies to copies.",
         1600.0,
-        metavar="MBIT",
+        metavar="N",
         above=0,
     )
     journal: Path | None = setting(
-        "Append every entry of the run's log that is applied here to this file.", None, metavar="FILE"
+        "Append every entry of the log that this peer applies to this file.", None, metavar="FILE"
     )
 
     @property
@@ -468,44 +464,45 @@ class _KeepingSettings(Settings):
 
     @property
     def checkpoint_rate(self) -> float:
-        """Bytes a second."""
+        """The limit on writing and copying checkpoints, in bytes a second."""
         return self.checkpoint_limit * MEGABIT
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ViewSettings(Settings):
-    TITLE = "What is shown"
+    TITLE = "Display"
 
     metrics_port: int | None = setting(
-        "Serve metrics for Prometheus, and /healthz, on port N; 0 is any free one.", None, least=0, most=65535
+        "Serve metrics for Prometheus and /healthz on port N; 0 is any free port.", None, least=0, most=65535
     )
     metrics_host: str = setting(
-        "Serve metrics on this address: by default for this machine alone, 0.0.0.0 for all that reach it.",
+        "Serve metrics on this address; 0.0.0.0 serves other machines, too.",
         "127.0.0.1",
         metavar="ADDRESS",
     )
     dashboard: str | None = setting(
-        "Serve a page that shows the run, such as at 127.0.0.1:8080; port 0 is any free one.",
+        "Serve a web page about the run, such as at 127.0.0.1:8080; port 0 is any free port.",
         None,
         metavar="HOST:PORT",
         check=split_address,
     )
     track: tuple[str, ...] = setting(
-        "Draw curves of this machine's training: tensorboard:FOLDER or wandb:PROJECT. May be repeated.",
+        "Record curves of the training with tensorboard:FOLDER or wandb:PROJECT. May be repeated.",
         (),
         metavar="KIND:TARGET",
         check=Choice.parse,
     )
-    plain: bool = setting("Log lines instead of a live screen.", False)
+    plain: bool = setting("Print log lines instead of a live screen.", False)
 
     @property
     def trackers(self) -> tuple[Choice, ...]:
+        """The trackers that --track names."""
         return tuple(map(Choice.parse, self.track))
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinSettings(_RunSettings, _NetworkSettings, _WorkerSettings, _OwnerSettings, _KeepingSettings, _ViewSettings):
-    """All settings of one volunteer."""
+    """All settings of `join`."""
 
     SECTIONS: ClassVar[tuple[type[Settings], ...]] = (
         _RunSettings,
@@ -522,7 +519,7 @@ class JoinSettings(_RunSettings, _NetworkSettings, _WorkerSettings, _OwnerSettin
 
     @property
     def workers(self) -> WorkerOptions:
-        """What of these the workers go by."""
+        """The settings of the workers."""
         known = {each.name for each in fields(WorkerOptions)} & {each.name for each in fields(_WorkerSettings)}
         chosen = {name: getattr(self, name) for name in known}
         from opendiloco.storage.run_folder import COMPILED, default_state_folder
@@ -532,24 +529,24 @@ class JoinSettings(_RunSettings, _NetworkSettings, _WorkerSettings, _OwnerSettin
 
 
 SECTIONS: tuple[type[Settings], ...] = (*JoinSettings.SECTIONS, LogSettings)
-"""All sections of the reference, in their order."""
+"""All sections of the reference page, in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileSettings(JoinSettings, LogSettings):
-    """All that the configuration file may have."""
+    """All settings that the configuration file may contain."""
 
 
 # The configuration file -----------------------------------------------------------------------------------------------
 FILE_VARIABLE = "DILOCO_CONFIG"
 OTHER_VARIABLES = frozenset({FILE_VARIABLE, "DILOCO_KERNELS", "DILOCO_PEER_TEST"})
-"""Environment variables that are no settings, and are ours."""
+"""Environment variables of this project that are not settings."""
 
 
 def read_settings_file(path: Path | None = None) -> dict[str, Any]:
-    """Return what a file says, as TOML has it: each value by its setting's name.
+    """Return the values in a configuration file, by the names of their settings.
 
-    By default it is the user's own, which need not be there. Raises: SettingsError.
+    Without a path it reads the user's own file, if there is one. Raises: SettingsError.
     """
     found = path or default_settings_path()
     try:
@@ -563,37 +560,38 @@ def read_settings_file(path: Path | None = None) -> dict[str, Any]:
     except OSError as error:
         raise SettingsError(f"{found} cannot be read: {error.strerror}.", "Check its permissions.") from error
     if values:
-        from pydantic import ValidationError  # takes a moment, which `--help` should not without a file
+        from pydantic import ValidationError  # slow to import: `--help` without a file does without it
 
         from opendiloco.config.section import describe_validation_error
 
         model = model_of(FileSettings, needs_all=False)
         try:
-            model.model_validate_json(json.dumps(values, default=str))  # as JSON, lists are tuples, and texts paths
+            # As JSON, since strict pydantic then accepts lists as tuples and texts as paths.
+            model.model_validate_json(json.dumps(values, default=str))
         except ValidationError as error:
             raise SettingsError(describe_validation_error(str(found), error, model)) from error
     return values
 
 
 def default_settings_path() -> Path:
-    """`~/.config/diloco-peer/config.toml`, or where XDG_CONFIG_HOME says."""
+    """Return `~/.config/diloco-peer/config.toml`, or the same file below XDG_CONFIG_HOME."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "diloco-peer" / "config.toml"
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return a line about each variable that looks like a setting's and is none's."""
+    """Return a warning for each variable that begins with DILOCO_ and belongs to no setting."""
     known = {setting.variable for setting in settings_of(FileSettings)} | OTHER_VARIABLES
     lines = []
     for name in sorted(environment):
         if name.startswith(VARIABLE_PREFIX) and name not in known:
             alike = get_close_matches(name, known, n=1)
             hint = f"; did you mean {alike[0]}?" if alike else "."
-            lines.append(f"the environment variable {name} is no setting's{hint}")
+            lines.append(f"the environment variable {name} has no effect: no setting has this name{hint}")
     return lines
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for a process that goes by its command line alone."""
+    """Return the environment for a process that reads no settings but those of its command line."""
     settings = {setting.variable for setting in settings_of(FileSettings)}
     return {name: value for name, value in environment.items() if name not in settings} | {FILE_VARIABLE: os.devnull}

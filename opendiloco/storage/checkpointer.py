@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0  # for what is being written when the volunteer leaves
 OUTCOMES = {SAVED: "saved", NOT_SENT: "not_sent", NOT_SAVED: "not_saved"}
-CHECKPOINTS = Counter("diloco_peer_checkpoints", "Checkpoints by what came of them", ["outcome"])
+CHECKPOINTS = Counter("diloco_peer_checkpoints", "Checkpoints by outcome", ["outcome"])
 
 
 class Checkpointer:

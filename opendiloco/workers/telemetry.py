@@ -25,50 +25,43 @@ from peers.presence.heartbeat import HeldOutLoss
 logger = logging.getLogger(__name__)
 
 VALUES = {
-    "loss": "Mean training loss, nats per token",
+    "loss": "Mean loss, nats per token",
     "gradient_norm": "Mean gradient norm before clipping",
     "learning_rate": "Learning rate of the last inner step",
     "tokens": "Tokens trained",
-    "tokens_per_second": "Training speed",
-    "flops_utilisation": "MFU by matrix products with causal attention, 0 to 1; NaN: this device's peak is unknown",
-    "data_wait_share": "Share of the time, 0 to 1, in which training waited for data",
-    "average_wait_share": "Share of the time, 0 to 1, in which training waited for late averages of fragments",
-    "late_averages": "Averages of fragments that training waited for",
-    "overlap_seconds": "From taking a fragment until its average is merged, without waiting; NaN: all wait",
-    "longest_average_seconds": "From taking a fragment until its average was there, at most; NaN: none was awaited",
-    "peak_memory_bytes": "Most memory of the first worker: on a GPU in that training, on the CPU since it started",
-    "skipped_inner_steps": "Inner steps that changed nothing, since their loss or gradient was not finite",
+    "tokens_per_second": "Tokens a second",
+    "flops_utilisation": "Model FLOPs utilisation (MFU), 0 to 1",
+    "data_wait_share": "Share of time waiting for data",
+    "average_wait_share": "Share of time waiting for averages",
+    "late_averages": "Averages that training waited for",
+    "overlap_seconds": "Seconds from taking a fragment to merging its average",
+    "longest_average_seconds": "Most seconds from taking a fragment to its average",
+    "peak_memory_bytes": "Peak memory of the first worker",
+    "skipped_inner_steps": "Inner steps skipped for a non-finite loss or gradient",
 }
 """Of one outer step's training on this machine: the same in metrics, and in trackers as training/…"""
 
 OUTER_VALUES = {
     "learning_rate": "Outer learning rate",
-    "momentum": "Coefficient of the outer momentum",
-    "pseudo_gradient_norm": "Norm of this machine's pseudo-gradient; NaN: it had none for that step",
-    "average_norm": "Norm of the averaged pseudo-gradient",
-    "cosine": "Cosine between this machine's pseudo-gradient and the average; NaN: it had none for that step",
-    "momentum_norm": "Norm of the outer momentum after the step",
-    "round_seconds": "Seconds that this machine spent in rounds since the outer step before",
-    "pause_seconds": "Seconds from the end of training until theta was new; NaN: this machine trained on meanwhile",
-    "sent_bytes": "Bytes that this machine sent in rounds since the outer step before",
-    "received_bytes": "Bytes that this machine received in rounds since the outer step before",
-    "peak_sent_rate": "Bytes a second that this machine sent at most in its last rounds; NaN: not measured",
-    "peak_received_rate": "Bytes a second that this machine received at most in its last rounds; NaN: not measured",
+    "momentum": "Outer momentum",
+    "pseudo_gradient_norm": "Norm of own pseudo-gradient",
+    "average_norm": "Norm of averaged pseudo-gradient",
+    "cosine": "Cosine of own and averaged pseudo-gradient",
+    "momentum_norm": "Norm of momentum after the step",
+    "round_seconds": "Seconds in rounds",
+    "pause_seconds": "Seconds from the end of training to the new state",
+    "sent_bytes": "Bytes sent in rounds",
+    "received_bytes": "Bytes received in rounds",
+    "peak_sent_rate": "Highest send rate, bytes a second",
+    "peak_received_rate": "Highest receive rate, bytes a second",
 }
 """Of one outer step as this machine took it: the same in metrics, and in trackers as outer_step/…"""
 
-GAUGES = {
-    name: Gauge(f"diloco_peer_training_{name}", f"{text}; this machine's last outer step")
-    for name, text in VALUES.items()
-}
-OUTER_GAUGES = {name: Gauge(f"diloco_peer_outer_{name}", f"{text}; last step") for name, text in OUTER_VALUES.items()}
-BITS_PER_BYTE = Gauge(
-    "diloco_peer_held_out_bits_per_byte", "Loss of theta on held-out text in bits per byte, as this peer last found it"
-)
-RUN = Info("diloco_peer_run", "What this peer trains, and with what: the run's manifest, its own options, versions")
-COMPILED = Gauge(
-    "diloco_peer_training_is_compiled", "1: this machine's workers train compiled blocks; 0: uncompiled, as CPUs do"
-)
+GAUGES = {name: Gauge(f"diloco_peer_training_{name}", text) for name, text in VALUES.items()}
+OUTER_GAUGES = {name: Gauge(f"diloco_peer_outer_{name}", text) for name, text in OUTER_VALUES.items()}
+BITS_PER_BYTE = Gauge("diloco_peer_held_out_bits_per_byte", "Held-out loss, bits per byte")
+RUN = Info("diloco_peer_run", "Configuration: the manifest, this peer's options, versions")
+COMPILED = Gauge("diloco_peer_training_is_compiled", "1 if workers train compiled blocks, else 0")
 LABEL_LENGTH = 200
 """Characters of a value of the configuration; some are as long as the run's author likes."""
 for _gauge in (*GAUGES.values(), *OUTER_GAUGES.values(), BITS_PER_BYTE):

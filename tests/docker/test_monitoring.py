@@ -21,7 +21,7 @@ import yaml  # type: ignore[import-untyped]
 import opendiloco.storage.checkpointer as checkpointer
 from opendiloco.workers import telemetry
 from peers import metrics
-from tests.peers.test_metrics import exposed
+from tests.reference_pages import exposed
 
 ROOT = Path(__file__).parent.parent.parent
 ALERTS = ROOT / "docker" / "prometheus" / "alerts.yml"

@@ -126,7 +126,7 @@ def test_the_organiser_is_warned_where_no_curve_can_come_of_it(
     data = small_config.data.model_copy(update={"source": str(tmp_path / "elsewhere")})
     config = small_config.model_copy(update={"data": data})
     assert _with_held_out_text_named(config) == config
-    assert "volunteers keep their held-out losses to themselves" in caplog.text
+    assert "volunteers will not publish held-out losses" in caplog.text
     caplog.clear()
     known = config.model_copy(update={"data": data.model_copy(update={"digest": "ab" * 32})})
     assert _with_held_out_text_named(known) == known

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import socket
 import struct
@@ -14,12 +13,10 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from urllib.error import HTTPError
 
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_latest
-from prometheus_client.metrics import MetricWrapperBase
 
 import opendiloco.storage.checkpointer
 import opendiloco.workers.telemetry  # noqa: F401  (both count)
@@ -27,7 +24,6 @@ from peers import metrics
 from peers.errors import LocalNetworkError
 from peers.metrics import DROPPED, Health, MetricsServer
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
 UNUSUAL = "diloco_peer_held_out_bits_per_byte use base unit"
 """The one thing that promtool finds: it takes the field's own unit for another one's."""
 
@@ -65,18 +61,6 @@ def test_what_a_process_does_not_know_has_no_value() -> None:
     ours = dict(line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("diloco_peer_"))
     for name in ("loss", "held_out_loss", "training_loss", "outer_step", "live_peers", "known_runs"):
         assert ours[f"diloco_peer_{name}"] == "NaN"
-
-
-def exposed() -> dict[str, tuple[str, str, str]]:
-    """Type, labels and meaning of each of our metrics, by the name that Prometheus sees."""
-    found = {}
-    for collector in list(REGISTRY._collector_to_names):
-        if isinstance(collector, MetricWrapperBase):
-            [family] = collector.describe()
-            suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
-            labels = ", ".join(f"`{label}`" for label in collector._labelnames)
-            found[family.name + suffix] = (family.type, labels, family.documentation)
-    return {name: found[name] for name in sorted(found) if name.startswith("diloco_peer_")}
 
 
 def test_counts_are_served_to_this_machine_and_a_port_in_use_is_a_clear_error(server: MetricsServer) -> None:
@@ -175,12 +159,6 @@ def test_nothing_is_expected_of_what_is_over(health: Health) -> None:
     assert len(health.reasons) == 2
     health.over("training")
     assert health.reasons == []
-
-
-def test_the_page_has_every_metric() -> None:
-    rows = [f"| `{name}` | {kind} | {labels} | {meaning} |" for name, (kind, labels, meaning) in exposed().items()]
-    shown = re.findall(r"^\| `diloco_peer_.*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert "\n".join(shown) == "\n".join(rows)
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's package prometheus")

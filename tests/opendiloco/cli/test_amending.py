@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from opendiloco.cli import main
-from opendiloco.cli.run import _check_key, _give_amendment, _next_amendment, _rise
+from opendiloco.cli.run import _check_key, _next_amendment, _rise, _send_amendment
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import AmendmentError
 from opendiloco.model.build import with_sizes_named
@@ -141,7 +141,7 @@ def test_a_decay_begins_at_once_and_ends_the_run_unless_more_is_said(
         ({"decay": {"after": 6, "outer_steps": 0}}, r"decay.outer_steps = 0: too small. Use 1 or more"),
         (
             {"outer_steps": 9},
-            r"schedule ends after 26 inner steps, and the run after 36; nothing is learned from there",
+            r"schedule ends after 26 inner steps, and the run after 36; the learning rate is then 0",
         ),
         ({"decay": {"after": 6, "outer_steps": 3}, "outer_steps": 20}, r"schedule ends after 36 inner steps, .* 80"),
     ],
@@ -218,7 +218,7 @@ def test_a_run_is_amended_so_often_and_no_more(run: Run) -> None:
 def test_a_run_that_has_taken_its_last_outer_step_is_not_amended(run: Run) -> None:
     beats = [beat("a", 7), beat("b", 7)]
     for changes in ({"outer_steps": 20}, {"outer_momentum": 0.1}):
-        with pytest.raises(ManifestError, match="has taken its last outer step, and no entry follows"):
+        with pytest.raises(ManifestError, match="has taken its last outer step, so no amendment can enter its log"):
             next_amendment(run, beats, **changes)
     longer = sign(run, 1, ORGANISER, decay={"after": 8, "outer_steps": 2}, outer_steps=10)
     going_on = [one.model_copy(update={"amendment": longer}) for one in beats]
@@ -270,7 +270,7 @@ def amended(network: Network, run: Run, monkeypatch: pytest.MonkeyPatch) -> tupl
 
     monkeypatch.setattr("opendiloco.volunteer.volunteer.connected", connected)
     monkeypatch.setattr("opendiloco.run.find_run", found)
-    return asyncio.run(_give_amendment(Invite(run.run_id, ()), ORGANISER, {"outer_learning_rate": 0.4}))
+    return asyncio.run(_send_amendment(Invite(run.run_id, ()), ORGANISER, {"outer_learning_rate": 0.4}))
 
 
 def test_it_is_given_to_all_peers_that_train(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,4 +296,4 @@ def test_it_is_an_error_where_nobody_takes_it(run: Run, monkeypatch: pytest.Monk
 def test_the_command_wants_to_know_what_to_change(run: Run) -> None:
     result = CliRunner().invoke(main, ["run", "amend", "--run", run.run_id])
     assert result.exit_code == 2
-    assert "say what is to change" in result.output
+    assert "no change is given" in result.output

@@ -71,7 +71,7 @@ def test_two_volunteers_in_one_run_are_told_apart_by_their_peer_ids(state: Path)
     """Regression: it said to choose with --run, which names both."""
     refused = pause(state, "--run", RUN)
     assert refused.exit_code == 6
-    assert f"{RUN} (…aaaaaaaa), {RUN} (…bbbbbbbb). Choose with --run or --peer, or take --all." in refused.output
+    assert f"{RUN} (…aaaaaaaa), {RUN} (…bbbbbbbb). Choose with --run or --peer, or give --all." in refused.output
     assert pause(state, "--peer", "…bbbbbbbb").output == f"{RUN} (…bbbbbbbb): pausing\n"
     assert pause(state, "--all").output.count("pausing") == 2
     assert "no volunteer cccc" in pause(state, "--peer", "cccc").output

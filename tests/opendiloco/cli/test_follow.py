@@ -187,9 +187,9 @@ def test_a_line_per_state(recorded: RecordedRun, network: Network) -> None:
     assert result.exit_code == 0, result.output
     states = [saved.state_digest.hex()[:8] for saved in recorded.states]
     assert result.stdout.splitlines() == [
-        f"outer step 1 (snapshot): peers 2, tokens 256, in all 256, state {states[1]}, which no peer has named yet",
-        f"outer step 2: peers 2, tokens 256, in all 512, state {states[2]}, which no peer has named yet",
-        f"outer step 3: peers 2, tokens 256, in all 768, state {states[3]}, which no peer has named yet",
+        f"outer step 1 (snapshot): peers 2, tokens 256, in all 256, state {states[1]}, not confirmed by a peer yet",
+        f"outer step 2: peers 2, tokens 256, in all 512, state {states[2]}, not confirmed by a peer yet",
+        f"outer step 3: peers 2, tokens 256, in all 768, state {states[3]}, not confirmed by a peer yet",
         f"outer step 4: peers 2, tokens 256, in all 1,024, state {states[4]}, 2 peers agree",
     ]
 
@@ -264,7 +264,7 @@ def test_a_peer_with_another_state_is_named_and_the_exit_code_says_so(recorded: 
     *_, last, named = result.stdout.splitlines()
     assert last.endswith("1 peer agrees")
     assert named == (
-        f"outer step 4: peer b DISAGREES: it has the state {lie.hex()[:8]}, the log leads to {expected.hex()[:8]}"
+        f"outer step 4: peer b DISAGREES: its state is {lie.hex()[:8]}, but the log leads to {expected.hex()[:8]}"
     )
     assert "error: 1 peer had another state than the log leads to, first b after outer step 4." in result.stderr
     assert news(follow(recorded, "--until", ENTRIES, "--json"))[-1] == {
@@ -329,7 +329,7 @@ def test_every_nth_state_is_exported_and_pushed(recorded: RecordedRun, tmp_path:
     assert sorted(path.name for path in models.iterdir()) == ["outer-step-000002", "outer-step-000004"]
     assert (models / "outer-step-000004" / "README.md").read_text() == "4"
     assert (there / "README.md").read_text() == "4"
-    assert "outer-step-000002 is left as it is: Directory not empty" in result.stderr
+    assert "outer-step-000002: Directory not empty" in result.stderr
     assert [path.name for path in (models / "outer-step-000002").iterdir()] == ["mine"]
 
 
@@ -351,7 +351,7 @@ def test_a_remote_that_fails_is_tried_again(
     assert result.exit_code == 0, result.output
     assert pushed == ["outer-step-000002", "outer-step-000004"]
     assert [one["place"] for one in news(result) if one["event"] == "model"] == [None, None]
-    assert "it is down. The next model is tried again." in result.stderr
+    assert "it is down. The next model will be pushed again." in result.stderr
 
 
 def test_what_cannot_be_used_is_found_out_at_once(recorded: RecordedRun, network: Network) -> None:

@@ -73,7 +73,7 @@ def test_tickets_are_good_and_remembered(party: Desk) -> None:
     for run in (party.manifest, party.run.run_id):
         first, second = party.invite("list", run).stdout.splitlines()
         assert first.startswith(f"{anybodys.id.hex()}  until")
-        assert first.endswith("good     anybody")
+        assert first.endswith("good     any peer")
         assert second.endswith(f"good     {FRIEND.peer_id}")
 
 

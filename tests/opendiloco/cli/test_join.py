@@ -44,7 +44,7 @@ def test_a_volunteer_leaves_at_the_next_such_moment() -> None:
     assert _owners_watch(JoinSettings(run="tiny-x"), Lines()).until is None
 
 
-@pytest.mark.parametrize(("is_in_run", "said"), [(False, "ended before it was in the run"), (True, "ended at once")])
+@pytest.mark.parametrize(("is_in_run", "said"), [(False, "stopped before joining the run"), (True, "stopped at once")])
 def test_who_interrupts_a_start_hears_that_it_has_ended(
     is_in_run: bool, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,7 +73,7 @@ def assert_wrong(folder: RunFolder, index: int, what: str, *arguments: object) -
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     result = log("verify", "--folder", folder.path, *arguments)
     assert result.exit_code == 11, result.output
-    assert f"not what its digests say, from entry {index} on: " in result.stderr
+    assert f"does not match its digests from entry {index} on: " in result.stderr
     assert what in result.stderr
     assert before == {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     return result.output
@@ -196,7 +196,7 @@ def test_show_ends_where_a_line_is_damaged(folder: RunFolder) -> None:
 def test_which_log(folder: RunFolder, recorded: RecordedRun, tmp_path: Path) -> None:
     run_id = recorded.run.run_id
     assert log("show", "--run", f"diloco:{run_id}@/ip4/192.0.2.2/tcp/1/p2p/abc").exit_code == 0
-    assert "either --run or --folder" in log("show", "--run", run_id, "--folder", folder.path).stderr
+    assert "both --run and --folder are given" in log("show", "--run", run_id, "--folder", folder.path).stderr
     for arguments in ((), ("--folder", folder.path.parent), ("--folder", folder.path.parent.parent)):
         assert log("show", *arguments).exit_code == 0, "there is only one"
     assert log("show", "--run", "no run").exit_code == 3
@@ -217,7 +217,7 @@ def test_which_manifest(folder: RunFolder, recorded: RecordedRun, small_config: 
     assert verify(folder, "--manifest", moved)
     result = log("verify", "--folder", folder.log)
     assert result.exit_code == 3
-    assert f"there is no {folder.manifest}. Give" in result.stderr
+    assert f"{folder.manifest} does not exist. Give" in result.stderr
     moved.write_bytes(Run.sign(small_config, Identity.generate()).manifest.pack())
     assert_wrong(folder, 0, "line 1: it is of the run small-", "--manifest", moved)
 

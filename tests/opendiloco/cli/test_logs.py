@@ -88,7 +88,7 @@ def test_a_flood_of_warnings_is_held_back_and_counted(
     assert said[-1].endswith("another")
     clock[0] += 5.0
     [line] = [line for line in flood() if "dropped" in line]
-    assert line.endswith("dropped message 0 (970 lines like this one were left out)")
+    assert line.endswith("dropped message 0 (970 similar lines were left out)")
 
 
 def test_a_line_of_no_run_says_nothing_of_one() -> None:

@@ -42,12 +42,12 @@ def test_whoever_joins_names_a_folder_for_each_local_source(small_content: dict[
     source = small_content["data"]["source"]
     assert said(small_content)[1:] == [
         "  diloco-peer join --run INVITE --data FOLDER",
-        f"FOLDER is that machine's own, with the text that is here in {source}.",
+        f"FOLDER is a copy, on that machine, of this machine's text in {source}.",
     ]
     several = {"sources": [{"source": source, "weight": 1.0}, {"source": "/other", "weight": 1.0}]}
     assert said(small_content | {"data": several})[1:] == [
         "  diloco-peer join --run INVITE --data FOLDER --data FOLDER",
-        f"Each FOLDER is that machine's own, with the text that is here in {source}, /other.",
+        f"Each FOLDER is a copy, on that machine, of this machine's text in {source}, /other.",
     ]
 
 
@@ -56,7 +56,7 @@ def test_a_run_by_invitation_needs_a_ticket(small_content: dict[str, Any], ident
     content = small_content | {"data": STANDARD_LIBRARY, "admission": {"mode": "invite"}}
     assert said(content, identity)[1:] == [
         "  diloco-peer join --run INVITE --ticket TICKET",
-        "Give out such tickets with",
+        "To create tickets, type on this machine:",
         "  diloco-peer invite create run.manifest" + (" --identity organiser.pem" if identity else ""),
     ]
 
@@ -118,7 +118,9 @@ def test_an_invite_that_leads_only_to_this_machine_says_so(small_content: dict[s
     told = {}
     for host in ("127.0.0.1", "192.168.1.2"):
         invite = Invite(run.run_id, (f"/ip4/{host}/tcp/1/p2p/{Identity.generate().peer_id}",))
-        told[host] = any("Other machines need an invite" in line for line in _next_lines(run, invite, Path("m"), None))
+        told[host] = any(
+            "For other machines, create the run" in line for line in _next_lines(run, invite, Path("m"), None)
+        )
     assert told == {"127.0.0.1": True, "192.168.1.2": False}
 
 

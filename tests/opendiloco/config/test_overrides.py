@@ -15,7 +15,7 @@ from opendiloco.errors import AmendmentError
 from opendiloco.training.outer import LocalState
 from peers.values.manifest import Amendment, LoggedAmendment
 
-UPGRADE = "Upgrade diloco-peer to the version that the organiser uses"
+UPGRADE = "Upgrade diloco-peer to the organiser's version"
 SETS: list[tuple[Overrides, bytes]] = [
     (NO_OVERRIDES, b"{}"),
     (Overrides(inner_learning_rate_factor=0.5), b'{"inner_learning_rate_factor":0.5}'),
@@ -46,9 +46,9 @@ NOT_UNDERSTOOD = [
     (b'{"outer_steps":7.0}', r"outer_steps = 7.0: not a whole number"),
     (b'{"decay":{"outer_steps":100}}', r"decay.after: is missing"),
     (b'{"decay":{"after":1,"end":9,"outer_steps":3}}', r"decay.end = 9: unknown key"),
-    (b'{"outer_learning_rate":0.40}', r"no canonical JSON"),
-    (b'{"outer_learning_rate":0.4,"outer_learning_rate":0.4}', r"no canonical JSON"),
-    (b'{"outer_momentum":null}', r"no canonical JSON"),
+    (b'{"outer_learning_rate":0.40}', r"not canonical JSON"),
+    (b'{"outer_learning_rate":0.4,"outer_learning_rate":0.4}', r"not canonical JSON"),
+    (b'{"outer_momentum":null}', r"not canonical JSON"),
 ]
 
 
@@ -65,7 +65,7 @@ def test_values_are_read_back_from_canonical_content(overrides: Overrides, conte
 
 @pytest.mark.parametrize(("content", "reason"), NOT_UNDERSTOOD)
 def test_what_is_not_understood_is_an_error_that_says_to_upgrade(content: bytes, reason: str) -> None:
-    with pytest.raises(AmendmentError, match=rf"(?s)amendment 7 .*{reason}.*{UPGRADE}") as raised:
+    with pytest.raises(AmendmentError, match=rf"(?s)amendment 7: .*{reason}.*{UPGRADE}") as raised:
         Overrides.read(amendment(content))
     assert raised.value.exit_code == 3
 
@@ -74,7 +74,7 @@ def test_a_delayed_momentum_stays_as_it_is(small_content: dict[str, Any]) -> Non
     outer = small_content["outer_optimizer"] | {"momentum_every": 2}
     config = RunConfig.from_manifest_content(small_content | {"outer_optimizer": outer})
     assert Overrides.of(amendment(b'{"outer_learning_rate":0.4}'), config).outer_learning_rate == 0.4
-    with pytest.raises(AmendmentError, match=r"outer_momentum = 0\.5: the momentum of .* is delayed"):
+    with pytest.raises(AmendmentError, match=r"outer_momentum = 0\.5: the run .* delays its momentum"):
         Overrides.of(amendment(b'{"outer_momentum":0.5}'), config)
 
 
@@ -121,9 +121,9 @@ def mixed(small_content: dict[str, Any]) -> RunConfig:
 @pytest.mark.parametrize(
     ("weights", "reason"),
     [
-        ((1, 1), "2 are given, and the run has 3 sources. Give one for each"),
+        ((1, 1), "2 are given, but the run has 3 sources. Give one for each source"),
         ((0, 0, 0), "all weights are 0"),
-        ((0.123457, 1, 1), "come true only every"),
+        ((0.123457, 1, 1), "these weights need a cycle of"),
     ],
 )
 def test_weights_are_those_that_run_toml_could_have(weights: tuple[float, ...], reason: str, mixed: RunConfig) -> None:
@@ -135,7 +135,7 @@ def test_what_an_amendment_has_no_room_for_is_a_problem(small_content: dict[str,
     sources = [{"source": f"source-{number}", "weight": 1} for number in range(64)]
     config = RunConfig.from_manifest_content(small_content | {"data": {"sources": sources}})
     assert not Overrides(weights=(1.5,) * 64, outer_learning_rate=0.35).problem(config)
-    assert "bytes, 512 are allowed" in Overrides(weights=(100.125,) * 64).problem(config)
+    assert "bytes, and at most 512 are allowed" in Overrides(weights=(100.125,) * 64).problem(config)
 
 
 def logged(cursor: int, **values: object) -> LoggedAmendment:

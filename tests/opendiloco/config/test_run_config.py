@@ -56,7 +56,7 @@ def test_the_schedule_gives_the_number_of_outer_steps_unless_the_file_does(small
             256,
             "model.config.vocab_size = 256 is smaller than the tokenizer's 259 tokens; raise it",
         ),
-        ("model.path", "somewhere", "model: needs either a table [model.config] or a path, and not both"),
+        ("model.path", "somewhere", "model: needs either a table [model.config] or a path; give one of them"),
         ("admission", {"mode": "closed"}, "admission.mode = 'closed': not known here. Use 'open' or 'invite'."),
         ("admission", {"probation": -1}, "admission.probation = -1: too small. Use 0 or more."),
         (
@@ -71,14 +71,14 @@ def test_the_schedule_gives_the_number_of_outer_steps_unless_the_file_does(small
         ("model.config.model_type", 3, "model: [model.config] has no model_type; name the architecture"),
         ("tokenizer", {"kind": "pretrained"}, 'tokenizer: kind = "pretrained" needs a path'),
         ("tokenizer", {"kind": "file"}, 'tokenizer: kind = "file" needs a path'),
-        ("tokenizer", {"end": "</s>"}, 'tokenizer: path, end and digest go with kind = "pretrained" or "file"'),
-        ("data.sources", [{"source": "a"}], "data: both source and [[data.sources]] are given; write source into"),
+        ("tokenizer", {"end": "</s>"}, 'tokenizer: path, end and digest need kind = "pretrained" or "file"'),
+        ("data.sources", [{"source": "a"}], "data: both source and [[data.sources]] are given; move source into"),
         ("data", {"sources": [{"source": "a", "weihgt": 1}]}, "data.sources.0.weihgt = 1: unknown key. Did you mean w"),
         ("data", {"sources": [{"source": "a", "weight": -1}]}, "data.sources.0.weight = -1: too small. Use 0"),
         (
             "data",
             {"sources": [{"source": "a", "weight": 0}]},
-            "data: all weights are 0, so nothing would be read; give",
+            "data: all weights are 0, so no source would be read; give",
         ),
         ("data", {"sources": [{"source": ""}]}, "data.sources.0.source = '': empty. Give a text."),
         ("data", {"sources": [{"source": "a"}] * 65}, "data.sources = "),
@@ -97,7 +97,7 @@ def test_the_schedule_gives_the_number_of_outer_steps_unless_the_file_does(small
         (
             "data",
             {"sources": [{"source": "a", "weight": 0.123457}, {"source": "b"}]},
-            "data: the weights' proportions come true only every 1123457 samples, more than 10000; use rounder weights",
+            "data: these weights need a cycle of 1123457 samples, and at most 10000 are allowed; use rounder weights",
         ),
         ("training.document_mask", 1, "training.document_mask = 1: neither true nor false."),
         ("data.held_out", 1.5, "data.held_out = 1.5: too large. Use a number below 1"),
@@ -114,7 +114,7 @@ def test_the_schedule_gives_the_number_of_outer_steps_unless_the_file_does(small
         (
             "streaming",
             {"overlap": 4},
-            "streaming.overlap = 4 is no less than training.inner_steps = 4: a fragment would",
+            "streaming.overlap = 4: an average would be merged after the next one of its fragment has",
         ),
         ("streaming", {"alpha": 1.5}, "streaming.alpha = 1.5: too large. Use 1.0 or less."),
         ("streaming", {"pattern": "random"}, "streaming.pattern = 'random': not known here. Use 'strided', "),
@@ -122,12 +122,16 @@ def test_the_schedule_gives_the_number_of_outer_steps_unless_the_file_does(small
         (
             "streaming",
             {"pattern": "balanced", "embeddings": "apart"},
-            'streaming: pattern = "balanced" places embeddings by their size, too; remove embeddings.',
+            'streaming: pattern = "balanced" places the embeddings itself, by their size; remove embeddings.',
         ),
         ("rounds", {"minimum_peers": 0}, "rounds.minimum_peers = 0: too small. Use 1 or more."),
-        ("rounds", {"heartbeat_seconds": 5.0}, "rounds: heartbeat_expiry_seconds = 10 would bury a peer"),
-        ("rounds", {"contributions": 0.5}, "rounds: contributions = 0.5 is for asynchronous outer steps; remove it"),
-        ("rounds", {"policy": "asynchronous", "staleness": 0}, "rounds: staleness = 0 would lose the work of whoever"),
+        ("rounds", {"heartbeat_seconds": 5.0}, "rounds: heartbeat_expiry_seconds = 10 would count a peer as gone"),
+        (
+            "rounds",
+            {"contributions": 0.5},
+            'rounds: contributions = 0.5 needs policy = "asynchronous"; set that, or remove',
+        ),
+        ("rounds", {"policy": "asynchronous", "staleness": 0}, "rounds: staleness = 0 would lose the work of a peer"),
         ("rounds", {"contributions": 1.5}, "rounds.contributions = 1.5: too large. Use 1.0 or less."),
         ("name", "Big Run", "name = 'Big Run': not usable. Use 1 to 40 lower-case letters, digits and dashes."),
         ("name", "a" * 41, f"name = '{'a' * 41}': not usable. Use 1 to 40 lower-case"),
@@ -266,11 +270,11 @@ def test_accepted_numbers_come_to_nothing_absurd(small_content: dict[str, Any]) 
         ),
         (
             {"outer_steps": 10**6, "training": {"inner_steps": 10**6, "batch_size": 1000, "sequence_length": 100}},
-            "1000000 outer steps of 100000000000 tokens are more than a run may have, 1000000000000000; give fewer",
+            "1000000 outer steps of 100000000000 tokens are more than the 1000000000000000 tokens that a run may have;",
         ),
         (
             {"streaming": {"layers_per_fragment": 1, "sizes": [10**12, 1]}},
-            "streaming: sizes are 1000000000001 values in all; make them 1000000000000 at most.",
+            "streaming: sizes add up to 1000000000001 values; make them 1000000000000 at most.",
         ),
         (
             {"inner_optimizer": {"kind": "torch", "learning_rate": 1.0, "name": "SGD", "options": {"momentum": 1e300}}},
@@ -349,7 +353,7 @@ def test_a_file_that_is_not_there_or_not_toml(tmp_path: Path, text: str | None, 
 
 def test_an_empty_schedule_needs_outer_steps(small_content: dict[str, Any]) -> None:
     empty = {"warmup_steps": 0, "stable_steps": 0, "decay_steps": 0}
-    with pytest.raises(ManifestError, match="the schedule is empty; give"):
+    with pytest.raises(ManifestError, match="the schedule has 0 steps; give"):
         RunConfig.from_manifest_content(small_content | {"schedule": empty})
 
 

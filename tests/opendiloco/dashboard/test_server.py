@@ -401,7 +401,7 @@ def test_addresses_are_read(text: str, address: tuple[str, int]) -> None:
 def test_what_is_no_address_is_a_clear_error(text: str) -> None:
     done = CliRunner().invoke(main, ["bootstrap", "--identity", "key", "--dashboard", text])
     assert done.exit_code == 2
-    assert "no HOST:PORT" in done.output
+    assert "not HOST:PORT" in done.output
 
 
 def test_a_volunteers_own_peer_is_marked_and_its_curve_is_left_to_its_trackers(story: Story) -> None:

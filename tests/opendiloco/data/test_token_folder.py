@@ -109,7 +109,7 @@ def test_ids_that_were_made_elsewhere_become_a_folder(tmp_path: Path, cache: Tok
     assert not (tmp_path / "no").exists()
     (tmp_path / "train.bin").write_bytes(b"odd")
     done = CliRunner().invoke(main, ["tokenize", str(run), "--out", str(tmp_path / "no"), *map(str, files)])
-    assert "has 3 bytes, which are no whole ids of 2 bytes" in done.output
+    assert "has 3 bytes, which is not a multiple of an id's 2 bytes" in done.output
 
 
 def test_a_folder_is_checked_once_on_a_machine(
@@ -197,7 +197,7 @@ def test_the_organisers_digest_is_in_the_manifest_and_other_tokens_are_refused(
     with pytest.raises(DataError, match=rf"data.digest is {named.digest}; the tokens of .*other"):
         _read_tokens(other, SPLIT, TOKENIZER, cache)
     wrong = config.model_copy(update={"data": config.data.with_sources((other,))})
-    with pytest.raises(DataError, match=rf"data.digest is {named.digest}"):
+    with pytest.raises(DataError, match=rf"data.digest = {named.digest}"):
         _with_tokens_named(wrong)
 
 

@@ -175,17 +175,20 @@ def test_a_run_is_created_with_the_digest_of_its_tokenizer(
         _with_tokenizer_named(config.model_copy(update={"tokenizer": other}))
     nowhere = config.model_copy(update={"tokenizer": other.model_copy(update={"path": "/nowhere"})})
     assert _with_tokenizer_named(nowhere) == nowhere
-    assert "the tokenizer is not held against its digest: tokenizer.path = '/nowhere' cannot be loaded" in caplog.text
+    assert (
+        "the tokenizer cannot be checked against its digest: tokenizer.path = '/nowhere' cannot be loaded"
+        in caplog.text
+    )
     nameless = config.model_copy(update={"tokenizer": section.model_copy(update={"path": "/nowhere"})})
     assert _with_tokenizer_named(nameless) == nameless
-    assert "gets no digest to hold volunteers' against" in caplog.text
+    assert "the tokenizer gets no digest: " in caplog.text
 
 
 @pytest.mark.parametrize(
     ("tokenizer", "problem"),
     [
         ({"kind": "file", "path": "t.json", "digest": "AB"}, "tokenizer.digest = 'AB': not 64 hexadecimal digits"),
-        ({"digest": "ab" * 32}, 'path, end and digest go with kind = "pretrained" or "file"'),
+        ({"digest": "ab" * 32}, 'path, end and digest need kind = "pretrained" or "file"'),
     ],
 )
 def test_a_digest_out_of_place(small_content: dict[str, object], tokenizer: dict[str, str], problem: str) -> None:

@@ -78,7 +78,7 @@ def test_another_model_is_refused_by_its_first_difference(small_config: RunConfi
 
 def test_weights_that_differ_from_the_organisers_are_refused(small_content: dict[str, Any], layout: Layout) -> None:
     model = small_content["model"] | {"digest": "ab" * 32}
-    with pytest.raises(MachineError, match="begins with weights of digest abab"):
+    with pytest.raises(MachineError, match="initial weights have the digest abab"):
         initial_weights(RunConfig.from_manifest_content(small_content | {"model": model}), layout)
 
 

@@ -115,7 +115,7 @@ FOREIGN = [
 def test_a_config_names_no_code_and_no_kernels(
     key: str, value: Any, small_content: dict[str, Any], folder: Path
 ) -> None:
-    with pytest.raises(ManifestError, match=rf"model.config: {key}\S* names code or kernels of its own"):
+    with pytest.raises(ManifestError, match=rf"model.config: {key}\S* names code or kernels that come with the model"):
         RunConfig.from_manifest_content(changed(small_content, **{key: value}))
     rewrite(folder / "config.json", **{key: value})
     for refuse in (build_skeleton, build_model):
@@ -124,7 +124,9 @@ def test_a_config_names_no_code_and_no_kernels(
 
 
 def test_a_manifests_config_names_no_code_at_all(small_content: dict[str, Any]) -> None:
-    with pytest.raises(ManifestError, match=r"model.config: auto_map\S* names code or kernels of its own"):
+    with pytest.raises(
+        ManifestError, match=r"model.config: auto_map\S* names code or kernels that come with the model"
+    ):
         RunConfig.from_manifest_content(changed(small_content, auto_map=CODE))
 
 
@@ -144,7 +146,7 @@ def test_code_that_lies_beside_a_known_model_is_passed_over(
 @pytest.mark.parametrize("key", ["_attn_implementation", "_name_or_path", "name_or_path"])
 def test_a_config_in_a_manifest_says_nothing_of_transformers_insides(key: str, small_content: dict[str, Any]) -> None:
     for values in ({key: "people/kernel"}, {"rope_parameters": [{key: "people/kernel"}]}):
-        with pytest.raises(ManifestError, match=rf"model.config: \S*{key} is transformers' own affair"):
+        with pytest.raises(ManifestError, match=rf"model.config: \S*{key} is set by transformers itself"):
             RunConfig.from_manifest_content(changed(small_content, **values))
 
 
@@ -153,7 +155,7 @@ def test_only_a_published_config_says_how_its_weights_are_kept(
     key: str, small_content: dict[str, Any], folder: Path
 ) -> None:
     for values in ({key: "bfloat16"}, {"text_config": {key: "bfloat16"}}):
-        with pytest.raises(ManifestError, match=rf"model.config: \S*{key} has no say: weights are in fp32, and tr"):
+        with pytest.raises(ManifestError, match=rf"model.config: \S*{key} has no effect: weights are fp32, and tr"):
             RunConfig.from_manifest_content(changed(small_content, **values))
     rewrite(folder / "config.json", **{key: "bfloat16"})
     assert next(build_model(of_folder(small_content, folder), ByteTokenizer()).parameters()).dtype == torch.float32

@@ -51,9 +51,11 @@ def test_weights_that_differ_are_named_with_those_that_are_meant() -> None:
     check_initial_weights(theta, ModelSection(path="model", digest=meant))
     with pytest.raises(MachineError) as caught:
         check_initial_weights(theta + 1, ModelSection(path="model", digest=meant))
-    assert caught.value.message == f"the run begins with weights of digest {meant}; those of 'model' have {found} here."
+    assert caught.value.message == (
+        f"the run's initial weights have the digest {meant}; here 'model' gives the digest {found}."
+    )
     assert caught.value.exit_code == 6
-    with pytest.raises(MachineError, match="those of init_seed = 7 have") as caught:
+    with pytest.raises(MachineError, match="here init_seed = 7 gives the digest") as caught:
         check_initial_weights(theta + 1, ModelSection(config={"model_type": "llama"}, init_seed=7, digest=meant))
     assert "constraints.txt" in caught.value.remedy
 
@@ -61,7 +63,7 @@ def test_weights_that_differ_are_named_with_those_that_are_meant() -> None:
 def test_weights_from_elsewhere_need_a_digest() -> None:
     theta = np.zeros(3, np.float32)
     check_initial_weights(theta, ModelSection(config={"model_type": "llama"}))
-    with pytest.raises(ManifestError, match=r"model.path = 'hub/model' comes without model.digest"):
+    with pytest.raises(ManifestError, match=r"model.path = 'hub/model' has no model.digest"):
         check_initial_weights(theta, ModelSection(path="hub/model"))
 
 
@@ -75,7 +77,7 @@ def test_a_volunteer_whose_weights_differ_does_not_train(small_content: dict[str
         async with working(run, CPU):
             pass
 
-    with pytest.raises(MachineError, match=f"weights of digest {OTHER}; those of .* have [0-9a-f]{{64}} here"):
+    with pytest.raises(MachineError, match=f"the digest {OTHER}; here .* gives the digest [0-9a-f]{{64}}"):
         asyncio.run(asyncio.wait_for(story(), 300))
 
 

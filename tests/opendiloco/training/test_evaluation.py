@@ -165,9 +165,9 @@ def test_a_run_names_the_held_out_text_that_is_on_the_organisers_machine(
     (tmp_path / "own.txt").write_text("a few words, too few")
     with pytest.raises(DataError, match="1 training windows"):
         _with_held_out_text_named(with_folder(tmp_path))
-    assert "nothing says which text is held out" in caplog.text
+    assert "the run gets no evaluation.digest" in caplog.text
     other = named.evaluation.model_copy(update={"digest": "cd" * 32})
-    with pytest.raises(DataError, match="has the digest cdcd"):
+    with pytest.raises(DataError, match=r"evaluation\.digest = cdcd"):
         _with_held_out_text_named(named.model_copy(update={"evaluation": other}))
 
 

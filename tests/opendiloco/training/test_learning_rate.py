@@ -99,24 +99,24 @@ def test_tokens_are_counted_where_the_keys_say_so() -> None:
     [
         (
             {"warmup_steps": 1, "decay_steps": 1},
-            'schedule: kind = "wsd" takes warmup_steps, stable_steps, decay_steps, ',
+            'schedule: kind = "wsd" needs warmup_steps, stable_steps, decay_steps, ',
         ),
         (
             {"kind": "cosine", "warmup_steps": 1, "stable_steps": 2, "decay_steps": 1},
-            'schedule: kind = "cosine" takes ',
+            'schedule: kind = "cosine" needs ',
         ),
         (
             {"kind": "constant", "warmup_steps": 1, "warmup_tokens": 5},
-            'schedule: kind = "constant" takes warmup_tokens,',
+            'schedule: kind = "constant" needs warmup_tokens,',
         ),
-        ({"kind": "constant"}, 'schedule: kind = "constant" takes warmup_steps, and here is none of them; give'),
+        ({"kind": "constant"}, 'schedule: kind = "constant" needs warmup_steps, but the keys given are none; give'),
         ({"kind": "linear", "warmup_steps": 1}, "schedule.kind = 'linear': not known here. Use 'wsd', 'cosine' or"),
         (
             {"kind": "cosine", "warmup_steps": 1, "decay_steps": 1, "decay_shape": "sqrt"},
-            'schedule: decay_shape goes with kind = "wsd", and not with "cosine"; remove it',
+            'schedule: decay_shape needs kind = "wsd", but kind is "cosine"; remove decay_shape',
         ),
-        ({"kind": "constant", "warmup_steps": 1}, "the schedule does not say how many steps the run has; give outer_"),
-        ({"kind": "cosine", "warmup_tokens": 1, "decay_tokens": 9}, "the schedule does not say how many steps the run"),
+        ({"kind": "constant", "warmup_steps": 1}, "this schedule has no length in steps; give outer_"),
+        ({"kind": "cosine", "warmup_tokens": 1, "decay_tokens": 9}, "this schedule has no length in steps"),
     ],
 )
 def test_a_schedule_that_is_wrong_is_refused(

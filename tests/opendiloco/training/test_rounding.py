@@ -72,5 +72,5 @@ def test_on_average_nothing_is_lost() -> None:
 
 @pytest.mark.parametrize("kind", ["fp16", "sparse"])
 def test_what_has_no_chance_is_refused(small_content: dict[str, Any], kind: str) -> None:
-    with pytest.raises(ManifestError, match=f'codec: kind = "{kind}" rounds to nearest; remove rounding'):
+    with pytest.raises(ManifestError, match=f'codec: kind = "{kind}" always rounds to nearest; remove rounding'):
         RunConfig.from_manifest_content(small_content | {"codec": {"kind": kind, "rounding": "stochastic"}})

@@ -132,7 +132,7 @@ def test_the_model_between_two_checkpoints_is_written_and_pushed(kept: Kept, tmp
     assert "| 2 | 512 | 5.5000 |" in card
     assert "| 5 |" not in card
     assert str(kept.folder.path) not in card
-    assert f"the model after 4 outer steps and {tokens} tokens is in {out} and {there}" in done.output
+    assert f"wrote the model after 4 outer steps and {tokens} tokens to {out} and {there}" in done.output
     theta = torch.frombuffer(bytearray(kept.recorded.states[4].data), dtype=torch.float32).reshape(2, -1)[1]
     for folder in (out, tmp_path / "there"):
         assert torch.equal(values_of(folder), theta)
