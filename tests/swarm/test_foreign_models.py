@@ -67,7 +67,7 @@ def evil(swarm: Swarm) -> Path:
     return mark
 
 
-@pytest.mark.parametrize("table", ["model", "tokenizer"])
+@pytest.mark.parametrize("table", ["model", pytest.param("tokenizer", marks=pytest.mark.thorough)])
 def test_nobody_is_asked_whether_code_may_run(swarm: Swarm, evil: Path, table: str) -> None:
     """On a terminal, where transformers would ask."""
     run = swarm.site.folder / f"{table}.toml"
@@ -138,6 +138,7 @@ def test_one_bad_run_has_a_line_and_the_others_are_listed(swarm: Swarm) -> None:
     assert "  model.config: to lay out this model" in shown.out
 
 
+@pytest.mark.thorough
 def test_a_model_without_end_ends_join(swarm: Swarm) -> None:
     slow = swarm.announce(model=swarm.config(num_hidden_layers=1 << 24))
     options = ("--data", "corpus", "--restarts", "0", "--max-memory", "8")

@@ -11,7 +11,7 @@ import pytest
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import LOOPBACK, Site, create_run, eventually
 
-pytestmark = pytest.mark.swarm
+pytestmark = [pytest.mark.swarm, pytest.mark.thorough]
 
 OPEN = ("sh", "-c", 'umask 000; exec "$@"', "sh")
 """Runs a command under a umask that takes nothing away."""
