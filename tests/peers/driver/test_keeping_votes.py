@@ -95,4 +95,4 @@ def test_r10_a_record_that_is_none_of_this_peer_is_not_used_and_one_line_says_so
     (record,) = caplog.records
     assert record.levelname == "INFO", "it mends itself"
     assert says in record.getMessage()
-    assert record.getMessage().endswith("this peer votes once the log names it, and need only go on")
+    assert record.getMessage().endswith("this peer votes again once it is in an outer step, which needs no action")
