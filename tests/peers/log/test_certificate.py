@@ -140,7 +140,7 @@ def test_a_name_has_one_vote_whichever_of_two_machines_with_its_key_signs() -> N
         with pytest.raises(CertificateError, match="is not its own"):
             prove(made(log, header, [0, 1]).model_copy(update={"signers": signers}), log, header, verify)
     for signers in ((ours, copys), (ours, ours)):
-        with pytest.raises(CertificateError, match="names places that the electorate does not have"):
+        with pytest.raises(CertificateError, match="names a voter twice, or an unknown one"):
             prove(made(log, header, [0, 1]).model_copy(update={"signers": signers}), log, header, verify)
 
 

@@ -57,9 +57,9 @@ def test_each_fragment_has_its_own_place() -> None:
 def test_a_fragment_has_one_entry_in_a_cycle() -> None:
     log = LOG.append(entry(LOG, 1))
     for payload in (PAYLOAD, digest_of(b"another")):
-        with pytest.raises(LogError, match="its fragment does not follow"):
+        with pytest.raises(LogError, match="is not pending"):
             log.append(entry(LOG, 1, payload=payload))
-    with pytest.raises(LogError, match="its fragment does not follow"):
+    with pytest.raises(LogError, match="is not pending"):
         LOG.append(next_header(replace(LOG, fragments=4).of(3), [member("a", 0, 20)], PAYLOAD))
 
 
@@ -123,10 +123,10 @@ def test_with_one_fragment_the_entry_names_the_lineage() -> None:
 def test_an_entry_has_a_payload_unless_nobody_trained_its_fragment() -> None:
     nobody = [Member(peer="a", tokens=0, samples=())]
     assert LOG.append(next_header(LOG, nobody, NO_PAYLOAD)).pending == (1, 2)
-    with pytest.raises(LogError, match="nobody in the roster has trained anything"):
+    with pytest.raises(LogError, match="no member of the roster has trained tokens"):
         next_header(LOG, nobody, PAYLOAD)
-    with pytest.raises(LogError, match="it lacks a payload"):
+    with pytest.raises(LogError, match="its payload is missing"):
         next_header(LOG, [Member(peer="a", tokens=TOKENS, samples=())], NO_PAYLOAD)
     for payload in (PAYLOAD, NO_PAYLOAD):
-        with pytest.raises(LogError, match="nobody in the roster has trained anything"):
+        with pytest.raises(LogError, match="no member of the roster has trained tokens"):
             next_header(LOG.of(2), nobody, payload)

@@ -81,7 +81,7 @@ def test_of_many_voters_a_committee_decides() -> None:
 
 @pytest.mark.parametrize(
     ("names", "gone", "reason"),
-    [("abc", "z", "no voter"), ("abc", "ed", "order"), ("abc", "dd", "order"), ("abc", "c", "a member")],
+    [("abc", "z", "not voters"), ("abc", "ed", "order"), ("abc", "dd", "order"), ("abc", "c", "a member")],
 )
 def test_an_entry_names_each_voter_once_that_is_gone(names: str, gone: str, reason: str) -> None:
     with pytest.raises(LogError, match=reason):
@@ -96,7 +96,7 @@ def test_whoever_an_annex_names_has_no_say_any_more() -> None:
 
 
 def test_nobody_is_gone_before_the_first_entry() -> None:
-    with pytest.raises(LogError, match="no voter"):
+    with pytest.raises(LogError, match="not voters"):
         next_header(LOG, [member("a", 0, 20)], PAYLOAD, (), "b")
 
 

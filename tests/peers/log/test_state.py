@@ -123,14 +123,14 @@ def test_who_misses_an_entry_keeps_its_lease_for_as_many_as_it_may_miss(stalenes
     gone = log.append(next_header(log, [member("a", trained.start, trained.stop)], PAYLOAD))
     assert gone.leases.keys() == {"a"}
     assert gone.leases["a"] == (SampleRange(80, 100),), "what b had goes to who is here"
-    with pytest.raises(LogError, match=r"^b: samples 80.* do not begin a lease of its own"):
+    with pytest.raises(LogError, match=r"^b: samples 80.* begin neither its lease nor a grant"):
         gone.check_member(member("b", 80, 100))
 
 
 def test_a_lease_that_is_kept_for_somebody_is_nobody_elses() -> None:
     log = first_log().append(next_header(first_log(), [member("a", 60, 80)], PAYLOAD))
     assert (80, 100) not in [(grant[0].start, grant[0].stop) for grant in log.grants]
-    with pytest.raises(LogError, match=r"^z: samples 80.* do not begin a lease of its own"):
+    with pytest.raises(LogError, match=r"^z: samples 80.* begin neither its lease nor a grant"):
         log.check_member(member("z", 80, 100))
 
 
@@ -187,7 +187,7 @@ def test_a_joiner_may_bring_samples_beyond_the_cursor() -> None:
     ids=["the same", "overlapping", "trained in an earlier entry", "another's lease"],
 )
 def test_samples_of_others_are_refused(roster: list[Member]) -> None:
-    with pytest.raises(LogError, match="do not begin a lease of its own"):
+    with pytest.raises(LogError, match="begin neither its lease nor a grant"):
         next_header(first_log(), roster, PAYLOAD)
 
 
@@ -259,7 +259,7 @@ def test_more_tokens_than_the_samples_have_are_refused(tokens: int) -> None:
 def test_only_the_beginning_of_a_lease_may_be_trained(peer: str, samples: tuple[tuple[int, int], ...]) -> None:
     """Regression: 800 ranges of one sample each froze every peer for seconds, and the log grew with them for ever."""
     scattered = Member(peer=peer, tokens=1, samples=tuple(SampleRange(*piece) for piece in samples))
-    with pytest.raises(LogError, match=f"^{peer}: samples .* do not begin a lease of its own"):
+    with pytest.raises(LogError, match=f"^{peer}: samples .* begin neither its lease nor a grant"):
         next_header(first_log(), [scattered], PAYLOAD)
 
 
