@@ -1,6 +1,5 @@
-"""What everything else is made of: plain values, how they become bytes, and what is promised to whom.
-
-Nothing here knows of another peer.
+"""Plain values that everything else uses, their packing into bytes, and what a peer owes other peers. Nothing here
+knows of another peer.
 
 Other rooms import:
 chunks: Chunking, KEPT_BYTES, KeptPayloads, MOST_LEVELS, NODE, Payload, PayloadSize, StateChunking, Sum, SumTree,
