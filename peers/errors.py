@@ -50,7 +50,7 @@ class InUseError(LocalNetworkError):
 
 
 class AdmissionError(DilocoPeerError):
-    """A refusal by a run by invitation: this machine's ticket is missing, expired, revoked or for another peer."""
+    """A run by invitation that refuses this machine: its ticket is missing, expired, revoked or for another peer."""
 
     exit_code = 13
 

@@ -365,8 +365,9 @@ class Chain:
                 yield entry.index, log
 
     def stretch(self, first: int, last: int, is_whole: bool) -> Stretch:
-        """Return the cycles from `first` up to `last`, as many as one stretch may have; none if `first` is not here.
-        The first cycle `is_whole` if the reader does not know the log before it; it also is if this chain does not."""
+        """Return the cycles from `first` on and before `last`, as many as one stretch may have; none if `first` is not
+        here. With `is_whole` the first cycle is in headers, for a reader that does not know the log before it; it also
+        is if this chain does not know that log."""
         entries = self.cycles(first, min(last, first + max(1, STRETCH_LIMIT // self.fragments)))
         if not entries or entries[0].index != first:
             return Stretch()

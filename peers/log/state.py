@@ -520,7 +520,7 @@ def _next_header(
 def _append(log: LogState, header: Header) -> LogState:
     """Return the log with the next entry. Cached, since each voter and each message about an entry needs the same."""
     if header.fragment not in log.pending:
-        raise LogError(f"entry {header.index}: its fragment {header.fragment} is not pending")
+        raise LogError(f"entry {header.index}: its fragment does not follow from the log")
     if log.made and header.state != log.made[0].state:
         raise LogError(f"entry {header.index}: it is for another state than the others of its cycle")
     before = log.opening(header.fragment).in_state(header.state)

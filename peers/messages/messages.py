@@ -92,8 +92,8 @@ class Ready(Value):
     reason:
 
     - `named`: the voters that it hears and the header calls gone (R5.7); or the newcomers that it does not hear (R5.7);
-    or the peers that are here and not in a minority's group (R5.11). Otherwise, the voters that it hears and that are
-    not in its round, or outside a round not in the last entry, because the leader may not hear them (R12).
+      or the peers that are here and not in a minority's group (R5.11). Otherwise, the voters that it hears and that are
+      not in its round, or outside a round not in the last entry, because the leader may not hear them (R12).
     - `lacking`: the reducers whose proposed averages it misses (R5.5).
     - `unproven`: the digests of proofs that it misses (R5.8).
     """

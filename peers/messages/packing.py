@@ -76,14 +76,14 @@ def open_envelope(run: str, data: bytes) -> tuple[type[Message], Position, list[
         raise WireError("not a message envelope")
     version, named_run, name, content = envelope
     if type(version) is not int or version != PROTOCOL_VERSION:
-        raise WireError(f"the message has protocol version {_shown(version)}, this peer has {PROTOCOL_VERSION}")
+        raise WireError(f"the message has protocol version {_shown(version)}, this peer has version {PROTOCOL_VERSION}")
     if named_run != run:
         raise WireError(f"the message is of run {_shown(named_run)}, not of {run!r}")
     if not isinstance(name, str) or name not in KINDS:
         raise WireError(f"unknown kind of message {_shown(name)}")
     kind, body = KINDS[name], decode(_inflate(content)) if isinstance(content, bytes) else content
     if not isinstance(body, list) or len(body) != PLACE + len(FIELDS[kind]):
-        raise WireError(f"{kind.__name__} does not have {len(FIELDS[kind])} fields beside its position")
+        raise WireError(f"{kind.__name__} needs {len(FIELDS[kind])} fields beside its position")
     return kind, from_plain(Position, body[:PLACE]), body[PLACE:]
 
 

@@ -12,7 +12,7 @@ from peers.presence.membership import PARTICIPATING
 from peers.values.leases import sample_count
 
 LATE = 2
-"""Number of last entries in which a late peer was not."""
+"""A peer is late if it was in none of this many last entries."""
 SURELY = 2.0
 """A peer is not waited for if it needs this multiple of the grace that is left, since reported speeds are off by some
 percent."""

@@ -7,7 +7,7 @@ anything else:
 
     1. A silent reducer is replaced by an heir, which asks for blocks and averages its chunks anew.
     2. If a chunk has two averages, the proposal's marks name the one that counts. A member that has the other one, or
-    none, fetches it from the reducer, or else from one other member after another.
+       none, fetches it from the reducer, or else from one other member after another.
 
 The exchange does not remember which members were late: the vote decides the outcome of the round.
 """

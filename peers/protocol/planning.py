@@ -56,7 +56,7 @@ class MemberLink:
 
 
 class ForATerm:
-    """Peers that a leader remembers for a term of entries, for what it has seen them do itself (R3, R7)."""
+    """Peers that a leader remembers for a term of entries, because of what it saw them do (R3, R7)."""
 
     def __init__(self) -> None:
         self._since: dict[str, int] = {}

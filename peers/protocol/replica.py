@@ -200,7 +200,7 @@ class Replica(StateMachine):
 
     @property
     def furthest(self) -> str | None:
-        """The claimant that is not behind by this peer's log; None if no peer is ahead."""
+        """The claimant whose place is not behind this peer's log; None if no peer is ahead."""
         return self._presence.branches.furthest(self.log, self.lineage, self.contradiction is not None)
 
     @property

@@ -6,10 +6,10 @@ these rules alone (docs/protocol.md has the numbers), whatever leaders propose a
 reorders:
 
     R5   Vote 1 agrees to a proposal. The ballots that a voter votes in only go up, and it votes once in each phase of a
-    ballot. A locked voter agrees only to a proposal that shows a prepare certificate as new as its lock.
+         ballot. A locked voter agrees only to a proposal that shows a prepare certificate no older than its lock.
     R6   Vote 2 needs a prepare certificate of the same ballot. The certificate's header becomes the voter's lock.
     R9   Two votes that no honest voter gives both convict their voter; so does a vote after a farewell. The proofs are
-    in peers/audit/proofs.py.
+         in peers/audit/proofs.py.
     R10  A vote is on the disk before it is sent, so that a restarted peer is the same voter.
     R11  A voter does not vote at a position after its farewell, or if it has forgotten its votes there.
 

@@ -1,5 +1,6 @@
-"""Plain values that everything else uses, their packing into bytes, and what a peer owes other peers. Nothing here
-knows of another peer.
+"""Plain values that all other rooms use, and their packing into bytes: identities, leases, manifests, tickets, chunks.
+
+Nothing here knows of another peer.
 
 Other rooms import:
 chunks: Chunking, KEPT_BYTES, KeptPayloads, MOST_LEVELS, NODE, Payload, PayloadSize, StateChunking, Sum, SumTree,

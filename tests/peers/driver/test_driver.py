@@ -495,7 +495,7 @@ def test_a_message_too_large_to_be_sent_is_named_and_nothing_ends(
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(scenario())
-    assert "cannot tell a: a message of 2000000 bytes exceeds" in caplog.text
+    assert "cannot send to a: a message of 2000000 bytes exceeds" in caplog.text
 
 
 def test_it_leaves_though_the_network_never_takes_a_handler(monkeypatch: pytest.MonkeyPatch) -> None:

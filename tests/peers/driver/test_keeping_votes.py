@@ -79,8 +79,8 @@ def test_without_a_file_votes_are_kept_in_memory() -> None:
     [
         ("run", "b", None, "does not exist"),
         ("run", "b", b"half", "damaged"),
-        ("another", "b", RECORD.pack(), "is of b in run run"),
-        ("run", "c", RECORD.pack(), "is of b in run run"),
+        ("another", "b", RECORD.pack(), "is of peer b in run run"),
+        ("run", "c", RECORD.pack(), "is of peer b in run run"),
     ],
     ids=["missing", "damaged", "another run", "another peer"],
 )

@@ -109,7 +109,7 @@ def test_of_a_run_by_two_thirds_more_than_two_thirds(signers: int, is_certified:
     assert (found is not None) is is_certified
     few = made(by_majority, header, range(3))
     assert prove(few, by_majority, header, verify) == Support(True, 3)
-    with pytest.raises(CertificateError, match="3 of 5 voters are too few"):
+    with pytest.raises(CertificateError, match="3 signers of 5 voters are too few"):
         prove(few, log, header, verify)
 
 

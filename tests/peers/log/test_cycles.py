@@ -57,9 +57,9 @@ def test_each_fragment_has_its_own_place() -> None:
 def test_a_fragment_has_one_entry_in_a_cycle() -> None:
     log = LOG.append(entry(LOG, 1))
     for payload in (PAYLOAD, digest_of(b"another")):
-        with pytest.raises(LogError, match="is not pending"):
+        with pytest.raises(LogError, match="its fragment does not follow"):
             log.append(entry(LOG, 1, payload=payload))
-    with pytest.raises(LogError, match="is not pending"):
+    with pytest.raises(LogError, match="its fragment does not follow"):
         LOG.append(next_header(replace(LOG, fragments=4).of(3), [member("a", 0, 20)], PAYLOAD))
 
 

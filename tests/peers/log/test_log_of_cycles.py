@@ -180,7 +180,7 @@ def test_an_entry_in_anothers_place_is_refused() -> None:
     chain = Chain(LOG)
     chain.add(first)
     for wrong in (first, closing):
-        with pytest.raises(LogError, match="fragment 1"):
+        with pytest.raises(LogError, match="not of 1"):
             chain.add(wrong)
     chain.add(second)
     chain.add(closing)

@@ -262,7 +262,7 @@ def test_events_that_were_not_asked_for_are_mistakes_of_ours(event: Event, state
 
 
 def test_unknown_events_are_mistakes_of_ours() -> None:
-    with pytest.raises(LocalProtocolError, match="no such event"):
+    with pytest.raises(LocalProtocolError, match="unknown event"):
         Rig().do("surprise")  # type: ignore[arg-type]
 
 
