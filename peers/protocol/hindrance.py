@@ -130,7 +130,7 @@ class Hindrances:
 
     def _no_vote(self) -> Hindrance | None:
         trouble = self._context.votes.trouble
-        reason = f"this peer does not vote, since the disk does not take its votes: {trouble}; free or repair the disk"
+        reason = f"this peer does not vote, since the disk does not take its votes or payloads: {trouble}"
         return Hindrance(Kind.NO_VOTE, reason) if trouble else None
 
     def _cut_off(self, leader: str | None) -> Hindrance | None:
