@@ -75,7 +75,7 @@ class HeadSigner:
         return signed
 
     def _check(self, log: RunLog, known: SignedHeads, own: Sequence[SignedHead], heads: Mapping[int, bytes]) -> None:
-        """Raises: CannotSignError if the log contradicts a signed head, or may turn out to."""
+        """Raises: CannotSignError if the log contradicts a signed head, or may prove to do so."""
         if self._me in known.disbelieved:
             step = known.disbelieved[self._me]
             raise CannotSignError(f"this key does not count any more: outer step {step} is signed twice")

@@ -360,7 +360,7 @@ class LogState:
 
     def pool_after(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> SamplePool:
         """Return the pool after `roster` has trained its samples. The rest of their leases returns to the pool, and so
-        do leases that are not kept, and samples of which fewer than half of the tokens count.
+        do leases that are not kept, and samples that have to be trained again (`has_trained`).
 
         Raises:
             LogError: a member trained samples that are not its own, or states more tokens than they have.
