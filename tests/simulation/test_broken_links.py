@@ -205,7 +205,7 @@ def test_who_reaches_nobody_is_told_and_stops_and_comes_back() -> None:
     broken_now(swarm, *(("peer2", name) for name in names))
     broke = swarm.now
     assert swarm.run(MINUTE, until=lambda: bool(swarm.peers["peer2"].peer.hindrances.shown)), "told within a minute"
-    assert "reached" in troubles(swarm)[-1][2]
+    assert "cannot reach the leader" in troubles(swarm)[-1][2]
     swarm.run(5.0)
     assert not trains(swarm, "peer2")
     goal = swarm.longest + 5
