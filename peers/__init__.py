@@ -1,4 +1,2 @@
-"""The swarm: who is there, who leads, how bytes move, what the log says.
-
-Knows nothing of tensors or training: what a payload means is the business of the codec that its user passes in.
-"""
+"""The swarm: its peers, leaders, data transfers and log. It knows nothing of tensors or training; the caller's codec
+defines what a payload means."""

@@ -1,7 +1,7 @@
-"""The error tree. Every error a user can meet says what happened and what to do about it.
+"""The error tree. Every error that a user can meet says what happened and what to do about it.
 
-Whose mistake it was decides the class, as in h11: `LocalProtocolError` is a bug of ours, `RemoteProtocolError` is
-a peer's, and everything else is the world's (a wrong file, an unreachable address, a full disk).
+The class says whose mistake it was, as in h11: `LocalProtocolError` is a bug of this program, `RemoteProtocolError` is
+a peer's fault, and the other errors come from outside (a wrong file, an unreachable address, a full disk).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 class DilocoPeerError(Exception):
     """Base of all errors that the command line shows as one line: cause, then remedy.
 
-    `exit_code` is what the process ends with; docs/commands.md lists the codes in one table.
+    `exit_code` is the exit code of the process; docs/commands.md has the table of codes.
     """
 
     exit_code = 1
@@ -31,43 +31,44 @@ class ManifestError(DilocoPeerError):
 
 
 class SwarmUnreachableError(DilocoPeerError):
-    """No bootstrap node answered, or nobody knows the run."""
+    """No bootstrap node answered, or none knows the run."""
 
     exit_code = 4
 
 
 class LocalNetworkError(DilocoPeerError):
-    """This machine's side of the network: a port in use, an identity file, libp2p's daemon."""
+    """A failure of this machine's side of the network: a port, an identity file, or libp2p's daemon."""
 
     exit_code = 5
 
 
 class InUseError(LocalNetworkError):
-    """A port or an identity file that another program on this machine uses: only a person can choose another."""
+    """A port or an identity file that another program on this machine uses, so that a person must choose another
+    one."""
 
     exit_code = 15
 
 
 class AdmissionError(DilocoPeerError):
-    """A run by invitation does not admit this machine: its ticket is missing, expired, revoked or for somebody else."""
+    """A run by invitation that refuses this machine: its ticket is missing, expired, revoked or for another peer."""
 
     exit_code = 13
 
 
 class CopiedKeyError(DilocoPeerError):
-    """Another machine takes part in the run with the same key."""
+    """Another machine that takes part in the run with the same key."""
 
     exit_code = 14
 
 
 class LocalProtocolError(DilocoPeerError):
-    """Our own code broke the protocol: an event that is illegal in the present state."""
+    """A bug of this program that broke the protocol: an event that is illegal in the present state."""
 
     exit_code = 70
 
 
 class RemoteProtocolError(DilocoPeerError):
-    """A peer broke the protocol. The peer is dropped from what it was part of; we go on."""
+    """A peer's violation of the protocol. The peer is dropped from the exchange or transfer; this program goes on."""
 
     exit_code = 70
 
@@ -77,5 +78,5 @@ class RemoteProtocolError(DilocoPeerError):
 
 
 def quoted(text: str, limit: int) -> str:
-    """Return a text in quotes, for a message. One that is longer than `limit` characters is cut, and ends in `…`."""
+    """Return a text in quotes for a message. One longer than `limit` characters is cut, and ends in `…`."""
     return repr(text if len(text) <= limit else f"{text[:limit]}…")

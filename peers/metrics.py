@@ -1,5 +1,5 @@
-"""What a peer counts, for Prometheus, and whether it is healthy. Counting is always on; serving is up to whoever starts
-the process.
+"""A peer's metrics for Prometheus, and its health. Metrics are always counted; the program that starts the peer decides
+whether to serve them.
 
 docs/metrics.md has all names, and a test compares.
 """
@@ -33,39 +33,40 @@ logger = logging.getLogger(__name__)
 
 
 class Health:
-    """What the parts of a process say of themselves. May be read in another thread than that of the parts.
+    """The health of a process, as its parts report it. Thread-safe for reading.
 
-    A part either gives signs of life, each of which says when the next one is due, or says what it fails at. One that
-    has not reported yet counts as healthy, so that a starting process is not reported as failing.
+    A part either reports signs of life, each with the time until the next, or reports a failure. A part that has not
+    reported yet counts as healthy, so that a starting process is not reported as failing.
     """
 
     def __init__(self, clock: Callable[[], float] = now) -> None:
         self._clock = clock
-        self._due: dict[str, tuple[float, float, str]] = {}  # when it was seen last, when it is due, what lacks then
+        # last sign of life, time of the next one, what is missing then
+        self._due: dict[str, tuple[float, float, str]] = {}
         self._failures: dict[str, str] = {}
 
     def expect(self, part: str, within: float, lacking: str) -> None:
-        """Note a sign of life. Unless another one comes `within` so many seconds, the process is ill for what is
-        `lacking`: "no heartbeat was published"."""
+        """Record a sign of life. If no other one follows `within` this many seconds, the process counts as failing for
+        the reason `lacking`, such as "no heartbeat was published"."""
         seen = self._clock()
         self._due[part] = seen, seen + within, lacking
 
     def failing(self, part: str, reason: str) -> None:
-        """Note that a part fails, until it is `well` or `over`."""
+        """Record that a part fails, until it is `well` or `over`."""
         self._failures[part] = reason
 
     def well(self, part: str) -> None:
-        """Note that a part does not fail any more."""
+        """Record that a part does not fail any more."""
         self._failures.pop(part, None)
 
     def over(self, part: str) -> None:
-        """Note that nothing is expected of a part any more."""
+        """Expect nothing of a part any more."""
         self._due.pop(part, None)
         self._failures.pop(part, None)
 
     @property
     def reasons(self) -> list[str]:
-        """Return why the process is ill; nothing: it is healthy."""
+        """The reasons why the process counts as failing; empty if it is healthy."""
         time = self._clock()
         late = [
             f"{lacking} for {time - seen:.0f} seconds" for seen, due, lacking in list(self._due.values()) if time > due
@@ -74,7 +75,7 @@ class Health:
 
 
 HEALTH = Health()
-"""This process's."""
+"""The health of this process."""
 
 ENTRIES_APPLIED = Counter("diloco_peer_entries_applied", "Log entries applied")
 TOKENS_COUNTED = Counter("diloco_peer_tokens_counted", "Own tokens in applied entries")
@@ -107,14 +108,14 @@ HEALTHY = Gauge("diloco_peer_healthy", "1 while /healthz answers 200, else 0")
 BUILD = Info("diloco_peer_build", "Protocol version")
 
 for _gauge in (OUTER_STEP, LINEAGE_TOKENS, LIVE_PEERS, RELAYED_PEERS, UNREACHED_PEERS, LOSS, HELD_OUT_LOSS, KNOWN_RUNS):
-    _gauge.set(math.nan)  # until this process knows it: 0 would be a value, and the least of all losses
+    _gauge.set(math.nan)  # until this process knows the value: 0 would be a value, and the lowest loss
 
 HEALTHY.set_function(lambda: not HEALTH.reasons)
 BUILD.info({"protocol": str(PROTOCOL_VERSION)})
 
 
 def moved(counter: Counter) -> tuple[int, int]:
-    """Return the bytes that a counter with directions has counted as sent and as received."""
+    """Return the bytes sent and the bytes received, from a counter with directions."""
     samples = [sample for one in counter.collect() for sample in one.samples if sample.name.endswith("_total")]
     counted = {sample.labels["direction"]: sample.value for sample in samples}
     return int(counted.get("sent", 0)), int(counted.get("received", 0))
@@ -122,15 +123,16 @@ def moved(counter: Counter) -> tuple[int, int]:
 
 REQUESTS_AT_ONCE = 32  # a scraper needs one; more is a flood, and each has a thread
 REQUEST_BYTES = 1 << 14
-"""Of a request that are read: the library would hold six megabytes of its headers."""
+"""Maximum bytes of a request that are read. The library would hold six megabytes of its headers."""
 REQUEST_SECONDS = 10.0
-"""That the next bytes of a request, or of the way for its answer, are waited for."""
+"""Seconds to wait for the next bytes of a request, or for room to send its answer."""
 
 _metrics: Callable[..., Iterable[bytes]] = make_wsgi_app()
 
 
 class MetricsServer:
-    """Answers GET /metrics and /healthz on a port, in a thread of its own, so that it can say that all else hangs."""
+    """A server for GET /metrics and /healthz, in a thread of its own, so that it can report that everything else
+    hangs."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         """By default only this machine is answered. Raises: LocalNetworkError when the port is in use."""
@@ -145,7 +147,7 @@ class MetricsServer:
         self.address: tuple[str, int] = self._server.server_address[:2]  # type: ignore[assignment]
         self._thread = Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
-        logger.info("metrics are at http://%s:%d/metrics, and what is ill at /healthz", *self.address)
+        logger.info("metrics are at http://%s:%d/metrics, and health is at /healthz", *self.address)
 
     def close(self) -> None:
         self._server.shutdown()
@@ -154,7 +156,8 @@ class MetricsServer:
 
 
 class _Server(ThreadingWSGIServer):
-    """Has a thread for each request, but never many: of too many the oldest has to go, so that none is shut out."""
+    """A server with a thread for each request, and a limit: above it the oldest request is closed, so that none is shut
+    out."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -162,7 +165,7 @@ class _Server(ThreadingWSGIServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self._open) >= REQUESTS_AT_ONCE:
-            with suppress(OSError, StopIteration):  # it is over by now
+            with suppress(OSError, StopIteration):  # it may be over already
                 oldest = next(iter(tuple(self._open)))
                 self._open.pop(oldest, None)
                 oldest.shutdown(socket.SHUT_RDWR)
@@ -185,15 +188,16 @@ class _SilentHandler(WSGIRequestHandler):
         self.rfile = _Head(self.rfile)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Write nothing for a scrape."""
+        """Log nothing for a scrape."""
 
     def get_stderr(self) -> TextIO:
-        """Return where the traceback of a request goes that cannot be answered: strangers choose how often."""
+        """Return the stream for the traceback of a failed request. It is discarded, since strangers could fill the
+        log."""
         return io.StringIO()
 
 
 class _Head(io.BufferedReader):
-    """The first bytes of a request: what comes after them is not there."""
+    """The first bytes of a request; later ones are not read."""
 
     def __init__(self, file: io.BufferedIOBase) -> None:
         super().__init__(file.detach())

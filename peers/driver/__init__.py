@@ -1,4 +1,4 @@
-"""Runs one peer's protocol on a real network: carries out its effects, and tells it what happened.
+"""Driver of one peer's protocol on a real network: it carries out effects and hands in events.
 
 Other rooms import:
 driver: CALL, CALL_TIMEOUT, Driver

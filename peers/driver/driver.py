@@ -1,8 +1,8 @@
-"""Runs one peer's protocol on a real network: events from the network, the clock and the training side go in, and the
-effects that come out are carried out.
+"""The driver of one peer on a real network. It hands in events from the network, the clock and the workers, and carries
+out the effects that the protocol returns.
 
-What carries out which effect stands in one table, `Driver._table`. Behind it are the parts: messages, the data of
-rounds, the training side, the run's state, and what people are told.
+The table `Driver._table` names the handler of each effect. The handlers are in the parts: messages, data of rounds,
+training, the run's state, and logs for people.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CALL = "message"
-CALL_TIMEOUT = 10.0  # seconds in which a peer must have taken a message of the protocol
+CALL_TIMEOUT = 10.0  # seconds in which a peer must take a message of the protocol
 TICK = 0.25  # seconds
-START_BITS = 61  # random, so that no two starts are alike; the wire counts to 62 bits
+START_BITS = 61  # random bits that number a start; the wire has room for 62
 FAREWELL_TIMEOUT = 3.0  # seconds
-REFUSALS_LIMIT = 128  # that are remembered, so that each is logged once
+REFUSALS_LIMIT = 128  # maximum number of remembered refusals, so that each is logged once
 READING_BURST, READING_SHARE = 5.0, 0.1
-"""Seconds of the processor, at once and in each second, for which one peer's messages are read; those of all peers that
-have neither a lease nor a vote together."""
+"""Processor seconds for reading one peer's messages: at once, and per second. Peers with neither a lease nor a vote
+share one such allowance."""
 
 
 class _Messenger:
-    """Sends one peer's messages, and takes in those of others."""
+    """Sending of one peer's messages, and receiving of others'."""
 
     def __init__(self, transport: HivemindTransport, host: Driver) -> None:
         self._transport = transport
@@ -89,12 +89,12 @@ class _Messenger:
         await self._transport.on_call(CALL, self._receive)
 
     def send(self, send: Send) -> None:
-        """Begin to send a message. One about a lineage that we have left meanwhile is of no use to anybody."""
+        """Start sending a message. One about a lineage that this peer has left meanwhile is dropped."""
         with suppress(LogError):
             self._host.start(self._send(send.to, self._packer.pack(send.message)))
 
     def farewells(self) -> list[Awaitable[object]]:
-        """Return the calls that say goodbye to everybody we know to be alive. Failures are of no consequence."""
+        """Return the calls that send the farewell to all peers that are heard. Failures do not matter."""
         peer = self._host.peer
         if peer.goodbye is None:
             return []
@@ -112,14 +112,16 @@ class _Messenger:
         except PeerUnreachableError as error:
             logger.debug("%s", error)
             self._host.handle(Undelivered(to))
-        except LocalProtocolError as error:  # too large: what others sent us may have made it so
-            logger.error("cannot tell %s: %s", to, error)
+        except LocalProtocolError as error:  # the message is too large, maybe because of data that others sent
+            logger.error("cannot send to %s: %s", to, error)
 
     async def _receive(self, sender: str, data: bytes) -> bytes:
-        """Take in a message. The transport drops and counts what is none: not of this run or this version, of no known
-        kind, or with a field out of bounds.
+        """Handle an incoming message. The transport drops and counts messages of another run or version, of unknown
+        kinds, and with a field out of bounds.
 
-        Raises: RemoteProtocolError; RefusalError for a peer that is not admitted to the run, or takes too much time.
+        Raises:
+            RemoteProtocolError: the message is invalid.
+            RefusalError: the peer is not admitted to the run, or its messages take too much time.
         """
         self._transport.check_admitted(self._host.peer.settings.run, sender)
         log = self._host.peer.log
@@ -137,8 +139,8 @@ class _Messenger:
 
 
 class _VotesKeeper:
-    """Writes one peer's voting records, one after another, beside everything else. Without a file they are in memory
-    only, and each start of the peer is another incarnation."""
+    """The writer of one peer's voting records, one after another. Without a file they are in memory only, and each
+    start of the peer is another incarnation."""
 
     def __init__(self, file: VotesFile | None, host: Driver) -> None:
         self._file = file
@@ -147,7 +149,7 @@ class _VotesKeeper:
         self._thread = ThreadPoolExecutor(1, "votes")
 
     def keep(self, keep: KeepVotes) -> None:
-        """Begin to write a record. What it lets this peer send waits for VotesKept."""
+        """Start writing a record. Messages that depend on it wait for VotesKept."""
         if self._file is None:
             self._host.handle(VotesKept())
         else:
@@ -159,8 +161,7 @@ class _VotesKeeper:
             self._host.handle(VotesNotKept(trouble) if trouble else VotesKept())
 
     async def write(self, record: VotingRecord) -> str:
-        """Write a record, after the entries that it takes for known. Return why that is not possible; empty: it is
-        done."""
+        """Write a record, after the entries that it counts as known. Return the reason if that fails, otherwise ""."""
         if self._file is None:
             return ""
         await self._host.replication.recorder.finish()
@@ -177,7 +178,7 @@ class _VotesKeeper:
 
 
 def _remembered(file: VotesFile | None, run: str, peer: str) -> VotingRecord | None:
-    """Return the votes of this peer's starts before; None, and why in the log, if there are none to go on with."""
+    """Return the votes of this peer's earlier starts; None if there are none to go on with, and log the reason."""
     if file is None:
         return None
     try:
@@ -187,7 +188,7 @@ def _remembered(file: VotesFile | None, run: str, peer: str) -> VotingRecord | N
         reason = f"{file.path} does not exist"
     except (VotesFileError, RecordError) as error:
         reason = str(error)
-    logger.info("%s; this peer votes once the log names it, and need only go on", reason)
+    logger.info("%s; this peer votes again once it is in an outer step, which needs no action", reason)
     return None
 
 
@@ -196,26 +197,26 @@ def _note(effect: Note) -> None:
 
 
 def _dropped(effect: Dropped) -> None:
-    """Name what broke the rules, and who sent it."""
+    """Count and log something that breaks the rules, with its sender."""
     metrics.DROPPED.labels(effect.what).inc()
     logger.info("dropped a %s of %s: %s", effect.what, effect.peer, effect.reason)
 
 
 def _tokens_lost(effect: TokensLost) -> None:
     metrics.TOKENS_LOST.labels(effect.what).inc(effect.tokens)
-    logger.info("%d tokens that we trained are lost: %s", effect.tokens, effect.reason)
+    logger.info("%d trained tokens are lost: %s", effect.tokens, effect.reason)
 
 
 def _trouble(effect: Trouble) -> None:
     metrics.TROUBLED.set(bool(effect.reason))
     level = effect.level if effect.reason else "info"
-    logger.log(logging.getLevelNamesMapping()[level.upper()], effect.reason or "what this peer trains counts again")
+    logger.log(logging.getLevelNamesMapping()[level.upper()], effect.reason or "this peer's training counts again")
 
 
 class Driver:
-    """One peer of one run. `run` returns when it has left, and raises what made going on impossible.
+    """One peer of one run. `run` returns when the peer has left, and raises the error that stopped it.
 
-    `entries` is the log as far as it is here.
+    `entries` is the log, as far as it is on this machine.
     """
 
     def __init__(
@@ -236,19 +237,22 @@ class Driver:
         name: str = "",
         share: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """Begin with the workload's state, which has this digest.
+        """Create a driver for the workload's state, which has this digest.
 
         Args:
-            lineage: ends where in the log that state is; by default before the first entry.
-            log: keeps what is applied from there; by default in memory.
+            lineage: the log up to that state; by default before the first entry.
+            log: keeps the entries that are applied from there on; by default in memory.
             storage: has room for snapshots; by default in memory.
-            votes: keeps this peer's votes, so that it is the same voter when it starts again; by default in memory.
-            on_entry: is told of every outer step that is taken here whole: the entry that closes it, and the state
-                digest after it.
-            on_snapshot: is told of every state that is frozen here or fetched.
-            team: is told to others with each heartbeat; so is the nickname `name`.
-            format: that of all contributions; by default the one that our uplink has time for.
-            share: returns the share of a whole contribution's bytes that ours may have, if the run has such a format.
+            votes: file that keeps this peer's votes, so that it is the same voter when it restarts; by default in
+                memory.
+            on_entry: called after each outer step of the whole state, with the closing entry's header and the state
+                digest.
+            on_snapshot: called with each snapshot that is made here or fetched.
+            team: the team in this peer's heartbeats.
+            format: the format of all contributions; by default the one that the uplink has time for.
+            name: the nickname in this peer's heartbeats.
+            share: returns the share of a whole contribution's bytes that this peer's may have, if the run has such a
+                format.
         """
         self.entries = RunLog(settings.empty_log, 0) if log is None else log
         buffers = PayloadBuffers.of_each(workload.fragments, KEPT_BYTES, self.entries.payload)
@@ -284,7 +288,7 @@ class Driver:
         return self._training.sending
 
     def _table(self) -> EffectTable:
-        """Which part carries out which effect."""
+        """Return the handler of each effect."""
         return EffectTable(
             row(effects.Send, self._messenger.send),
             row(effects.KeepVotes, self._votes.keep),
@@ -305,14 +309,14 @@ class Driver:
             row(effects.Stop, lambda stop: self._stopped.set()),
         )
 
-    # One life -------------------------------------------------------------------------------------------------
+    # Life cycle -------------------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Take part until asked to leave. Raises: DilocoPeerError, the first that any task met."""
+        """Take part until asked to leave. Raises: DilocoPeerError, the first one of any task."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 living = self.start(self._live())
-                await self._stopped.wait()  # not after `_live` has begun: libp2p's daemon may be dead, and never answer
-                living.cancel()  # nothing after the last words
+                await self._stopped.wait()  # `_live` may never begin: libp2p's daemon may be dead, and not answer
+                living.cancel()  # nothing may follow the farewell
                 await self._say_goodbye()
                 await self.replication.recorder.finish()
                 for task in self._running:
@@ -326,7 +330,7 @@ class Driver:
             HEALTH.over("heartbeat")
 
     async def _live(self) -> None:
-        """Answer others, and tell the protocol the time and who is here."""
+        """Serve other peers, and hand the protocol the time and the heartbeats."""
         for part in (self._messenger, self.rounds, self._scout, self.replication):
             await part.serve()
         async with asyncio.TaskGroup() as clocks:
@@ -340,7 +344,7 @@ class Driver:
             await asyncio.sleep(TICK)
 
     async def _keep_pulse(self) -> None:
-        """Say that we are here, and hear who else is. What fails is tried again at the next beat."""
+        """Publish this peer's heartbeats and read the others'. What fails is tried again at the next beat."""
         timing = self.peer.settings.timing
         while True:
             with suppress(TimeoutError):
@@ -353,8 +357,8 @@ class Driver:
             await asyncio.sleep(timing.heartbeat)
 
     async def _say_goodbye(self) -> None:
-        """The deathrattle: a word to everybody we know to be alive, and a last heartbeat; then nothing more. A farewell
-        that the disk does not take is not said: this peer would vote after it when it starts again."""
+        """Send the farewell to all peers that are heard, and a last heartbeat; then nothing more. If the disk does not
+        take the record of the farewell, none is sent, since this peer would vote after it when it restarts."""
         if trouble := await self._votes.write(self.peer.record):
             logger.warning("this peer leaves without a farewell: %s", trouble)
             return
@@ -364,17 +368,18 @@ class Driver:
                 await asyncio.gather(*last_words, return_exceptions=True)
 
     def leave(self, at_once: bool = False) -> None:
-        """Leave politely, and unless `at_once` finish the round under way; `run` then returns."""
+        """Leave: after the round under way, or `at_once`. `run` then returns."""
         self.handle(LeaveRequested(at_once))
 
     def rest(self) -> None:
-        """Expect no training any more: the run has had its last outer step, and this peer hands the state out."""
+        """Expect no training any more: the run has had its last outer step, and this peer serves the state to
+        others."""
         self._training.rest()
         self.handle(NothingToTrain())
 
-    # What the parts ask for -----------------------------------------------------------------------------------
+    # For the parts ----------------------------------------------------------------------------------------------
     def handle(self, event: Event) -> None:
-        """Let the protocol take in an event, and begin what it wants done."""
+        """Hand an event to the protocol, and start the effects that it returns."""
         for effect in self.peer.handle(event, now()):
             self._effects.carry_out(effect)
         self.rounds.follow()
@@ -384,22 +389,22 @@ class Driver:
                 waiter.set_result(None)
 
     def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Run this beside everything else, until it ends or this peer has left."""
+        """Run a coroutine until it ends or this peer has left."""
         task = self._tasks.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
     async def until(self, condition: Callable[[Peer], bool]) -> None:
-        """Wait, looking again after every event, for something to be true of the protocol's state."""
+        """Wait until a condition on the protocol's state holds. It is checked after every event."""
         while not condition(self.peer):
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
             await waiter
 
-    # What this peer says of itself ----------------------------------------------------------------------------
+    # This peer's heartbeat ---------------------------------------------------------------------------------------
     def evaluated(self, held_out: HeldOutLoss) -> None:
-        """Tell others from now on what this peer found about theta."""
+        """Publish this peer's held-out loss of theta from now on."""
         self._pulse.held_out = held_out
         metrics.HELD_OUT_LOSS.set(held_out.loss)
 

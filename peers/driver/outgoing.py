@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from peers.network.transport import HivemindTransport
 
 CHUNKS = "chunks"
-CLOSING_TIME = 5.0  # seconds that a stream may take to end properly, so that its connection can be used again
-LATE_FLIGHT = 2.0  # times as long as chunks took before: that is late
-MEMORY = 0.25  # of how long they took, that the last one decides
-LATE_CHUNK = 1.5  # times as long as a chunk should take: then it is sent on another stream, too
-LEAST_PATIENCE = 1.0  # seconds before that
+CLOSING_TIME = 5.0  # seconds for a stream to end properly, so that its connection can be used again
+LATE_FLIGHT = 2.0  # multiple of the usual time after which a chunk is late
+MEMORY = 0.25  # weight of the last chunk in the usual time
+LATE_CHUNK = 1.5  # multiple of a chunk's expected time after which it is sent on another stream, too
+LEAST_PATIENCE = 1.0  # minimum seconds before that
 PATIENCE = 5.0  # seconds for which a chunk waits for those of earlier rounds
-SECONDS_UNDER_WAY = 0.5  # of what our link carries
-LOOK = 0.25  # seconds from one look at what is late to the next
-STREAMS = 512  # to all members together, where more than the fewest are of use
+SECONDS_UNDER_WAY = 0.5  # data under way, in seconds of the link's rate
+LOOK = 0.25  # seconds between two checks for late chunks
+STREAMS = 512  # maximum number of streams to all members together, but at least FEWEST to each
 
 
 class StreamHeader(Value):
-    """The round that a stream's chunks are of."""
+    """The round that a stream's chunks belong to."""
 
     round_name: RoundName
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A chunk that is not answered: when it was sent first, and last; on which stream, and how often."""
+    """A chunk that is not answered yet: when it was sent first and last, on which stream, and how often."""
 
     first: float
     last: float
@@ -55,28 +55,28 @@ class _Flight:
 
 
 class _Flights:
-    """When each was sent, and on which stream. Where TCP waits for a lost packet, one of several connections may stand
-    still for seconds, while the others have nothing left to send.
+    """The unanswered chunks to one member. If TCP waits for a lost packet, one of several connections may stand still
+    for seconds, while the others have nothing left to send.
 
-    Where all chunks take long, none of them hangs: a member whose link is slow, or shared by many, would be sent
-    everything twice, and take twice as long.
+    If all chunks take long, none of them hangs. Sending them again would only double the load of a link that is slow or
+    shared by many.
     """
 
     def __init__(self, clock: Callable[[], float], usual: float = 0.0) -> None:
         self.usual = usual
-        """Seconds from when a chunk is sent until it is answered; 0: not known."""
+        """Seconds from sending a chunk until its answer; 0 if unknown."""
         self._clock = clock
-        # By a chunk's number, and whether it is averaged; the one that was sent first comes first.
+        # By the chunk's number, and true for an average; the one that was sent first comes first.
         self._flights: dict[tuple[int, bool], _Flight] = {}
 
     def begin(self, send: SendChunk, stream: object) -> None:
-        """A chunk is sent on a stream, maybe once more."""
+        """Record that a chunk is sent on a stream, maybe once more."""
         now, before = self._clock(), self._flights.pop((send.chunk, send.reduced), None)
         first, times = (before.first, before.times + (before.stream is not stream)) if before else (now, 1)
         self._flights[send.chunk, send.reduced] = _Flight(first, now, stream, times, send)
 
     def end(self, send: SendChunk) -> bool:
-        """A chunk was answered. Returns whether it was not before, on another stream."""
+        """Remove a chunk that was answered. Return whether this is its first answer."""
         flight = self._flights.pop((send.chunk, send.reduced), None)
         if flight is None:
             return False
@@ -89,14 +89,14 @@ class _Flights:
         return not self._flights
 
     def forget_blocks(self) -> None:
-        """Wait for the answers of averages alone."""
+        """Wait for the answers of averages only."""
         self._flights = {key: flight for key, flight in self._flights.items() if flight.send.reduced}
 
     def late(self, stream: object, patience: float) -> SendChunk | None:
-        """Return what has been under way on another stream for longer than that, and than is usual; for twice as long
-        each time, so that no link that has become slow is filled with what is there already.
+        """Return a chunk that has been under way on another stream for longer than `patience` seconds, and than usual.
+        The limit doubles each time, so that a link that has become slow is not filled with copies.
 
-        It is this stream's from now on: others that look, too, before it is sent, would send it as well.
+        The chunk counts as sent on this stream from now on, so that no other stream sends it, too.
         """
         now, limit = self._clock(), max(patience, LATE_FLIGHT * self.usual)
         for flight in self._flights.values():
@@ -107,9 +107,8 @@ class _Flights:
 
 
 class Uplink:
-    """Rounds of several fragments may be under way. They take their turns in the order in which they began: if they
-    shared the link, each of them would be late. `meter` measures what is confirmed.
-    """
+    """The uplink that the rounds of several fragments share. They take turns in the order in which they began, because
+    all of them would be late if they sent at once. `meter` measures confirmed bytes."""
 
     def __init__(self) -> None:
         self.meter = RateMeter()
@@ -119,36 +118,37 @@ class Uplink:
         self._news = asyncio.Event()
 
     def begin_round(self, sending: Outgoing, others: int) -> None:
-        """A round begins, with so many other members."""
+        """Begin a round with this number of other members."""
         self.end_round(sending)
         self._rounds[sending] = None
         self.lanes.begin_round(others)
         self.meter.begin_round()
 
     def end_round(self, sending: Outgoing) -> None:
-        """A round is over, if there is one."""
+        """End a round, if it is under way."""
         self._rounds.pop(sending, None)
         self.moved()
 
     def passed(self, count: int, seconds: float) -> None:
-        """So many bytes of a chunk are confirmed, which took so many seconds."""
+        """Count the bytes of a confirmed chunk, and the seconds that they took."""
         self.meter.passed(count, seconds)
         self.sent_bytes += count
         metrics.ROUND_BYTES.labels("sent").inc(count)
 
     def under_way(self, streams: int) -> int:
-        """Return the bytes that each of so many streams has under way at most: what lies in buffers when another chunk
-        becomes more urgent, or another stream runs dry, is out of our hands."""
+        """Return the most bytes that each of this number of streams may have under way. Bytes in buffers cannot be
+        recalled when another chunk becomes more urgent, or another stream has nothing to send."""
         rate = self.meter.rate
         return int(min(BYTES_UNDER_WAY, SECONDS_UNDER_WAY * rate / max(streams, 1))) if rate else BYTES_UNDER_WAY
 
     def patience(self, streams: int, chunk: int) -> float:
-        """Return the seconds after which a chunk of so many bytes, on one of so many streams, should be there."""
+        """Return the seconds after which a chunk of this many bytes, on one of this number of streams, should have
+        arrived."""
         rate = self.meter.rate
         return max(LEAST_PATIENCE, LATE_CHUNK * (SECONDS_UNDER_WAY + streams * chunk / rate)) if rate else math.inf
 
     async def turn(self, sending: Outgoing, to: str) -> None:
-        """Wait until no round that began earlier has anything to send to a member; but not for one that hangs."""
+        """Wait until no earlier round has chunks to send to a member, but not for a round that hangs."""
         try:
             async with asyncio.timeout(PATIENCE):
                 while self._earlier(sending, to):
@@ -158,19 +158,19 @@ class Uplink:
                 other.hangs_at.add(to)
 
     def _earlier(self, sending: Outgoing, to: str) -> list[Outgoing]:
-        """Return the rounds that began earlier and go on sending to a member."""
+        """Return the earlier rounds that still send to a member."""
         earlier = takewhile(lambda one: one is not sending, self._rounds)
         return [other for other in earlier if other.has_more(to) and to not in other.hangs_at]
 
     def moved(self) -> None:
-        """A round has nothing left to send to a member, or has ended."""
+        """Wake the rounds that wait for their turn."""
         self._news.set()
         self._news = asyncio.Event()
 
 
 class Outgoing:
-    """Sends the chunks of one fragment's present round; and of the last one, until the next begins, the averages that
-    others still lack: most members decide what a round came to, and the slowest need its payload all the same."""
+    """The sending of chunks for one fragment. It sends those of the present round, and after it, until the next begins,
+    the averages that members still miss: most members decide a round, and the slowest need its payload, too."""
 
     def __init__(self, transport: HivemindTransport, buffers: PayloadBuffers, host: Driver, uplink: Uplink) -> None:
         self._transport = transport
@@ -183,10 +183,10 @@ class Outgoing:
         self._flights: dict[str, _Flights] = {}
         self._usual: dict[str, float] = {}  # seconds that a chunk took to each member of the last round
         self.hangs_at = set[str]()
-        """Members for whom chunks wait, and none was sent for long: later rounds do not wait for that."""
+        """Members to which no chunk was sent for long, although chunks wait. Later rounds do not wait for them."""
 
     def begin(self, round_name: RoundName, others: int) -> None:
-        """Send chunks of this round, which has so many other members."""
+        """Send chunks of this round, which has this number of other members."""
         self._end()
         self._usual = {peer: flights.usual for peer, flights in self._flights.items()}
         self._round, self._flights = round_name, {}
@@ -194,7 +194,7 @@ class Outgoing:
         self._uplink.begin_round(self, others)
 
     def tidy(self, present: RoundName | None) -> None:
-        """Send nothing more of another round than the `present` one, but for averages if we have all of them."""
+        """Stop sending for rounds other than the `present` one. Averages of a finished round go on."""
         if self._round is None or self._round == present:
             return
         if not self._is_over:
@@ -210,14 +210,14 @@ class Outgoing:
         self._uplink.moved()
 
     def _end(self) -> None:
-        """Send nothing more of our round."""
+        """Stop sending for the round."""
         for peer in list(self._senders):
             self._end_streams_to(peer)
         self._round = None
         self._uplink.end_round(self)
 
     def _end_streams_to(self, peer: str) -> None:
-        """Send nothing more to a member. A stream has some time to end properly."""
+        """Stop sending to a member. Its streams get some time to end properly."""
         queue = self._queues.pop(peer)
         while not queue.empty():
             queue.get_nowait()
@@ -240,10 +240,11 @@ class Outgoing:
         self._senders[to] = tasks
 
     async def _carry(self, round_name: RoundName, to: str, queue: asyncio.Queue[SendChunk | None]) -> None:
-        """One stream to a member, from the first chunk for it until it breaks or the round is over."""
+        """Run one stream to a member, from its first chunk until the stream breaks or the round is over."""
         usual, stream = self._usual.get(to, 0.0), object()
         flights = self._flights.setdefault(to, _Flights(asyncio.get_running_loop().time, usual))
-        waiting = [await self._next(to, queue, flights, stream)]  # until the stream is open, and it is our turn
+        # until the stream is open, and it is this round's turn
+        waiting = [await self._next(to, queue, flights, stream)]
         if waiting == [None]:
             return
 
@@ -266,7 +267,7 @@ class Outgoing:
         except PeerUnreachableError:
             unsent = [send for send in waiting if send] + list(sender.pending if sender else ())
             others = [task for task in self._senders.get(to, ()) if task is not asyncio.current_task()]
-            if all(task.done() for task in others):  # nobody else takes what waits for this member
+            if all(task.done() for task in others):  # no other stream sends the chunks that wait for this member
                 while not queue.empty():
                     if send := queue.get_nowait():
                         unsent.append(send)
@@ -278,7 +279,8 @@ class Outgoing:
     async def _next(
         self, to: str, queue: asyncio.Queue[SendChunk | None], flights: _Flights, stream: object
     ) -> SendChunk | None:
-        """Return what is to be sent next; None ends the stream. When nothing waits, that is what hangs on another."""
+        """Return the next chunk to send; None ends the stream. If none waits, it is a chunk that hangs on another
+        stream."""
         while not (self._is_over and queue.empty() and flights.are_answered):
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK):
@@ -294,16 +296,16 @@ class Outgoing:
 
     @property
     def _is_over(self) -> bool:
-        """Return whether our round is over, and its averages are given to members that lack them."""
+        """True once the round's payload is complete here, so that only averages for other members are left to send."""
         return self._round is not None and self._buffers.last(self._round) is not None
 
     def has_more(self, to: str) -> bool:
-        """Whether anything waits to be sent to a member."""
+        """Return whether a chunk waits to be sent to a member."""
         return to in self._queues and not self._queues[to].empty()
 
     @property
     def _streams(self) -> int:
-        """Return how many streams our round has."""
+        """The number of streams of this round."""
         return sum(len(tasks) for tasks in self._senders.values())
 
     def _data(self, send: SendChunk) -> memoryview:
@@ -322,7 +324,7 @@ class Outgoing:
             self._host.handle(ChunksUnsent(send.round_name, send.to, (send.chunk,), send.reduced))
 
     def _widen(self, round_name: RoundName, count: int) -> None:
-        """Use more connections, where those that there are do not carry all that waits."""
+        """Open more connections, if the present ones do not carry all waiting chunks."""
         has_more = any(queue.qsize() for queue in self._queues.values())
         if self._uplink.lanes.passed(count, has_more) and round_name == self._round:
             for peer in list(self._senders):

@@ -1,4 +1,4 @@
-"""A peer's pulse: its own heartbeats and beats go out, and those of others come in."""
+"""The pulse of a peer: it publishes its own heartbeats and beats, and collects those of others."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from peers.driver.driver import Driver
     from peers.network.transport import HivemindTransport
 
-REFRESH_BEATS = 15  # heartbeats after which we ask again where others can reach us
+REFRESH_BEATS = 15  # heartbeats after which the peer asks again under which addresses others reach it
 SHARE_FOR_SILENCE = 0.25
-"""Of a heartbeat's expiry, how long a beat may wait for a DHT node that is silent. A beat has two such waits at most,
-and others must still see it in time: one machine that is frozen must not make all others deaf to each other."""
+"""Share of a heartbeat's expiry for which a beat may wait for a silent DHT node. A beat has two such waits at most, and
+must still arrive in time: one frozen machine must not keep all others from hearing each other."""
 
 
 class Pulse:
-    """One peer's heartbeats, made, signed and published; those of the others, collected."""
+    """The heartbeats of one peer: it makes, signs and publishes its own, and collects the others'."""
 
     def __init__(
         self, identity: Identity, transport: HivemindTransport, host: Driver, team: str = "", name: str = ""
@@ -45,8 +45,8 @@ class Pulse:
         transport.dht.expect_answers_within(SHARE_FOR_SILENCE * host.peer.settings.timing.heartbeat_expiry)
 
     def known(self) -> Iterator[Event]:
-        """Yield what the run's archives have signed, what its organiser has given to this machine, and what our log has
-        of the time before the peer's lineage, where that lacks anything."""
+        """Yield the heads that the run's archives have signed, an amendment that the organiser has given to this
+        machine, and, if the peer's lineage is short, earlier heads from its log."""
         run, log, lineage = self._peer.settings.run, self._host.entries, self._peer.lineage
         signed = self._transport.runs.signed_heads_of(run)
         yield SignedHeadsSeen(signed, log.heads_at(signed.indices))
@@ -58,8 +58,8 @@ class Pulse:
             yield HeadsSeen(last, tuple(heads))
 
     async def beat(self) -> HeartbeatsSeen:
-        """Say that we are here. Returns the words of every peer that we hear, with the names of those that have fresh
-        records alone, and begins to connect to those that are new."""
+        """Publish this peer's heartbeat, and begin to connect to new peers. Return the heartbeats of the peers that are
+        heard, and the names of those that only have fresh records."""
         if self._beats % REFRESH_BEATS == 0:
             await self._transport.refresh_addresses()
         self._beats += 1
@@ -75,15 +75,15 @@ class Pulse:
         return HeartbeatsSeen(tuple(beat for beat in heartbeats if beat.peer in silences), silences, unheard)
 
     def _connect_to_new(self, heartbeats: Sequence[Heartbeat]) -> None:
-        """Begin to connect to strangers; in a large swarm to nobody, before there is something to say to it."""
+        """Begin to connect to new peers. In a large swarm that waits until there is a message to send."""
         self._connected &= {heartbeat.peer for heartbeat in heartbeats}
         for stranger in heartbeats if len(heartbeats) <= EAGER else ():
             if stranger.peer not in self._connected | {self._peer.me}:
                 self._connected.add(stranger.peer)
-                self._host.start(self._connect(stranger))  # which takes long where the peer is gone
+                self._host.start(self._connect(stranger))  # takes long if the peer is gone
 
     async def publish(self) -> None:
-        """Say that we are here: with a beat, or a signed heartbeat where there is more to say."""
+        """Publish a beat, or a signed heartbeat if its content has changed."""
         run, heartbeat = self._peer.settings.run, self.heartbeat()
         discovery = self._transport.discovery_of(run)
         if discovery.is_news(heartbeat):
@@ -94,8 +94,8 @@ class Pulse:
         HEALTH.expect("heartbeat", self._peer.settings.timing.heartbeat_expiry, "no heartbeat was published")
 
     def heartbeat(self) -> Heartbeat:
-        """Return all there is to say about this peer now. Never the same twice: the sequence grows, also beyond what
-        was said with our key before we started."""
+        """Return this peer's present heartbeat. No two are the same: the sequence number grows, also above those that
+        earlier starts with this key used."""
         before = self._transport.discovery_of(self._peer.settings.run).copies.highest
         self._sequence = next_sequence(self._sequence, before)
         peer, progress, log = self._peer, self._peer.trainer.progress, self._peer.settled
@@ -125,7 +125,7 @@ class Pulse:
             unreached=name_peers(peer.presence.unreached),
             view=peer.view,
             leads=peer.presence.can_lead,
-            trouble=printable(peer.hindrances.told),
+            trouble=printable(peer.hindrances.shown),
             departure=goodbye.departure if goodbye else 0,
             farewell=goodbye.signature if goodbye else b"",
             ticket=ticket,

@@ -1,4 +1,4 @@
-"""The run's state on this machine: stepped on by entries, written down, fetched where it is behind, given to others."""
+"""The run's state on this machine: applied entries, records on the disk, fetched snapshots, and copies for others."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ FINISH_TIMEOUT = 10.0  # seconds
 
 
 class _Recorder:
-    """Writes beside everything else, one entry after another."""
+    """The writer of entries and payloads to the disk, one after another, beside everything else."""
 
     def __init__(self, log: RunLog, transport: PullTransport, buffers: Sequence[PayloadBuffers], host: Driver) -> None:
-        """`buffers` are of each fragment: they are told which of their payloads lie on the disk."""
+        """`buffers` has one for each fragment; they learn which of their payloads are on the disk."""
         self._log = log
         self._transport = transport
         self._buffers = buffers
@@ -60,15 +60,15 @@ class _Recorder:
         self._turn = asyncio.Lock()
         self._last: asyncio.Task[None] | None = None
         self._trouble = ""
-        """Why the disk did not take the last entry; empty: it did."""
+        """The reason why the disk did not take the last entry; empty if it did."""
 
     def add(self, made: Apply, state_digest: bytes | None, payload: Payload | None) -> None:
-        """Write down an entry that was applied, with what proves it and its annex. The digest is that of the state
-        after its cycle, if the entry is the last one of it to be applied."""
+        """Start writing an applied entry, with its certificate, its proofs and its annex. `state_digest` is that after
+        its cycle, if the entry is the last one of the cycle to be applied."""
         self._last = self._host.start(self._add(made, state_digest, payload))
 
     async def keep_payload(self, index: int, payload: Payload) -> str:
-        """Write down a payload before it is voted for. Return why that is not possible; empty: it is done."""
+        """Write a payload before it is voted for. Return the reason if that fails, otherwise ""."""
         if self._log.is_on_disk:
             try:
                 await asyncio.to_thread(self._log.keep_payload, index, payload)
@@ -77,15 +77,15 @@ class _Recorder:
         return ""
 
     async def follow(self, chain: Chain, end: int) -> None:
-        """Take over what leads up to a snapshot."""
+        """Keep the log up to a snapshot."""
         async with self._turn:
             try:
                 await asyncio.to_thread(self._log.follow, chain, end)
             except LogFolderError as error:
-                logger.warning("the entries before %d are not kept: %s", end, error)
+                logger.warning("the entries before %d could not be written to the disk: %s", end, error)
 
     async def finish(self) -> None:
-        """Wait until what was added is on the disk, within seconds."""
+        """Wait until all added entries are on the disk, for a limited time."""
         if self._last is not None:
             await asyncio.wait([self._last], timeout=FINISH_TIMEOUT)
 
@@ -96,7 +96,7 @@ class _Recorder:
                 await asyncio.to_thread(self._log.append, header, state_digest, payload, made.certificate)
                 if made.proofs:
                     await asyncio.to_thread(self._log.keep_proofs, made.proofs)
-            except LogFolderError as error:  # the run goes on all the same
+            except LogFolderError as error:  # the run goes on without it
                 self._note(str(error), header.index)
             else:
                 self._note("", header.index)
@@ -108,14 +108,14 @@ class _Recorder:
         self._host.start(self._proofs.fetch(self._donors))
 
     def _note(self, trouble: str, index: int) -> None:
-        """Say what keeps entries from being kept: once, again when it changes, and when it is over."""
+        """Log why entries are not on the disk: once, again if the reason changes, and when it is over."""
         if trouble == self._trouble:
             return
         self._trouble = trouble
         if trouble:
-            logger.warning("entries are not kept, from %d on: %s", index, trouble)
+            logger.warning("entries from %d on are not on the disk: %s", index, trouble)
         else:
-            logger.warning("entries are kept again, from %d on", index)
+            logger.warning("entries from %d on are written to the disk again", index)
 
     @property
     def _donors(self) -> list[str]:
@@ -129,7 +129,7 @@ class _Recorder:
 
 
 class Replication:
-    """Momentum and theta, and what is kept of how they came about. See `Driver` for `on_entry` and `on_snapshot`."""
+    """theta and momentum, and the entries that led to them. See `Driver` for `on_entry` and `on_snapshot`."""
 
     def __init__(
         self,
@@ -142,9 +142,10 @@ class Replication:
         on_entry: Callable[[Header, bytes], None],
         on_snapshot: Callable[[FrozenSnapshot], None],
     ) -> None:
-        """`buffers` are of each fragment."""
+        """`buffers` has one for each fragment."""
         self.worker = asyncio.Lock()
-        """Held while the worker is at work, and while another state is fetched, so that nobody trains from this one."""
+        """Held while the workers train, and while another state is fetched, so that they do not train from the old
+        state."""
         self.freezer = Freezer(host.peer, workload, storage, host, on_snapshot)
         self.recorder = _Recorder(log, transport, buffers, host)
         self._on_entry = on_entry
@@ -158,7 +159,7 @@ class Replication:
         self._lineages = LineageFetch(transport, log, recent=host.peer.lineage.after)
         self._looking: asyncio.Task[None] | None = None
         self.download: Download | None = None
-        """The newest one of a snapshot."""
+        """The newest download of a snapshot, if any."""
         self._applying: set[int] = set()
 
     async def serve(self) -> None:
@@ -171,7 +172,7 @@ class Replication:
         await serve_snapshots(self._transport, {run: self.freezer})
 
     def is_applying(self, fragment: int) -> bool:
-        """Whether an entry of this fragment is yet to be applied."""
+        """Return whether an entry of this fragment is still to be applied."""
         return fragment in self._applying
 
     def apply(self, apply: Apply) -> None:
@@ -182,10 +183,10 @@ class Replication:
         header = apply.header
         kept = self._buffers[header.fragment].kept.get(header.payload)
         async with self.freezer.changing():
-            if kept is None and header.payload != NO_PAYLOAD:  # of an older vote it may lie on the disk alone
+            if kept is None and header.payload != NO_PAYLOAD:  # the payload of an older vote may be on the disk only
                 kept = await asyncio.to_thread(self._buffers[header.fragment].find, header.payload)
                 if kept is None:
-                    raise LocalProtocolError(f"the payload of entry {header.index} is to be applied and not here")
+                    raise LocalProtocolError(f"entry {header.index} is to be applied, but its payload is not here")
             me, log = self._host.peer.me, self._host.peer.log
             if kept is None:
                 await self._workload.unchanged(header.index, header.fragment)
@@ -195,7 +196,7 @@ class Replication:
                 await self._workload.apply(kept.data, *step, amendment=apply.amendment)
             self._applying.discard(header.fragment)
             metrics.ENTRIES_APPLIED.inc()
-            if header.fragment == len(self._buffers) - 1:  # those of a cycle are in each of its entries
+            if header.fragment == len(self._buffers) - 1:  # each entry of a cycle has the cycle's tokens
                 metrics.TOKENS_COUNTED.inc(header.tokens_of(me))
             self._host.handle(Applied(header))
             state_digest = None
@@ -211,7 +212,7 @@ class Replication:
         try:
             await self.freezer.freeze_if_due()
         except (OSError, SnapshotError) as error:
-            logger.error("no snapshot of outer step %d: %s", self._host.peer.log.position.index, error)
+            logger.error("could not make a snapshot of outer step %d: %s", self._host.peer.log.position.index, error)
 
     async def fetch_payload(self, fetch: FetchPayload) -> None:
         try:
@@ -247,11 +248,11 @@ class Replication:
         async def vouch() -> Vouched:
             nonlocal vouching
             vouching = await self._vouching(fetch)
-            told = partial(state_told, vouching.theirs, self._host.peer.presence.live().values())
-            return Vouched(vouching.theirs, told, fetch.least)
+            trusted_digest = partial(state_told, vouching.theirs, self._host.peer.presence.live().values())
+            return Vouched(vouching.theirs, trusted_digest, fetch.least)
 
         try:
-            async with self.worker:  # a training that was stopped needs a moment to end
+            async with self.worker:  # a stopped training needs a moment to end
                 snapshot = await fetch_snapshot(
                     *(self._transport, donors, self._host.peer.log, fetch.least, vouch, self._storage, size),
                     on_download=self._downloads,
@@ -274,12 +275,12 @@ class Replication:
         self.download = download
 
     async def _vouching(self, fetch: FetchSnapshot) -> Compared:
-        """Return the donor's log, as far as it is believed, which vouches for snapshots. Raises: LineageError."""
+        """Return the believed part of the donor's log, which vouches for snapshots. Raises: LineageError."""
         peer = self._host.peer
         beat = peer.presence.live().get(fetch.donor)
         index = beat.index if beat is not None else fetch.least
         found = await self._lineages.compare(fetch.donor, index + 1, fetch.others, peer.log)
         believed = peer.believed(found.theirs, found.ours)
         if believed is None:
-            raise LineageError(f"the log of {fetch.donor} is not better than ours")
+            raise LineageError(f"the log of {fetch.donor} is not better than this peer's")
         return replace(found, theirs=believed)

@@ -1,4 +1,4 @@
-"""The data of rounds: room for it, its chunks on their way, their averages, and the payload in the end."""
+"""The data of rounds: buffers, chunks under way, averages, and the final payload."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Shown: TypeAlias = Sequence[tuple[ChunkProof, Blocks] | None]
 
 
 class RoundCosts(NamedTuple):
-    """What all rounds of one peer have cost so far: seconds in them, and bytes of chunks. Of the last rounds, the best
-    rate of each direction in any half second, in bytes a second; 0: not measured."""
+    """Costs of all rounds of one peer so far: seconds in them, and bytes of chunks. The peaks are the best rate in any
+    half second of the last rounds, in bytes a second (0 if not measured)."""
 
     seconds: float = 0.0
     sent_bytes: int = 0
@@ -40,12 +40,12 @@ class RoundCosts(NamedTuple):
 
 
 class Rounds:
-    """One peer's rounds, of which one is under way at a time for each fragment."""
+    """One peer's rounds; for each fragment one is under way at a time."""
 
     def __init__(
         self, transport: HivemindTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Driver
     ) -> None:
-        """`buffers` are of each fragment."""
+        """`buffers` has one for each fragment."""
         self._transport = transport
         self._workload = workload
         self._buffers = buffers
@@ -61,7 +61,7 @@ class Rounds:
 
     @property
     def costs(self) -> RoundCosts:
-        """Return the costs of all rounds until now, the present one's included."""
+        """The costs of all rounds until now, with the present one."""
         present = 0.0 if self._began_at is None else now() - self._began_at
         traffic = self.traffic
         return RoundCosts(self._seconds + present, traffic.uplink.sent_bytes, traffic.received_bytes, *traffic.peaks)
@@ -92,7 +92,8 @@ class Rounds:
                 self._host.handle(event)
 
     async def assemble(self, assemble: AssemblePayload) -> None:
-        """Keep a payload whose chunks are all here, on the disk, too. Payloads of one round come in their order."""
+        """Assemble a payload whose chunks are all here, and write it to the disk. Payloads of one round come in their
+        order."""
         round_name, exchange = assemble.round_name, self._host.peer.exchange_of(assemble.round_name)
         buffers = self._buffers_of(round_name)
         async with self._assembling:
@@ -100,14 +101,14 @@ class Rounds:
                 return
             digest = buffers.assemble(round_name)
             payload = buffers.kept.get(digest)
-            assert payload is not None, "what was kept last is never dropped"
+            assert payload is not None, "the payload kept last is never dropped"
             trouble = await self._host.replication.recorder.keep_payload(round_name.position.index, payload)
             self._host.handle(PayloadAssembled(round_name, digest, trouble))
         if exchange is not None:
             self._host.start(self._check_an_average(exchange))
 
     async def _check_an_average(self, exchange: Exchange) -> None:
-        """Make one of the averages again that others have made, if it is this round's turn."""
+        """Compute one of the other members' averages again, if chance picks this round."""
         average = choose(exchange.averages.of_others, len(exchange.contributions.commitments), random.random)
         if average is None:
             return
@@ -128,12 +129,12 @@ class Rounds:
             self._host.handle(AverageRefuted(exchange.name, average.reducer, average.chunk))
 
     def follow(self) -> None:
-        """Release what belongs to other rounds than the protocol's present ones."""
+        """Release the data of rounds that are no longer under way."""
         peer = self._host.peer
         if peer.is_exchanging:
             self._transport.no_round.rate = self.traffic.rate
             self._transport.no_round.clear()
-        else:  # also while a round may go on some time: perhaps when somebody has joined
+        else:  # a round may also wait long for peers to join
             self._transport.no_round.set()
         rounds = {fragment: round.exchange.name for fragment, round in peer.rounds.items() if round.exchange}
         before, self._rounds = self._rounds, rounds
@@ -146,7 +147,7 @@ class Rounds:
         self.traffic.tidy(rounds.values())
 
     def _end_clock(self) -> None:
-        """Count the time of the rounds that have ended, if any was under way."""
+        """Count the time of ended rounds, if any was under way."""
         if self._began_at is not None:
             seconds = now() - self._began_at
             self._began_at = None

@@ -1,4 +1,4 @@
-"""The chunks of one peer's rounds on their way, both directions together, and what the link carries."""
+"""The chunks of one peer's rounds on their way, in both directions, and the rates of the link."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ADMISSION_TIMEOUT = 10.0  # seconds that a member may be ahead of us in beginning a round
-AGAIN = 1800.0  # seconds after which the link is measured once more, when it is free
-TRIES = 3  # peers with which a link is measured, as far as they are not busy
+ADMISSION_TIMEOUT = 10.0  # seconds by which a member may begin a round before this peer
+AGAIN = 1800.0  # seconds after which a free link is measured again
+TRIES = 3  # peers with which the link is measured, if they are not busy
 
 
 class Traffic:
-    """The chunks of the present rounds, one round for each fragment at most: sends them, and receives those that the
-    protocol waits for."""
+    """The chunks of the present rounds, at most one round for each fragment: it sends this peer's, and receives those
+    that the protocol waits for."""
 
     def __init__(
         self, transport: HivemindTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Driver
     ) -> None:
-        """`buffers` are of each fragment."""
+        """`buffers` has one for each fragment."""
         self.uplink = Uplink()
         self.received_bytes = 0
-        """Of chunks that came from other members, in all rounds."""
+        """Bytes of chunks from other members, in all rounds."""
         self._downlink = RateMeter()
         self._transport = transport
         self._outgoing = [Outgoing(transport, each, host, self.uplink) for each in buffers]
@@ -59,31 +59,31 @@ class Traffic:
 
     @property
     def peaks(self) -> tuple[float, float]:
-        """Bytes a second that the link was seen to carry away, and to bring, in rounds; 0: not known."""
+        """The best rates up and down that the link showed in rounds, in bytes a second; 0 if unknown."""
         return self.uplink.meter.rate, self._downlink.rate
 
     @property
     def rate(self) -> int:
-        """Bytes a second that the link was seen to carry each way in rounds; 0: not known."""
+        """The rate that the link showed each way in rounds, in bytes a second; 0 if unknown."""
         return int(self._transport.caps.of_both(*self.peaks))
 
     @property
     def last_uplink(self) -> float:
-        """Bytes a second that the link was seen to carry away last; 0: not known."""
+        """The last upload rate that the link showed, in bytes a second; 0 if unknown."""
         return self._transport.caps.of_upload(self.uplink.meter.last)
 
     @property
     def rates(self) -> dict[str, int]:
-        """Bytes a second at which other members' data came in, in the last rounds."""
+        """The rates at which other members' data arrived in the last rounds, in bytes a second."""
         return {peer: int(meter.rate) for peer, meter in self._from.items() if meter.rate}
 
     def knows(self, upload: float, download: float) -> None:
-        """Take in what the link carries, measured while there was no round."""
+        """Take the link's rates that were measured outside a round, in bytes a second."""
         self.uplink.meter.knows(upload)
         self._downlink.knows(download)
 
     def begin(self, round_name: RoundName, others: int) -> None:
-        """Move chunks of this round, which has so many other members."""
+        """Move chunks of this round, which has this number of other members."""
         self._outgoing[round_name.position.fragment].begin(round_name, others)
         for meter in (self._downlink, *self._from.values()):
             meter.begin_round()
@@ -92,7 +92,7 @@ class Traffic:
         self._outgoing[send.round_name.position.fragment].send(send)
 
     def tidy(self, present: Collection[RoundName]) -> None:
-        """End the streams of other rounds than the `present` ones."""
+        """End the streams of rounds other than the `present` ones."""
         of_fragment = {name.position.fragment: name for name in present}
         for fragment, outgoing in enumerate(self._outgoing):
             outgoing.tidy(of_fragment.get(fragment))
@@ -101,7 +101,7 @@ class Traffic:
                 asyncio.get_running_loop().call_later(CLOSING_TIME, self._cut, task, (round_name, peer))
 
     def _cut(self, receiver: asyncio.Task[None], of: tuple[RoundName, str]) -> None:
-        """End a stream of an earlier round. Its task may have gone on to another on the same connection."""
+        """End a stream of an earlier round, unless its task already serves another stream on the same connection."""
         if self._receivers.get(receiver) == of:
             receiver.cancel()
 
@@ -114,9 +114,11 @@ class Traffic:
             self._receivers.pop(task, None)
 
     async def _admit(self, sender: str, packed: bytes) -> _StreamArrivals:
-        """Let a stream begin as soon as we are in its round, too: its leader may have told the sender first.
+        """Admit a stream as soon as this peer is in its round, too: the sender may have got the Begin first.
 
-        Raises: RefusalError, RemoteProtocolError.
+        Raises:
+            RefusalError: this peer does not enter the round in time, or there are too many streams.
+            RemoteProtocolError: the stream's header is invalid.
         """
         round_name = unpack_from(sender, StreamHeader, packed).round_name
         fragment = round_name.position.fragment
@@ -127,9 +129,9 @@ class Traffic:
             async with asyncio.timeout(ADMISSION_TIMEOUT if self._host.peer.is_live(sender) else 0):
                 await self._host.until(lambda peer: admission.is_shared(round_name, sender))
         except TimeoutError:
-            raise RefusalError(f"not in round {round_name} with you") from None
+            raise RefusalError(f"this peer is not in round {round_name} with the sender") from None
         if list(self._receivers.values()).count((round_name, sender)) >= MOST:
-            raise RefusalError("too many streams of one round")
+            raise RefusalError("more than {MOST} streams of one round")
         task = asyncio.current_task()
         assert task is not None
         self._receivers[task] = (round_name, sender)
@@ -139,7 +141,7 @@ class Traffic:
         return _StreamArrivals(self, sender, round_name)
 
     def take(self, sender: str, round_name: RoundName, header: ChunkHeader, data: bytearray, seconds: float) -> bool:
-        """Take in a chunk that took so many seconds to come. Return whether the sender is rid of it."""
+        """Take a chunk that took this many seconds to arrive. Return whether the sender need not send it again."""
         self._downlink.passed(len(data), seconds)
         self._from[sender].passed(len(data), seconds)
         self.received_bytes += len(data)
@@ -151,7 +153,7 @@ class Traffic:
 
 
 class _StreamArrivals:
-    """The chunks that come on one stream: what is announced, and the memory for it."""
+    """The chunks that arrive on one stream: the announced header, and the memory for the data."""
 
     def __init__(self, traffic: Traffic, sender: str, round_name: RoundName) -> None:
         self._traffic = traffic
@@ -162,7 +164,8 @@ class _StreamArrivals:
         self._spare = bytearray()
 
     def expect(self, header: bytes, length: int) -> bytearray:
-        """Raises: RemoteProtocolError unless the frame announces a whole chunk of this run."""
+        """Return the memory for an announced chunk. Raises: RemoteProtocolError unless it is a whole chunk of this
+        run."""
         self._header = unpack_from(self._sender, ChunkHeader, header)
         self._admission.check_size(self._sender, self._round, self._header, length)
         self._data = self._spare if len(self._spare) == length else self._buffers.room(length)
@@ -170,16 +173,17 @@ class _StreamArrivals:
         return self._data
 
     def arrived(self) -> bool:
-        # Averages are copied to their place in the payload; blocks that are to be averaged are kept where they are.
+        # Averages are copied to their place in the payload; blocks to be averaged stay in this memory.
         self._spare = self._data if self._header.reduced else bytearray()
         return self._traffic.take(self._sender, self._round, self._header, self._data, now() - self._began)
 
 
 class Scout:
-    """Looks around once in a heartbeat, and measures our link, before any round and now and then between two.
+    """The search for links, once in a heartbeat, and the measurement of this peer's own link, before any round and now
+    and then between rounds.
 
-    What rounds show of a link is what they ask of it: whoever reduces little sends little, and would seem to have a
-    slow link.
+    Rounds show only the rate that they need: a peer that reduces little sends little, and would seem to have a slow
+    link.
     """
 
     def __init__(self, transport: HivemindTransport, traffic: Traffic, host: Driver) -> None:
@@ -193,7 +197,7 @@ class Scout:
         await self._transport.on_stream(RATING, self._rater.answer)
 
     def look(self) -> None:
-        """Tell the protocol how we reach others, and what our link carries."""
+        """Hand the protocol the present links to others, and the rate of this peer's link."""
         links = self._transport.links
         reach = links.reach()
         self._host.handle(ReachSeen(reach, self._traffic.rates, links.sought()))
@@ -206,8 +210,8 @@ class Scout:
             self._measuring = self._host.start(self._measure(direct))
 
     async def _measure(self, peers: list[str]) -> None:
-        """Measure with some of these peers, one after another. Of each direction the median is ours, or the better of
-        two: what a peer with a thin link shows is its own, and one that lies cannot make it more."""
+        """Measure with some of these peers, one after another. Each direction's rate is the median, or the better of
+        two: a peer with a thin link shows only its own rate, and a liar cannot raise the median."""
         rates = list[tuple[float, float]]()
         for peer in random.sample(peers, min(len(peers), TRIES)):
             try:
@@ -217,5 +221,5 @@ class Scout:
                 logger.debug("no measurement: %s", error)
         if rates:
             upload, download = (sorted(each)[len(each) // 2] for each in zip(*rates, strict=True))
-            logger.info("our link carries %.0f Mbit/s up, %.0f down", 8e-6 * upload, 8e-6 * download)
+            logger.info("this machine's link carries %.0f Mbit/s up, %.0f down", 8e-6 * upload, 8e-6 * download)
             self._traffic.knows(upload, download)

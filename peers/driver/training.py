@@ -1,4 +1,4 @@
-"""The training side, as the protocol commands it: the worker trains, and what it trained is quantized."""
+"""The training side of the driver: it lets the workers train, and quantizes the result."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 FIRST_STEP_LIMIT = 1800.0  # seconds; a compiler may be at work
 STEP_LIMIT = 600.0  # seconds from one inner step to the next
 STUCK = "training has not gone on"
-USUAL_STEPS = 10  # times as long as the longest inner step so far may be one, if that is more
+USUAL_STEPS = 10  # multiple of the longest inner step so far that one may take, if that is more
 
 
 class Sending(NamedTuple):
-    """The format of a contribution, which takes so many bytes, and the reason for it: our uplink carried so many bytes
-    a second last (0: not known), and so many seconds are allowed."""
+    """The format of a contribution, its size in bytes, and the reason for the choice: the last upload rate in bytes a
+    second (0 if unknown), and the seconds allowed."""
 
     format: int
     bytes: float
@@ -40,12 +40,12 @@ class Sending(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Return the seconds that the uplink takes for it; 0: not known."""
+        """The seconds that the upload takes; 0 if unknown."""
         return self.bytes / self.uplink if self.uplink else 0.0
 
 
 class Training:
-    """Has the worker train once at a time."""
+    """The training of the workers, one lease at a time."""
 
     def __init__(
         self,
@@ -56,8 +56,11 @@ class Training:
         format: int | None = None,
         share: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """`buffers` are of each fragment. Contributions have this format; None: what the uplink has time for, and no
-        more than a `share` of a whole contribution's bytes, if the run has such a format."""
+        """Args:
+        buffers: one for each fragment.
+        format: the format of all contributions; None for the first one that the uplink has time for.
+        share: returns the largest share of a whole contribution's bytes, if the run has such a format.
+        """
         self._workload = workload
         self._buffers = buffers
         self._replication = replication
@@ -80,7 +83,7 @@ class Training:
             self._training.cancel()
 
     async def _run(self, train: Train) -> None:
-        async with self._replication.worker:  # a training that was stopped needs a moment to end
+        async with self._replication.worker:  # a stopped training needs a moment to end
             for buffers in self._buffers:
                 await asyncio.to_thread(buffers.prepare)
             trained = await self._watched(train)
@@ -88,7 +91,7 @@ class Training:
         self._host.handle(TrainingDone(replace(trained, contribution=root, format=format)))
 
     async def _watched(self, train: Train) -> Trained:
-        """Have the worker train, and let others know should nothing come of it for long."""
+        """Let the workers train, and report the health part "training" as failing if they are silent for long."""
         HEALTH.expect("training", max(FIRST_STEP_LIMIT, USUAL_STEPS * self._longest_step), STUCK)
         self._stepped_at, self._is_watched = None, True
         try:
@@ -98,25 +101,25 @@ class Training:
             HEALTH.over("training")
 
     def rest(self) -> None:
-        """Expect no inner step any more."""
+        """Expect no inner steps any more."""
         self._is_watched = False
         HEALTH.over("training")
 
     def look(self) -> None:
-        """Look now and then whether an average is awaited, or waits to be applied: the worker may wait for it, and is
-        well all the same. Late work waits for nothing."""
+        """Allow for a worker that waits: while a round is under way or an average is being applied, the wait is normal.
+        A worker with late work waits for nothing."""
         peer = self._host.peer
         is_late = peer.trainer.is_late(peer.log)
         are_open = all(round.state is RoundState.OPEN for round in peer.rounds.values())
         if self._is_watched and not is_late and not are_open:
             self._expect_a_step()
-            self._stepped_at = None  # a step that waits is no measure of the next ones
+            self._stepped_at = None  # a step that waited is no measure for the next ones
 
     def _expect_a_step(self) -> None:
         HEALTH.expect("training", max(STEP_LIMIT, USUAL_STEPS * self._longest_step), STUCK)
 
     async def _captured(self, train: Train, fragment: int) -> None:
-        """Offer what was learned of a fragment. Where that is of no use any more, the worker is told to go on."""
+        """Offer a fragment's pseudo-gradient to its round. If no round takes it any more, let the workers go on."""
         root, format = await self._quantize(fragment)
         trained = Trained((), self._planned_tokens(train), self._loss, contribution=root, format=format)
         self._host.handle(Captured(fragment, trained))
@@ -124,7 +127,8 @@ class Training:
             await self._workload.unchanged(train.index, fragment)
 
     async def _quantize(self, fragment: int) -> tuple[Sum, int]:
-        """Take a fragment's pseudo-gradient for our contribution. Return the root over its chunks, and its format."""
+        """Quantize a fragment's pseudo-gradient for this peer's contribution. Return the root over its chunks, and its
+        format."""
         buffers = self._buffers[fragment]
         format = self._choose_format(fragment)
         async with self._replication.freezer.state_lock:
@@ -133,7 +137,7 @@ class Training:
         return await asyncio.to_thread(offer, own, buffers, inspect, format), format
 
     def _choose_format(self, fragment: int) -> int:
-        """Return the format of a fragment's contribution, and note it for the volunteer."""
+        """Return the format of a fragment's contribution, and record it for the volunteer."""
         size, uplink = self._buffers[fragment].size, self._host.rounds.traffic.last_uplink
         allowed = self._host.peer.seconds_to_send(fragment)
         format = self._format
@@ -144,8 +148,8 @@ class Training:
         return format
 
     def _planned_tokens(self, train: Train) -> int:
-        """Return how many tokens all of a training's inner steps have: by these a fragment counts in its round, which
-        comes before most of them. Where they train less than the run's batch, it is so much less."""
+        """Return the tokens of all inner steps of a training. A fragment counts with these in its round, which comes
+        before most of the steps. If the workers train less than the run's batch, it is proportionally less."""
         settings = self._host.peer.settings
         batch = settings.samples_per_lease // settings.inner_steps
         tokens = min(sample_count(train.samples), train.steps * batch) * settings.tokens_per_sample
@@ -158,7 +162,7 @@ class Training:
         self._step_tokens = progress.step_tokens
         if self._stepped_at is not None:
             self._longest_step = max(self._longest_step, time.monotonic() - self._stepped_at)
-        self._stepped_at = time.monotonic()  # without the time in which the machine slept
+        self._stepped_at = time.monotonic()  # does not count the time in which the machine slept
         if self._is_watched:
             self._expect_a_step()
         self._host.handle(TrainingProgress(progress))

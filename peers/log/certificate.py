@@ -1,17 +1,17 @@
-"""Certificates of entries: ballots, choices, and the signatures of enough voters for one of them.
+"""Certificates of entries: ballots, choices, and the signatures of enough voters for one choice.
 
-A vote is for a *choice*: one header, in one ballot, in one of two phases. All votes of one choice are signed over the
-same fields, so a certificate is the choice once and the signatures beside it, and anybody who has the log before the
-entry can check it. A certificate of phase 1 (*prepare*) is a lock that proves itself; one of phase 2 (*commit*) goes
-into the log.
+A vote is for a *choice*: one header, in one ballot, in one of two phases. All votes for one choice are signatures of
+the same fields, so a certificate is the choice with the signatures, and every peer that has the log before the entry
+can check it. A certificate of phase 1 (*prepare*) is a lock that proves itself; one of phase 2 (*commit*) goes into the
+log.
 
-A choice of phase 1 names the ballot of the prepare certificate that its proposal showed. That is what makes a broken
-lock provable: who has voted in phase 2, and later for another header, must have been shown a newer certificate. Because
-all votes of one choice name the same one, a certificate needs no chain of earlier certificates to be judged.
+A choice of phase 1 names the ballot of the prepare certificate that its proposal showed. This makes a broken lock
+provable: a voter that voted in phase 2, and later for another header, must have been shown a newer certificate. All
+votes for one choice name the same certificate, so a certificate can be judged without a chain of earlier ones.
 
 A signature names the voter's incarnation, since a peer that has lost its votes must not vote again as the same voter. A
-peer that leaves signs that it has voted nowhere from some index on, and will not: it is counted out there, so that few
-who remain are enough. Any two certificates of one place share a signer (docs/protocol.md).
+peer that leaves signs that it has not voted from some index on, and will not. It is then not counted, so that a few
+remaining voters can be enough. Any two certificates of one place share a signer (docs/protocol.md).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from peers.values.identity import Signature, Verify
 from peers.values.wire import Count, Digest, PeerId, RunId, Value, digest_of, pack, pack_plain
 
 VOTE_CONTEXT = b"diloco-peer vote\0"
-FAREWELL_CONTEXT = b"diloco-peer farewell\0"  # a signature made for anything else is worth nothing here
+FAREWELL_CONTEXT = b"diloco-peer farewell\0"  # keeps signatures for other purposes from counting here
 
 
 class CertificateError(LogError):
-    """A certificate that proves nothing: a signature in it is false, or no voter's, or there are too few."""
+    """A certificate that proves nothing: a signature is false, or not of a voter, or there are too few."""
 
 
-# What is signed -------------------------------------------------------------------------------------------------
+# Signed data ----------------------------------------------------------------------------------------------------
 class Phase(IntEnum):
     PREPARE = 1
     COMMIT = 2
 
 
 class Ballot(Value):
-    """The number of one proposal: the view, and the attempt that the view's leader makes in it. Ordered."""
+    """The number of one proposal: the view, and the attempt of the view's leader. Ballots are ordered."""
 
     view: Count
     attempt: Count
@@ -63,11 +63,11 @@ class Ballot(Value):
 
 
 Group = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=MEMBER_LIMIT)]
-"""The peers of a minority and their incarnations, all that are here. Empty: the whole run's voters decide."""
+"""The peers of a minority, all that are here, and their incarnations. Empty if the whole run's voters decide."""
 
 
 def _phase(plain: object) -> Phase:
-    """Check a phase. By itself pydantic would take 1.0 and "1" for one, too."""
+    """Return a checked phase. pydantic alone would also accept 1.0 and "1"."""
     if type(plain) not in (int, Phase) or plain not in (1, 2):
         raise ValueError("a phase is 1 or 2")
     return Phase(plain)
@@ -75,7 +75,7 @@ def _phase(plain: object) -> Phase:
 
 class Choice(Value):
     """A header (by its digest) in one ballot and phase. `justify` is the ballot of the prepare certificate that the
-    proposal showed; None: it showed none, or this is phase 2. A minority's choice names the digest of its `group`."""
+    proposal showed; None without one, and in phase 2. A minority's choice names the digest of its `group`."""
 
     ballot: Ballot
     phase: Annotated[Phase, PlainValidator(_phase)]
@@ -85,12 +85,12 @@ class Choice(Value):
 
     @property
     def alone(self) -> bool:
-        """Whether a minority goes on without the others: what it decides is never certified."""
+        """True if a minority goes on without the others, so that its entries are never certified."""
         return self.group is not None
 
     @property
     def weight(self) -> tuple[bool, int, int]:
-        """The order of locks: the later one counts, and any of the whole run's before those of minorities."""
+        """The order of locks: the whole run's before those of minorities, then the later ballot first."""
         return not self.alone, *self.ballot.order
 
     def text(self, position: Position, incarnation: int) -> bytes:
@@ -100,7 +100,7 @@ class Choice(Value):
 
 
 class Departure(Value):
-    """What a peer signs that leaves: in this incarnation I have voted nowhere from `index` on, and will not."""
+    """The statement that a leaving peer signs: in this incarnation it has not voted from `index` on, and will not."""
 
     run: RunId
     peer: PeerId
@@ -113,32 +113,32 @@ class Departure(Value):
 
 
 def digest_of_group(group: Group) -> bytes | None:
-    """Return what a choice names a minority by; None for the whole run."""
+    """Return the digest by which a choice names a minority; None for the whole run."""
     return digest_of(pack_plain(group)) if group else None
 
 
 def position_of(header: Header) -> Position:
-    """Return the place that a header is the entry of."""
+    """Return the position of the entry that a header describes."""
     return Position(index=header.index, head=header.previous, fragment=header.fragment)
 
 
-# Who counts ------------------------------------------------------------------------------------------------------
+# Voters --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Electorate:
-    """The voters of one choice, as (peer, incarnation), and how many of them are enough."""
+    """The voters on one choice, as (peer, incarnation), and the share of them that decides."""
 
     voters: tuple[tuple[str, int], ...]
     quorum: Quorum
 
     def is_enough(self, signers: int, farewells: int = 0) -> bool:
-        """Return whether so many votes are enough, when so many other voters have said farewell."""
+        """Return whether this number of votes decides, with this number of farewells of other voters."""
         return self.quorum.is_enough(signers, len(self.voters) - farewells)
 
 
 def electorate(log: LogState, header: Header, group: Group = ()) -> Electorate:
-    """Return the voters of a header that follows this log: those that the log names; of a founding the header's own
-    members, since nobody else has a say in what follows. A minority decides among its group, always by majority: the
-    members of a header that it takes over may be gone."""
+    """Return the voters on a header that follows this log. The log names them. A founding has the header's own members,
+    since no other peer can have a vote yet. A minority decides among its group, always by majority: the members of a
+    header that it takes over may be gone."""
     if group:
         return Electorate(committee(group, header.previous), Quorum.MAJORITY)
     if log.last is not None:
@@ -149,14 +149,14 @@ def electorate(log: LogState, header: Header, group: Group = ()) -> Electorate:
 
 # Certificates ----------------------------------------------------------------------------------------------------
 class Signer(Value):
-    """One voter's signature, by the voter's place in the electorate."""
+    """One voter's signature, with the voter's place in the electorate."""
 
     place: Count
     signature: Signature
 
 
 class Farewell(Value):
-    """A voter that has left, by its place in the electorate, and its signature of the departure."""
+    """A voter that has left: its place in the electorate, the index of its departure, and its signature."""
 
     place: Count
     index: Count
@@ -164,7 +164,7 @@ class Farewell(Value):
 
 
 class Certificate(Value):
-    """Signatures of enough voters for one choice. Farewells are there only if the votes would not be enough without."""
+    """Signatures of enough voters for one choice. It has farewells only if the votes alone are not enough."""
 
     choice: Choice
     group: Group
@@ -174,8 +174,8 @@ class Certificate(Value):
 
 @dataclass(frozen=True, order=True)
 class Support:
-    """The support of an entry, against another one at its place: a certified one goes before all others, and of those
-    that are not the one with more signatures of the log's voters."""
+    """The support of an entry, to compare entries at one place. A certified one comes first; among uncertified ones,
+    the one with more signatures of the log's voters."""
 
     is_certified: bool
     signers: int
@@ -192,8 +192,8 @@ def certify(
     """Return the certificate of a choice, or None while too few have voted for it.
 
     Args:
-        group: those of whom the choice names the digest.
-        signatures: of the choice, by peer and incarnation; they have been checked.
+        group: the peers whose digest the choice names.
+        signatures: checked signatures of the choice, by peer and incarnation.
         farewells: by peer that left, the index of its departure and its signature.
     """
     voters = electorate(log, header, group)
@@ -215,8 +215,8 @@ def certify(
 
 
 def shortened(certificate: Certificate, log: LogState, header: Header) -> Certificate:
-    """Return the same with no more signatures than are enough, since they are long and are kept for ever. A minority's
-    keeps all of them: between two minorities their number decides."""
+    """Return the certificate with just enough signatures, since they are long and are kept for ever. A minority's
+    certificate keeps all of them: between two minorities their number decides."""
     voters = electorate(log, header, certificate.group)
     enough = voters.quorum.least(len(voters.voters))
     if certificate.choice.alone or len(certificate.signers) < enough:
@@ -227,26 +227,27 @@ def shortened(certificate: Certificate, log: LogState, header: Header) -> Certif
 def prove(
     certificate: Certificate, log: LogState, header: Header, verify: Verify, phase: Phase = Phase.COMMIT
 ) -> Support:
-    """Check that a certificate is one of this header in this phase, and return its support. `log` is that before the
+    """Check that a certificate is one of this header in this phase, and return its support. `log` ends before the
     entry.
 
-    Raises: CertificateError when it is of something else, when a signature is false, or when there are too few.
+    Raises:
+        CertificateError: it is of another header or phase, a signature is false, or there are too few.
     """
     choice, position, name = certificate.choice, position_of(header), f"entry {header.index}"
     if (choice.header, choice.group) != (header.digest, digest_of_group(certificate.group)):
-        raise CertificateError(f"{name}: the certificate is of another entry, or of another group")
+        raise CertificateError(f"{name}: the certificate is for another entry or group")
     if position != log.of(header.fragment).position:
-        raise CertificateError(f"{name}: the certificate is of another entry")
+        raise CertificateError(f"{name}: the certificate is for another position")
     if choice.phase is not phase:
         raise CertificateError(f"{name}: the certificate is of phase {choice.phase}, not {phase}")
     voters = electorate(log, header, certificate.group)
     places = [one.place for one in certificate.signers] + [one.place for one in certificate.farewells]
     if len(set(places)) != len(places) or any(place >= len(voters.voters) for place in places):
-        raise CertificateError(f"{name}: the certificate names places that the electorate does not have")
+        raise CertificateError(f"{name}: the certificate names a voter twice, or an unknown one")
     if not voters.is_enough(len(certificate.signers), len(certificate.farewells)):
-        raise CertificateError(f"{name}: {len(certificate.signers)} of {len(voters.voters)} voters are too few")
+        raise CertificateError(f"{name}: {len(certificate.signers)} signers of {len(voters.voters)} voters are too few")
     if certificate.farewells and log.last is None:
-        raise CertificateError(f"{name}: nobody can have left before the first entry")
+        raise CertificateError(f"{name}: no farewell counts before the first entry")
     for signer in certificate.signers:
         peer, incarnation = voters.voters[signer.place]
         if not verify(peer, choice.text(position, incarnation), signer.signature):
@@ -260,7 +261,7 @@ def prove(
 
 
 def weigh(certificate: Certificate, log: LogState, header: Header) -> Support:
-    """Return the support that a certificate gives, whose signatures have been checked."""
+    """Return the support of a certificate whose signatures have been checked."""
     voters = electorate(log, header, certificate.group).voters
     signed = [voters[signer.place] for signer in certificate.signers]
     counted = [voter for voter in signed if log.last is None or log.counts(*voter)]

@@ -1,11 +1,11 @@
-"""Consecutive entries of a run, kept and passed on in brief, as outcomes.
+"""Consecutive entries of a run, stored and sent in brief, as outcomes.
 
-A header repeats what follows from the log: all names, what each peer was to train, and everybody's next lease. With a
-thousand members these are 200 KB, of which a round decides little: which of the expected members are missing, who
-joined, who trained something else than its lease, and the payload. An outcome says that much. It is meant for one
-position: every peer that is there derives the same header from it, and no other peer can read it.
+A header repeats data that follows from the log: all names, the samples of each peer, and all next leases. With a
+thousand members that is 200 KB. A round decides little of it: which of the expected members are missing, which peers
+joined, which trained something else than their lease, and the payload. An outcome has only that. It is relative to one
+position: every peer there derives the same header from it, and no other peer can read it.
 
-A chain is continued, cut and told by whole cycles. Within a cycle entries lie in the order of their fragments.
+A chain is extended, cut and sent in whole cycles. Within a cycle the entries are in the order of their fragments.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from peers.values.manifest import Amendment
 from peers.values.wire import Count, Digest, PeerId, Value, pack, unpack
 
 FRAMES = 32
-"""Cycles from one that is kept whole to the next: any header is found by following the outcomes of fewer than these."""
+"""Number of cycles from one stored whole header to the next. A lookup follows fewer outcomes than this."""
 STRETCH_LIMIT = 256  # entries
-STRETCH_BYTES = 1 << 22  # of outcomes, after which a stretch ends
+STRETCH_BYTES = 1 << 22  # bytes of outcomes after which a stretch ends
 HEADER_LIMIT = 1 << 20  # bytes of an entry's header or outcome
 
 
 class Turnout(Value):
-    """A roster in brief: runs of places [first, last) among the lease holders (`LogState.lease_places`), of members
-    that did what the log expects of them (`LogState.expected`); all others in full, among them newcomers.
+    """A roster in brief. Members with a lease that did what the log expects (`LogState.expected`) are runs of places
+    [first, last) among the lease holders (`LogState.lease_places`). All others, such as newcomers, are in full.
 
-    `less` are members in runs that trained a beginning of their lease, or were absent from some chunks, or want other
-    samples next, or sent another format: places in the roster since the last such one, missing samples and tokens, the
-    samples wanted, and the format.
+    `less` has the members in runs that differ: they trained a beginning of their lease, were absent from some chunks,
+    want other samples next, or sent another format. Each one has the places in the roster since the last one, the
+    missing samples and tokens, the samples wanted, and the format.
     """
 
     members: Annotated[tuple[tuple[Count, Count] | Member, ...], Field(max_length=MEMBER_LIMIT)]
@@ -46,7 +46,7 @@ class Turnout(Value):
 
     @classmethod
     def of(cls, log: LogState, roster: Sequence[Member]) -> Turnout:
-        """Return a roster in brief. Raises: LogError when a member trained what was not for it."""
+        """Return a roster in brief. Raises: LogError when a member's samples are not its own."""
         members, less, last = list[tuple[int, int] | Member](), list[tuple[int, int, int, int, int]](), 0
         for number, member in enumerate(roster):
             log.check_member(member)
@@ -69,11 +69,12 @@ class Turnout(Value):
     def roster(self, log: LogState) -> tuple[Member, ...]:
         """Return the roster in full.
 
-        Raises: LogError when it names places that are not there, or too many; or a member trained what was not for it.
+        Raises:
+            LogError: it names places that do not exist, has too many members, or a member's samples are not its own.
         """
         runs, roster = (one for one in self.members if isinstance(one, tuple)), list[Member]()
         if any(not first < last <= len(log.lease_holders) for first, last in runs):
-            raise LogError(f"there are no such places among {len(log.lease_holders)} peers with a lease")
+            raise LogError(f"the roster names places beyond the {len(log.lease_holders)} peers with a lease")
         for one in self.members:
             roster += [one] if isinstance(one, Member) else map(log.expected, log.lease_holders[slice(*one)])
             if len(roster) > MEMBER_LIMIT:
@@ -82,7 +83,7 @@ class Turnout(Value):
         for since, samples, tokens, wants, format in self.less:
             place += since
             if place >= len(roster) or tokens > roster[place].tokens:
-                raise LogError(f"there is no member {place} that lacks {tokens} tokens")
+                raise LogError(f"the roster has no member {place} with {tokens} tokens to take off")
             whole = roster[place]
             trained, counted = prefix(whole.samples, sample_count(whole.samples) - samples), whole.tokens - tokens
             differing = {"samples": trained, "tokens": counted, "wants": wants, "format": format}
@@ -93,9 +94,9 @@ class Turnout(Value):
 
 
 class Outcome(Value):
-    """The entry of a fragment that follows the head `previous`, in brief. `state` and `faults` as in the header.
-    `gone` are the voters that have no say any more, `amendment` is the one that it takes in. `leader` is named if it is
-    not the one whose turn it was first."""
+    """The entry of a fragment that follows the head `previous`, in brief. `state` and `faults` are as in the header.
+    `gone` are the voters that lose their vote, and `amendment` is the one that the entry takes in. `leader` is named
+    only if it is not the leader of view 0."""
 
     previous: Digest
     fragment: Count
@@ -113,27 +114,28 @@ def outcome_of(log: LogState, header: Header) -> Outcome:
     return _outcome_of(log.opening(header.fragment), header)
 
 
-def header_of(log: LogState, told: Header | Outcome) -> Header:
-    """Return the entry of the log's present cycle that is told, whole or in brief.
+def header_of(log: LogState, content: Header | Outcome) -> Header:
+    """Return the header of an entry of the log's present cycle, given as a header or in brief.
 
-    Raises: LogError when there is none for an outcome. Whether a header follows is not checked.
+    Raises:
+        LogError: the outcome leads to no header. A header is returned unchecked.
     """
-    if isinstance(told, Header):
-        return told
-    if told.previous != log.position.head or told.fragment >= log.fragments:
-        place = f"{told.previous.hex()[:8]}/{told.fragment}"
+    if isinstance(content, Header):
+        return content
+    if content.previous != log.position.head or content.fragment >= log.fragments:
+        place = f"{content.previous.hex()[:8]}/{content.fragment}"
         raise LogError(f"an entry that follows {place} does not follow {log.position}")
-    return _header_of(log.opening(told.fragment), told)
+    return _header_of(log.opening(content.fragment), content)
 
 
-def follow(log: LogState, told: Header | Outcome) -> LogState:
-    """Return the log with the entry that is told, as a header or in brief. Raises: LogError when there is none."""
-    return log.append(header_of(log, told))
+def follow(log: LogState, content: Header | Outcome) -> LogState:
+    """Return the log with an entry, given as a header or in brief. Raises: LogError when it does not follow."""
+    return log.append(header_of(log, content))
 
 
 @lru_cache(maxsize=8)
 def _outcome_of(log: LogState, header: Header) -> Outcome:
-    """One entry is told to all members, and written to the disk."""
+    """Return an entry in brief. Cached, because one entry is sent to all members and written to the disk."""
     log.append(header)
     return Outcome(
         previous=header.previous,
@@ -150,35 +152,32 @@ def _outcome_of(log: LogState, header: Header) -> Outcome:
 
 @lru_cache(maxsize=8)
 def _header_of(log: LogState, outcome: Outcome) -> Header:
-    """Many messages are about one entry."""
+    """Return the header of an entry in brief. Cached, because many messages are about one entry."""
     besides = outcome.leader or _first_leader(log), outcome.faults, outcome.gone, outcome.amendment
     return log.in_state(outcome.state).next_header(outcome.turnout.roster(log), outcome.payload, *besides)
 
 
 def _first_leader(log: LogState) -> str | None:
-    """Return the peer whose turn it is first to propose the next entry, if that closes a cycle."""
+    """Return the leader of view 0 of the next entry, if that closes a cycle."""
     return log.leader_of(0) if log.closes else None
 
 
-Told: TypeAlias = tuple[Annotated[Header | Outcome, Field(union_mode="left_to_right")], Certificate | None]
-"""An entry, whole or in brief, with its certificate."""
+StretchEntry: TypeAlias = tuple[Annotated[Header | Outcome, Field(union_mode="left_to_right")], Certificate | None]
+"""An entry, as a header or in brief, with its certificate."""
 
 
 class Stretch(Value):
-    """Consecutive entries of whole cycles, as one peer tells them to another: those of the first cycle as headers,
-    unless the reader is to know what it follows. Each has its certificate; None: not known to the peer that tells it.
-    """
+    """Consecutive entries of whole cycles, as one peer sends them to another. Those of the first cycle are headers,
+    unless the reader must know the log before them. Each has its certificate; None if the sender does not know it."""
 
-    told: Annotated[tuple[Told, ...], Field(max_length=STRETCH_LIMIT)] = ()
+    told: Annotated[tuple[StretchEntry, ...], Field(max_length=STRETCH_LIMIT)] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry as a log keeps it: `told` is a packed outcome, or a packed header where nothing before it is known.
-
-    `digest` is the header's; `state_digest` that of the state after its cycle, if that is known and the entry closes
-    it. `certificate` is packed, too: with many members it is larger than the entry.
-    """
+    """An entry as a log stores it. `told` is a packed outcome, or a packed header if the log before it is unknown.
+    `digest` is the header's. `state_digest` is that after its cycle, if it is known and the entry closes the cycle.
+    `certificate` is packed, too: with many members it is larger than the entry."""
 
     index: int
     digest: bytes
@@ -190,14 +189,14 @@ class Entry:
 
     @classmethod
     def whole(cls, header: Header, state_digest: bytes | None, certificate: Certificate | None = None) -> Entry:
-        """Create an entry that can be read by itself. Raises: LogError when it is too long for that."""
-        proof, told = None if certificate is None else pack(certificate), pack(header)
-        if len(told) > HEADER_LIMIT:
-            raise LogError(f"entry {header.index} has {len(told)} bytes, more than {HEADER_LIMIT}")
-        return cls(header.index, header.digest, told, True, state_digest, proof, header.fragment)
+        """Return an entry that can be read by itself. Raises: LogError when it is too long."""
+        proof, packed = None if certificate is None else pack(certificate), pack(header)
+        if len(packed) > HEADER_LIMIT:
+            raise LogError(f"entry {header.index} has {len(packed)} bytes, more than {HEADER_LIMIT}")
+        return cls(header.index, header.digest, packed, True, state_digest, proof, header.fragment)
 
     def brief(self, log: LogState, header: Header) -> Entry:
-        """Return the same in brief, to be read where the log before it is known. Raises: LogError when it does not
+        """Return the entry in brief, for readers that know the log before it. Raises: LogError when it does not
         follow."""
         return replace(self, told=pack(outcome_of(log, header)), is_whole=False)
 
@@ -210,15 +209,16 @@ class Entry:
         return unpack(Header, self.told, HEADER_LIMIT) if self.is_whole else unpack(Outcome, self.told, HEADER_LIMIT)
 
     def after(self, log: LogState) -> LogState:
-        """Return the log with this entry. Those of a cycle that are whole may be the first that are known of a log.
+        """Return the log with this entry. Whole entries of one cycle may be the first that are known of a log.
 
-        Raises: LogError, which says in words what is most likely wrong.
+        Raises:
+            LogError: the entry does not follow; the message names the most likely cause.
         """
         content = self.content
         if isinstance(content, Header) and content.run != log.run:
-            raise LogError(f"entry {self.index} is of the run {content.run}")
+            raise LogError(f"entry {self.index} is of the run {content.run}, not of {log.run}")
         if content.fragment != len(log.made) or self.fragment != content.fragment:
-            raise LogError(f"entry {self.index} is not of fragment {len(log.made)}")
+            raise LogError(f"entry {self.index} is of fragment {content.fragment}, not of {len(log.made)}")
         if isinstance(content, Header) and log.last is None and content.index > 0:
             after = _on_trust(log, content)
         elif (self.index, content.previous) != (log.position.index, log.position.head):
@@ -227,25 +227,26 @@ class Entry:
             after = follow(log, content)
         made = newest(after)
         if (made.index, made.digest) != (self.index, self.digest):
-            raise LogError(f"entry {self.index} is not the one whose digest is beside it")
+            raise LogError(f"entry {self.index} does not have the digest beside it")
         return after
 
 
 def newest(log: LogState) -> Header:
-    """Return the last entry of a log whose cycles are made in the order of fragments. It has one."""
+    """Return the last entry of a log that has one and whose cycles are made in the order of fragments."""
     header = log.made[-1] if log.made else log.last
     assert header is not None
     return header
 
 
 def _on_trust(log: LogState, header: Header) -> LogState:
-    """Return the log with an entry of the first cycle that is known of it: nothing before vouches for it.
+    """Return the log with an unchecked entry of the first cycle that is known of it.
 
-    Raises: LogError when it is not of one cycle with the entries before it, or names an amendment that is not signed.
+    Raises:
+        LogError: it is not of one cycle with the entries before it, or names an amendment that is not signed.
     """
     made = (*log.made, header)
     if {(one.index, one.previous) for one in made} != {(header.index, header.previous)}:
-        raise LogError(f"entry {header.index} is not of the cycle that begins here")
+        raise LogError(f"entry {header.index} is not of one cycle with the entries before it")
     if not log.is_truly_amended(header):
         raise LogError(f"entry {header.index}: its amendment is not signed by the run's organiser")
     whole = len(made) == log.fragments
@@ -253,8 +254,8 @@ def _on_trust(log: LogState, header: Header) -> LogState:
 
 
 class Chain:
-    """Entries of one lineage, one after another. Only those of the first cycle may be whole, where what it follows is
-    not known. The last cycle may lack entries while they are added."""
+    """Consecutive entries of one lineage. Only those of the first cycle may be whole, if the log before them is
+    unknown. The last cycle may be incomplete while its entries are added."""
 
     def __init__(self, empty_log: LogState) -> None:
         self.entries: list[Entry] = []
@@ -264,31 +265,31 @@ class Chain:
         self._frames: dict[int, tuple[bytes, tuple[bytes, ...]]] = {}  # packed closing headers, and cycles' `ends`
 
     def __len__(self) -> int:
-        """Return how many whole cycles are here."""
+        """Return the number of whole cycles here."""
         return len(self.entries) // self.fragments
 
     @property
     def fragments(self) -> int:
-        """How many entries a cycle has."""
+        """The number of entries in a cycle."""
         return self.empty_log.fragments
 
     @property
     def first(self) -> int:
-        """Index of the first cycle that is here; 0 if none is."""
+        """The index of the first cycle here; 0 without cycles."""
         return self.entries[0].index if self.entries else 0
 
     @property
     def next_index(self) -> int:
-        """Index of the cycle that comes next."""
+        """The index of the next cycle."""
         return self.first + len(self)
 
     def cycles(self, first: int, last: int) -> Sequence[Entry]:
-        """Return the entries of the cycles [first, last) that are here."""
+        """Return the entries of the cycles [first, last), as far as they are here."""
         start, stop = max(0, first - self.first), max(0, min(last, self.next_index) - self.first)
         return self.entries[start * self.fragments : stop * self.fragments]
 
     def entry(self, index: int, fragment: int | None = None) -> Entry | None:
-        """Return the entry of a cycle for this fragment, by default the one that closes it."""
+        """Return the entry of a cycle for this fragment, by default the one that closes the cycle."""
         place = self._place(index, fragment)
         return None if place is None else self.entries[place]
 
@@ -298,12 +299,12 @@ class Chain:
         return (index - self.first) * self.fragments + (self.fragments - 1 if fragment is None else fragment)
 
     def head(self, index: int) -> bytes | None:
-        """Return what names the log after a cycle, if that is here."""
+        """Return the head of the log after a cycle, if it is here."""
         cycle = self.cycles(index, index + 1)
         return cycle_head([entry.digest for entry in cycle]) if cycle else None
 
     def add(self, entry: Entry) -> Entry:
-        """Add the next entry. Returns it as it is kept: in brief if it can be. Raises: LogError."""
+        """Add the next entry. Return it as it is stored: in brief if possible. Raises: LogError."""
         end = entry.after(self.end)
         if entry.is_whole and entry.index == self.end.position.index:
             entry = entry.brief(self.end, newest(end))
@@ -314,11 +315,8 @@ class Chain:
         return entry
 
     def complete(self, entry: Entry) -> bool:
-        """Note what was not known of an entry that is here: its certificate, and the digest of the state after its
-        cycle, whichever of the cycle's entries brings that.
-
-        Returns whether that is new.
-        """
+        """Add the certificate of an entry that is here, and the state digest after its cycle, which any entry of the
+        cycle may bring. Return whether one of them is new."""
         place, closing = self._place(entry.index, entry.fragment), self._place(entry.index)
         assert place is not None
         assert closing is not None
@@ -329,13 +327,13 @@ class Chain:
         return known != (self.entries[place], self.entries[closing])
 
     def cut(self, index: int) -> None:
-        """Drop the cycles from this one on."""
+        """Drop the cycles from this index on."""
         self.end = self.after(index - 1) or self.empty_log
         del self.entries[max(0, index - self.first) * self.fragments :]
         self._frames = {place: frame for place, frame in self._frames.items() if place < index}
 
     def after(self, index: int) -> LogState | None:
-        """Return the log after a cycle, if it is here; after cycle -1 the empty one."""
+        """Return the log after a cycle, if it is here. After cycle -1 it is the empty log."""
         if index == self.next_index - 1 and not self.end.made:
             return self.end
         if index == -1:
@@ -343,11 +341,12 @@ class Chain:
         return next((state for _, state in self.states(index, index + 1) if not state.made), None)
 
     def headers(self, first: int, last: int) -> Iterator[Header]:
-        """Those of the entries of the cycles [first, last) that are here."""
+        """Yield the headers of the cycles [first, last), as far as they are here."""
         yield from (newest(state) for _, state in self.states(first, last))
 
     def states(self, first: int, last: int) -> Iterator[tuple[int, LogState]]:
-        """Return the log after each of the entries of the cycles [first, last) that are here, with their indices."""
+        """Yield the log after each entry of the cycles [first, last), as far as they are here, with the entry's
+        index."""
         first, last = max(first, self.first), min(last, self.next_index)
         if first >= last:
             return
@@ -366,37 +365,37 @@ class Chain:
                 yield entry.index, log
 
     def stretch(self, first: int, last: int, is_whole: bool) -> Stretch:
-        """Return the cycles from `first` on, as many as may be told at once, before `last`; none if that is not here.
-
-        The first of them `is_whole` if the reader does not know what it follows, or we do not.
-        """
+        """Return the cycles from `first` on and before `last`, as many as one stretch may have; none if `first` is not
+        here. With `is_whole` the first cycle is in headers, for a reader that does not know the log before it; it also
+        is if this chain does not know that log."""
         entries = self.cycles(first, min(last, first + max(1, STRETCH_LIMIT // self.fragments)))
         if not entries or entries[0].index != first:
             return Stretch()
-        told, size = list[Told](), 0
+        sent, size = list[StretchEntry](), 0
         if entries[0].is_whole or (is_whole and first > 0):
             headers = self.headers(first, first + 1)
-            told += [(header, entry.proof) for header, entry in zip(headers, entries, strict=False)]
-        for entry in entries[len(told) :]:
+            sent += [(header, entry.proof) for header, entry in zip(headers, entries, strict=False)]
+        for entry in entries[len(sent) :]:
             size += len(entry.told) + len(entry.certificate or b"")
             if size > STRETCH_BYTES and entry.index > first and entry.fragment == 0:
                 break
-            told.append((entry.content, entry.proof))
-        return Stretch(told=tuple(told))
+            sent.append((entry.content, entry.proof))
+        return Stretch(told=tuple(sent))
 
     def led_up_to(self, stretch: Stretch) -> Chain:
-        """Return this chain with entries before it. Their digests vouch for them, so they may come from anybody.
+        """Return this chain with earlier entries before it. Their digests prove them, so they may come from any peer.
 
-        Raises: LogError when they do not lead up to it, or a signature among them is false.
+        Raises:
+            LogError: they do not lead up to the chain, or a signature among them is false.
         """
         wrong = LogError(f"these headers do not lead up to entry {self.first}")
         if not self.entries or not self.entries[0].is_whole:
             raise wrong
         chain = Chain(self.empty_log)
-        for told, certificate in stretch.told:
+        for content, certificate in stretch.told:
             if chain.next_index >= self.first and len(chain):
                 raise wrong
-            header = header_of(chain.end, told)
+            header = header_of(chain.end, content)
             if certificate is not None and header.previous == chain.end.position.head:
                 prove(certificate, chain.end.of(header.fragment), header, verify)
             chain.add(Entry.whole(header, None, certificate))
@@ -414,8 +413,7 @@ class Chain:
 
 
 def _proven(first: Entry, log: LogState) -> Entry:
-    """Return the first entry that is here, now that what it follows is known: without its certificate, if that is
-    false."""
+    """Return the first entry here, checked against the log before it. A false certificate is left out."""
     header, certificate = first.content, first.proof
     if certificate is not None and isinstance(header, Header):
         try:

@@ -1,10 +1,10 @@
-"""The entries of a run that one peer has: to resume from, to serve to others, and to look at afterwards.
+"""The entries of a run that one peer has: to resume from, to serve to others, and to read later.
 
-On disk a log is a folder with `entries.jsonl` and `payloads/<index>-<digest>.payload`. It may lack its beginning, where
-the peer joined in the middle, and payloads that a checkpoint covers. The first line of the file names the run, and the
-numbers that its entries depend on. Each line after it is an entry in brief, checksum included, so that any flipped bit
-shows. Files that are replaced are written under another name first, and so are there whole or not at all. Nothing waits
-for the disk: what a power failure takes is found out by checksums and digests, and other peers have it still.
+On disk a log is a folder with `entries.jsonl` and `payloads/<index>-<digest>.payload`. Its beginning is missing if the
+peer joined in the middle of the run, and so are payloads that a checkpoint covers. The first line of the file names the
+run, and the settings that its entries depend on. Each further line is an entry in brief with a checksum, so that every
+flipped bit is noticed. A file is replaced by renaming a complete new one, so that it is always whole. The code does not
+wait for the disk: checksums and digests reveal data that a power failure took, and other peers still have it.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ RULES = (
     *("samples_per_lease", "tokens_per_sample", "staleness", "fragments", "probation", "exclusion", "organiser"),
     "quorum",
 )
-"""What a run's entries depend on, besides its manifest: fields of `LogState`."""
+"""The fields of `LogState` that a run's entries depend on, besides the manifest."""
 NO_RUN = LogState("", bytes(DIGEST_BYTES), samples_per_lease=1, tokens_per_sample=1)
 
 
 def _write_line(fields: dict[str, object]) -> bytes:
-    """One line of the file: these fields, and a checksum of them."""
+    """Return one line of the file: these fields and their checksum."""
     checksum = digest_of(json.dumps(fields).encode()).hex()[:16]
     return json.dumps(fields | {"checksum": checksum}).encode() + b"\n"
 
 
 def _first_line(log: LogState) -> bytes:
-    """Return what all entries of a run depend on, so that the file can be read by itself."""
+    """Return the first line: the settings that all entries of a run depend on, so that the file can be read by
+    itself."""
     fields = {"run": log.run, "manifest": log.manifest_digest.hex()}
     return _write_line(fields | {name: getattr(log, name) for name in RULES})
 
@@ -63,11 +64,11 @@ def _read_first_line(line: bytes) -> LogState:
         log = LogState(fields["run"], bytes.fromhex(fields["manifest"]), **rules)
         if _first_line(log) == line:
             return log
-    raise LogError("it is corrupt, cut short, or of an older version")
+    raise LogError("it is corrupt, cut short, or of another version")
 
 
 def _entry_line(entry: Entry) -> bytes:
-    """One entry as it is written to the file, bytes in hexadecimal."""
+    """Return the line of one entry, with bytes in hexadecimal."""
     return _write_line(
         {
             "index": entry.index,
@@ -84,11 +85,11 @@ def _read_entry(line: bytes) -> Entry:
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         fields = json.loads(line)
         is_whole = "header" in fields
-        told, digest = (bytes.fromhex(fields[name]) for name in ("header" if is_whole else "outcome", "digest"))
-        content = unpack(Header, told, HEADER_LIMIT) if is_whole else unpack(Outcome, told, HEADER_LIMIT)
+        packed, digest = (bytes.fromhex(fields[name]) for name in ("header" if is_whole else "outcome", "digest"))
+        content = unpack(Header, packed, HEADER_LIMIT) if is_whole else unpack(Outcome, packed, HEADER_LIMIT)
         state_digest = bytes.fromhex(fields["state_digest"] or "") or None
         certificate = bytes.fromhex(fields["certificate"] or "") or None
-        entry = Entry(fields["index"], digest, told, is_whole, state_digest, certificate, content.fragment)
+        entry = Entry(fields["index"], digest, packed, is_whole, state_digest, certificate, content.fragment)
         _ = entry.proof
         if _entry_line(entry) == line:
             return entry
@@ -100,16 +101,17 @@ def read_chain(
     empty_log: LogState | None = None,
     see: Callable[[Entry, Header, LogState], None] = lambda entry, header, before: None,
 ) -> tuple[Chain, str | None]:
-    """Read the whole cycles of a file, up to the first that is corrupt or does not follow. Returns what is wrong there,
-    too.
+    """Read the whole cycles of a file, up to the first line that is corrupt or does not follow. Return them, and what
+    is wrong with that line, if any.
 
-    The first cycle may be from the middle of the run: what came before is vouched for by its headers alone.
+    The first cycle may be from the middle of the run; then only its headers vouch for the entries before it.
 
     Args:
-        empty_log: of the run; by default the one that the file names.
-        see: is told each entry with its header, and the log before it. All headers at once may be too large to keep.
+        empty_log: the run's log before its first entry; by default the one that the file names.
+        see: called with each entry, its header, and the log before it. All headers at once may be too large to keep.
 
-    Raises: OSError.
+    Raises:
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         lines = enumerate(file, 1)
@@ -117,7 +119,7 @@ def read_chain(
         try:
             named = _read_first_line(first)
             if empty_log and _first_line(empty_log) != first:
-                raise LogError(f"it is of the run {named.run}, or of another manifest")
+                raise LogError(f"it is of the run {named.run}, or of another version of its manifest")
         except LogError as error:
             return Chain(empty_log or NO_RUN), f"{path}, line 1: {error}" if first else None
         chain, cycle, problem = Chain(named), list[tuple[Entry, Header, LogState]](), None
@@ -130,8 +132,8 @@ def read_chain(
                 break
             cycle.append((entry, newest(chain.end), before))
             if not chain.end.made:
-                for told in cycle:
-                    see(*told)
+                for read in cycle:
+                    see(*read)
                 cycle.clear()
         if cycle:
             chain.cut(chain.next_index)
@@ -140,25 +142,26 @@ def read_chain(
 
 
 def payload_path(folder: Path, index: int, digest: bytes) -> Path:
-    """Return the file of an entry's payload, in the folder of payloads."""
+    """Return the path of an entry's payload, in the folder of payloads."""
     return folder / f"{index}-{digest.hex()[:8]}{SUFFIX}"
 
 
 def proof_path(folder: Path, digest: bytes) -> Path:
-    """Return the file of what proves a fault, in a log's folder."""
+    """Return the path of a fault's proof, in a log's folder."""
     return folder / PROOFS / f"{digest.hex()}{PROOF_SUFFIX}"
 
 
 def read_payload(path: Path, block_bytes: int) -> Payload:
-    """Map a payload's file, and digest its chunks anew; whether they are the wanted ones is for the caller to see.
+    """Map a payload's file, and digest its chunks. The caller must check the digests.
 
     Args:
-        block_bytes: of each of the payload's blocks but the last, which may be shorter.
+        block_bytes: size of each block of the payload; the last one may be shorter.
 
-    Raises: OSError.
+    Raises:
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
-        empty = os.fstat(file.fileno()).st_size == 0  # which cannot be mapped
+        empty = os.fstat(file.fileno()).st_size == 0  # an empty file cannot be mapped
         data = memoryview(b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     return Payload.cut(data, block_bytes)
 
@@ -167,16 +170,17 @@ logger = logging.getLogger(__name__)
 
 
 class LogFolderError(DilocoPeerError):
-    """The folder of a log cannot be used: no such place, no permission, no space."""
+    """The folder of a log cannot be used: it does not exist, or there is no permission or no space."""
 
     exit_code = 6
 
 
 class RunLog:
-    """Consecutive cycles of one lineage, from `first` on, in brief: see `Chain`. Beside them are entries of a cycle
-    that is not whole yet.
+    """Consecutive cycles of one lineage, from `first` on, in brief (see `Chain`), and entries of a cycle that is not
+    whole yet.
 
-    It lies in memory, with the newest payloads, `kept_bytes` of them but a few at least, and without proofs.
+    This class keeps them in memory, with the newest payloads: `kept_bytes` of them, but at least a few. It keeps no
+    proofs.
     """
 
     is_on_disk = False
@@ -191,63 +195,64 @@ class RunLog:
 
     @property
     def first(self) -> int:
-        """Index of the first cycle that is here; 0 if none is."""
+        """The index of the first cycle here; 0 without cycles."""
         return self._chain.first
 
     @property
     def next_index(self) -> int:
-        """Index of the cycle that comes next."""
+        """The index of the next cycle."""
         return self._chain.next_index
 
     def headers(self, first: int, last: int) -> list[Header]:
-        """Those of the entries of the cycles [first, last) that are here, in the order of fragments within each."""
+        """Return the headers of the cycles [first, last), as far as they are here, in the order of fragments."""
         return list(self._chain.headers(first, last))
 
     def heads(self, first: int, last: int) -> list[bytes]:
-        """Return the heads of the log after each of those cycles."""
+        """Return the heads of the log after each of the cycles [first, last), as far as they are here."""
         entries, fragments = self._chain.cycles(first, last), self._chain.fragments
         cycles = (entries[start : start + fragments] for start in range(0, len(entries), fragments))
         return [cycle_head([entry.digest for entry in cycle]) for cycle in cycles]
 
     def faults(self, first: int, last: int) -> list[Fault]:
-        """Return the faults that those entries name."""
+        """Return the faults that the entries of the cycles [first, last) name."""
         return [fault for entry in self._chain.cycles(first, last) for fault in entry.content.faults]
 
     def heads_at(self, indices: Iterable[int]) -> dict[int, bytes]:
-        """Return the heads of the log after so many cycles, by their number, as far as they are here."""
+        """Return the heads of the log after these numbers of cycles, by number, as far as they are here."""
         found = {index: self._chain.head(index - 1) for index in indices}
         return {index: head for index, head in found.items() if head is not None}
 
     def header_at(self, index: int, fragment: int | None = None) -> Header | None:
-        """Return the entry of a cycle for this fragment, by default the one that closes it."""
+        """Return the header of a cycle's entry for this fragment, by default the one that closes the cycle."""
         headers = list(self._chain.headers(index, index + 1))
         return headers[-1 if fragment is None else fragment] if headers else None
 
     def state_digest_at(self, index: int) -> bytes | None:
-        """Return the digest of the state after the cycle, if both are here."""
+        """Return the digest of the state after a cycle, if it is known here."""
         entry = self._chain.entry(index)
         return None if entry is None else entry.state_digest
 
     def certificate_at(self, index: int, fragment: int | None = None) -> Certificate | None:
-        """Return the certificate of a fragment's entry, by default of the closing one, as far as both are here."""
+        """Return the certificate of a cycle's entry for this fragment, by default of the closing one, if it is known
+        here."""
         entry = self._chain.entry(index, fragment)
         return None if entry is None else entry.proof
 
     def log_after(self, index: int) -> LogState | None:
-        """Return the log as it was after so many cycles, if that is known here."""
+        """Return the log after this number of cycles, if it is here."""
         return self._chain.after(index - 1)
 
     def states_after(self, log: LogState) -> Iterator[tuple[Entry, LogState]]:
-        """Follow the entries that come after a place in this log, each with the log after it. From the empty log it
-        follows all that are here. Raises: LogError."""
+        """Yield the entries after a place in this log, each with the log after it; from the empty log, all entries.
+        Raises: LogError."""
         place = log.position.index - self.first if log.last else 0
         for entry in self._chain.entries[place:]:
             log = entry.after(log)
             yield entry, log
 
     def lineage(self, end: LogState) -> Lineage:
-        """Return what a peer that has been at `end` knows of the log there, as far as it is here. Looks at all
-        certificates, since a place of which too few went on may be long past."""
+        """Return the lineage of a peer that is at `end`, as far as it is here. It reads all certificates, since a
+        minority's entry may be old."""
         lineage = Lineage(self.empty_log if self.first == 0 else end)
         for index, log in self._chain.states(self.first, end.position.index):
             header = newest(log)
@@ -259,7 +264,7 @@ class RunLog:
         return lineage if lineage.log.position == end.position else Lineage(end)
 
     def stretch(self, first: int, last: int, is_whole: bool) -> Stretch:
-        """Return entries as they are told to another peer: see `Chain.stretch`."""
+        """Return entries to send to another peer: see `Chain.stretch`."""
         return self._chain.stretch(first, last, is_whole)
 
     def append(
@@ -269,17 +274,19 @@ class RunLog:
         payload: Payload | None,
         certificate: Certificate | None = None,
     ) -> None:
-        """Add an entry that was applied. One that is already here gets what it lacked. The state digest is that after
-        its cycle, which one of the cycle's entries brings.
+        """Add an entry that was applied, or complete one that is already here. `state_digest` is that after its cycle;
+        any entry of the cycle may bring it.
 
-        A cycle of another lineage takes the place of all from there on, once it is whole. If what leads up to it is not
-        here, the log begins anew with it.
+        A whole cycle of another lineage replaces all cycles from its index on. If the cycle before it is not here, the
+        log begins anew with it.
 
-        Raises: LogError when that is not its payload, or the entry does not follow; LogFolderError when the disk does
-        not take it. The entry is in the log all the same, and the next one that is appended writes it again.
+        Raises:
+            LogError: the payload is not the entry's, or the entry does not follow.
+            LogFolderError: the disk does not take the entry. It is in the log in memory, and the next call writes it
+                again.
         """
         if payload is not None and payload.digest != header.payload:
-            raise LogError(f"entry {header.index} has another payload")
+            raise LogError(f"the payload is not that of entry {header.index}")
         try:
             self._add(Entry.whole(header, state_digest, certificate), header)
         finally:
@@ -287,16 +294,18 @@ class RunLog:
                 self.keep_payload(header.index, payload)
 
     def prepend(self, stretch: Stretch) -> None:
-        """Add cycles that lead up to `first`. Their digests vouch for them, so they may come from anybody.
+        """Add cycles that lead up to `first`. Their digests prove them, so they may come from any peer.
 
-        Raises: LogError, and changes nothing, when they do not; LogFolderError.
+        Raises:
+            LogError: they do not lead up to it; nothing is changed.
+            LogFolderError: the disk does not take them.
         """
         if stretch.told:
             self._chain = self._chain.led_up_to(stretch)
             self._save()
 
     def follow(self, chain: Chain, end: int) -> None:
-        """Take over the entries of another peer's log, which have been checked, up to `end`. Raises: LogFolderError."""
+        """Take over the checked entries of another peer's log up to `end`. Raises: LogFolderError."""
         for header in chain.headers(chain.first, end):
             entry = chain.entry(header.index, header.fragment)
             self.append(header, None, None, entry.proof if entry else None)
@@ -305,32 +314,29 @@ class RunLog:
             self._save()
 
     def payload(self, digest: bytes) -> Payload | None:
-        """Return the payload with that digest, if it is here. May take as long as digesting it does."""
+        """Return the payload with this digest, if it is here. May take the time of digesting it."""
         return self._payloads.get(digest)
 
     def keep_payload(self, index: int, payload: Payload) -> None:
-        """Keep the payload of an entry that is voted for, or was made. May be called in any thread.
-
-        Raises: LogFolderError.
-        """
+        """Keep the payload of an entry that is voted for or made. Thread-safe. Raises: LogFolderError."""
         self._payloads.keep(payload)
 
     def prune(self, before: int) -> None:
         """Drop the payloads on the disk of entries with an index less than `before`. Raises: LogFolderError."""
 
     def keep_proofs(self, proofs: Iterable[bytes]) -> None:
-        """Keep what proves the faults in an entry's annex, where there is a disk. Raises: LogFolderError."""
+        """Keep the proofs of the faults in an entry's annex, if there is a disk. Raises: LogFolderError."""
 
     def has_proof(self, digest: bytes) -> bool:
-        """Return whether the proof with that digest is kept here."""
+        """Return whether the proof with this digest is here."""
         return False
 
     def proof(self, digest: bytes) -> bytes | None:
-        """Return the proof with that digest, if it is here."""
+        """Return the proof with this digest, if it is here."""
         return None
 
     def _save(self, appended: Sequence[Entry] = ()) -> None:
-        """Write the entries, which have changed, to the disk; if `appended` are given, these at their end alone."""
+        """Write the changed entries to the disk. If `appended` is given, only these are new, at the end."""
 
     def _add(self, entry: Entry, header: Header) -> None:
         known = self._chain.entry(header.index, header.fragment)
@@ -340,15 +346,15 @@ class RunLog:
             if is_known:
                 return
             self._made.clear()
-        self._made[header.fragment] = entry, header  # a known one, too: two lineages may split in the midst of a cycle
+        self._made[header.fragment] = entry, header  # also a known one, because two lineages may split within a cycle
         if len(self._made) == self._chain.fragments:
             made, self._made = [self._made[fragment] for fragment in sorted(self._made)], {}
             if self._chain.head(header.index) != cycle_head([entry.digest for entry, _ in made]):
                 self._add_cycle(header.index, [entry for entry, _ in made], [header for _, header in made])
 
     def _add_cycle(self, index: int, cycle: list[Entry], headers: Sequence[Header]) -> None:
-        """Add the entries of one cycle, in the order of fragments. Whichever of them brought the digest of the state
-        after it, the closing one gets that."""
+        """Add the entries of one cycle, in the order of fragments. The closing one gets the state digest that any of
+        them brought."""
         state_digest = next((entry.state_digest for entry in cycle if entry.state_digest), None)
         cycle = [replace(entry, state_digest=None) for entry in cycle]
         cycle[-1] = replace(cycle[-1], state_digest=state_digest)
@@ -371,8 +377,7 @@ class RunLog:
 
 
 class LogFolder(RunLog):
-    """On disk, for one process at a time; its methods are for one thread at a time, but `payload` and
-    `keep_payload` for any."""
+    """The log in a folder. Only one process may open it. Not thread-safe, except `payload` and `keep_payload`."""
 
     is_on_disk = True
 
@@ -381,15 +386,13 @@ class LogFolder(RunLog):
         self._chain = chain
         self.path = path
         self._block_bytes = block_bytes
-        self._is_behind = False  # the file lacks something, or ends in half a line
+        self._is_behind = False  # the file is incomplete, or ends in half a line
         self._keeping = Lock()
 
     @classmethod
     def open(cls, path: Path, empty_log: LogState, block_bytes: int) -> LogFolder:
-        """Return the log in a folder, which is made if need be. What is corrupt is named in a warning and cut off.
-
-        `block_bytes` has each block of a payload but the last. Raises: LogFolderError.
-        """
+        """Return the log in a folder, which is created if it is missing. A corrupt part is cut off, with a warning.
+        `block_bytes` is the size of each block of a payload but the last. Raises: LogFolderError."""
         file = path / ENTRIES
         with _usable(path):
             make_private_folder(path / PAYLOADS)
@@ -402,12 +405,12 @@ class LogFolder(RunLog):
             if problem:
                 damaged = file.with_suffix(".damaged")
                 shutil.copyfile(file, damaged)
-                logger.warning("%s. The log ends before it; as it was, it is kept as %s", problem, damaged)
+                logger.warning("%s. The log now ends before it; a copy of the damaged file is %s", problem, damaged)
                 log._save()
         return log
 
     def payload(self, digest: bytes) -> Payload | None:
-        """From the disk, its chunks digested anew. A corrupt file is named in a warning, and removed."""
+        """Return a payload from the disk, with its chunks digested again. A corrupt file is removed, with a warning."""
         for path in (self.path / PAYLOADS).glob(f"*-{digest.hex()[:8]}{SUFFIX}"):
             try:
                 payload = read_payload(path, self._block_bytes)
@@ -439,7 +442,7 @@ class LogFolder(RunLog):
         return False
 
     def proof(self, digest: bytes) -> bytes | None:
-        """From the disk. One whose bytes have changed is named in a warning, and removed."""
+        """Return a proof from the disk. A corrupt file is removed, with a warning."""
         path = proof_path(self.path, digest)
         try:
             proof = path.read_bytes()
@@ -472,7 +475,7 @@ class LogFolder(RunLog):
                 try:
                     with file.open("ab") as lines:
                         lines.write(b"".join(map(_entry_line, appended)))
-                except OSError:  # part of a line is no entry, and would be taken for damage
+                except OSError:  # part of a line is no entry, and would count as damage
                     os.truncate(file, before)
                     raise
         self._is_behind = False

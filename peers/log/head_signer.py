@@ -1,8 +1,8 @@
-"""Signing heads of a run's log as one of its archives.
+"""Signatures of heads of a run's log, by one of the run's archives.
 
-An archive signs what it has checked itself: entries that are all certified, from the manifest or from the newest head
-on that it has signed before. Its own heads lie on one branch. So the newest is on the disk before anybody hears
-of it, and what its key has signed on another machine binds it as soon as it is known here.
+An archive signs only what it has checked itself: entries that are all certified, from the manifest or from the newest
+head that it has signed before. Its own heads are on one branch. So the newest one is on the disk before it is sent, and
+heads that its key has signed on another machine bind it as soon as they are known here.
 """
 
 from __future__ import annotations
@@ -21,39 +21,42 @@ from peers.values.wire import WireError, pack, unpack
 
 SIGNED = "signed"
 """The name of the file, in an archive's folder of the run."""
-STRETCH = 256  # cycles that are checked at once
+STRETCH = 256  # maximum number of cycles that are checked at once
 
 
 class SignedFileError(DilocoPeerError):
-    """An archive's record of what it has signed that can't be read or written, so that it must not sign any more."""
+    """The file with an archive's last signed head cannot be read or written, so that the archive must not sign any
+    more."""
 
     exit_code = 6
 
 
 class CannotSignError(LogError):
-    """A reason why an archive does not sign a log, as the end of a sentence about it."""
+    """A reason why an archive does not sign a log, as the end of a sentence about the log."""
 
 
 class HeadSigner:
-    """One archive of one run. Its methods are for one thread at a time."""
+    """One archive of one run. Not thread-safe."""
 
     def __init__(self, run: str, me: str, keys: Keys, folder: Path) -> None:
-        """Raises: SignedFileError when what the archive signed last, in `folder`, can't be read."""
+        """Raises: SignedFileError when the archive's last signed head, in `folder`, cannot be read."""
         self._run = run
         self._me = me
         self._keys = keys
         self._path = folder / SIGNED
         self.last = self._read()
-        """The furthest head that it has signed, as far as this machine knows."""
+        """The furthest head that this archive has signed, as far as this machine knows."""
 
     def sign(self, log: RunLog, known: SignedHeads) -> SignedHead | None:
-        """Sign the newest head of `log` that may be signed; None: there is nothing new to sign.
+        """Sign the newest head of `log` that may be signed. Return None if there is nothing new to sign.
 
-        It comes further each time, where many entries are to be checked. Where another archive has signed another head
-        than the log that we have signed before, our head at that index is signed, too: it shows everybody that the
-        two keys contradict each other.
+        One call checks a limited number of entries, so many entries take several calls. If another archive has signed a
+        different head at an index of this log, this archive signs its own head at that index, to show that the two keys
+        contradict each other.
 
-        Raises: CannotSignError; SignedFileError, after which others must not hear of it.
+        Raises:
+            CannotSignError: the log must not be signed.
+            SignedFileError: the head is not on the disk, and must not be sent.
         """
         own = [*known.only(self._me).believed, *([self.last] if self.last else [])]
         heads = log.heads_at({*known.indices, *(one.index for one in own)})
@@ -66,34 +69,34 @@ class HeadSigner:
         elif other is None:
             return None
         signed = SignedHead.sign(self._run, wanted, log.heads_at([wanted])[wanted], self._me, self._keys)
-        if self.last is None or signed.index > self.last.index:  # what lies before follows from it
+        if self.last is None or signed.index > self.last.index:  # earlier heads follow from the newest one
             self._write(signed)
             self.last = signed
         return signed
 
     def _check(self, log: RunLog, known: SignedHeads, own: Sequence[SignedHead], heads: Mapping[int, bytes]) -> None:
-        """Raises: CannotSignError where one of the log's heads is not the one that was signed, or may turn out so."""
+        """Raises: CannotSignError if the log contradicts a signed head, or may prove to do so."""
         if self._me in known.disbelieved:
             step = known.disbelieved[self._me]
-            raise CannotSignError(f"what this key signs is not believed any more: outer step {step} is signed twice")
+            raise CannotSignError(f"this key does not count any more: outer step {step} is signed twice")
         for one in own:
             if one.index > log.next_index:
-                raise CannotSignError(f"it has not come to outer step {one.index}, which this key has signed")
+                raise CannotSignError(f"it ends before outer step {one.index}, which this key has signed")
             if heads.get(one.index) != one.head:
                 raise CannotSignError(f"this key has signed another outer step {one.index}")
         if own:
             return
         if (other := known.contradiction(heads)) is not None:
             raise CannotSignError(f"the archive {other.archive} has signed another outer step {other.index}")
-        if (newest := known.newest) is not None and newest.index > log.next_index:  # it may be another log
-            raise CannotSignError(f"it has not come to outer step {newest.index}, which {newest.archive} has signed")
+        if (newest := known.newest) is not None and newest.index > log.next_index:  # it may be a different log
+            raise CannotSignError(f"it ends before outer step {newest.index}, which {newest.archive} has signed")
 
     def _certified_until(self, log: RunLog, first: int, last: int) -> int:
-        """Return up to where entries are certified, from `first` on. Raises: CannotSignError when not even the next
-        one is."""
+        """Return the index up to which entries are certified, from `first` on. Raises: CannotSignError when not even
+        the next one is."""
         before = log.log_after(first)
         if before is None:
-            raise CannotSignError(f"its entries before {first} are not here")
+            raise CannotSignError(f"its entries before {first} are missing here")
         index = first
         for header in log.headers(first, min(last, first + STRETCH)):
             certificate, at = log.certificate_at(header.index, header.fragment), before.of(header.fragment)
@@ -114,11 +117,11 @@ class HeadSigner:
         except (OSError, WireError) as error:
             raise self._unusable(str(error)) from error
         if signed.archive != self._me or not signed.is_signed(self._run, self._keys.verify):
-            raise self._unusable("it is of another key or run")
+            raise self._unusable("it is for another key or run")
         return signed
 
     def _write(self, signed: SignedHead) -> None:
-        """Put it on the disk, whole and for good. Raises: SignedFileError."""
+        """Write the head to the disk, whole and durable. Raises: SignedFileError."""
         try:
             make_private_folder(self._path.parent)
             write_whole(self._path, [pack(signed)], is_durable=True)
@@ -127,6 +130,6 @@ class HeadSigner:
 
     def _unusable(self, reason: str) -> SignedFileError:
         return SignedFileError(
-            f"{self._path}, which says what this archive has signed, cannot be used: {reason}.",
+            f"the file of this archive's last signed head, {self._path}, cannot be used: {reason}.",
             "Make room there, or restore it from a copy; without it an archive could sign two logs.",
         )

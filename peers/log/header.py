@@ -1,12 +1,11 @@
-"""One entry's header, and places in the log.
+"""The header of one entry, and places in the log.
 
-An entry is a header and a payload, the averaged pseudo-gradient. A header carries everything that the next entry
-depends on (roster, leases, sample pool, tokens so far, leader), so that a peer needs only the last header and a
-snapshot to go on.
+An entry is a header and a payload, the averaged pseudo-gradient. A header has everything that the next entry depends on
+(roster, leases, sample pool, tokens so far, leader), so that a peer needs only the last header and a snapshot to go on.
 
-An entry that closes a cycle may have an *annex*: faults of peers, each with the digest of what proves it. The proof
-itself is not in the entry. Voters have seen it before they vote for the entry. For so many cycles after the entry as
-the manifest says its peer gets no lease and is in no roster, so that it neither votes nor leads.
+An entry that closes a cycle may have an *annex*: faults of peers, each with the digest of its proof. The proof itself
+is not in the entry; voters check it before they vote. For `rounds.exclusion` cycles after the entry, a peer with a
+fault gets no lease and is in no roster, so that it neither votes nor leads.
 """
 
 from __future__ import annotations
@@ -23,34 +22,35 @@ from peers.values.manifest import AMENDMENTS_LIMIT, Amendment, LoggedAmendment
 from peers.values.wire import DIGEST_BYTES, Count, Digest, PeerId, RunId, Samples, Value, digest_of, pack
 
 MEMBER_LIMIT = 1000
-"""Peers in one entry; what a header costs to check grows with the square of it."""
+"""Maximum number of peers in one entry. The cost of checking a header grows with the square of this."""
 BYSTANDER_LIMIT = MEMBER_LIMIT - 2
-"""Voters besides them that one header may name, so that more than half of all are no more than an entry's members."""
+"""Maximum number of bystanders in one header, so that a majority of members and bystanders is at most MEMBER_LIMIT."""
 FREE_LIMIT = 4 * MEMBER_LIMIT
-"""Free ranges in one header: four for each peer that may be in an entry. Beyond that the smallest are given up."""
+"""Maximum number of free ranges in one header: four for each peer that an entry may have. Beyond that the smallest are
+given up."""
 
 
 NO_PAYLOAD = digest_of(b"")
-"""In place of a payload's digest: nobody had trained the fragment, and it stays as it is."""
+"""Stands for a payload's digest if no member has trained the fragment, so that it stays as it is."""
 
 UNKNOWN_STATE = bytes(DIGEST_BYTES)
-"""In place of a state's digest, where it is not known yet which state an entry is for."""
+"""Stands for a state's digest while it is unknown."""
 FAULT_LIMIT = 4
-"""Faults in one entry: each is shown to all of its members."""
+"""Maximum number of faults in one entry, since each proof is shown to all members."""
 EXCLUSION_LIMIT = 4000
-"""Peers that are excluded at once. Beyond that those go first that were excluded first."""
+"""Maximum number of peers excluded at once. Beyond that, the earliest exclusions end."""
 FAULT_AGE = 64
-"""Cycles in which a lie may still be named: for so long all peers know what their log was called."""
+"""Cycles in which a lie may still be named, since all peers know the heads of that many last cycles."""
 
 
 class Member(Value):
     """A peer's share in one entry.
 
-    `tokens` is what counts: the tokens that it trained on these samples, less the share of the chunks from which its
-    blocks are absent. If fewer than half of the samples' tokens count, the samples are trained again. `incarnation` is
-    the one that it votes in: the next quorum counts it in that alone, since it then remembers its votes (R12). A peer
-    that is slower than others `wants` a next lease of fewer samples than a whole one; 0: a whole one. Its blocks came
-    in a `format` of those that the manifest allows; 0: the run's own.
+    `tokens` is the number that counts: the tokens that it trained on these samples, less the share of the chunks from
+    which its blocks are absent. If fewer than half of the samples' tokens count, the samples are trained again.
+    `incarnation` is the one in which it votes: the next quorum counts it in that one only, since that one remembers its
+    votes (R12). `wants` is the number of samples of its next lease, for a peer that is slower than others; 0 is a whole
+    lease. `format` is the number of its blocks' format among those that the manifest allows; 0 is the run's own.
     """
 
     peer: PeerId
@@ -61,14 +61,14 @@ class Member(Value):
     format: Count = 0
 
     def __hash__(self) -> int:
-        """A roster is looked up by its members, which are many."""
+        """Hash the peer id only, since rosters are large and are looked up by their members."""
         return hash(self.peer)
 
 
 class Assignment(Value):
-    """The samples that a peer trains on next, as entry `since` gave them, which was the last that the peer was in.
+    """The samples that a peer trains next. Entry `since` gave them, the last one with the peer in its roster.
 
-    A peer that misses an entry keeps its lease for as many entries as the manifest lets it be behind.
+    A peer that misses entries keeps its lease for as many entries as the manifest's staleness allows.
     """
 
     peer: PeerId
@@ -77,26 +77,26 @@ class Assignment(Value):
 
 
 class Tenure(Value):
-    """In how many outer steps' rosters a peer has been, as far as that matters for its probation."""
+    """The number of outer steps with a peer in the roster, as far as its probation needs it."""
 
     peer: PeerId
     served: Count
 
 
 class Bystander(Value):
-    """A voter that is not in an entry, and has a say in the next one, in the incarnation that an entry had last."""
+    """A voter that is not in an entry but votes on the next one, in the incarnation that it last had in an entry."""
 
     peer: PeerId
     incarnation: Count
 
 
 Kind: TypeAlias = Literal["averages", "commitments", "contribution", "votes"]
-"""The kind of a lie: two averages of a chunk, two commitments for one training, or two votes that contradict each
-other; or a commitment to what is no contribution (R9)."""
+"""The kind of a lie: two averages of one chunk, two commitments for one training, two votes that contradict each other,
+or a commitment to data that is no contribution (R9)."""
 
 
 class Fault(Value):
-    """A peer's lie, of this kind, and the digest of what proves it."""
+    """A peer's lie of this kind, and the digest of its proof."""
 
     peer: PeerId
     kind: Kind
@@ -114,18 +114,18 @@ Faults = Annotated[tuple[Fault, ...], Field(max_length=FAULT_LIMIT)]
 
 
 Index = Annotated[int, Field(strict=True, ge=0, lt=2**62 - 1)]
-"""A count that another one follows: a header may be taken on trust, and the place after it is asked for."""
+"""A count that can be increased by one: a header may be trusted without a check, and the index after it is used."""
 
 
 class Header(Value):
-    """One link of the chain. `state` is the digest of theta and momentum when its cycle began: voters vouch for it.
+    """One link of the hash chain. `state` is the digest of theta and momentum when its cycle began; voters vouch for
+    it.
 
-    Only entries that close a cycle say the following. `leader` led the view in which the header was first proposed.
-    `tenures` are those of the roster and of some who were in rosters before; none where the run has no
-    probation. `faults` is its annex: the lies that were proven since the entry before; `excluded` are the peers that
-    are excluded from the next cycle for these and earlier ones. `bystanders` have a say in the next entry, as the
-    roster has. `amendments` are all that the log has taken in, the last one perhaps by this entry: it is in force from
-    the next cycle on. None: there are none.
+    Only entries that close a cycle have the following. `leader` led the view in which the header was first proposed.
+    `tenures` are those of the roster and of some earlier members; none in a run without probation. `faults` is the
+    annex: the lies proven since the entry before. `excluded` are the peers that are excluded from the next cycle for
+    these and earlier lies. `bystanders` vote on the next entry, like the roster. `amendments` are all that the log has
+    taken in, in order; the last one is in force from the next cycle on. None if there are none.
     """
 
     run: RunId
@@ -164,7 +164,7 @@ class Header(Value):
 
     @property
     def amendment(self) -> Amendment | None:
-        """The amendment in force from the next cycle on; None: there is none, or the entry closes no cycle."""
+        """The amendment in force from the next cycle on; None if there is none, or the entry closes no cycle."""
         return self.amendments[-1].amendment if self.amendments else None
 
     def tokens_of(self, peer: str) -> int:
@@ -177,15 +177,15 @@ class Header(Value):
 
 
 class Position(Value):
-    """A place in the log: `index` cycles are over, and the log up to there is named by `head` (before any: the
-    manifest's digest). What is to be made there is the entry of one `fragment`."""
+    """A place in the log: `index` cycles are closed, and `head` names the log up to there (before the first entry: the
+    manifest's digest). The entry of one `fragment` is to be made there."""
 
     index: Count
     head: Digest
     fragment: Count = 0
 
     def __hash__(self) -> int:
-        """Messages and attempts are looked up by their position all the time."""
+        """Hash three fields only, since messages and attempts are often looked up by their position."""
         return hash((self.index, self.head, self.fragment))
 
     def __str__(self) -> str:
@@ -193,16 +193,16 @@ class Position(Value):
         return f"{self.index}{fragment}:{self.head.hex()[:8]}"
 
     def is_in_cycle_of(self, other: Position) -> bool:
-        """Return whether both are about entries of one cycle of one lineage."""
+        """Return whether both are positions of entries in one cycle of one lineage."""
         return self is other or (self.index, self.head) == (other.index, other.head)
 
 
 def cycle_head(entries: Sequence[bytes]) -> bytes:
-    """Return the head of a lineage after a cycle with these entries, one for each fragment, in order."""
+    """Return the head of a lineage after a cycle, given the digests of its entries, one for each fragment, in order."""
     return entries[0] if len(entries) == 1 else digest_of(b"".join(entries))
 
 
-def may_be_named(told_at: int, index: int, exclusion: int) -> bool:
-    """Return whether a lie told for entry `told_at` may be named in entry `index`: so lately that a peer
-    that was excluded for it before still is. What was signed for the first entry excludes no peer (R9)."""
-    return 0 < told_at <= index < told_at + min(FAULT_AGE, exclusion)
+def may_be_named(lied_at: int, index: int, exclusion: int) -> bool:
+    """Return whether a lie about entry `lied_at` may be named in entry `index`: it is so recent that a peer that was
+    already excluded for it still is. Signatures for the first entry exclude no peer (R9)."""
+    return 0 < lied_at <= index < lied_at + min(FAULT_AGE, exclusion)

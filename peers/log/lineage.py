@@ -1,11 +1,11 @@
-"""Lineages: the end of one peer's own log, and the branches that other logs split off into, with the better of two.
+"""Lineages: the end of one peer's own log, branches that split off from it, and the better one of two branches.
 
-Without liars two certified entries never have one place. So of two branches that split, the one whose first own entry
-is certified is the run's, whatever the other one has trained. Otherwise the one that more of the voters before the
-split have signed is better, then the one with more tokens, then the one whose entry has the smaller digest. The first
-entry's voters are its founders: of two foundings the one with more tokens is better.
+Without liars no place has two certified entries. So of two branches that split, the one whose first own entry is
+certified is the run's, whatever the other one has trained. Otherwise the better branch is the one with more signatures
+of the voters before the split, then with more tokens, then with the smaller digest of that entry. The first entry's
+voters are its founders, so of two foundings the one with more tokens is better.
 
-Before all of that comes what the run's archives have signed.
+Heads that the run's archives have signed come before all of that.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from peers.values.identity import Verify
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHead, SignedHeads
 
 RECENT_ENTRIES = 64
-"""Headers, the last ones, that a peer can name to one that fell behind."""
+"""Number of last headers that a peer can send to one that fell behind."""
 UNSUPPORTED = Support(is_certified=False, signers=0)
 
 
 class Lineage:
-    """The last entries of a peer's log. Of those before the snapshot that it began with it knows the heads alone, as
-    far as the peers that vouched for the snapshot knew them, or the log that is kept here has them (`recall`).
+    """The last entries of a peer's log. Of entries before the snapshot that it began with, it knows only the heads:
+    those that the peers that vouched for the snapshot knew, or that the log on this machine has (`recall`).
 
-    `doubt` is the newest place in it from which a minority went on, as certificates say.
+    `doubt` is the newest place in it from which a minority went on, according to the certificates.
     """
 
     def __init__(self, log: LogState) -> None:
-        """`log` is where it begins."""
+        """`log` ends where the lineage begins."""
         self.doubt: LogState | None = None
         self._starts: OrderedDict[bytes, LogState] = OrderedDict({log.position.head: log})
         self._followers: OrderedDict[tuple[bytes, int], tuple[Header, Certificate | None]] = OrderedDict()  # by place
         self._end = log.position.index
-        """Cycles in the log, up to the last of these heads."""
+        """Number of cycles in the log, up to the last of these heads."""
         self._heads: deque[bytes] = deque([log.position.head] if log.last else [], maxlen=RECENT_ENTRIES)
 
     def append(self, header: Header, log: LogState, certificate: Certificate | None = None) -> None:
-        """Add an entry; `log` is where that leads. Without a certificate it is unknown who has signed it."""
+        """Add an entry; `log` ends after it. Without a certificate it is unknown which voters have signed it."""
         before = self._starts.get(header.previous)
         if certificate is not None and certificate.choice.alone and before is not None:
             self.doubt = before
@@ -63,37 +63,37 @@ class Lineage:
         return next(reversed(self._starts.values()))
 
     def after(self, position: Position) -> tuple[Header, Certificate | None] | None:
-        """Return the entry that was made there, if it is a recent one of this lineage, and its certificate."""
+        """Return the entry that was made at a position, and its certificate, if it is a recent one of this lineage."""
         return self._followers.get((position.head, position.fragment))
 
     def start(self, head: bytes) -> LogState | None:
-        """Return the log as it was when a recent cycle of this lineage began."""
+        """Return the log at the start of a recent cycle of this lineage."""
         return self._starts.get(head)
 
     def lacks(self, index: int, head: bytes) -> bool:
-        """Return whether this lineage led to another place after so many cycles, or has not come so far."""
+        """Return whether this lineage has another head after this number of cycles, or does not reach it."""
         return index >= self.known_from and self.head_at(index) != head
 
     @property
     def known_from(self) -> int:
-        """The first cycle after which it is known what named this lineage."""
+        """The first number of cycles after which this lineage's head is known."""
         return self._end - len(self._heads) + 1
 
     @property
     def is_short(self) -> bool:
-        """Whether fewer heads are known than there were, and than can be kept."""
+        """True if there are earlier heads that this lineage could keep but does not know."""
         return self.known_from > 1 and len(self._heads) < RECENT_ENTRIES
 
     def recall(self, index: int, heads: Sequence[bytes]) -> None:
-        """Learn what named the lineage before: after consecutive cycles up to `index`, which must be the first one that
-        is known. Heads that do not lead up to that one are of another lineage, and change nothing."""
+        """Add the heads before the known ones. They are of consecutive cycles up to `index`, the first one that is
+        known. Heads that do not end in the known one are of another lineage, and change nothing."""
         room = RECENT_ENTRIES - len(self._heads)
         leads_here = index == self.known_from and self._heads and heads and heads[-1] == self._heads[0]
         if leads_here and room:
             self._heads.extendleft(reversed(heads[:-1][-room:]))
 
     def head_at(self, index: int) -> bytes | None:
-        """Return this lineage's head after so many cycles; None: too long ago to be known, or not made yet."""
+        """Return this lineage's head after this number of cycles; None if it is too old, or not made yet."""
         place = index - self.known_from
         return self._heads[place] if 0 <= place < len(self._heads) else None
 
@@ -103,15 +103,15 @@ class Lineage:
 
     @property
     def heads(self) -> tuple[bytes, ...]:
-        """What names the lineage after each cycle, oldest first, the last one included."""
+        """The lineage's heads after each cycle, oldest first."""
         return tuple(self._heads)
 
     def move(self, log: LogState, theirs: Sequence[bytes], doubt: LogState | None = None) -> tuple[Header, ...]:
-        """Go on where a snapshot stands: at the end of `log`, which is in the lineage whose newest heads are `theirs`,
-        and whose newest `doubt` this is.
+        """Go on from a snapshot at the end of `log`. The snapshot's lineage has the newest heads `theirs` and the
+        newest `doubt`.
 
-        Returns the entries that we leave: ours of cycles that are not among those. What lies further back than they
-        reach may be in both lineages.
+        Return the entries that this peer gives up: its own, of cycles that are not among `theirs`. Older entries than
+        `theirs` reaches may be in both lineages.
         """
         heads, place, end = list(theirs), -1, log.position
         if log.last is not None:
@@ -135,12 +135,10 @@ class Lineage:
 class Branch:
     """The entries from `start`, which both sides have, to `end`.
 
-    `first` are those of the first cycle: by fragment, the digest and what proves it; `certificates` are theirs, whose
-    signatures have been checked. `heads` name the log after each
-    cycle, from `start` on, by index; `states` the digests of the state there, as certified entries after it say, and
-    `claimed` as others do.
-    `doubts` are the places from which a minority went on. `founders`: how many founded the run, if the branch has
-    its first entry.
+    `first` has the entries of the first cycle: by fragment, the digest and the support. `certificates` are theirs, with
+    checked signatures. `heads` has the log's head after each cycle, from `start` on, by index. `states` has the digests
+    of the state there, as certified entries name them, and `claimed` as uncertified ones do. `doubts` are the places
+    from which a minority went on. `founders` is the number of founders, if the branch has the run's first entry.
     """
 
     start: LogState
@@ -154,18 +152,18 @@ class Branch:
     certificates: Mapping[int, Certificate] = field(default_factory=dict)
 
     def doubt_before(self, index: int, ours: LogState | None = None) -> LogState | None:
-        """Return the last place before this one from which a minority went on. `ours` is that of our own log, which the
-        branch has, too, if it starts later."""
+        """Return the last place before this index from which a minority went on. `ours` is that of this peer's own log;
+        the branch has it, too, if it starts later."""
         is_in_both = ours is not None and ours.position.index < self.start.position.index
         doubts = (*((ours,) if is_in_both else ()), *self.doubts)
         return next((doubt for doubt in reversed(doubts) if doubt and doubt.position.index < index), None)
 
     def has(self, position: Position) -> bool:
-        """Return whether a cycle of this branch ends there, or it begins there."""
+        """Return whether the branch starts at a position, or a cycle of it ends there."""
         return self.heads.get(position.index) == position.head
 
     def followed_by(self, other: Branch) -> Branch:
-        """Return this branch up to where the other one starts, and then that."""
+        """Return this branch up to the start of the other one, followed by the other one."""
         if other.start.position.index == self.start.position.index:
             return other
         before = self.until(other.start)
@@ -179,12 +177,13 @@ class Branch:
         )
 
     def preceded_by(self, first: int, heads: Sequence[bytes]) -> Branch:
-        """Return the same with places before its start, too: of `heads`, from index `first` on, those that are."""
+        """Return the branch with earlier places: those of `heads`, which begin at index `first`, that are before its
+        start."""
         before = {index: head for index, head in enumerate(heads, first) if index < self.start.position.index}
         return replace(self, heads=before | dict(self.heads))
 
     def until(self, place: LogState) -> Branch:
-        """Return the branch as far as this one of its places."""
+        """Return the branch up to one of its places."""
         last = place.position.index
         is_empty = last == self.start.position.index
         return replace(
@@ -200,18 +199,16 @@ class Branch:
 
     @property
     def is_certified(self) -> bool:
-        """Whether a quorum has signed the entries that it begins with."""
+        """True if a quorum has signed the entries that it begins with."""
         return all(support.is_certified for _, support in self.first.values())
 
     def splits_from(self, other: Branch) -> bool:
-        """Return whether they have different entries at one place."""
+        """Return whether the branches have different entries at one place."""
         return self._split(other) is not None
 
     def is_better_than(self, other: Branch, signed: SignedHeads = NOTHING_SIGNED) -> bool:
-        """Return whether a peer that has the other branch is to move to this one. Both start at one place.
-
-        Nobody goes on where an archive has signed something else.
-        """
+        """Return whether a peer on the other branch is to move to this one. Both start at one place. No peer moves to a
+        branch that contradicts an archive's signature."""
         fragment = self._split(other)
         if fragment is None:
             is_further = self.end.position.index > other.end.position.index
@@ -220,15 +217,15 @@ class Branch:
         return (ours, *self._weight(fragment)) > (theirs, *other._weight(fragment))
 
     def standing(self, signed: SignedHeads) -> int:
-        """Return the standing that the run's archives give to its own entries."""
+        """Return the standing that the run's archives give to the branch's own entries."""
         return signed.standing(self.heads, self.start.position.index)
 
     def contradiction(self, signed: SignedHeads) -> SignedHead | None:
-        """Return the head that an archive has signed in place of one of its own, or of one before its start."""
+        """Return the head that an archive has signed at an index where the branch has a different one, if any."""
         return signed.contradiction(self.heads)
 
     def _split(self, other: Branch) -> int | None:
-        """Return the first fragment of which they have different entries."""
+        """Return the first fragment whose entries differ between the branches."""
         both = sorted(self.first.keys() & other.first.keys())
         return next((one for one in both if self.first[one][0] != other.first[one][0]), None)
 
@@ -241,11 +238,11 @@ class Branch:
 
 
 class Walk:
-    """Goes along a branch, entry by entry, and checks who has signed them."""
+    """A walk along a branch, entry by entry, that checks their signatures."""
 
     def __init__(self, start: LogState, verify: Verify) -> None:
         self.end = self._start = self.whole = start
-        """`whole` is the log after the last whole cycle that was passed."""
+        """`whole` is the log after the last whole cycle of the walk."""
         self._verify = verify
         self._first: dict[int, tuple[bytes, Support]] = {}
         self._heads = {start.position.index: start.position.head}
@@ -255,10 +252,10 @@ class Walk:
         self._founders: int | None = None
         self._certificates: dict[int, Certificate] = {}
 
-    def take(self, told: Header | Outcome, certificate: Certificate | None) -> Header:
-        """Go on by one entry, and return it. Raises: LogError where it does not follow, or its certificate is none of
-        it."""
-        header = header_of(self.end, told)
+    def take(self, content: Header | Outcome, certificate: Certificate | None) -> Header:
+        """Check and add one entry, and return its header. Raises: LogError when it does not follow, or its certificate
+        is not of it."""
+        header = header_of(self.end, content)
         log = self.end.of(header.fragment)
         end = log.append(header)
         if log.last is None:
@@ -279,7 +276,7 @@ class Walk:
         return header
 
     def branch(self) -> Branch:
-        """Return what has been passed."""
+        """Return the branch that the walk has passed."""
         return Branch(
             self._start,
             self.end,

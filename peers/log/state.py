@@ -1,15 +1,15 @@
 """The run's log: hash-chained headers, one for each fragment in each cycle, and what follows from them.
 
-A cycle is one outer step: each fragment is synchronised once. Roster, leases and quorum of a cycle are fixed before it
-begins, so that its entries can be made side by side, in any order: they follow from the cycle before, namely from the
-entry of its last fragment, the *closing* entry, whose pseudo-gradient is taken when the lease is trained, or is about
-to be. So there is no header of a cycle to agree on: `head`, which all its entries name, stands for all the entries of
-the cycle before. Plain DiLoCo has one fragment, whose entry closes the cycle.
+A cycle is one outer step, in which each fragment is synchronised once. Roster, leases and quorum of a cycle are fixed
+before it begins, so its entries can be made side by side, in any order. They follow from the *closing* entry of the
+cycle before: that of its last fragment, whose pseudo-gradient is taken when the lease is trained, or nearly so. So the
+peers need not agree on a header of the cycle: `head`, which all its entries name, stands for all entries of the cycle
+before. Plain DiLoCo has one fragment, whose entry closes the cycle.
 
-A leader chooses whom it takes into a round. Were its members the only voters of the next entry, a liar that leads could
-take in its allies and just as many others as make a majority with them, and they would be the majority from then on. So
-a peer that had a say keeps it, whether it is in an entry or stands by, until the entry says that it is `gone`. Voters
-do not vote for an entry that says so of a peer that they hear themselves.
+A leader chooses the members of a round. If only they voted on the next entry, a lying leader could take in its allies
+and just enough others for its allies to be a majority from then on. So a voter keeps its vote, as a member or as a
+bystander, until an entry says that it is `gone`. Voters do not vote for an entry that says so of a peer that they hear
+themselves.
 """
 
 from __future__ import annotations
@@ -44,49 +44,49 @@ from peers.values.manifest import Amendment, LoggedAmendment
 from peers.values.wire import digest_of
 
 TERM = 16
-"""Outer steps for which one voter leads, if nothing is wrong with it: so long at most does a leader give newcomers no
-samples, and is a peer without a link to it in no entry."""
+"""Outer steps for which one voter leads if nothing goes wrong. This limits how long a leader can refuse samples to
+newcomers, or leave out a peer that it has no link to."""
 COMMITTEE = 128
-"""Voters of one entry at most. Certificates of more would be most of what a large swarm sends."""
+"""Maximum number of voters on one entry. More would make certificates the largest part of a large swarm's traffic."""
 COMMITTEE_CONTEXT = b"diloco-peer committee\0"
 OPEN_CYCLE: dict[str, Any] = {"leases": (), "cursor": 0, "free": (), "lineage_tokens": 0} | dict.fromkeys(
     ("tenures", "excluded", "bystanders"), ()
 )
-"""What entries that close no cycle say of leases, tokens, tenures, exclusions and bystanders: nothing."""
+"""The fields of a header that closes no cycle: it has no leases, tokens, tenures, exclusions or bystanders."""
 
 
 class LogError(ValueError):
-    """A header that does not follow from the log. The message says which rule it breaks."""
+    """A header that does not follow from the log. The message names the rule that it breaks."""
 
 
 class Quorum(StrEnum):
-    """The share of the voters that decides, as the manifest's `rounds.quorum` says."""
+    """The share of the voters that decides, as the manifest's `rounds.quorum` sets it."""
 
     MAJORITY = "majority"
     TWO_THIRDS = "two-thirds"
 
     def least(self, voters: int) -> int:
-        """Return how many of so many voters decide."""
+        """Return the smallest number of these voters that decides."""
         return (2 * voters // 3 if self is Quorum.TWO_THIRDS else voters // 2) + 1
 
     def is_enough(self, signers: int, voters: int) -> bool:
-        """Return whether so many of these voters decide."""
+        """Return whether this number of signers decides among these voters."""
         return voters > 0 and signers >= self.least(voters)
 
 
 @lru_cache(maxsize=16)
 def _grants(pool: SamplePool, samples_per_lease: int) -> dict[int, Lease]:
-    """Return the leases that peers without one may be given, by their first sample."""
+    """Return the leases that can be granted to peers without one, by their first sample."""
     return {lease[0].start: lease for lease in pool.deal([samples_per_lease] * MEMBER_LIMIT)[0]}
 
 
 @dataclass(frozen=True)
 class LogState:
-    """The log as seen from its end: all that the next entry depends on. Immutable; `append` gives the next state.
+    """The log as seen from its end: all that the next entry depends on. Immutable; `append` returns the next state.
 
     `last` is the closing entry of the last cycle, whose entries have the digests `ends`. `made` are entries of the
     present cycle. The next entry is that of `fragment`; see `of`. `state` is the digest of theta and momentum when the
-    present cycle began: it does not follow from the headers before.
+    present cycle began: it does not follow from earlier headers.
     """
 
     run: str
@@ -112,20 +112,20 @@ class LogState:
         return Position(index=self.last.index + 1, head=cycle_head(self.ends), fragment=self.fragment)
 
     def of(self, fragment: int) -> LogState:
-        """Return the log as seen from the place of this fragment's next entry."""
+        """Return the log as seen from the position of this fragment's next entry."""
         return self if fragment == self.fragment else replace(self, fragment=fragment)
 
     def opening(self, fragment: int) -> LogState:
-        """Return the same before any entry of the present cycle was made: none of them follows from the others."""
+        """Return the log before any entry of the present cycle was made, since none of them follows from the others."""
         return replace(self.of(fragment), made=()) if self.made else self.of(fragment)
 
     def in_state(self, digest: bytes) -> LogState:
-        """Return the same where theta and momentum have this digest."""
+        """Return the log with this digest of theta and momentum."""
         return self if digest == self.state else replace(self, state=digest)
 
     @property
     def closes(self) -> bool:
-        """Whether the next entry closes the cycle: it alone says which samples were trained, and gives leases."""
+        """True if the next entry closes the cycle. Only that entry names the trained samples, and gives leases."""
         return self.fragment == self.fragments - 1
 
     def is_closing(self, header: Header) -> bool:
@@ -142,15 +142,15 @@ class LogState:
     def lineage_tokens(self) -> int:
         return self.last.lineage_tokens if self.last else 0
 
-    # Who has a say ------------------------------------------------------------------------------------------------
+    # Voters -------------------------------------------------------------------------------------------------------
     @property
     def roster(self) -> tuple[str, ...]:
-        """Peers of the last entry; empty before the first entry."""
+        """The peers of the last entry; empty before the first entry."""
         return self.last.peers if self.last else ()
 
     @cached_property
     def incarnations(self) -> dict[str, int]:
-        """The roster and the bystanders, each with the incarnation in which an entry had it last."""
+        """The roster and the bystanders, each with the incarnation that it last had in an entry."""
         if self.last is None:
             return {}
         members = {member.peer: member.incarnation for member in self.last.roster}
@@ -158,8 +158,8 @@ class LogState:
 
     @cached_property
     def voters(self) -> tuple[str, ...]:
-        """The peers that have a say in the next entry: of the roster those that are not on probation, in its order, and
-        then the bystanders (R12)."""
+        """The peers that may vote on the next entry: the members that are not on probation, in roster order, and then
+        the bystanders (R12)."""
         if self.last is None:
             return ()
         members = (peer for peer in self.roster if not self.is_on_probation(peer))
@@ -167,7 +167,7 @@ class LogState:
 
     @cached_property
     def voter_incarnations(self) -> dict[str, int]:
-        """The voters, each with the incarnation that has a say."""
+        """The voters, each with the incarnation that votes."""
         return {peer: self.incarnations[peer] for peer in self.voters}
 
     def counts(self, peer: str, incarnation: int) -> bool:
@@ -176,7 +176,7 @@ class LogState:
 
     @cached_property
     def electors(self) -> tuple[tuple[str, int], ...]:
-        """The voters that decide on the next entry, each with the incarnation that has a say: of many a committee.
+        """The voters that decide on the next entry, each with the incarnation that votes; of many voters, a committee.
         Empty before the first entry, on which its own members decide."""
         return committee(tuple(self.voter_incarnations.items()), self.last.previous) if self.last else ()
 
@@ -186,19 +186,21 @@ class LogState:
 
     @cached_property
     def served(self) -> dict[str, int]:
-        """In how many outer steps' rosters each peer has been, up to the manifest's `probation`."""
+        """The number of outer steps with each peer in the roster, up to the manifest's `probation`."""
         return {tenure.peer: tenure.served for tenure in self.last.tenures} if self.last else {}
 
     def is_on_probation(self, peer: str) -> bool:
-        """Return whether the peer neither counts nor votes yet (R17). Before the first entry no peer is."""
+        """Return whether the peer neither counts nor votes yet (R17). Before the first entry no peer is on
+        probation."""
         return self.probation > 0 and self.last is not None and self.served.get(peer, 0) < self.probation
 
     @cached_property
     def ring(self) -> tuple[str, ...]:
-        """The peers that lead the next entry's views, in turn (R1): the voters from the last leader on, or from the one
-        after it when its term is over; then those on probation. Empty before the first entry.
+        """The peers that lead the next entry's views, in turn (R1): the voters, starting with the last leader, or with
+        the one after it if its term is over; then the peers on probation. Empty before the first entry.
 
-        Views that failed are in the log by their successor's leader, so a leader that fails costs one entry of a term.
+        The log records failed views only by naming the leader that succeeded, so a leader that fails costs one entry of
+        a term.
         """
         if self.last is None:
             return ()
@@ -208,11 +210,11 @@ class LogState:
         return tuple(dict.fromkeys((*voters[first:], *voters[:first], *self.roster)))
 
     def leader_of(self, view: int) -> str | None:
-        """Return the leader of a view of the next entry; None before the first entry, since no log says it."""
+        """Return the leader of a view of the next entry; None before the first entry, when the log names none."""
         return self.ring[view % len(self.ring)] if self.ring else None
 
     def weighed(self, roster: Sequence[Member]) -> tuple[Member, ...]:
-        """Return the roster as it counts: members on probation count nothing, unless all are."""
+        """Return the roster with the tokens that count: members on probation count nothing, unless all members are."""
         new = {member.peer for member in roster if self.is_on_probation(member.peer)}
         if not new or len(new) == len(roster):
             return tuple(roster)
@@ -220,33 +222,34 @@ class LogState:
         return tuple(member.model_copy(update=nothing) if member.peer in new else member for member in roster)
 
     def is_known(self, member: Member) -> bool:
-        """Return whether a member of the next entry gets no say by it that it had not before: it has one in
-        this incarnation, or it goes on being on probation. All founders get one."""
+        """Return whether a member of the next entry does not become a new voter by it: it already votes in this
+        incarnation, or it stays on probation. All founders may become voters."""
         return self.last is None or self.counts(member.peer, member.incarnation) or self.is_on_probation(member.peer)
 
     @cached_property
     def excluded(self) -> dict[str, int]:
-        """The peers that are excluded from the present cycle for a proven lie; the last cycle from which each is."""
+        """The peers that are excluded from the present cycle for a proven lie, each with the last cycle of its
+        exclusion."""
         return {exclusion.peer: exclusion.until for exclusion in self.last.excluded} if self.last else {}
 
     # Amendments ---------------------------------------------------------------------------------------------------
     @property
     def amendment(self) -> Amendment | None:
-        """The amendment that is in force in the present cycle; None: the manifest's values are."""
+        """The amendment in force in the present cycle; None if the manifest's values are."""
         return self.last.amendment if self.last else None
 
     @property
     def amendments(self) -> tuple[LoggedAmendment, ...]:
-        """All amendments that the log has taken in, the one in force last."""
+        """All amendments that the log has taken in; the last one is in force."""
         return (self.last.amendments or ()) if self.last else ()
 
     def taken_in(self, header: Header) -> Amendment | None:
-        """Return the amendment that the next entry, which this is, takes in."""
+        """Return the amendment that a next entry with this header takes in, if any."""
         return header.amendment if header.amendment != self.amendment else None
 
     def is_truly_amended(self, header: Header) -> bool:
-        """Return whether the organiser has signed all amendments that a header names. An entry that is taken on trust
-        shows no more."""
+        """Return whether the organiser has signed all amendments in a header. This is all that can be checked in an
+        entry whose earlier log is unknown."""
         return all(one.amendment.is_signed(self.run, self.organiser) for one in header.amendments or ())
 
     # Samples, leases and members ----------------------------------------------------------------------------------
@@ -260,12 +263,12 @@ class LogState:
 
     @cached_property
     def lease_holders(self) -> tuple[str, ...]:
-        """The peers that have a lease: the last roster in its order, then those that have kept theirs."""
+        """The peers with a lease: the last roster in its order, then peers that have kept an earlier lease."""
         return tuple(self.leases)
 
     @cached_property
     def lease_places(self) -> dict[str, int]:
-        """The place of each lease holder among them: messages name it so."""
+        """The place of each peer in `lease_holders`, by which messages name it."""
         return {peer: place for place, peer in enumerate(self.lease_holders)}
 
     @cached_property
@@ -274,9 +277,10 @@ class LogState:
         return frozenset({*self.leases, *self.voters})
 
     def expected(self, peer: str) -> Member:
-        """Return what a peer brings if all goes as the log foresees: its whole lease, and without one nothing.
+        """Return the member entry that the log expects of a peer: its whole lease, or nothing without a lease.
 
-        Raises: LogError when its samples are too many to count.
+        Raises:
+            LogError: its samples are too many to count.
         """
         lease = self.leases.get(peer, ())
         tokens, samples = sample_count(lease) * self.tokens_per_sample, lease if self.closes else ()
@@ -291,45 +295,48 @@ class LogState:
 
     @cached_property
     def _before(self) -> dict[str, tuple[int, int]]:
-        """The samples that members of the last cycle wanted, and the formats in which their blocks came."""
+        """The samples that members of the last cycle wanted, and the formats of their blocks."""
         return {member.peer: (member.wants, member.format) for member in self.last.roster} if self.last else {}
 
     @cached_property
     def grants(self) -> tuple[Lease, ...]:
-        """The leases that peers without one may be given at this position: whole, disjoint, in this order."""
+        """The leases that can be granted at this position to peers without one: whole, disjoint, in this order."""
         return tuple(_grants(self.pool, self.samples_per_lease).values())
 
     def lease_of(self, peer: str, samples: Lease) -> Lease:
-        """Return the lease that these samples of a peer begin: its own, or a grant.
+        """Return the lease or grant that a peer's samples are a beginning of.
 
-        Raises: LogError when it is neither's beginning: scattered samples would cost everybody, for ever.
+        Raises:
+            LogError: they begin neither its lease nor a grant. Scattered samples would cost all peers, for ever.
         """
         lease = self.leases.get(peer)
         if lease is None:
             lease = _grants(self.pool, self.samples_per_lease).get(samples[0].start, ()) if samples else ()
         if samples != prefix(lease, sample_count(samples)):
-            raise LogError(f"{peer}: samples {samples[0].start}..{samples[-1].stop} do not begin a lease of its own")
+            raise LogError(
+                f"{peer}: samples {samples[0].start}..{samples[-1].stop} begin neither its lease nor a grant"
+            )
         return lease
 
     def age(self, peer: str) -> int:
-        """Return how many cycles were closed without a peer since it was given its lease; 0 for one that has none."""
+        """Return how many cycles were closed without a peer since it got its lease; 0 for a peer without one."""
         given = self._given_at.get(peer)
         return 0 if given is None else self.position.index - 1 - given
 
     @cached_property
     def _given_at(self) -> dict[str, int]:
-        """Which entry gave each peer its lease."""
+        """The index of the entry that gave each peer its lease."""
         return {lease.peer: lease.since for lease in self.last.leases} if self.last else {}
 
     def check_member(self, member: Member) -> None:
-        """Raises: LogError unless it trained what was for it, and states no more tokens than its samples have."""
+        """Raises: LogError unless a member trained its own samples, and states no more tokens than they have."""
         if member.peer in self.excluded:
             raise LogError(f"{member.peer} is excluded up to cycle {self.excluded[member.peer]}")
         self.lease_of(member.peer, member.samples)
         if member.samples and not self.closes:
-            raise LogError(f"{member.peer}: only the entry that closes a cycle says which samples were trained")
+            raise LogError(f"{member.peer}: only the entry that closes a cycle names trained samples")
         count = sample_count(member.samples)
-        if not self.closes:  # which samples it has trained is not said: all of its lease, or a whole grant at most
+        if not self.closes:  # the trained samples are not named: at most its lease, or a whole grant
             lease = self.leases.get(member.peer)
             count = self.samples_per_lease if lease is None else sample_count(lease)
         tokens = count * self.tokens_per_sample
@@ -339,7 +346,7 @@ class LogState:
             raise LogError(f"{member.peer}: it wants {member.wants} samples; a lease has {self.samples_per_lease}")
 
     def has_trained(self, member: Member) -> bool:
-        """Return whether at least half of what a member trained counts. Otherwise its samples are trained again."""
+        """Return whether at least half of a member's trained tokens count. Otherwise its samples are trained again."""
         return 2 * member.tokens >= sample_count(member.samples) * self.tokens_per_sample
 
     def carried(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> tuple[Assignment, ...]:
@@ -352,10 +359,11 @@ class LogState:
         return tuple(kept[:MEMBER_LIMIT])
 
     def pool_after(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> SamplePool:
-        """Return the pool once `roster` has trained what it says. The rest of its leases is given back, as are leases
-        that are not carried on, and samples of which fewer than half of the tokens count.
+        """Return the pool after `roster` has trained its samples. The rest of their leases returns to the pool, and so
+        do leases that are not kept, and samples that have to be trained again (`has_trained`).
 
-        Raises: LogError when a member trained what was not for it, or states more tokens than its samples have.
+        Raises:
+            LogError: a member trained samples that are not its own, or states more tokens than they have.
         """
         trained: list[SampleRange] = []
         for member in roster:
@@ -368,7 +376,7 @@ class LogState:
         except ValueError as error:
             raise LogError(str(error)) from error
 
-    # What may follow ----------------------------------------------------------------------------------------------
+    # Next entries --------------------------------------------------------------------------------------------------
     def next_header(
         self,
         roster: Sequence[Member],
@@ -378,35 +386,35 @@ class LogState:
         gone: Sequence[str] = (),
         amendment: Amendment | None = None,
     ) -> Header:
-        """Return the only header that may follow, given who took part, what came out, who led (None unless the entry
-        closes its cycle), which faults are proven, which voters are gone, and which amendment it takes in.
+        """Return the only header that may follow, given the members, the payload's digest, the leader (None unless the
+        entry closes its cycle), the proven faults, the voters that are gone, and the amendment that it takes in.
 
-        Whether it was the leader's turn depends on the view: that is for voters to check. Raises: LogError.
+        Voters must check that it was the leader's turn, since that depends on the view. Raises: LogError.
         """
         return _next_header(self, tuple(roster), payload, leader, tuple(faults), tuple(gone), amendment)
 
     def gone_in(self, header: Header) -> tuple[str, ...]:
-        """Return the voters that have no say any more, as the next entry says."""
+        """Return the voters that lose their vote by the next entry."""
         here = {*header.peers, *(one.peer for one in header.bystanders), *(fault.peer for fault in header.faults)}
         return tuple(peer for peer in self.voters if peer not in here) if self.closes else ()
 
     def append(self, header: Header) -> LogState:
-        """Raises: LogError naming the first field that does not follow from the log."""
+        """Return the log with the next entry. Raises: LogError naming the first field that does not follow from the
+        log."""
         return _append(self, header)
 
     def check_next(self, header: Header) -> None:
-        """Raises: LogError unless this may be the entry of `fragment`, for our state if that is known.
-
-        Another fragment's follows from the log, too."""
+        """Raises: LogError unless this may be the entry of `fragment`, for `state` if that is known. Entries of other
+        fragments follow from the log, too, but are refused here."""
         self.append(header)
         if self.state not in (UNKNOWN_STATE, header.state):
-            raise LogError("it is for another state than ours")
+            raise LogError("it is for another state than this peer's")
         if header.fragment != self.fragment:
-            raise LogError("it is another fragment's entry")
+            raise LogError("it is the entry of fragment {header.fragment}, not of {self.fragment}")
 
     def at(self, header: Header | None, ends: tuple[bytes, ...] = ()) -> LogState:
-        """Return the state after the cycle that `header` closes, taken on trust (from a snapshot whose digest peers
-        vouch for). `ends` are the digests of its entries, which must be given where it has more than one."""
+        """Return the log after the cycle that `header` closes, without a check: peers vouch for the digest of a
+        snapshot. `ends` are the digests of the cycle's entries, which must be given if it has more than one."""
         return replace(
             self, last=header, ends=ends or ((header.digest,) if header else ()), made=(), state=UNKNOWN_STATE
         )
@@ -423,11 +431,12 @@ class LogState:
 def _closing(
     log: LogState, roster: tuple[Member, ...], faults: tuple[Fault, ...], gone: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return what the entry that closes a cycle says besides: the next leases, the pool, the tokens so far, who is
-    excluded, and who votes besides its members. Asked when a round begins, whether it can lead to an entry; and again
-    when it is known to which one.
+    """Return the fields that only a closing entry has: the next leases, the pool, the tokens so far, the excluded
+    peers, and the bystanders. Cached, since it is needed when a round begins, to see whether it can lead to an entry,
+    and again when the entry is known.
 
-    Raises: LogError when a member trained what was not for it.
+    Raises:
+        LogError: a member trained samples that are not its own.
     """
     if not log.closes:
         for member in roster:
@@ -443,7 +452,7 @@ def _closing(
     excluded = _exclusions_after(before, faults, index, log.exclusion)
     liars, peers = {one.peer for one in excluded}, [member.peer for member in roster]
     silent = {*peers, *gone, *(fault.peer for fault in faults)}
-    standing_by = [peer for peer in log.voters if peer not in silent][:BYSTANDER_LIMIT]  # those that were members last
+    standing_by = [peer for peer in log.voters if peer not in silent][:BYSTANDER_LIMIT]  # last members first
     return {
         "leases": (*fresh, *log.carried(roster, faults)),
         "cursor": pool.cursor,
@@ -465,22 +474,23 @@ def _next_header(
     gone: tuple[str, ...],
     amendment: Amendment | None,
 ) -> Header:
-    """A round asks several times for what follows from one outcome, and with many members that is much work."""
+    """Return the next header. Cached, since a round asks several times for the header of one outcome, which takes long
+    with many members."""
     has_trained, peers = any(member.tokens for member in roster), [member.peer for member in roster]
     if has_trained == (payload == NO_PAYLOAD) or (log.closes and not has_trained):
-        raise LogError("nobody in the roster has trained anything" if not has_trained else "it lacks a payload")
+        raise LogError("its payload is missing" if has_trained else "no member of the roster has trained tokens")
     if len(set(peers)) != len(peers) or peers != take_order(log.roster, peers):
         raise LogError("a peer is in the roster twice, or out of order")
     if log.probation and log.weighed(roster) != roster:
         raise LogError("a peer on probation counts in the roster")
     if log.closes and (made_up := [one.peer for one in roster if not (one.tokens or log.is_known(one))]):
-        raise LogError(f"{made_up[0]}: a peer that brings no tokens would have a say that it had not before")
+        raise LogError(f"{made_up[0]}: a peer without tokens cannot become a voter")
     if log.closes != (leader is not None):
-        raise LogError("the entry that closes a cycle has a leader, and no other one")
+        raise LogError("the entry that closes a cycle names its leader, and other entries name none")
     if faults and not (log.closes and log.exclusion):
-        raise LogError("it has no annex")
+        raise LogError("only the entry that closes a cycle has an annex, in a run with exclusion")
     if gone and not log.closes:
-        raise LogError("only the entry that closes a cycle says who is gone")
+        raise LogError("only the entry that closes a cycle may call voters gone")
     _check_annex(faults, log.accountable, peers)
     _check_gone(gone, log.voters, {*peers, *(fault.peer for fault in faults)})
     _check_amendment(log, amendment)
@@ -503,12 +513,12 @@ def _next_header(
             **closing,
         )
     except ValidationError as error:
-        raise LogError(f"no header can say that: {error.errors()[0]['msg']}") from error
+        raise LogError(f"a header cannot have these values: {error.errors()[0]['msg']}") from error
 
 
 @lru_cache(maxsize=8)
 def _append(log: LogState, header: Header) -> LogState:
-    """Each voter and each message about an entry asks for the same."""
+    """Return the log with the next entry. Cached, since each voter and each message about an entry needs the same."""
     if header.fragment not in log.pending:
         raise LogError(f"entry {header.index}: its fragment does not follow from the log")
     if log.made and header.state != log.made[0].state:
@@ -526,15 +536,13 @@ def _append(log: LogState, header: Header) -> LogState:
 
 
 def _check_gone(gone: Sequence[str], voters: Sequence[str], named: Collection[str]) -> None:
-    """Check the voters that an entry says are gone. `named` are its members, and those in its annex.
-
-    Raises: LogError.
-    """
+    """Check the voters that an entry calls gone. `named` are its members, and the peers in its annex. Raises:
+    LogError."""
     chosen = set(gone)
     if tuple(gone) != tuple(peer for peer in voters if peer in chosen):
-        raise LogError("a peer that is gone is no voter, or they are not in the voters' order")
+        raise LogError("the peers that it calls gone are not voters in the voters' order")
     if not chosen.isdisjoint(named):
-        raise LogError("a peer that is gone is a member, or named in its annex")
+        raise LogError("a peer that it calls gone is a member, or named in its annex")
 
 
 def _check_amendment(log: LogState, amendment: Amendment | None) -> None:
@@ -544,7 +552,7 @@ def _check_amendment(log: LogState, amendment: Amendment | None) -> None:
     if not log.closes:
         raise LogError("only the entry that closes a cycle takes in an amendment")
     if log.amendment and amendment.number <= log.amendment.number:
-        raise LogError(f"amendment {amendment.number} does not come after {log.amendment.number}, which is in force")
+        raise LogError(f"amendment {amendment.number} does not follow {log.amendment.number}, which is in force")
     if not amendment.is_signed(log.run, log.organiser):
         raise LogError(f"amendment {amendment.number} is not signed by the run's organiser")
 
@@ -552,10 +560,10 @@ def _check_amendment(log: LogState, amendment: Amendment | None) -> None:
 def _tenures_after(
     before: Sequence[Tenure], roster: Sequence[str], probation: int, excluded: Collection[str]
 ) -> tuple[Tenure, ...]:
-    """Return the tenures after an entry with this roster; none where the run has no probation.
+    """Return the tenures after an entry with this roster; none in a run without probation.
 
-    Founders have served. So have all of a roster of peers on probation alone: they found the run anew. Excluded peers
-    begin anew (R17).
+    Founders have served. If all members are on probation, they have served, too, since they found the run anew.
+    Excluded peers begin anew (R17).
     """
     if not probation:
         return ()
@@ -563,19 +571,20 @@ def _tenures_after(
     is_founding = all(served.get(peer, 0) < probation for peer in roster)
     present = {peer: probation if is_founding else min(probation, served.get(peer, 0) + 1) for peer in roster}
     absent = [tenure for tenure in before if tenure.peer not in present and tenure.peer not in excluded]
-    absent.sort(key=lambda tenure: -tenure.served)  # of those who have served as long, the latest stay first
+    absent.sort(key=lambda tenure: -tenure.served)  # among equal ones, the latest stay first
     return (*(Tenure(peer=peer, served=steps) for peer, steps in present.items()), *absent[:MEMBER_LIMIT])
 
 
 def take_order(roster: Sequence[str], members: Iterable[str]) -> list[str]:
-    """Roster order for the next entry: those of the last one in their old order, then newcomers by id."""
+    """Return the members in roster order for the next entry: those of the last one in their old order, then newcomers
+    by id."""
     old = {peer: place for place, peer in enumerate(roster)}
     return sorted(members, key=lambda peer: (old.get(peer, len(old)), peer))
 
 
 def committee(voters: tuple[tuple[str, int], ...], seed: bytes) -> tuple[tuple[str, int], ...]:
-    """Return the voters, or if they are more than `COMMITTEE` those whose hash with the seed is lowest, in the voters'
-    order. The seed is the head of two cycles ago, which no leader of the last cycle could choose."""
+    """Return the voters, or if there are more than `COMMITTEE`, those with the lowest hashes with the seed, in the
+    voters' order. The seed is the head of two cycles ago, which no leader of the last cycle could choose."""
     if len(voters) <= COMMITTEE:
         return voters
     ranked = sorted(voters, key=lambda voter: digest_of(COMMITTEE_CONTEXT + seed + voter[0].encode()))
@@ -586,8 +595,8 @@ def committee(voters: tuple[tuple[str, int], ...], seed: bytes) -> tuple[tuple[s
 def _check_annex(faults: Sequence[Fault], known: Collection[str], roster: Collection[str]) -> None:
     """Check an entry's annex. Raises: LogError.
 
-    Only peers with a lease or a vote can be excluded, so that a liar can't fill the log with peers that it has made up.
-    No member of the entry can be: a peer that is needed for it is excluded later.
+    Only peers with a lease or a vote can be excluded, so that a liar cannot fill the log with peers that it has made
+    up. Members of the entry cannot be excluded: a peer that is needed for it is excluded later.
     """
     peers = [fault.peer for fault in faults]
     if len(set(peers)) < len(peers):
@@ -602,7 +611,8 @@ def _check_annex(faults: Sequence[Fault], known: Collection[str], roster: Collec
 def _exclusions_after(
     before: Iterable[Exclusion], faults: Iterable[Fault], index: int, cycles: int
 ) -> tuple[Exclusion, ...]:
-    """Return who is excluded from the cycle after entry `index`, and until when: for so many cycles."""
+    """Return the peers excluded from the cycle after entry `index`, with the last cycle of each. New exclusions last
+    for `cycles` cycles."""
     still = (exclusion for exclusion in before if exclusion.until > index)
     new = (Exclusion(peer=fault.peer, until=index + cycles) for fault in faults)
     return (*still, *new)[-EXCLUSION_LIMIT:]

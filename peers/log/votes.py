@@ -1,9 +1,9 @@
 """The file of a peer's voting record, beside its log: `votes`, written whole before each vote is sent (R10).
 
-A copy of the file is no memory of this machine's votes: the machine that it was copied from may have voted since, or
-this one, if it is a backup. So the file names the machine, and itself by its inode and the inode's generation: a file
-that is restored often gets the inode of the one that was removed. A disk image that is set back to an earlier state has
-all of them; nothing here tells it from the disk as it was.
+A copy of the file is no reliable memory of this machine's votes: the machine that it came from may have voted since, or
+this one, if the copy is a backup. So the file names the machine, and itself by its inode and the inode's generation,
+because a restored file often gets the inode of the removed one. A disk image that is reset to an earlier state has all
+of these; this code cannot recognize it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from peers.values.wire import Digest, Value, WireError, digest_of, pack, unpack
 VOTES = "votes"
 MACHINE_ID = Path("/etc/machine-id")
 RECORD_LIMIT = 1 << 24  # bytes; a locked header of 1,000 members has some 200 KB
-ENVELOPE = 128  # bytes beside the record, at most
+ENVELOPE = 128  # maximum bytes beside the record
 GET_GENERATION = 0x80087601  # Linux's FS_IOC_GETVERSION, which ext4, XFS and Btrfs answer
 REMEDY = "make room there, or name a folder that this user may write to"
 
 
 class VotesFileError(Exception):
-    """A file of votes that can't be read, used or written. The message says why."""
+    """A file of votes that cannot be read, used or written. The message says why."""
 
 
 class _Envelope(Value):
@@ -39,7 +39,7 @@ class _Envelope(Value):
 
 
 class VotesFile:
-    """One file, for one process at a time."""
+    """The file of one peer's votes. Only one process may use it."""
 
     def __init__(self, folder: Path, machine_id: Path = MACHINE_ID) -> None:
         """`folder` is the log's."""
@@ -47,7 +47,7 @@ class VotesFile:
         self._machine_id = machine_id
 
     def read(self) -> bytes | None:
-        """Return the record; None: there is no file. Raises: VotesFileError."""
+        """Return the record; None without a file. Raises: VotesFileError."""
         try:
             with self.path.open("rb") as file:
                 packed, place = file.read(RECORD_LIMIT + ENVELOPE + 1), self._place(file.fileno())
@@ -64,7 +64,7 @@ class VotesFile:
         return envelope.record
 
     def write(self, record: bytes) -> None:
-        """Put this record in place of the one before; it is on the disk then. Raises: VotesFileError."""
+        """Replace the record, and return once it is on the disk. Raises: VotesFileError."""
         partial = self.path.with_name(self.path.name + PARTIAL)
         try:
             with open(partial, "wb", opener=open_private) as file:
@@ -77,12 +77,12 @@ class VotesFile:
             raise VotesFileError(f"{self.path} cannot be written: {error.strerror or error}; {REMEDY}") from error
 
     def _place(self, descriptor: int) -> bytes:
-        """Return what names this machine and a file. Raises: OSError."""
+        """Return a digest that names this machine and a file. Raises: OSError."""
         try:
             machine = self._machine_id.read_bytes().strip()
         except OSError:  # some systems have none
             machine = b""
         generation = bytearray(8)
-        with suppress(OSError):  # some file systems have none, or use no number of an inode twice
+        with suppress(OSError):  # some file systems have none, or never use an inode's number twice
             fcntl.ioctl(descriptor, GET_GENERATION, generation)
         return digest_of(b"%d %s %s" % (os.fstat(descriptor).st_ino, generation, machine))

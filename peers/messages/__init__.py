@@ -1,4 +1,4 @@
-"""The messages of the protocol, and how they are packed.
+"""The messages of the protocol, and their packing into bytes.
 
 Other rooms import:
 averages: Averaged, MARK_BYTES, MARKED, Origin, Statement, statement, statement_of

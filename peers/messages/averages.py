@@ -1,4 +1,4 @@
-"""Statements about averages of chunks, as the reducers that made them sign them."""
+"""Statements about averages of chunks, which the reducers sign."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Value, diges
 
 AVERAGE_CONTEXT = b"diloco-peer average\0"
 MARK_BYTES = 16
-"""With half of them a reducer could find two averages with one mark while the round lasts: it would need 2³² tries."""
+"""Length of a mark. With half of it a reducer would need only 2³² tries, during the round, to find two averages with
+one mark."""
 MARKED = MESSAGE_LIMIT // 2 // MARK_BYTES
-"""Chunks that have a mark: as many marks as a message may have. That is a payload of 16 GiB."""
+"""Number of chunks that have a mark, so that the marks fill at most half a message. That is a payload of 16 GiB."""
 Marks = Annotated[bytes, Field(strict=True, max_length=MARKED * MARK_BYTES)]
-"""A few bytes for each chunk, in order, that tell its average from others."""
+"""A mark of a few bytes for each chunk, in order, that distinguishes its average from others."""
 Absent = Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
 """Contributors whose blocks are not in an average, in roster order."""
 
@@ -30,7 +31,8 @@ class Origin(Value):
 
 
 class Averaged(Value):
-    """A reducer's signed statement about one chunk: the digest of its average, and whose blocks are absent from it."""
+    """A reducer's signed statement about one chunk: the digest of its average, and the members whose blocks are
+    absent."""
 
     chunk: Count
     digest: Digest
@@ -43,8 +45,8 @@ class Averaged(Value):
 
 
 class Statement(Value):
-    """The text of an average's signature. `terms` name all that the round's members must know of it alike. In one
-    incarnation a reducer signs one statement about a chunk of a round."""
+    """The text that a reducer signs about an average. `terms` is a digest of all facts about the round that its members
+    must agree on. In one incarnation a reducer signs one statement about a chunk of a round."""
 
     round_name: RoundName
     terms: Digest
@@ -64,7 +66,7 @@ class Statement(Value):
 
 
 def statement(round: Round, reducer: str, chunk: int, digest: bytes, absent: tuple[str, ...]) -> Statement:
-    """Return what a member of a round signs of an average."""
+    """Return the statement that a member of a round signs about an average."""
     return Statement(
         round_name=round.name,
         terms=round.terms,
@@ -77,5 +79,5 @@ def statement(round: Round, reducer: str, chunk: int, digest: bytes, absent: tup
 
 
 def statement_of(round: Round, averaged: Averaged) -> Statement:
-    """Return the statement that a signed average shows in short."""
+    """Return the full statement of a signed average."""
     return statement(round, averaged.reducer, averaged.chunk, averaged.digest, averaged.absent)

@@ -1,4 +1,4 @@
-"""Numbers of chunks, as messages say them."""
+"""Sets of chunk numbers, as messages have them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import Field
 CHUNK_SET_BYTES = 1 << 16  # half a million chunks
 
 ChunkSet = Annotated[bytes, Field(strict=True, max_length=CHUNK_SET_BYTES)]
-"""Numbers of chunks as a bit mask, little-endian: chunk n is bit n % 8 of byte n // 8."""
+"""Chunk numbers as a little-endian bit mask: chunk n is bit n % 8 of byte n // 8."""
 
 
 BITS = tuple(tuple(bit for bit in range(8) if byte >> bit & 1) for byte in range(256))
-"""The bits that are set in each byte."""
+"""The numbers of the set bits, for each value of a byte."""
 
 
 def chunk_set(chunks: Iterable[int]) -> bytes:
@@ -27,5 +27,5 @@ def chunk_set(chunks: Iterable[int]) -> bytes:
 
 
 def chunks_in(mask: bytes) -> list[int]:
-    """Return the bits that are set, in order."""
+    """Return the numbers of the set bits, in order."""
     return [8 * place + bit for place, byte in enumerate(mask) if byte for bit in BITS[byte]]

@@ -1,8 +1,9 @@
-"""A member's commitment to its contribution, signed before the exchange, and chunks that show that it was a lie.
+"""A member's commitment to its contribution, signed before the exchange, and chunks that prove the commitment false.
 
-The commitment is signed, and names the root of a tree over all its chunks and their norms (`SumTree` in
-peers/values/chunks.py). Each chunk comes with its way up to that root. So bytes that lead there are its own, from
-any sender; and if they are no blocks, or have another norm than the leaf says, every peer can see that it lied.
+The commitment names the root of a tree over all chunks of the contribution and their norms (`SumTree` in
+peers/values/chunks.py). Each chunk comes with its path to that root. So bytes that lead to the root are the member's
+own, whichever peer sends them. If they are no valid blocks, or have another norm than the leaf says, every peer can see
+that the member lied.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from peers.values.workload import BadBlocksError, Blocks, Inspect
 
 COMMITMENT_CONTEXT = b"diloco-peer contribution\0"
 EVIDENCE_LIMIT = MESSAGE_LIMIT - (1 << 14)
-"""Bytes of a chunk that fits into a message: all formats' chunks do, but those of fp16 in large models."""
+"""Maximum bytes of a chunk in a proof, so that it fits into a message. All formats' chunks do, except those of fp16 in
+large models."""
 
 Squares = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 """A squared norm."""
@@ -28,7 +30,8 @@ Path = Annotated[bytes, Field(strict=True, max_length=MOST_LEVELS * NODE.size)]
 
 
 class Author(Value):
-    """The peer that commits, as which start, and to which of its trainings for a position: it may train again there."""
+    """The author of a commitment: the peer, its incarnation, the position, and the number of its training there, since
+    a peer may train again at a position."""
 
     peer: PeerId
     incarnation: Count
@@ -37,7 +40,7 @@ class Author(Value):
 
 
 class _Pledge(Value):
-    """What a member signs: it contributes this. For one round it signs no other."""
+    """The text that a member signs: the contribution to which it commits. It signs one for each round."""
 
     author: Author
     digest: Digest
@@ -50,8 +53,8 @@ class _Pledge(Value):
 
 
 class Contribution(Value):
-    """The root over a contribution's chunks and their squared norms; `number` counts its owner's trainings for the
-    position. The chunks are in a `format` of those that the manifest allows."""
+    """The root over a contribution's chunks and their squared norms. `number` counts its owner's trainings at the
+    position. `format` is the number of its format among those that the manifest allows."""
 
     digest: Digest
     squares: Squares
@@ -63,19 +66,19 @@ class Contribution(Value):
         return Sum(self.digest, self.squares)
 
     def author(self, peer: str, incarnation: int, position: Position) -> Author:
-        """Return as whom a peer has committed to it."""
+        """Return the author of this contribution."""
         return Author(peer=peer, incarnation=incarnation, position=position, number=self.number)
 
     def signed(self, signature: bytes) -> Commitment:
-        """Return it with its owner's signature, if it is one."""
+        """Return the commitment with this signature, which is not checked."""
         return Commitment(
             digest=self.digest, squares=self.squares, number=self.number, format=self.format, signature=signature
         )
 
 
 class Norms(Value):
-    """The squared norms of all contributions to a round, in its order, and a digest that names all else of them. A
-    member that does not average needs no more."""
+    """The squared norms of all contributions to a round, in roster order, and a digest of the rest. A member that does
+    not average needs no more."""
 
     squares: Annotated[tuple[Squares, ...], Field(max_length=MEMBER_LIMIT)]
     rest: Digest
@@ -89,17 +92,17 @@ class Norms(Value):
 
     @property
     def digest(self) -> bytes:
-        """Return what names the commitments of all members of a round."""
+        """The digest of the commitments of all members of a round."""
         return digest_of(pack(self))
 
 
 def digest_of_all(contributions: Sequence[Contribution]) -> bytes:
-    """Return what names the commitments of all members of a round, in its order."""
+    """Return the digest of the commitments of all members of a round, in roster order."""
     return Norms.of(contributions).digest
 
 
 NOTHING = digest_of_all(())
-"""What names those of a round to which nobody contributes."""
+"""The digest for a round without contributors."""
 
 
 class Commitment(Contribution):
@@ -112,23 +115,24 @@ class Commitment(Contribution):
         return Contribution(digest=self.digest, squares=self.squares, number=self.number, format=self.format)
 
     def text(self, author: Author) -> bytes:
-        """Return what the peer has signed, if it is its own."""
+        """Return the bytes that the author signs."""
         return _pledge(self.root, author, self.format).text
 
     def is_of(self, author: Author, verify: Verify) -> bool:
-        """Return whether the peer has signed it for this round."""
+        """Return whether the author has signed this commitment."""
         return verify(author.peer, self.text(author), self.signature)
 
 
 class ChunkProof(Value):
-    """How a chunk follows from its sender's commitment: its squared norm, and the nodes beside its way to the root."""
+    """A Merkle proof that a chunk belongs to its sender's commitment: its squared norm and the sibling nodes up to the
+    root."""
 
     squares: Squares
     path: Path
 
 
 class CommittedChunk(Value):
-    """A chunk as its owner committed to it, with its signature. It convinces everybody, or nobody."""
+    """A chunk with its owner's signed commitment and Merkle proof. Any peer can check it."""
 
     commitment: Commitment
     chunk: Count
@@ -136,12 +140,12 @@ class CommittedChunk(Value):
     data: Annotated[bytes, Field(strict=True, max_length=EVIDENCE_LIMIT)]
 
     def convicts(self, author: Author, chunks: int, verify: Verify, inspect: Inspect) -> bool:
-        """Return whether these bytes are what their author has committed to, and nothing that one may commit to."""
-        said = self.commitment
+        """Return whether the author has committed to these bytes although they are no valid chunk."""
+        signed = self.commitment
         return (
-            leads_to(said.root, self.chunk, chunks, digest_of(self.data), self.proof)
-            and said.is_of(author, verify)
-            and fault_in(self.chunk, self.data, self.proof, inspect, said.format) is not None
+            leads_to(signed.root, self.chunk, chunks, digest_of(self.data), self.proof)
+            and signed.is_of(author, verify)
+            and fault_in(self.chunk, self.data, self.proof, inspect, signed.format) is not None
         )
 
 
@@ -153,12 +157,12 @@ def commit_to(root: Sum, author: Author, keys: Keys, format: int = 0) -> Commitm
 
 
 def leads_to(root: Sum, chunk: int, chunks: int, digest: bytes, proof: ChunkProof) -> bool:
-    """Return whether a chunk with this digest is the one that was committed to."""
+    """Return whether a chunk with this digest belongs to a commitment with this root."""
     return chunk < chunks and root_of(chunk, chunks, Sum(digest, proof.squares), proof.path) == root
 
 
 def fault_in(chunk: int, data: Blocks, proof: ChunkProof, inspect: Inspect, format: int = 0) -> str | None:
-    """Return what is wrong with bytes that were committed to in a format; None: nothing."""
+    """Return what is wrong with committed bytes in a format; None if they are valid."""
     try:
         squares = inspect(chunk, data, format)
     except BadBlocksError as error:

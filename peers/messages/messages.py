@@ -1,7 +1,7 @@
-"""Control messages between peers: what each says. packing.py turns them into bytes.
+"""Control messages between peers: their fields and meaning. packing.py turns them into bytes.
 
-Every message names the position that it is about. An answer about a position that the receiver has left behind is
-`Certified` with the header that followed, so a lost message is repaired by the next one.
+Every message names the position that it is about. A message about a position that the receiver has left is answered
+with `Certified` and the header that followed there, so the next message repairs a lost one.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from peers.values.leases import PIECE_LIMIT
 from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, Count, Digest, PeerId, Reason, Samples, Seconds, Value
 
 PROOF_LIMIT = MESSAGE_LIMIT - (1 << 13)
-"""Bytes of a proof: with the envelope it fits into a message."""
+"""Maximum bytes of a proof, so that it fits into a message with the envelope."""
 Peers = Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
 Rates = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=SEEN_LIMIT)]
-"""Peers, and bytes a second."""
+"""Peers, each with bytes a second."""
 Heirs = Annotated[tuple[tuple[PeerId, PeerId], ...], Field(max_length=MEMBER_LIMIT)]
 """Reducers that gave no Part, each with the member that averages its chunks instead."""
 Signed = Annotated[tuple[Averaged, ...], Field(max_length=MESSAGE_LIMIT // (DIGEST_BYTES + SIGNATURE_BYTES))]
 
 
 class LeaseRequest(Value):
-    """Joiner → leader: I hold the state at `position`; give me samples to train on."""
+    """Joiner → leader: I hold the state at `position`; give me samples to train."""
 
     kind: ClassVar[Literal["lease-request"]] = "lease-request"
     position: Position
@@ -50,10 +50,11 @@ class LeaseGrant(Value):
 
 
 class Refuse(Value):
-    """Leader → peer: your state, or your samples, can't be used at this position (R14).
+    """Leader → peer: your state or your samples cannot be used at this position (R14).
 
-    `state_digest` is the leader's: a receiver that has another one fetches it, unless most voters name its own; one
-    that has the same asks for other samples. A voter's *refusal* of a proposal is told in Ready.
+    `state_digest` is the leader's. A receiver with another state fetches the leader's, unless most voters name its own;
+    one with the same state asks for other samples. A voter's *refusal* of a proposal is something else, and is in its
+    Ready.
     """
 
     kind: ClassVar[Literal["refuse"]] = "refuse"
@@ -63,8 +64,8 @@ class Refuse(Value):
 
 
 class Certified(Value):
-    """Leader → all: this header is prepared (phase 1: a lock), or committed (phase 2: the entry), as the certificate
-    proves. The entry of a group whose members have all left has none."""
+    """Leader → all: this header is prepared (phase 1: a lock) or committed (phase 2: an entry), as the certificate
+    proves. The entry of a group whose members have all left has no certificate."""
 
     kind: ClassVar[Literal["certified"]] = "certified"
     header: Header
@@ -78,22 +79,23 @@ class Certified(Value):
 class Ready(Value):
     """Member → leader of its view, each second: my inner steps are done, and I take part.
 
-    Its work: `commitment` is to its blocks; a member that has trained nothing has none. `wants`: the samples of its
-    next lease; 0: a whole one.
+    Its work: `commitment` is to its blocks, None if it has trained nothing. `wants` is the number of samples of its
+    next lease; 0 is a whole one.
 
-    Its link: `rate`, the bytes a second that it was seen to carry each way; 0: not measured yet. `seen`: the bytes a
-    second at which data of some others came in recent rounds. `relayed` and `unreached`: peers that it reaches through
-    a relay only, or not at all.
+    Its link: `rate` is the bytes a second that it was seen to carry each way; 0 if not measured. `seen` are the bytes a
+    second at which data of some other peers arrived in recent rounds. `relayed` and `unreached` are the peers that it
+    reaches only through a relay, or not at all.
 
-    Its round and votes: `round` names the exchange that it is in, and `terms` all that its members must know of it
-    alike. `lock` is the header that it is bound to, with the prepare certificate. `refused` is the ballot of the last
-    proposal that it did not vote for, and `reason` a Refusal (R5). What follows depends on the reason:
+    Its round and votes: `round` names the exchange that it is in, and `terms` is the digest of the facts about it that
+    its members must agree on. `lock` is the header that it is locked on, with the prepare certificate. `refused` is the
+    ballot of the last proposal that it did not vote for, and `reason` is a Refusal (R5). The other fields depend on the
+    reason:
 
     - `named`: the voters that it hears and the header calls gone (R5.7); or the newcomers that it does not hear (R5.7);
-      or the peers that are here and not in a minority's group (R5.11). Without any of these, the voters that it hears
-      and that are not in its round, or else were not in the last entry: the leader may not hear them (R12).
-    - `lacking`: the reducers whose proposed averages are not here (R5.5).
-    - `unproven`: the digests of proofs that are not here (R5.8).
+      or the peers that are here and not in a minority's group (R5.11). Otherwise, the voters that it hears and that are
+      not in its round, or outside a round not in the last entry, because the leader may not hear them (R12).
+    - `lacking`: the reducers whose proposed averages it misses (R5.5).
+    - `unproven`: the digests of proofs that it misses (R5.8).
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"
@@ -123,8 +125,9 @@ class Begin(Value):
     """Leader → members: exchange your blocks in this round; or go on with it, with heirs for reducers that gave no
     Part.
 
-    The exchange may take so many `seconds`: after six tenths of them a reducer averages what it has. Members that
-    average are told what all contributors have committed to, in roster order; others that vote the norms at least.
+    `seconds` is the time limit of the exchange; after six tenths of it a reducer averages the blocks that it has. The
+    message to members that average has the `commitments` of all contributors, in roster order; the one to other voters
+    has at least their `norms`.
     """
 
     kind: ClassVar[Literal["begin"]] = "begin"
@@ -168,8 +171,8 @@ class Want(Value):
 class Propose(Value):
     """Leader → members: vote for this header.
 
-    `justify` is the prepare certificate of this header that the leader knows of, if it knows of one. Without it the
-    header is what `round` came to, and `marks` tell its averages, in the chunks' order, from others.
+    `justify` is the prepare certificate of this header, if the leader knows one. Without it the header is the outcome
+    of `round`, and `marks` name its averages, in the order of the chunks.
     """
 
     kind: ClassVar[Literal["propose"]] = "propose"
@@ -186,7 +189,7 @@ class Propose(Value):
 
     @cached_property
     def choice(self) -> Choice:
-        """What a voter votes for in phase 1 if it agrees."""
+        """The choice of a voter that agrees in phase 1."""
         return Choice(
             ballot=self.ballot,
             phase=Phase.PREPARE,
@@ -197,7 +200,7 @@ class Propose(Value):
 
 
 class Vote(Value):
-    """Voter → leader, and among up to 16 members → all: I vote for this choice, as this incarnation."""
+    """Voter → leader, and among up to 16 members → all: I vote for this choice, in this incarnation."""
 
     kind: ClassVar[Literal["vote"]] = "vote"
     position: Position
@@ -211,7 +214,7 @@ class Vote(Value):
 
 
 class Proof(Value):
-    """Member → leader: this proves that a peer has lied (R9). Leader → members: this is behind a fault that the next
+    """Member → leader: this proves that a peer has lied (R9). Leader → members: this proves a fault that the next
     header names."""
 
     kind: ClassVar[Literal["proof"]] = "proof"
@@ -221,14 +224,14 @@ class Proof(Value):
 
 
 class Inquire(Value):
-    """What followed `position`? Asked of a peer whose heartbeat is further on."""
+    """Peer → a peer whose heartbeat is further on: what followed `position`?"""
 
     kind: ClassVar[Literal["inquire"]] = "inquire"
     position: Position
 
 
 class Elsewhere(Value):
-    """The position you spoke of is not in my recent log; mine is `position`."""
+    """Answer to Inquire: the position that you named is not in my recent log; mine is `position`."""
 
     kind: ClassVar[Literal["elsewhere"]] = "elsewhere"
     position: Position
@@ -237,8 +240,8 @@ class Elsewhere(Value):
 class Leaving(Value):
     """Leaver → all: do not wait for me any more.
 
-    In this incarnation the sender has voted nowhere from index `departure` on, and will not. The `signature` is of that
-    `Departure`, so that it can be part of certificates.
+    In this incarnation the sender has not voted from index `departure` on, and will not. The `signature` is of that
+    `Departure`, so that certificates can contain it.
     """
 
     kind: ClassVar[Literal["leaving"]] = "leaving"
@@ -267,7 +270,7 @@ Message = (
 
 
 class Unread(Value):
-    """A message about a position where the receiver is not, so that it could not be read; no answer to one of ours."""
+    """A message about a position where the receiver is not, so that the receiver cannot read the rest."""
 
     position: Position
 

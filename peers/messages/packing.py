@@ -1,8 +1,8 @@
-"""Messages as bytes: short, since sender and receiver know the same log.
+"""Messages as bytes. They are short, since sender and receiver know the same log.
 
-What a message says of members, rosters and entries is packed relative to the log at the message's own position
-(short_forms.py). A receiver at that position reads all of it. Any other receiver learns the position alone, and needs
-no more: it can only tell the sender what followed there. Votes are told in full, so that they are evidence anywhere.
+Members, rosters and entries are packed relative to the log at the message's own position (short_forms.py). A receiver
+at that position can read all of it. Any other receiver can read only the position, which is enough to answer with the
+entry that followed there. Votes are packed in full, so that they are evidence anywhere.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from peers.messages.messages import KINDS, Certified, Message, Ready, Unread
 from peers.messages.short_forms import FORMS, Form
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, decode, from_plain, pack_plain
 
-DEFLATED_FROM = 256  # bytes of a message's body
-PLACE = len(Position.model_fields)  # that a body begins with
+DEFLATED_FROM = 256  # a message's body of at least this many bytes is compressed
+PLACE = len(Position.model_fields)  # number of values for the position, at the start of a body
 
 
-class Whereabouts(Protocol):
-    """Where a peer is in the log, and how it came there."""
+class HasLog(Protocol):
+    """A peer with a log, and with the lineage that led to it."""
 
     @property
     def log(self) -> LogState: ...
@@ -32,7 +32,7 @@ class Whereabouts(Protocol):
 
 
 def _forms_of(kind: type[Message]) -> dict[str, Form | None]:
-    """Return the fields of a message that are packed, all but its position."""
+    """Return the packed fields of a message, all but its position, each with its short form if it has one."""
     hints = get_type_hints(kind, include_extras=True)
     fields = [name for name in kind.model_fields if hints[name] is not Position]
     return {name: next((form for hint, form in FORMS if hint == hints[name]), None) for name in fields}
@@ -40,18 +40,18 @@ def _forms_of(kind: type[Message]) -> dict[str, Form | None]:
 
 FIELDS = {kind: _forms_of(kind) for kind in KINDS.values()}
 RELATIVE = frozenset(kind for kind, forms in FIELDS.items() if any(forms.values()))
-"""Messages that only a receiver at their position can read."""
+"""Kinds of messages that only a receiver at their position can read."""
 
 
 # Messages ---------------------------------------------------------------------------------------------------------
 def pack_message(run: str, message: Message, log: LogState | None) -> bytes:
-    """Envelope: [protocol version, run id, kind, body]; a long body is deflated.
+    """Return the bytes of a message: an envelope [protocol version, run id, kind, body]. A long body is compressed.
 
-    `log`: as it was at the message's position. Raises: LogError when that is needed and is not this one.
+    `log` is the log at the message's position. Raises: LogError when it is needed, and is another or None.
     """
     kind, position = type(message), message.position
     if kind in RELATIVE and (log is None or log.position != position):
-        raise LogError(f"a {message.kind} about {position}, which is not in our recent log")
+        raise LogError(f"a {message.kind} about {position}, which is not in this peer's recent log")
     body: list[object] = [position.index, position.head, position.fragment]
     for name, form in FIELDS[kind].items():
         value = getattr(message, name)
@@ -65,37 +65,40 @@ def pack_message(run: str, message: Message, log: LogState | None) -> bytes:
 
 
 def open_envelope(run: str, data: bytes) -> tuple[type[Message], Position, list[object]]:
-    """Return what anybody can read of a message: its kind, and which position it is about. The rest is unread.
+    """Return what every receiver can read of a message: its kind and its position; and the values of its other fields,
+    still packed.
 
-    Raises: WireError when the bytes are no message of this protocol version and this run.
+    Raises:
+        WireError: the bytes are no message of this protocol version and this run.
     """
     envelope = decode(data)
     if not isinstance(envelope, list) or len(envelope) != 4:
         raise WireError("not a message envelope")
     version, named_run, name, content = envelope
     if type(version) is not int or version != PROTOCOL_VERSION:
-        raise WireError(f"protocol version {_shown(version)}; this is version {PROTOCOL_VERSION}")
+        raise WireError(f"the message has protocol version {_shown(version)}, this peer has version {PROTOCOL_VERSION}")
     if named_run != run:
-        raise WireError(f"a message of another run, {_shown(named_run)}; this is run {run!r}")
+        raise WireError(f"the message is of run {_shown(named_run)}, not of {run!r}")
     if not isinstance(name, str) or name not in KINDS:
         raise WireError(f"unknown kind of message {_shown(name)}")
     kind, body = KINDS[name], decode(_inflate(content)) if isinstance(content, bytes) else content
     if not isinstance(body, list) or len(body) != PLACE + len(FIELDS[kind]):
-        raise WireError(f"{kind.__name__}: needs {len(FIELDS[kind])} fields beside its position")
+        raise WireError(f"{kind.__name__} needs {len(FIELDS[kind])} fields beside its position")
     return kind, from_plain(Position, body[:PLACE]), body[PLACE:]
 
 
 def _shown(plain: object) -> str:
-    """Return how an error names a value: a list may be nested too deeply for that."""
+    """Return a short form of a value for an error. A list may be nested too deeply to print."""
     return f"{plain!r:.40}" if isinstance(plain, int | str) else type(plain).__name__
 
 
 def unpack_message(run: str, data: bytes, log: LogState | None) -> Message | Unread | None:
-    """Return the message in some bytes, as the peer reads it that is there in the log.
+    """Return the message in some bytes, as a peer with this log reads it.
 
-    Returns what is known of a message about another position; None if that is of no use, as of a certificate.
+    A message about another position is returned as Unread, a certificate about one as None, since it is of no use.
 
-    Raises: WireError when the bytes are no message of this protocol version and this run.
+    Raises:
+        WireError: the bytes are no message of this protocol version and this run.
     """
     kind, position, values = open_envelope(run, data)
     return _understand(kind, position, values, log if log is not None and log.position == position else None)
@@ -104,16 +107,17 @@ def unpack_message(run: str, data: bytes, log: LogState | None) -> Message | Unr
 def _understand(
     kind: type[Message], position: Position, values: Sequence[object], log: LogState | None
 ) -> Message | Unread | None:
-    """`log`: at the position, if we are there. Raises: WireError."""
+    """Return the message with these values. `log` is the log at its position, if this peer is there. Raises:
+    WireError."""
     if log is not None:
-        return _read(kind, log.position, values, log)  # the same object as ours: equal at first sight
+        return _read(kind, log.position, values, log)  # the same position object as the log's, which compares faster
     if kind not in RELATIVE:
         return _read(kind, position, values, log)
     return None if kind is Certified else Unread(position=position)
 
 
 def _read(kind: type[Message], position: Position, values: Sequence[object], log: LogState | None) -> Message:
-    """Raises: WireError."""
+    """Return the message with these values. Raises: WireError."""
     fields: dict[str, object] = {}
     for (name, form), plain in zip(FIELDS[kind].items(), values, strict=True):
         value = plain
@@ -130,33 +134,34 @@ def _read(kind: type[Message], position: Position, values: Sequence[object], log
 
 
 def _inflate(data: bytes) -> bytes:
-    """Raises: WireError unless it is a whole body, within the limit."""
+    """Return the decompressed body. Raises: WireError unless it is complete, and within the limit."""
     inflater = zlib.decompressobj()
     try:
         body = inflater.decompress(data, MESSAGE_LIMIT)
     except zlib.error as error:
-        raise WireError("not deflated") from error
+        raise WireError("the body is not compressed as it should be") from error
     if not inflater.eof or inflater.unused_data:
-        raise WireError("cut short, or too long")
+        raise WireError("the body is cut short, or too long")
     return body
 
 
 class Packer:
-    """Packs and unpacks the messages of one peer.
+    """Packing and unpacking of one peer's messages.
 
-    What is told to many is packed once: a leader's Begin and proposal say much of all members, and each member that
-    fell behind is told the same entry.
+    A message to many peers is packed once: a leader's Begin and proposal have data of all members, and each member that
+    fell behind gets the same entry.
     """
 
-    def __init__(self, peer: Whereabouts) -> None:
+    def __init__(self, peer: HasLog) -> None:
         self._peer = peer
         self._run = peer.log.run
-        self._last: dict[type[Message], tuple[Message, bytes]] = {}  # the last one of each kind, as it was packed
+        self._last: dict[type[Message], tuple[Message, bytes]] = {}  # the last message of each kind, with its bytes
         self._here = peer.log
         self._read_here: dict[str, tuple[bytes, Message | Unread | None]] = {}  # each peer's last Ready
 
     def pack(self, message: Message) -> bytes:
-        """Raises: LogError when the message is about a position that is not in our recent log any more."""
+        """Return the bytes of a message. Raises: LogError when its position is not in this peer's recent log any
+        more."""
         last, packed = self._last.get(type(message), (None, b""))
         if message != last:
             packed = pack_message(self._run, message, self.log_at(message.position))
@@ -164,8 +169,8 @@ class Packer:
         return packed
 
     def unpack(self, sender: str, data: bytes) -> Message | Unread | None:
-        """Return what `unpack_message` does. A Ready that is said again at the same place is not read again: members
-        repeat theirs until they are answered, and a leader has a thousand of them. Raises: WireError."""
+        """Return the message as `unpack_message` does. A Ready that is repeated at the same place is not read again:
+        members repeat theirs until they are answered, and a leader may have a thousand of them. Raises: WireError."""
         if self._here is not self._peer.log:
             self._here, self._read_here = self._peer.log, {}
         last, read = self._read_here.get(sender, (b"", None))
@@ -180,7 +185,7 @@ class Packer:
         return message
 
     def log_at(self, position: Position) -> LogState | None:
-        """Return the log as it was at a recent position: when a message leaves, an entry may have come already."""
+        """Return the log at a recent position: a message may leave after the position's entry was made."""
         log: LogState | None = self._peer.log
         if log is not None and not position.is_in_cycle_of(log.position):
             log = self._peer.lineage.start(position.head)

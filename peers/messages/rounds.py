@@ -1,4 +1,4 @@
-"""Rounds, as messages name exchanges of blocks: the members, and how many chunks each averages."""
+"""Rounds, which are exchanges of blocks: the members, and how many chunks each averages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from peers.values.wire import Count, Digest, PeerId, Value, digest_of, pack
 
 
 class RoundName(Value):
-    """An exchange at a position, named by the ballot that began it and its leader. Later ballots may go on with it."""
+    """The name of an exchange: its position, the ballot that began it, and its leader. Later ballots may go on with
+    it."""
 
     position: Position
     ballot: Ballot
@@ -31,7 +32,7 @@ class RoundName(Value):
 
 
 class Share(Value):
-    """A member's part in a round: what it brings, and how many chunks of the payload it averages."""
+    """A member's part in a round: its contribution, and how many chunks of the payload it averages."""
 
     member: Member
     chunks: Count
@@ -41,7 +42,7 @@ class Round(Value):
     """An exchange of blocks. Each member sends its blocks of a chunk to the chunk's reducer, which averages them and
     sends the average to all.
 
-    `committed` names what all contributors have committed to. A minority's round names its `group`: all that are here.
+    `committed` is the digest of all commitments. A minority's round names its `group`: all peers that are here.
     """
 
     name: RoundName
@@ -72,17 +73,18 @@ class Round(Value):
 
     @cached_property
     def terms(self) -> bytes:
-        """Return what names all that its members must know of it alike."""
+        """The digest of all facts about the round that its members must agree on."""
         return digest_of(pack(self))
 
     def author(self, member: Member, contribution: Contribution) -> Author:
-        """Return as whom a member has committed to what it contributes."""
+        """Return the author of a member's contribution."""
         return contribution.author(member.peer, member.incarnation, self.name.position)
 
     def counted(self, absent: Mapping[str, int]) -> tuple[Member, ...]:
-        """Return the roster as it counts, given from how many chunks each member is absent.
+        """Return the roster with the tokens that count, given from how many chunks each member is absent.
 
-        A member of whose tokens none is left is not in it. But of founders all are, since so many must found (R13).
+        A member without any tokens left is not in it. Founders all stay in it, since a minimum of them must found the
+        run (R13).
         """
         if not absent:
             return self.roster if self.chunks else ()
@@ -100,8 +102,9 @@ class Round(Value):
         return tuple(counted)
 
     def counts_enough(self, absent: Mapping[str, int], view: int, ring: int) -> bool:
-        """Return whether at least half of the round's tokens count, given from how many chunks each is absent; or all
-        peers of the ring have led a view in vain, since a link may be broken for good (R5)."""
+        """Return whether at least half of the round's tokens count, given from how many chunks each member is absent.
+        If all peers of the ring have led a view in vain, any number is enough, since a link may be broken for good
+        (R5)."""
         if view >= (ring or len(self.roster)):
             return True
         counted = sum(member.tokens for member in self.counted(absent))
@@ -117,5 +120,5 @@ class Round(Value):
         gone: tuple[str, ...] = (),
         amendment: Amendment | None = None,
     ) -> Header:
-        """Return the header that the round leads to at this end of the log. Raises: LogError when there is none."""
+        """Return the header that the round leads to at this end of the log. Raises: LogError when it leads to none."""
         return log.next_header(self.counted(absent), payload, leader, faults, gone, amendment)

@@ -1,7 +1,7 @@
-"""Short forms of what messages say of peers, rosters and entries, relative to the log at the message's position.
+"""Short forms of peers, rosters and entries in messages, relative to the log at the message's position.
 
-A peer is told by its place in the log, a roster as a turnout, an entry as an outcome. Only a peer at that position can
-read them.
+A peer is its place in the log, a roster is a turnout, and an entry is an outcome. Only a peer at that position can read
+them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from peers.values.identity import Signature
 from peers.values.wire import Count, Digest, PeerId, Value, from_plain
 
 PeerSet = Annotated[bytes, Field(strict=True, max_length=MEMBER_LIMIT // 4)]
-"""Places as a bit mask, little-endian, of peers with a lease."""
+"""Places of peers with a lease, as a little-endian bit mask."""
 Named = Count | PeerId
-"""A peer by its place if it has a lease, else by its name."""
+"""A peer by its place if it has a lease, otherwise by its id."""
 
 
 class _ShortName(Value):
@@ -37,7 +37,7 @@ class _ShortName(Value):
 
 
 class _ShortRound(Value):
-    """A round at the message's position, with the chunks that each member averages."""
+    """A round at the message's position, with the number of chunks that each member averages."""
 
     name: _ShortName
     turnout: Turnout
@@ -47,14 +47,14 @@ class _ShortRound(Value):
 
 
 class _ShortLock(Value):
-    """A prepared header at the message's position, and what proves it."""
+    """A prepared header at the message's position, and its certificate."""
 
     outcome: Outcome
     certificate: Certificate
 
 
 class _ShortPeers(Value):
-    """Some peers: the places of those with a lease, and the names of the others."""
+    """Some peers: the places of those with a lease, and the ids of the others."""
 
     places: PeerSet
     others: Peers
@@ -89,7 +89,7 @@ class _ShortAverages(Value):
 
 
 class Form(NamedTuple):
-    """A way to pack values of one type: to plain lists and back, at a position of the log."""
+    """A way to pack values of one type into plain lists and back, at a position of the log."""
 
     shorten: Callable[[Any, LogState], Value | None]
     lengthen: Callable[[object, LogState], object]
@@ -101,7 +101,7 @@ def _place(peer: str, log: LogState) -> int | str:
 
 
 def _named(peer: int | str, log: LogState) -> str:
-    """Return the peer, told by its place or by its name. Raises: LogError when there is no such place."""
+    """Return the id of a peer, given by its place or by its id. Raises: LogError when there is no such place."""
     if isinstance(peer, str):
         return peer
     if peer >= len(log.lease_holders):
@@ -117,13 +117,13 @@ def _short_peers(peers: Iterable[str], log: LogState) -> _ShortPeers:
 
 
 def _peers(plain: object, log: LogState) -> tuple[str, ...]:
-    """Return the names in their order: what messages name is a set."""
+    """Return the ids in order. The field is a set, so its order has no meaning."""
     short = from_plain(_ShortPeers, plain)
     return tuple(sorted({*_at(log.lease_holders, short.places), *short.others}))
 
 
 def _at(peers: Sequence[str], places: bytes) -> list[str]:
-    """Return the peers at these places. Raises: LogError when there are not so many."""
+    """Return the peers at these places. Raises: LogError when a place is beyond the last peer."""
     chosen = chunks_in(places)
     if chosen and chosen[-1] >= len(peers):
         raise LogError(f"there is no place {chosen[-1]} among {len(peers)} peers")
@@ -148,11 +148,11 @@ def _heirs(plain: object, log: LogState) -> tuple[tuple[str, str], ...]:
 
 # Entries ----------------------------------------------------------------------------------------------------------
 def _header(plain: object, log: LogState) -> Header:
-    return _told(from_plain(Outcome, plain), log)
+    return _header_of(from_plain(Outcome, plain), log)
 
 
-def _told(outcome: Outcome, log: LogState) -> Header:
-    """Raises: LogError when it is an entry of another fragment than the message."""
+def _header_of(outcome: Outcome, log: LogState) -> Header:
+    """Return the header of an outcome. Raises: LogError when it is of another fragment than the message."""
     if outcome.fragment != log.fragment:
         raise LogError(f"an entry of fragment {outcome.fragment} in a message about {log.position}")
     return header_of(log, outcome)
@@ -166,7 +166,7 @@ def _short_lock(lock: Certified, log: LogState) -> _ShortLock:
 
 def _lock(plain: object, log: LogState) -> Certified:
     short = from_plain(_ShortLock, plain)
-    return Certified(header=_told(short.outcome, log), certificate=short.certificate)
+    return Certified(header=_header_of(short.outcome, log), certificate=short.certificate)
 
 
 # Rounds -----------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def _average(short: _ShortAverage, log: LogState) -> Averaged:
 
 
 def _optional(form: Form, empty: object) -> Form:
-    """Return the same for values that are often empty."""
+    """Return a form for values that are often empty."""
     return Form(
         lambda value, log: form.shorten(value, log) if value else None,
         lambda plain, log: empty if plain is None else form.lengthen(plain, log),
@@ -255,4 +255,4 @@ FORMS: tuple[tuple[object, Form], ...] = (
     (Signed, Form(_short_averages, _averages)),
     (Header, Form(lambda header, log: outcome_of(log, header), _header)),
 )
-"""By type of a message's fields. Those that are not here are packed as they are."""
+"""The short form of each type of field. Fields of other types are packed as they are."""

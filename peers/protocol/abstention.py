@@ -1,11 +1,12 @@
-"""A voter that can take part in nothing gives its say up (R12).
+"""The way in which a voter that cannot take part gives up its vote (R12).
 
-Liars can bring about all that others see of a voter, so it keeps its say while it is heard. But a peer that knows by
-itself that its workers hang, or that it reaches no other peer, becomes another incarnation: the next entry takes its
-say, and it has one again after the next entry that it is in.
+Liars can cause everything that others see of a voter, so a voter that is heard keeps its vote. But a peer that knows by
+itself that its workers hang, or that it reaches no other peer, becomes another incarnation. The next entry then takes
+its vote, and it has one again after the next entry in which it is a member.
 
-That is no farewell: until then it counts among the voters. Otherwise what befalls many at once, such as a relay that
-is down, would leave the run to the few that it spares. So they give up in turn, and only while a quorum is left.
+That is no farewell: until then the peer counts among the voters. A cause that hits many peers at once, such as a relay
+that is down, must not leave the run to the few that it spares. So they give up in turn, and only while the others are a
+quorum.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from peers.protocol.round import EntryRound, RoundState
 from peers.protocol.trainer import Trainer
 
 TURNS = 8
-"""Turns that voters take; more would make the last ones wait for long."""
+"""Number of turns in which voters give up. More would make the last ones wait for long."""
 TURN = 2.0
-"""Heartbeats until others have heard that a peer has given its say up."""
+"""Length of a turn in heartbeats, after which others have heard that a peer gave up its vote."""
 
 
 class Abstention:
-    """The time for which this peer was unable to take part."""
+    """The time for which this peer has been unable to take part."""
 
     def __init__(
         self, context: Context, presence: Presence, trainer: Trainer, replica: Replica, hindrances: Hindrances
@@ -41,11 +42,11 @@ class Abstention:
         self._unable_since: float | None = None
 
     def look(self, rounds: Collection[EntryRound]) -> None:
-        """Give our say up, if it is our turn to."""
+        """Give up this peer's vote, if its turn has come."""
         context, log = self._context, self._replica.log
         if not self._trainer.is_late(log) and any(round.is_taking_part for round in rounds):
             self._trainer.watch.forgive(context.now)
-        if not (self._trainer.is_stuck or self._hindrances.reaches_nobody):
+        if not (self._trainer.is_stuck or self._hindrances.is_isolated):
             self._unable_since = None
             return
         if self._unable_since is None:
@@ -56,7 +57,8 @@ class Abstention:
         turn = log.voters.index(context.me) % TURNS * TURN * context.settings.timing.heartbeat
         if context.now - self._unable_since >= turn and self._others_are_enough(log):
             context.votes.begin_anew()
-            context.emit(Note("warning", "this peer can take part in nothing, and has no say until it can again"))
+            text = "this peer cannot take part in rounds and gave up its vote; the next outer step with it restores it"
+            context.emit(Note("warning", text))
 
     def _others_are_enough(self, log: LogState) -> bool:
         expiry = self._context.settings.timing.heartbeat_expiry

@@ -1,7 +1,7 @@
-"""The organiser's newest amendment that one peer knows, until the log has it (R18).
+"""The organiser's newest amendment that this peer knows, until the log has it (R18).
 
-Heartbeats pass it on, and the leader takes it into the next closing entry. A leader that leaves it out delays it until
-another one leads.
+Heartbeats pass it on, and the leader puts it into the next closing entry. A leader that leaves it out only delays it
+until another one leads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from peers.values.manifest import Amendment, newest
 
 
 class Amending:
-    """The newest amendment that this peer has heard of and can follow. `refused` is the newest that it cannot."""
+    """The newest amendment that this peer knows and can follow. `refused` is the newest one that it cannot follow."""
 
     def __init__(self, settings: RunSettings) -> None:
         self.refused: Amendment | None = None
@@ -34,5 +34,6 @@ class Amending:
         return True
 
     def proposed(self, log: LogState) -> Amendment | None:
-        """Return the amendment that the log does not have yet; None: it has the newest one that we know."""
+        """Return the amendment that the log does not have yet; None if the log has the newest one that this peer
+        knows."""
         return self._newest if newest(log.amendment, self._newest) is not log.amendment else None

@@ -1,9 +1,9 @@
-"""Attendance at one position: which peers are at work there, whether they are a quorum, and when a minority goes on
-alone (R8).
+"""Attendance at one position: the peers at work there, whether they are a quorum, and when a minority goes on alone
+(R8).
 
-A minority goes on when the others may be gone for good. Each of its voters sees by itself that no quorum was here for
-the partition grace. Others follow its entry only where too few of the last roster are here to make one of their own:
-one liar, with nothing but its own signature, takes nobody along.
+A minority goes on because the other peers may be gone for good. Each of its voters must itself have heard no quorum
+here for the partition grace. Other peers follow its entry only if too few of the last roster are here to make one of
+their own, so that a liar with only its own signature leads no honest peer astray.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from peers.values.leases import sample_count
 
 READY_STATES = frozenset({PeerState.READY, PeerState.AVERAGING})
 NEARLY = 0.8
-"""Of the partition grace, after which a peer joins another one that has waited for all of it: clocks differ."""
+"""Share of the partition grace after which a peer joins another one that has waited for all of it, since clocks
+differ."""
 HOPELESS = 10.0
-"""Partition graces for which a peer is ready before it does without those that are at work and never ready."""
+"""Multiple of the partition grace for which a ready peer counts peers that are at work but never ready."""
 
 
 class Attendance:
-    """`here` are the peers at work at this very position, this one included, and their incarnations.
+    """The attendance at one position. `here` maps the peers at work at this very position, including this one, to their
+    incarnations.
 
-    `is_alone` says whether this peer begins a minority's ballots, `joins_alone` whether it takes part in them.
+    `is_alone` is true if this peer begins a minority's ballots, `joins_alone` if it takes part in them.
     """
 
     def __init__(self, context: Context, presence: Presence, log: LogState) -> None:
@@ -43,12 +45,12 @@ class Attendance:
         self._most_named_at = -float("inf")
 
     def look(self, ready_since: float | None, is_at_work: bool, is_behind: bool) -> None:
-        """See who is here, and for how long they have been no quorum.
+        """Update the peers here, and for how long they have been no quorum.
 
         Args:
-            ready_since: when this peer was ready; None: it is not.
-            is_at_work: whether this peer has a lease here.
-            is_behind: whether others are further on: this peer is to join them, however long it takes.
+            ready_since: time at which this peer became ready; None if it is not.
+            is_at_work: true if this peer has a lease here.
+            is_behind: true if other peers are further on: this peer is to join them, however long it takes.
         """
         context, now = self._context, self._context.now
         live, position = self._presence.live(), self._log.position
@@ -88,25 +90,27 @@ class Attendance:
 
     @property
     def are_most_named(self) -> bool:
-        """Whether most voters were here lately by their names, though too few of them remember their votes."""
+        """True if the names of most voters were here lately, even though too few of them are in the incarnation that
+        votes."""
         timing = self._context.settings.timing
         return self._context.now - self._most_named_at < max(timing.partition_grace, death(timing))
 
     def is_quorum(self, incarnations: Mapping[str, int]) -> bool:
-        """Return whether these peers, each in the incarnation that it is, decide for the whole run: before the first
-        entry, the manifest's minimum."""
+        """Return whether these peers, in these incarnations, decide for the whole run. Before the first entry that
+        takes the manifest's minimum of peers."""
         if self._log.last is None:
             return len(incarnations) >= self._context.settings.minimum_peers
         counted = [peer for peer, incarnation in incarnations.items() if self._log.counts(peer, incarnation)]
         return bool(counted) and self._presence.is_quorum(self._log, counted)
 
     def is_enough(self, incarnations: Mapping[str, int]) -> bool:
-        """Return whether these peers can make the entry, alone if they must."""
+        """Return whether these peers can make the entry, as a minority if they must."""
         return self.is_quorum(incarnations) or (self.is_alone and self.may_go_on(incarnations))
 
     def may_go_on(self, incarnations: Mapping[str, int]) -> bool:
-        """Return whether these are most of those here. Where most voters are here by name, there must be most of them,
-        so that there can't be two such groups. A founding by too few has all who are here."""
+        """Return whether these peers may go on as a minority: they are most of those here. If the names of most voters
+        are here, they must be most of the voters, so that there is only one such group. For a founding by too few, they
+        must be all that are here."""
         if self.are_most_named and not self._are_all_gone:
             return are_most(self._log, incarnations)
         among = len(self.here.keys() & incarnations.keys())
@@ -114,22 +118,22 @@ class Attendance:
 
     @property
     def group(self) -> Group:
-        """The voters of a minority: all that are here, as far as a message can name them."""
+        """The voters of a minority: all peers here, as far as a message has room for their names."""
         return tuple(sorted(self.here.items()))[:MEMBER_LIMIT]
 
     def left_out(self, group: Group) -> tuple[str, ...]:
-        """Return the peers that are here and have no say in a group."""
+        """Return the peers here that are not in a group."""
         return tuple(sorted(peer for peer, incarnation in self.here.items() if (peer, incarnation) not in group))
 
     def joins(self, group: Group) -> bool:
-        """Return whether this peer votes in a minority of this group: it has all that are here, and is the only one
-        that can be where most voters are here by name."""
+        """Return whether this peer votes in this minority group: the group has all peers that are here, and may go
+        on."""
         heard = {peer: incarnation for peer, incarnation in group if peer in self.here}
         return self.joins_alone and not self.left_out(group) and self.may_go_on(heard)
 
     def ready(self) -> dict[str, int]:
-        """Return those that are heard ready or exchanging here, this peer included. Where a cycle has several fragments
-        a peer may be ready with one while it trains: its heartbeat tells how far it is."""
+        """Return the peers that are ready or exchanging here, including this one. With several fragments in a cycle a
+        peer may be ready with one while it trains; its heartbeat tells how far it is."""
         live, me = self._presence.live(), self._context.me
         return {
             peer: incarnation for peer, incarnation in self.here.items() if peer == me or self._is_ready(live[peer])
@@ -145,14 +149,14 @@ class Attendance:
         return done * log.fragments >= samples * (log.fragment + 1)
 
     def views(self) -> dict[str, int]:
-        """Return the views that the others here are in; before the first entry, all that may found the run."""
+        """Return the views of the other peers here, or before the first entry of all that may found the run."""
         live = self._presence.live()
         peers = self.founders() if self._log.last is None else self.here
         return {peer: live[peer].view for peer in peers if peer in live}
 
     def moves_on(self, incarnations: Mapping[str, int]) -> bool:
-        """Return whether these are enough to turn to another leader. Before the first entry these are most that are
-        heard, since peers without a link to one another may both be needed."""
+        """Return whether these peers are enough to change the leader. Before the first entry that is most of those
+        heard, since peers without a link to each other may both be needed."""
         if self._log.last is None:
             heard = self.founders()
             are_many = len(heard) >= self._context.settings.minimum_peers or bool(self.here)
@@ -160,12 +164,12 @@ class Attendance:
         return self.is_enough(incarnations)
 
     def founders(self) -> list[str]:
-        """Return those that may found the run: all that are heard, and this peer."""
+        """Return the peers that may found the run: this peer, and all that are heard."""
         beats: Iterable[Heartbeat] = self._presence.live().trainers
         others = [beat.peer for beat in beats if beat.index == 0 and beat.peer not in self._presence.unreached]
         return sorted([self._context.me, *others])
 
 
 def are_most(log: LogState, peers: Collection[str]) -> bool:
-    """Return whether these are more than half of the voters by their names, though some may have started again."""
+    """Return whether these are more than half of the voters by name, in whichever incarnation."""
     return 2 * len(set(log.voters).intersection(peers)) > len(log.voters)

@@ -1,4 +1,4 @@
-"""The peers that the leader of one position waits for before it begins a round, and for how long (R7, R16)."""
+"""The peers that the leader of one position waits for before it begins a round, and how long it waits (R7, R16)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from peers.presence.membership import PARTICIPATING
 from peers.values.leases import sample_count
 
 LATE = 2
-"""Entries that a peer is in none of when it is late."""
+"""A peer is late if it was in none of this many last entries."""
 SURELY = 2.0
-"""Multiple of what is left of the grace that a peer must need to be done without at once: speeds are off by some
+"""A peer is not waited for if it needs this multiple of the grace that is left, since reported speeds are off by some
 percent."""
 
 
@@ -29,32 +29,32 @@ def late(log: LogState, settings: RunSettings) -> frozenset[str]:
 
 
 class ReadyTimes:
-    """The times at which peers were ready first, at one position."""
+    """The time at which each peer was first ready, at one position."""
 
     def __init__(self) -> None:
         self._times: dict[str, float] = {}
 
     def note(self, peer: str, now: float) -> None:
-        """Note that a peer is ready."""
+        """Record that a peer is ready."""
         self._times.setdefault(peer, now)
 
     def of_all(self, peers: Set[str]) -> float:
-        """Return since when all of these have been ready; minus infinity if there are none."""
+        """Return the time since which all of these peers are ready; minus infinity without peers."""
         return max((self._times[peer] for peer in peers & self._times.keys()), default=-math.inf)
 
     def of_share(self, share: float, able: Set[str], ready: Set[str]) -> float:
-        """Return since when at least this share of the peers `able` to contribute are `ready`; infinity if fewer
+        """Return the time since which this share of the peers `able` to contribute is `ready`; infinity while fewer
         are."""
         times = sorted(self._times[peer] for peer in self._times.keys() & ready)
         enough = max(1, math.ceil(share * len(able)))
         return times[enough - 1] if len(times) >= enough else math.inf
 
     def of_most(self, voters: Set[str], ready: Set[str]) -> float:
-        """Return since when more than half of these voters are `ready`; infinity if fewer are. Without voters it is
-        since any peer was.
+        """Return the time since which more than half of these voters are `ready`; infinity while fewer are. Without
+        voters it is the time of the first ready peer.
 
-        One Ready is too few to start the grace: a peer that was late for the last entry is ready at once, and would
-        use up the time of all others.
+        One Ready is too few to start the grace: a peer that was late for the last entry is ready at once, and would use
+        up the time of all others.
         """
         if not voters:
             return min(self._times.values(), default=math.inf)
@@ -63,29 +63,29 @@ class ReadyTimes:
 
 
 class Awaited:
-    """`peers` are those that the leader expected when time passed last, ready or not.
+    """The peers that a leader waits for. `peers` are those that it expected at the last look, ready or not.
 
-    A synchronous run waits for all of them until the grace is over, an asynchronous one until there are enough
-    contributions and its slack is over. Neither waits for peers whose own beats say that they need longer.
+    A synchronous run waits for all of them until the grace is over, an asynchronous run until there are enough
+    contributions and its slack is over. Neither waits for a peer whose own beats show that it needs longer.
     """
 
     def __init__(self, me: str, log: LogState, settings: RunSettings) -> None:
         self.peers: set[str] = set()
         self.in_vain: set[str] = set()
-        """The peers that the leader waited for last, which did not say that they need longer."""
+        """The peers that the leader waited for last, apart from those whose beats showed that they need longer."""
         self.times = ReadyTimes()
         self.grace = self.slack = settings.timing.grace
         self.own = 0, 0.0
-        """This peer's inner step and speed; speed 0: unknown."""
+        """This peer's inner step, and its tokens per second (0 if unknown)."""
         self._me = me
         self._log = log
         self._settings = settings
-        self._away: dict[str, float] = {}  # seconds until each can be ready, where its heartbeat tells
+        self._away: dict[str, float] = {}  # seconds until each can be ready, if its heartbeat tells
         self._passed_over = set[str]()  # peers at work that are not waited for
 
     def look(self, live: Mapping[str, Heartbeat], granted: Mapping[str, int], unreached: Collection[str]) -> None:
-        """Find the peers at work on the entry, and those that were `granted` so many samples for it. A lease tells in
-        which entry its peer was last."""
+        """Update the expected peers: those at work on the entry, and those that were `granted` the given number of
+        samples for it. A lease tells in which entry its peer was last."""
         leases = self._log.last.leases if self._log.last else ()
         besides = late(self._log, self._settings)
         given = {lease.peer: sample_count(lease.samples) for lease in leases if lease.peer not in besides}
@@ -93,24 +93,25 @@ class Awaited:
         expected = at_work | {peer for peer in granted if peer in live}
         given |= granted
         self.peers = expected - set(unreached) | {self._me} & given.keys()
-        told = {peer: self._told(live[peer]) for peer in self.peers - {self._me}}
+        reports = {peer: self._reported(live[peer]) for peer in self.peers - {self._me}}
         if self._settings.contributions is not None and self._me in self.peers:
-            told[self._me] = self.own
-        self._away = {peer: self._seconds_away(given[peer], *said) for peer, said in told.items()}
+            reports[self._me] = self.own
+        self._away = {peer: self._seconds_away(given[peer], *report) for peer, report in reports.items()}
 
     def _is_at_work(self, beat: Heartbeat) -> bool:
-        """Return whether a peer trains or is ready, as it does if it took part in an entry newer than its beat."""
+        """Return whether a peer trains or is ready. A peer that is in an entry newer than its beat counts as at work,
+        too."""
         is_older = beat.index < self._log.position.index
         return beat.state in PARTICIPATING or (is_older and beat.peer in self._log.roster)
 
-    def _told(self, beat: Heartbeat) -> tuple[int, float]:
-        """Return the inner step and the speed that a peer reports; speed 0: unknown."""
-        is_told = beat.state is PeerState.TRAINING and beat.index == self._log.position.index
-        return beat.inner_step, (beat.tokens_per_second or beat.speed) if is_told else 0.0
+    def _reported(self, beat: Heartbeat) -> tuple[int, float]:
+        """Return the inner step and the tokens per second that a peer reports; 0 tokens per second if unknown."""
+        is_current = beat.state is PeerState.TRAINING and beat.index == self._log.position.index
+        return beat.inner_step, (beat.tokens_per_second or beat.speed) if is_current else 0.0
 
     def _seconds_away(self, count: int, inner_step: int, speed: float) -> float:
-        """Return the least seconds until a peer has trained what the entry takes of so many samples; 0: unknown. Its
-        report may lack the inner step under way, and be two heartbeats old."""
+        """Return the least seconds until a peer has trained its samples for the entry; 0 if unknown. The estimate
+        allows for the inner step under way and for a report that is two heartbeats old."""
         if not speed:
             return 0.0
         settings = self._settings
@@ -119,8 +120,8 @@ class Awaited:
         return samples * settings.tokens_per_sample / speed - 2 * settings.timing.heartbeat
 
     def is_time(self, now: float, ready: Set[str], contributing: Set[str], voters: Set[str]) -> bool:
-        """Return whether the ready peers begin, some of which contribute. More than half of the expected voters must be
-        ready, unless all peers are."""
+        """Return whether the leader begins with the `ready` peers; some of them are `contributing`. Unless all peers
+        are ready, more than half of the expected voters must be."""
         if self.peers <= ready:
             return True
         begun = self.times.of_most(self.peers & voters, ready)
@@ -135,8 +136,8 @@ class Awaited:
         return has_begun and (left <= 0 or self.are_all_in(ready))
 
     def _are_enough(self, now: float, begun: float, ready: Set[str], contributing: Set[str]) -> bool:
-        """Return whether an asynchronous run has enough contributions, and no other peer comes within the slack. It
-        lasts from when enough contribute, and most voters are ready (`begun`)."""
+        """Return whether an asynchronous run has enough contributions, and no other peer can be ready within the slack.
+        The slack starts when enough contribute and most voters are ready (`begun`)."""
         share = self._settings.contributions
         if share is None:
             return False
@@ -145,9 +146,9 @@ class Awaited:
 
     @property
     def fewest(self) -> int:
-        """Return how many peers are waited for."""
+        """The number of peers that are waited for."""
         return len(self.peers) - len(self._passed_over)
 
     def are_all_in(self, ready: Set[str]) -> bool:
-        """Return whether all peers are ready, but for those that are not waited for."""
+        """Return whether all peers are ready, apart from those that are not waited for."""
         return self.peers <= ready | self._passed_over

@@ -1,7 +1,7 @@
 """The search for peers that are further on (R21).
 
-Any peer may claim anything in its heartbeats, so a claim makes this peer ask, and no more: for the next entry, where
-the way is short, and else for the other's log. It looks at one peer at a time, and goes on training meanwhile.
+Any peer may claim anything in its heartbeats, so a claim makes this peer ask, and no more: for the next entry, if few
+entries are missing, and otherwise for the claimant's log. It asks one peer at a time, and trains meanwhile.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from peers.protocol.replica import Replica
 
 
 class Search:
-    """`question` paces what is asked. `has_snapshot` says that the way to the others is replayed: they gave a snapshot
-    already, or none."""
+    """The search for peers that are further on. `question` limits how often this peer asks. `has_snapshot` is true once
+    a snapshot was loaded or was not to be found, so that the rest of the way is replayed."""
 
     def __init__(self, context: Context, presence: Presence, replica: Replica, belief: Belief) -> None:
         self.question = Repetition(context)
@@ -37,8 +37,8 @@ class Search:
 
     # The next entry -------------------------------------------------------------------------------------------
     def inquire(self, log: LogState) -> None:
-        """As a leader, ask the next member whether it has made this entry already. With one fragment heartbeats tell;
-        with several a peer that has moved on in the cycle is not seen to have."""
+        """Ask the next member, as a leader, whether it has made this entry already. With one fragment heartbeats show
+        that; with several they do not show how far a peer is within the cycle."""
         others = sorted(peer for peer in self._presence.live() if peer in log.roster)
         if others and log.fragments > 1:
             self._inquired = next((peer for peer in others if peer > self._inquired), others[0])
@@ -51,7 +51,7 @@ class Search:
         ahead, log = self._replica.claimant, self._replica.log
         if ahead is None:
             return
-        self.question.said()
+        self.question.sent()
         entries = self._presence.live()[ahead].index - log.position.index
         is_near = entries <= self._context.settings.snapshot_every or self.has_snapshot
         is_astray = self._replica.contradiction is not None or self._replica.needs_signed_log
@@ -59,7 +59,7 @@ class Search:
             self.weigh(ahead)
         elif self._patience.is_over(ahead, log):
             self._presence.branches.pass_over(ahead)
-        else:  # it has all entries of our cycle: they are asked for one after the other
+        else:  # the peer has all entries of this cycle, so they are asked for one after the other
             self._context.emit(Send(ahead, Inquire(position=log.of(log.pending[0]).position)))
 
     def answered(self) -> None:
@@ -68,16 +68,16 @@ class Search:
 
     # Another log ----------------------------------------------------------------------------------------------
     def weigh(self, peer: str) -> None:
-        """Have a peer's log fetched, to compare it with ours."""
+        """Fetch a peer's log, to compare it with this peer's."""
         if self._weighed is None:
             self._weighed = peer
             others = tuple(sorted(self._presence.branches.donors() - {peer}))
             self._context.emit(FetchLineage(peer, self._presence.live()[peer].index, others))
 
     def on_seen(self, seen: LineageSeen) -> FarBehind | None:
-        """Return the way to another peer's branch, if that is to be ours."""
+        """Return the way to another peer's branch, if this peer is to change to it; otherwise None."""
         if seen.donor != self._weighed:
-            return None  # we have gone elsewhere meanwhile
+            return None  # this peer has turned to another donor meanwhile
         self._weighed = None
         theirs = self._belief.branch(seen.theirs, seen.ours)
         is_better = theirs is not None and (theirs.splits_from(seen.ours) or theirs.is_better_than(seen.ours))
@@ -86,48 +86,54 @@ class Search:
             return None
         head = self._replica.contradiction
         why = f" with outer step {head.index} as the archive {head.archive} has signed it" if head is not None else ""
-        self._context.emit(Note("info", f"{seen.donor} is at {theirs.end.position.index}{why}: fetching a snapshot"))
+        text = f"fetching a snapshot of {seen.donor}, which is at outer step {theirs.end.position.index}{why}"
+        self._context.emit(Note("info", text))
         return self._far_behind(seen.donor, theirs.start.position.index)
 
     def on_not_seen(self, failed: LineageNotSeen) -> None:
-        """Look at others first."""
+        """Pass over the donor, so that other peers are asked first."""
         if failed.donor == self._weighed:
             self._weighed = None
         self._presence.branches.pass_over(failed.donor)
-        self._context.emit(Note("info", f"the log of {failed.donor} does not show what it says of it: {failed.reason}"))
+        reason = f"the log of {failed.donor} does not prove the outer steps that it claims: {failed.reason}"
+        self._context.emit(Note("info", reason))
 
     # A snapshot -----------------------------------------------------------------------------------------------
     def far_behind(self) -> FarBehind | None:
-        """Return the way to the peer that is furthest on, if any is: no peer has what follows here any more."""
+        """Return the way to the peer that is furthest on, if any, because no peer has the entries that follow here any
+        more."""
         ahead = self._replica.furthest
         return self._far_behind(ahead) if ahead is not None else None
 
     def _far_behind(self, donor: str, common: int = 0) -> FarBehind:
-        """Return the way to a donor, by a snapshot so new that other peers know what followed it. Archives know all. A
-        donor on a better branch may be no further on: then any snapshot since the common index will do."""
+        """Return the donor with the lowest index of a useful snapshot: other peers must still know the entries after
+        it. Archives know all entries. A donor on a better branch may be no further on; then any snapshot since the
+        common index will do."""
         index, beat = self._replica.log.position.index, self._presence.live()[donor]
         known_from = 0 if beat.state is PeerState.ARCHIVING else beat.index - RECENT_ENTRIES // 2
         return FarBehind(donor, max(index + 1 if beat.index > index else common, known_from))
 
     def fetched(self) -> None:
-        """Begin anew where the fetched state is. If no donor gave one, the entries may be known all the same."""
+        """Begin anew from the fetched state. If no donor gave a snapshot, other peers may still know the entries."""
         self.has_snapshot, self._weighed = True, None
         self._patience = Patience(self._context, self._presence)
 
 
 class Patience:
-    """The time that each peer had to tell what follows a position. It covers all fragments of a cycle: a peer that
-    tells each at the last moment would keep us behind. Each peer has its own: two would be asked in turn for ever."""
+    """The time that each peer has spent on telling what follows a position, with a limit. The limit is for all
+    fragments of a cycle, because a peer that tells each at the last moment would keep this peer behind. Each peer has
+    its own, because this peer would otherwise ask two peers in turn for ever."""
 
     def __init__(self, context: Context, presence: Presence) -> None:
         self._context = context
         self._presence = presence
         self._place = b""
         self._waited: dict[str, float] = {}
-        self._asked: tuple[str, float] | None = None  # the last peer, and when; None: it has answered
+        self._asked: tuple[str, float] | None = None  # the last peer asked, and when; None: it has answered
 
     def is_over(self, peer: str, log: LogState) -> bool:
-        """Ask a peer. Return whether its time is over; it then gets one question's time when its turn comes again."""
+        """Note a question to a peer, or return that its time is over. A peer whose time is over gets the time of one
+        question when its turn comes again."""
         self._charge()
         if self._place != log.position.head:
             self._place, self._waited = log.position.head, {}
@@ -139,13 +145,13 @@ class Patience:
         return True
 
     def answered(self) -> None:
-        """Stop the clock. The pause between two questions is forgiven."""
+        """Stop the clock. The pause between two questions is not counted."""
         self._charge(self._context.settings.timing.resend)
         self._asked = None
 
     def _charge(self, forgiven: float = 0.0) -> None:
-        """Add the time since the last question. Questions come at each beat while a peer claims to be further on, so
-        no more than two heartbeats count."""
+        """Add the time since the last question, at most two heartbeats: a question goes out at each beat while a peer
+        claims to be further on."""
         if self._asked is not None:
             peer, since = self._asked
             waited = min(self._context.now - since, 2 * self._context.settings.timing.heartbeat)

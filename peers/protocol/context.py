@@ -1,4 +1,4 @@
-"""Shared context of the parts of one peer: its name, its settings, the time, its votes, and the effects to come."""
+"""Context that the parts of one peer share: its id, settings, time, votes, and the effects to carry out."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from peers.values.identity import Keys
 from peers.values.workload import PayloadKind
 
 ANSWERS = 16
-"""Answers that a peer gets at most within half the pause between repeated messages: one for each of some fragments."""
+"""Maximum number of answers to one peer within half the pause between repeated messages: one for each of several
+fragments."""
 
 
 class Context:
-    """`now` is the time of the event that is being handled, in seconds of the driver's clock. `payloads` are of each
-    fragment. `round_times` is what this peer's last rounds took, and `experience` what it saw as a leader."""
+    """The shared context. `now` is the time of the event in hand, in seconds of the driver's clock. `payloads` has one
+    kind for each fragment. `round_times` are the durations of this peer's last rounds, and `experience` what it learned
+    as a leader."""
 
     def __init__(
         self,
@@ -38,8 +40,10 @@ class Context:
         keys: Keys,
         record: VotingRecord | None = None,
     ) -> None:
-        """`start` is a number that no start of this peer has had before. `record` has the votes of the starts before;
-        without it, or after a farewell, this start is another incarnation."""
+        """Args:
+        start: a number that no earlier start of this peer had.
+        record: the votes of earlier starts. Without it, or after a farewell, this start is another incarnation.
+        """
         self.me = me
         self.keys = keys
         self.settings = settings
@@ -59,7 +63,7 @@ class Context:
 
     # Effects --------------------------------------------------------------------------------------------------
     def emit(self, *effects: Effect) -> None:
-        """Add effects, in order. A message to this peer itself comes straight back as an event."""
+        """Add effects, in order. A message to this peer itself becomes an event at once."""
         for effect in effects:
             if isinstance(effect, Send) and effect.to == self.me:
                 self.events.append(Received(self.me, effect.message))
@@ -67,17 +71,17 @@ class Context:
                 self._effects.append(effect)
 
     def take_effects(self) -> list[Effect]:
-        """Return what is to be done, once."""
+        """Return the effects since the last call, and forget them."""
         effects, self._effects = self._effects, []
         return effects
 
     def convict(self, faults: tuple[Fault, ...]) -> None:
-        """Tell the volunteer of peers that are proven to lie."""
+        """Warn the volunteer of peers that are proven to lie."""
         self.emit(*(Note("warning", f"{fault.peer} is proven to lie: {fault.kind}") for fault in faults))
 
     def number_of_work(self) -> int:
-        """Return the number of the next finished training. Numbers begin with that of the process's start, so that no
-        two commitments of one incarnation have the same (R10)."""
+        """Return the number of the next finished training. Numbers start at the number of this start, so that no two
+        commitments of one incarnation have the same number (R10)."""
         self._works += 1
         return self._works
 
@@ -87,18 +91,18 @@ class Context:
         return self.votes.record.incarnation
 
     def is_farewell(self, peer: str, incarnation: int, departure: int, signature: bytes) -> bool:
-        """Return whether the peer has signed that it left."""
-        said = Departure(run=self.settings.run, peer=peer, incarnation=incarnation, index=departure)
-        return self.keys.verify(peer, said.text, signature)
+        """Return whether the peer has signed this farewell."""
+        farewell = Departure(run=self.settings.run, peer=peer, incarnation=incarnation, index=departure)
+        return self.keys.verify(peer, farewell.text, signature)
 
 
 class OwnVotes:
-    """The voting record of this peer, and the messages that wait until the disk has it (R10). `trouble` says why this
-    peer does not vote; empty: it does. With the votes goes the newest round that this start has entered at each
-    position."""
+    """The voting record of this peer, and the messages that wait until the record is on the disk (R10). `trouble` says
+    why this peer does not vote; it is empty if it does. It also holds the newest round that this start has entered at
+    each position."""
 
     def __init__(self, context: Context, record: VotingRecord) -> None:
-        """`record` is on the disk, or empty."""
+        """`record` is on the disk already, or empty."""
         self.record = record
         self.trouble = ""
         self._context = context
@@ -107,8 +111,9 @@ class OwnVotes:
         self._entered: dict[Position, Ballot] = {}
 
     def enter(self, position: Position, began: Ballot) -> bool:
-        """Enter a round that this ballot began, unless it is no newer than one that was entered: to come back to it
-        would be to average anew. Return whether it is entered. A new start has other numbers of trainings (R10)."""
+        """Return whether this peer may enter the round that this ballot began, and record that it does. It may not if
+        it has entered the same round or a newer one: it would average anew. A new start has other numbers of trainings
+        (R10)."""
         if began <= self._entered.get(position, FIRST):
             return False
         self._entered.pop(position, None)
@@ -119,12 +124,12 @@ class OwnVotes:
 
     @property
     def are_kept(self) -> bool:
-        """Whether no vote waits for the disk."""
+        """True if no vote waits for the disk."""
         return not self._waiting
 
     def at(self, position: Position) -> VoterState | None:
         """Return this peer's votes at a position; None once it has left. If it may have voted there and does not
-        remember it, it becomes another incarnation (R11)."""
+        remember it, it becomes another incarnation first (R11)."""
         state = self.record.at(position)
         if state is Refusal.FORGOTTEN:
             self.begin_anew()
@@ -132,13 +137,13 @@ class OwnVotes:
         return state if isinstance(state, VoterState) else None
 
     def cast(self, state: VoterState, *sends: Send) -> None:
-        """Vote: keep the votes at a position, and send these messages once the disk has them."""
+        """Record a vote, and send these messages once the record is on the disk."""
         self.record = self.record.after(state)
         self._waiting.append((self.record, sends))
         self._context.emit(KeepVotes(self.record))
 
     def kept(self) -> None:
-        """Send what waited for the oldest record: it is on the disk."""
+        """Send the messages that waited for the oldest record, which is now on the disk."""
         self.trouble = ""
         self._on_disk, sends = self._waiting.popleft()
         self._context.emit(*sends)
@@ -151,7 +156,7 @@ class OwnVotes:
         self.fail(reason)
 
     def fail(self, reason: str) -> None:
-        """Note why this peer does not vote: the volunteer is told when it lasts (`Hindrances`)."""
+        """Record why this peer does not vote. `Hindrances` shows it to the volunteer if it lasts."""
         self.trouble = reason
 
     def begin_anew(self) -> None:
@@ -160,11 +165,11 @@ class OwnVotes:
         self._waiting = deque((self.record, ()) for _ in self._waiting)
 
     def close(self, position: Position) -> None:
-        """Note that a certified entry of the position is in the log, which the next record says."""
+        """Record that a certified entry of the position is in the log; the next record that is written has it."""
         self.record = self.record.closed(position)
 
     def leave(self, position: Position) -> Leaving:
-        """Vote no more, and return the farewell that says so."""
+        """Stop voting, and return the signed farewell."""
         self.record, departure = self.record.farewell()
         return Leaving(
             position=position,
@@ -175,35 +180,35 @@ class OwnVotes:
 
 
 class Repetition:
-    """The pace at which a message is repeated until it is answered."""
+    """The times at which one message is repeated until it is answered."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._said_at: float | None = None
+        self._sent_at: float | None = None
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to say it again."""
-        return self._said_at is None or self._context.now - self._said_at >= self._context.settings.timing.resend
+        """True if it is time to send the message again."""
+        return self._sent_at is None or self._context.now - self._sent_at >= self._context.settings.timing.resend
 
-    def said(self) -> None:
-        """Note that it was said just now."""
-        self._said_at = self._context.now
+    def sent(self) -> None:
+        """Record that the message was sent just now."""
+        self._sent_at = self._context.now
 
     def at_once(self) -> None:
-        """Let it be said at the next opportunity, since there is something new to say."""
-        self._said_at = None
+        """Make the message due at once, since its content has changed."""
+        self._sent_at = None
 
 
 class Answers:
-    """The answers that were given in the last moment: each peer gets a few, and none twice, however often it asks."""
+    """The answers given within the last moment: a few to each peer, and none twice, however often it asks."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._given: dict[tuple[str, object], float] = {}
 
     def is_due(self, peer: str, about: object) -> bool:
-        """Return whether to answer a peer, and note that it is answered."""
+        """Return whether to answer a peer, and count that answer."""
         now, pause = self._context.now, self._context.settings.timing.resend / 2
         self._given = {answer: since for answer, since in self._given.items() if now - since < pause}
         if (peer, about) in self._given or sum(one == peer for one, _ in self._given) >= ANSWERS:

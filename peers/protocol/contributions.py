@@ -1,4 +1,4 @@
-"""The contributions of one round's members: which chunks are theirs, and how much of each counts (R3)."""
+"""The contributions of one round's members: their chunks, and the factor with which each counts (R3)."""
 
 from __future__ import annotations
 
@@ -13,47 +13,48 @@ from peers.messages.rounds import Round
 from peers.values.identity import Keys
 
 FEW = 16
-"""Members that all know all commitments: those of a larger round are its square."""
+"""Maximum members of a round in which all get all commitments. In a larger round that traffic would grow with the
+square."""
 ROUNDING = 2.0
-"""Times as long, that a mean may become when it is quantized: the coarsest formats add a quarter."""
+"""Largest factor by which quantization may lengthen a mean. The coarsest formats add a quarter."""
 
 
 @dataclass(frozen=True)
 class Contributions:
-    """The members' commitments, as a Begin has them, and by how much those that are too long are `clipped`."""
+    """The members' commitments, from a Begin, and the clipping of those whose norm is too large."""
 
     chunks: int = 0
     commitments: Mapping[str, Contribution] = field(default_factory=dict)
     squares: Mapping[str, float] = field(default_factory=dict)
-    """Their squared norms: known to all that average or vote."""
+    """Squared norm of each member's contribution, known to all members that average or vote."""
     clip: float = math.inf
     signature: bytes | None = None
-    """Our own, of what we contribute: our chunks show it."""
+    """This peer's signature of its own contribution, which it sends with its chunks."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """What the members count with, where that is not their tokens."""
+    """Weight of each member, if that is not its tokens."""
     _longest: dict[frozenset[str], float] = field(default_factory=dict, repr=False, compare=False)
-    """By who is absent: it is asked for each average, and rarely another one."""
+    """Cache of `longest` by absent members: it is needed for each average, and rarely changes."""
 
     @classmethod
     def of(
         cls, begin: Begin, clip: float, weights: Mapping[str, float], signature: bytes | None = None
     ) -> Contributions:
-        """Return what follows from what a member is told."""
+        """Return the contributions that a Begin describes."""
         members = [member.peer for member in begin.round.contributors]
         norms = Norms.of(begin.commitments) if begin.commitments else begin.norms
-        said = dict(zip(members, begin.commitments, strict=True)) if begin.commitments else {}
+        commitments = dict(zip(members, begin.commitments, strict=True)) if begin.commitments else {}
         squares = dict(zip(members, norms.squares, strict=True)) if norms else {}
-        return cls(begin.round.chunks, said, squares, clip, signature, weights)
+        return cls(begin.round.chunks, commitments, squares, clip, signature, weights)
 
     def clipped(self, absent: Collection[str] = ()) -> dict[str, float]:
-        """Return the factors, below 1, of those that are too long beside the others, without members that are absent:
-        what these are said to have committed to need not be true."""
+        """Return the clipping factors, below 1, of the contributions that are too long beside the others. Absent
+        members are left out, because their commitments may be false."""
         present = {peer: weight for peer, weight in self.weights.items() if peer not in absent}
         return clipped(present, self.squares, self.clip) if self.squares else {}
 
     def longest(self, absent: frozenset[str] = frozenset()) -> float:
-        """Return the squared norm that the averages of one reducer may have: a mean is no longer than what it is made
-        of. Members that were absent from all averages that we made do not count."""
+        """Return the largest squared norm that one reducer's averages may have, since a mean is no longer than its
+        longest part. Members that are `absent` from all averages that this peer made do not count."""
         if not self.squares:
             return math.inf
         if absent not in self._longest:
@@ -64,13 +65,13 @@ class Contributions:
         return self._longest[absent]
 
     def has(self, sender: str, chunk: int, digest: bytes, proof: ChunkProof) -> bool:
-        """Return whether a chunk with this digest is what the sender committed to."""
-        said = self.commitments.get(sender)
-        return said is not None and leads_to(said.root, chunk, self.chunks, digest, proof)
+        """Return whether the proof leads from this chunk digest to the sender's commitment."""
+        committed = self.commitments.get(sender)
+        return committed is not None and leads_to(committed.root, chunk, self.chunks, digest, proof)
 
 
 UNKNOWN = Contributions()
-"""The contributions, as a member knows them that neither averages nor votes."""
+"""The contributions for a member that neither averages nor votes, and so knows none."""
 
 
 def clipped(weights: Mapping[str, float], squares: Mapping[str, float], clip: float) -> dict[str, float]:
@@ -82,10 +83,10 @@ def clipped(weights: Mapping[str, float], squares: Mapping[str, float], clip: fl
 
 
 def median(weights: Mapping[str, float], squares: Mapping[str, float]) -> float:
-    """Return the least squared norm that at least half of the weights do not exceed.
+    """Return the weighted median: the smallest squared norm that at least half of the weight does not exceed.
 
-    It is over weights, so that many members with little work do not decide it. Of two that weigh the same it is the
-    smaller one: a step that is too short can be made up for.
+    Weights keep many members with little work from deciding it. Of two members with equal weights it takes the smaller
+    norm, since a step that is too short can be made up later.
     """
     half, seen = sum(weights.values()) / 2, 0.0
     for peer in sorted(weights, key=lambda name: (squares[name], name)):
@@ -96,8 +97,10 @@ def median(weights: Mapping[str, float], squares: Mapping[str, float]) -> float:
 
 
 def informed(begin: Begin, log: LogState) -> tuple[Collection[str], Collection[str]]:
-    """Return the members that need to know all commitments, as those do who average, and where few take part all, who
-    check an average now and then; and the members that vote, which need the norms to tell averages that are too long.
+    """Return the members that need all commitments, and the members that need the norms.
+
+    Members that average need all commitments; in a small round all members do, since each checks an average now and
+    then. Voters need the norms, to recognize averages that are too long.
     """
     round = begin.round
     if len(round.peers) <= FEW:
@@ -108,17 +111,17 @@ def informed(begin: Begin, log: LogState) -> tuple[Collection[str], Collection[s
 
 
 class OwnersSignatures:
-    """The signatures of the members' commitments, as their chunks show them: each is checked once in a round."""
+    """The signatures of the members' commitments, as their chunks show them. Each is checked once in a round."""
 
     def __init__(self, round: Round, keys: Keys | None) -> None:
-        """Without `keys` nothing is checked."""
+        """Without `keys` signatures are not checked."""
         self._members = {member.peer: member for member in round.contributors}
         self._round = round
         self._keys = keys
         self._checked: dict[str, Commitment] = {}
 
     def checked(self, peer: str, contribution: Contribution | None, signature: bytes | None) -> Commitment | None:
-        """Return what a member contributes, with this signature, if that is its own."""
+        """Return the member's signed commitment, if the signature is its own."""
         if peer in self._checked:
             return self._checked[peer]
         if peer not in self._members or contribution is None or signature is None:

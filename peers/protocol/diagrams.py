@@ -1,4 +1,4 @@
-"""The tables of a peer's parts as diagrams: `python -m peers.protocol.diagrams`."""
+"""State diagrams of a peer's parts, made from their tables: `python -m peers.protocol.diagrams`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PARTS: tuple[type[StateMachine], ...] = (Trainer, Replica, EntryRound)
 
 
 def diagram(part: type[StateMachine]) -> str:
-    """A part's table as a Mermaid state diagram."""
+    """Return the part's table as a Mermaid state diagram."""
     lines = ["stateDiagram-v2", f"    [*] --> {next(iter(part.TABLE))}"]
     for state, rows in part.TABLE.items():
         ways: dict[str, list[str]] = {}

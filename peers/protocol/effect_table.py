@@ -1,4 +1,4 @@
-"""A driver's table of the handlers of all effects."""
+"""Table of a driver's handlers, one for each kind of effect."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ EFFECTS = frozenset(Effect.__subclasses__())
 
 
 class Handling(NamedTuple):
-    """One kind of effect, and what carries it out."""
+    """A kind of effect, and the function that carries it out."""
 
     kind: type[Any]
     handler: Callable[[Any], object]
 
 
 def row(kind: type[E], handler: Callable[[E], object]) -> Handling:
-    """Return a row, in which the handler takes this very kind."""
+    """Return a table row. The signature lets the type checker see that the handler takes this kind of effect."""
     return Handling(kind, handler)
 
 
 class EffectTable:
-    """Every effect has exactly one handler."""
+    """The handlers of a driver: exactly one for each kind of effect."""
 
     def __init__(self, *rows: Handling) -> None:
-        """Raises: LocalProtocolError when an effect has no handler, or two."""
+        """Raises: LocalProtocolError when an effect has no handler, or more than one."""
         self._handlers: dict[type[Any], Callable[[Any], object]] = dict(rows)
         if self._handlers.keys() != EFFECTS or len(rows) != len(EFFECTS):
             counts = Counter(kind.__name__ for kind in [*EFFECTS, *(one.kind for one in rows)])

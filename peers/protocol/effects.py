@@ -1,4 +1,4 @@
-"""Effects: the things that the protocol wants done, as plain values. Drivers do the I/O."""
+"""Effects: the protocol's requests to its driver, as plain values. The driver does the I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from peers.values.workload import InnerLoop
 
 
 class Effect:
-    """One thing that the protocol wants done. A plain value; drivers do the I/O."""
+    """A request of the protocol to its driver."""
 
 
 @dataclass(frozen=True)
@@ -26,32 +26,33 @@ class Send(Effect):
 
 
 class Train(InnerLoop, Effect):
-    """Have the workers train a lease. Ends in TrainingDone."""
+    """A request to let the workers train a lease. Ends in TrainingDone."""
 
 
 @dataclass(frozen=True)
 class KeepVotes(Effect):
-    """Write the voting record to the disk, in the order of these effects. Ends in VotesKept or VotesNotKept."""
+    """A request to write the voting record to the disk, in the order in which these effects are emitted. Ends in
+    VotesKept or VotesNotKept."""
 
     record: VotingRecord
 
 
 @dataclass(frozen=True)
 class StopTraining(Effect):
-    """Stop the workers. Their work since theta was loaded is void."""
+    """A request to stop the workers. Their training since theta was loaded is discarded."""
 
 
 @dataclass(frozen=True)
 class OpenRound(Effect):
-    """Make room for a round's chunks. Earlier rounds of its fragment are over."""
+    """A request to allocate room for a round's chunks. Earlier rounds of the same fragment are over."""
 
     round: Round
 
 
 @dataclass(frozen=True)
 class SendChunk(Effect):
-    """Send a chunk: an average (`reduced`), with the names of the members `absent` from it; or our own blocks, with the
-    `signature` of our commitment. Ends in ChunkSent or ChunksUnsent."""
+    """A request to send a chunk: an average (`reduced`), with the names of the members `absent` from it, or this peer's
+    own blocks, with the `signature` of its commitment. Ends in ChunkSent or ChunksUnsent."""
 
     round_name: RoundName
     to: str
@@ -64,8 +65,8 @@ class SendChunk(Effect):
 
 @dataclass(frozen=True)
 class ReduceChunk(Effect):
-    """Average the blocks of these members, in this order, with these weights. Blocks of `clipped` members are scaled
-    by the given factors. Ends in ReducedArrived or BadBlocks."""
+    """A request to average the blocks of these members, in this order and with these weights. The blocks of `clipped`
+    members are multiplied by the given factors. Ends in ReducedArrived or BadBlocks."""
 
     round_name: RoundName
     chunk: int
@@ -75,7 +76,7 @@ class ReduceChunk(Effect):
 
     @property
     def weights(self) -> list[tuple[str, float]]:
-        """What each member's blocks are multiplied with."""
+        """The factor for each member's blocks: its weight times its clipping factor."""
         return [
             (peer, weight * self.clipped[peer] if peer in self.clipped else weight) for peer, weight in self.members
         ]
@@ -83,15 +84,16 @@ class ReduceChunk(Effect):
 
 @dataclass(frozen=True)
 class AssemblePayload(Effect):
-    """Keep the round's averages as a payload, on the disk, too (R10). Ends in PayloadAssembled."""
+    """A request to assemble the round's averages into a payload, and keep it in memory and on the disk (R10). Ends in
+    PayloadAssembled."""
 
     round_name: RoundName
 
 
 @dataclass(frozen=True)
 class FetchPayload(Effect):
-    """Get a payload from this machine's log, or else from one of these peers, and keep it on the disk. Ends in
-    PayloadFetched or PayloadNotFetched."""
+    """A request to read a payload from this machine's log, or else fetch it from one of the donors, and keep it on the
+    disk. Ends in PayloadFetched or PayloadNotFetched."""
 
     header: Header
     donors: tuple[str, ...]
@@ -99,10 +101,11 @@ class FetchPayload(Effect):
 
 @dataclass(frozen=True)
 class Apply(Effect):
-    """Take the outer step with the kept payload of the header, if it has one. Ends in Applied, then Digested.
+    """A request to take the outer step with the kept payload of the header, if it has one. Ends in Applied, then
+    Digested.
 
-    The certificate and the `proofs` of the header's faults are kept with the entry. With `keeps_work` the training in
-    hand is for a later entry. `amendment` was in force in the header's cycle.
+    The certificate and the `proofs` of the header's faults are kept with the entry. With `keeps_work` the training
+    under way is for a later entry, and goes on. `amendment` was in force in the header's cycle.
     """
 
     header: Header
@@ -114,8 +117,8 @@ class Apply(Effect):
 
 @dataclass(frozen=True)
 class FetchLineage(Effect):
-    """Get and check the donor's log up to `index`, where it is not ours; `others` may have its beginning. Replaces
-    an earlier FetchLineage. Ends in LineageSeen or LineageNotSeen."""
+    """A request to fetch and check the donor's log up to `index`, where it differs from this peer's. `others` are peers
+    that may serve its beginning. Replaces an earlier FetchLineage. Ends in LineageSeen or LineageNotSeen."""
 
     donor: str
     index: int
@@ -124,8 +127,8 @@ class FetchLineage(Effect):
 
 @dataclass(frozen=True)
 class FetchSnapshot(Effect):
-    """Take over a state of the donor's lineage, at index `least` or later; `others` may have it, too. Ends in
-    SnapshotRestored or SnapshotFailed."""
+    """A request to load a state of the donor's lineage, at index `least` or later. `others` are peers that may have it,
+    too. Ends in SnapshotRestored or SnapshotFailed."""
 
     donor: str
     others: tuple[str, ...] = ()
@@ -134,12 +137,12 @@ class FetchSnapshot(Effect):
 
 @dataclass(frozen=True)
 class Stop(Effect):
-    """End: the peer has left."""
+    """A request to end the driver: the peer has left."""
 
 
 @dataclass(frozen=True)
 class Note(Effect):
-    """Tell a person. `level` as in logging."""
+    """A request to log a message for the volunteer. `level` is a level of logging, in lower case."""
 
     level: str
     text: str
@@ -147,7 +150,7 @@ class Note(Effect):
 
 @dataclass(frozen=True)
 class Dropped(Effect):
-    """Log and count, by `what`, something that a peer sent and that breaks the rules."""
+    """A request to log and count, by the kind `what`, something that a peer sent and that breaks the rules."""
 
     peer: str
     what: str
@@ -156,8 +159,8 @@ class Dropped(Effect):
 
 @dataclass(frozen=True)
 class TokensLost(Effect):
-    """Log and count, by `what`, tokens of this peer that are in no entry of its log: "work" for an entry that went on
-    without it; "entries" of a lineage that the peer has left."""
+    """A request to log and count tokens of this peer that are in no entry of its log. `what` is the kind: "work" if an
+    entry went on without them, "entries" if they were in entries of a lineage that the peer has left."""
 
     what: str
     tokens: int
@@ -166,8 +169,8 @@ class TokensLost(Effect):
 
 @dataclass(frozen=True)
 class Trouble(Effect):
-    """Show the volunteer, and others in heartbeats, why what this peer trains does not count, and the remedy; "": it
-    does. `level` as in a Note."""
+    """A request to show the volunteer, and other peers through the heartbeat, why this peer's training does not count,
+    and the remedy; "" clears it. `level` as in Note."""
 
     reason: str
     level: str = "warning"

@@ -1,4 +1,4 @@
-"""Events: the things that happen to a peer, as plain values. Drivers do the I/O."""
+"""Events: what happens to a peer, as plain values. Drivers do the I/O and create them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from peers.values.workload import Progress, Trained
 
 
 class Event:
-    """One thing that has happened to a peer. A plain value; drivers do the I/O."""
+    """Something that has happened to a peer."""
 
 
 @dataclass(frozen=True)
 class Tick(Event):
-    """Time has passed."""
+    """Time has passed: sent at regular intervals."""
 
 
 @dataclass(frozen=True)
 class HeartbeatsSeen(Event):
-    """The newest heartbeat of each peer that is heard, and the seconds for which nothing newer has come from it (0 if
-    not named). `unheard` are peers with fresh records, in the DHT or from others, that are not heard."""
+    """The newest heartbeat of each peer that this peer hears. `silences` are the seconds since the last news of each
+    peer (0 if not named). `unheard` are peers with fresh records, in the DHT or from other peers, that this peer does
+    not hear."""
 
     heartbeats: tuple[Heartbeat, ...]
     silences: Mapping[str, float] = field(default_factory=dict)
@@ -46,15 +47,15 @@ class Received(Event):
 
 @dataclass(frozen=True)
 class Undelivered(Event):
-    """A message or a push did not reach `peer`."""
+    """A message or a push to `peer` was not delivered."""
 
     peer: str
 
 
 @dataclass(frozen=True)
 class ReachSeen(Event):
-    """How other peers are reached now, and the bytes a second at which their data came in the last rounds. Ways to
-    the peers `sought` are still looked for."""
+    """The reach of other peers, and the bytes a second at which their data arrived in the last rounds. For the peers
+    `sought` the driver still looks for a link."""
 
     reach: Mapping[str, Reach]
     rates: Mapping[str, int]
@@ -68,7 +69,8 @@ class TrainingProgress(Event):
 
 @dataclass(frozen=True)
 class Captured(Event):
-    """One fragment of a training that goes on, quantized. `trained` names no samples: the closing entry does."""
+    """One fragment of a training that goes on, quantized. `trained` names no samples, because only the closing entry of
+    a cycle names samples."""
 
     fragment: int
     trained: Trained
@@ -76,14 +78,14 @@ class Captured(Event):
 
 @dataclass(frozen=True)
 class TrainingDone(Event):
-    """The training of a lease, quantized."""
+    """The workers have trained a lease, and its result is quantized."""
 
     trained: Trained
 
 
 @dataclass(frozen=True)
 class ContributionArrived(Event):
-    """A sender's own blocks of a chunk that this peer reduces are here."""
+    """The blocks of `sender` for a chunk that this peer reduces have arrived."""
 
     round_name: RoundName
     sender: str
@@ -92,8 +94,8 @@ class ContributionArrived(Event):
 
 @dataclass(frozen=True)
 class BadBlocks(Event):
-    """Blocks of `sender`, or an average that it has signed (`reduced`), were wrong and dropped. The `evidence`
-    convinces other peers, too."""
+    """Wrong blocks of `sender` were dropped, or a wrong average that `sender` signed (`reduced`). `evidence` is a proof
+    that other peers can check."""
 
     round_name: RoundName
     sender: str
@@ -105,8 +107,9 @@ class BadBlocks(Event):
 
 @dataclass(frozen=True)
 class ReducedArrived(Event):
-    """An averaged chunk is here, without the blocks of `absent`. `sender` gave it; `digest` and `origin` are as its
-    reducer has signed them, or none if that is this peer, which has yet to sign. `squares` is the squared norm."""
+    """An averaged chunk is complete; it has no blocks of the `absent` members. `sender` delivered it. `digest` and
+    `origin` are those that its reducer signed; they are empty if this peer is the reducer and has not signed yet.
+    `squares` is the squared norm."""
 
     round_name: RoundName
     sender: str
@@ -119,7 +122,7 @@ class ReducedArrived(Event):
 
 @dataclass(frozen=True)
 class AverageRefuted(Event):
-    """The members' blocks of a chunk average to something else than its reducer has signed."""
+    """The members' blocks of a chunk have another average than the one that its reducer signed."""
 
     round_name: RoundName
     reducer: str
@@ -128,7 +131,7 @@ class AverageRefuted(Event):
 
 @dataclass(frozen=True)
 class ChunkSent(Event):
-    """A peer has confirmed that it has our chunk."""
+    """A confirmation by `peer` that it received this peer's chunk."""
 
     round_name: RoundName
     peer: str
@@ -138,7 +141,7 @@ class ChunkSent(Event):
 
 @dataclass(frozen=True)
 class ChunksUnsent(Event):
-    """The link to a peer broke before it confirmed these chunks."""
+    """The link to `peer` broke before `peer` confirmed these chunks."""
 
     round_name: RoundName
     peer: str
@@ -148,24 +151,24 @@ class ChunksUnsent(Event):
 
 @dataclass(frozen=True)
 class NothingToTrain(Event):
-    """The run has had its last outer step: the worker rests, and this peer hands the state out."""
+    """The run has reached its last outer step: the workers rest, and this peer serves the state to others."""
 
 
 @dataclass(frozen=True)
 class VotesKept(Event):
-    """The oldest voting record that waited is on the disk."""
+    """The oldest voting record that was waiting is on the disk."""
 
 
 @dataclass(frozen=True)
 class VotesNotKept(Event):
-    """The disk did not take the oldest voting record that waited."""
+    """The oldest voting record that was waiting could not be written to the disk."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class PayloadAssembled(Event):
-    """The round's payload is whole and kept. `trouble` says why it is not on the disk; empty: it is."""
+    """The round's payload is complete and kept. `trouble` says why it is not on the disk; empty if it is."""
 
     round_name: RoundName
     digest: bytes
@@ -174,7 +177,7 @@ class PayloadAssembled(Event):
 
 @dataclass(frozen=True)
 class PayloadFetched(Event):
-    """A payload was fetched and kept. `trouble` says why it is not on the disk; empty: it is."""
+    """A payload was fetched and kept. `trouble` says why it is not on the disk; empty if it is."""
 
     header: Header
     trouble: str = ""
@@ -188,21 +191,21 @@ class PayloadNotFetched(Event):
 
 @dataclass(frozen=True)
 class RateMeasured(Event):
-    """The bytes a second that this machine's link has carried each way, in a round or a test before. 0: unknown."""
+    """The bytes a second that this machine's link carried each way, in a round or in an earlier test; 0 if unknown."""
 
     rate: int
 
 
 @dataclass(frozen=True)
 class Applied(Event):
-    """The outer step is taken, and theta may be trained. The state's digest follows, in Digested."""
+    """The outer step is done and theta may be trained. Digested follows with the state's digest."""
 
     header: Header
 
 
 @dataclass(frozen=True)
 class Digested(Event):
-    """The digest of theta and momentum, as the last applied entry left them."""
+    """The digest of theta and momentum after the last applied entry."""
 
     header: Header
     state_digest: bytes
@@ -210,10 +213,11 @@ class Digested(Event):
 
 @dataclass(frozen=True)
 class SnapshotRestored(Event):
-    """theta and momentum are the donor's, after the cycle that `header` closed (None: before the first entry).
+    """theta and momentum are now the donor's, after the cycle that `header` closed (None: before the first entry).
 
-    `lineage` has the heads of the donor's newest cycles, oldest first; `ends` the digests of the header's cycle, where
-    it has several entries; `doubt` is the newest place in that lineage from which too few went on.
+    `lineage` has the heads of the donor's newest cycles, oldest first. `ends` has the digests of the entries in the
+    header's cycle, if it has several. `doubt` is the newest place in that lineage that was followed by an uncertified
+    entry.
     """
 
     donor: str
@@ -232,7 +236,7 @@ class SnapshotFailed(Event):
 
 @dataclass(frozen=True)
 class LineageSeen(Event):
-    """The donor's log and ours, from the last place on that both have."""
+    """The donor's log and this peer's own, each from the last place that both have."""
 
     donor: str
     theirs: Branch
@@ -247,7 +251,8 @@ class LineageNotSeen(Event):
 
 @dataclass(frozen=True)
 class SignedHeadsSeen(Event):
-    """The heads that the run's archives have signed, as far as known, and those of our log at their indices."""
+    """The heads that the run's archives have signed, as far as this peer knows, and the heads of its own log at their
+    indices."""
 
     signed: SignedHeads
     ours: Mapping[int, bytes] = field(default_factory=dict)
@@ -262,8 +267,8 @@ class AmendmentSeen(Event):
 
 @dataclass(frozen=True)
 class HeadsSeen(Event):
-    """The heads of consecutive cycles up to `index`, oldest first, from the log that is kept here: a peer that began
-    with a snapshot knows no earlier ones."""
+    """The heads of consecutive cycles up to `index`, oldest first, from the log on this machine's disk. A peer that
+    began with a snapshot does not know the heads before it."""
 
     index: int
     heads: tuple[bytes, ...]
@@ -271,6 +276,6 @@ class HeadsSeen(Event):
 
 @dataclass(frozen=True)
 class LeaveRequested(Event):
-    """The volunteer wants the machine back, after a round under way, or `at_once`."""
+    """The volunteer wants the machine back: after the round under way, or `at_once`."""
 
     at_once: bool = False

@@ -1,14 +1,15 @@
-"""A member's side of one round: which chunks have gone out, which have come in, and what the round comes to here.
+"""A member's side of one round: the chunks that it has sent and received, and the outcome of the round.
 
-Each reducer averages a part of the payload. All contributors send it their blocks of each chunk of its part. By six
-tenths of the time at the latest it averages what has come, signs the average once, and sends it to all. The blocks that
-were missing then are absent from the chunk, and the signature says so. The exchange may lose anything else:
+Each reducer averages a part of the payload. All contributors send it their blocks of each chunk of its part. When six
+tenths of the time are over, at the latest, it averages the blocks that have arrived, signs the average once, and sends
+it to all. Blocks that are missing then are absent from the chunk, and the signature says so. The exchange may lose
+anything else:
 
-    1. A reducer that gives nothing gets an heir, which averages its chunks anew, from blocks that it asks for.
-    2. Of two averages of a chunk the proposal's marks name one. A member that has the other one, or none, fetches it:
-       of the reducer, and where nothing comes from there of other members, one after another.
+    1. A silent reducer is replaced by an heir, which asks for blocks and averages its chunks anew.
+    2. If a chunk has two averages, the proposal's marks name the one that counts. A member that has the other one, or
+       none, fetches it from the reducer, or else from one other member after another.
 
-Nothing is remembered of who was late: the vote decides what the round came to.
+The exchange does not remember which members were late: the vote decides the outcome of the round.
 """
 
 from __future__ import annotations
@@ -38,17 +39,19 @@ from peers.values.identity import Keys
 ExchangeEvent = ContributionArrived | BadBlocks | ReducedArrived | ChunkSent | ChunksUnsent | PayloadAssembled
 
 GONE = 0.2
-"""Of the seconds of an exchange, for which a reducer waits for blocks of members that it does not hear."""
+"""Share of the exchange's time for which a reducer waits for blocks of members that it does not hear."""
 DUE = 0.6
-"""Of the seconds of an exchange, for which a reducer waits for blocks at all."""
+"""Share of the exchange's time for which a reducer waits for any blocks."""
 STALLED = 3.0
-"""Seconds for which nothing may come from a member before another one is asked for its averages."""
+"""Seconds without data from a member after which its averages are asked of another member."""
 GIVEN = 2
-"""Payloads of averages, at most, that one member is given because it asks; and blocks of as many times its part."""
+"""Limit on the data that one member gets because it asks: averages of this many payloads, and blocks of this many times
+the chunks that it averages."""
 
 
 class Exchange:
-    """Progress of one round at one member. `payload` is its digest, once all of it is here as it is proposed."""
+    """The progress of one round at one member. `payload` is the digest of the payload, once all of it is here as the
+    leader proposes it."""
 
     def __init__(
         self,
@@ -61,8 +64,11 @@ class Exchange:
         resend: float = 1.0,
         late: Collection[str] = (),
     ) -> None:
-        """Without `keys` nothing is signed, nor checked. `resend`: seconds before what may be lost goes out again.
-        `late` are members (R7) whose blocks are not waited for: they count if they come with all others'."""
+        """Args:
+        keys: without them nothing is signed or checked.
+        resend: seconds after which data that may be lost is sent again.
+        late: late members (R7). Their blocks are not waited for; they count if they are here in time.
+        """
         self.round = round
         self.averages = Averages(me, round, keys)
         self.contributions = contributions
@@ -87,7 +93,7 @@ class Exchange:
         return self.round.name
 
     def open(self) -> list[Effect]:
-        """Make room for the round, and send our blocks."""
+        """Allocate room for the round, and send this peer's blocks."""
         if not self.round.chunks:
             return []
         effects: list[Effect] = [OpenRound(self.round)]
@@ -103,21 +109,21 @@ class Exchange:
         now: float,
         contributions: Contributions = UNKNOWN,
     ) -> list[Effect]:
-        """Go on with the round in a later ballot, in which heirs have so many seconds for some reducers' chunks.
+        """Go on with the round in a later ballot, in which heirs average the chunks of some reducers within `seconds`.
 
-        An heir of a large round may be told only now what has been committed to.
+        An heir of a large round may learn the commitments only now.
         """
         self._now = now
         if contributions.commitments or not self.contributions.commitments:
             self.contributions = contributions
-        self.averages.marks = b""  # the ballot that had them is over
+        self.averages.marks = b""  # the marks belong to the ballot before
         for part in self._reducers.add(heirs).get(self.me, ()):
             self._reducing.add([chunk for chunk in part if chunk not in self.averages.ours], now, seconds)
             self._reducing.silent |= self.averages.absent_from_ours()
         return self._ask_for_blocks() + self._reduce(self._reducing.waiting)
 
     def tick(self, now: float, live: Collection[str]) -> list[Effect]:
-        """Average what need not be waited for any longer, given who is heard; and repeat what may have been lost."""
+        """Average the chunks that are due, given the peers that are heard, and send again what may have been lost."""
         self._now, self._live = now, frozenset(live)
         effects = self._reduce(self._reducing.waiting)
         if self._outbox.is_time(now):
@@ -125,9 +131,9 @@ class Exchange:
             effects += again + self._ask_for_blocks() + self._ask_for_averages()
         return effects
 
-    # What the leader is told, and what it proposes --------------------------------------------------------------
+    # The Part for the leader, and its proposal ------------------------------------------------------------------
     def part(self) -> Part | None:
-        """Return what to tell the leader, when all chunks that are ours to average are averaged."""
+        """Return the Part for the leader, once all chunks of this reducer are averaged."""
         ours = self.averages.ours
         if self._reducing.is_waiting or not ours:
             return None
@@ -136,7 +142,7 @@ class Exchange:
         return self._part
 
     def proposed(self, marks: bytes) -> list[Effect]:
-        """A proposal names the averages that count: fetch those that are not here, or are others here."""
+        """Take the marks of the averages that a proposal names, and fetch those that are missing or differ here."""
         if len(marks) != MARK_BYTES * min(self.round.chunks, MARKED) or marks == self.averages.marks:
             return []
         self.averages.marks = marks
@@ -149,23 +155,23 @@ class Exchange:
         return self._ask_for_averages()
 
     def lacking(self) -> tuple[str, ...]:
-        """Return the reducers whose averages are not here, or others here than those that are proposed."""
+        """Return the reducers whose averages are missing here, or differ from those that are proposed."""
         return tuple(dict.fromkeys(self._reducers.of(chunk)[0] for chunk in self.averages.lacking()))
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the payload is here, as it is proposed if it is."""
+        """True if the whole payload is here, as proposed if there is a proposal."""
         return self.payload is not None
 
     def absent(self) -> dict[str, int]:
-        """Return from how many chunks each member is absent, of those that are here; in roster order."""
+        """Return from how many of the averaged chunks here each member is absent, in roster order."""
         return self.averages.absent()
 
     def outcome(self) -> RoundOutcome | None:
-        """Return what the round comes to here, by the averages' signatures."""
+        """Return the outcome of the round by the averages here; None while some are missing."""
         return self.averages.outcome()
 
-    # What comes in ----------------------------------------------------------------------------------------------
+    # Incoming data ------------------------------------------------------------------------------------------------
     def handle(self, event: ExchangeEvent) -> list[Effect]:
         match event:
             case ContributionArrived(sender=sender, chunk=chunk):
@@ -175,7 +181,7 @@ class Exchange:
             case ReducedArrived():
                 return self._averaged(event)
             case BadBlocks(reduced=True):
-                pass  # the average that counts may come still, from its reducer or from another member
+                pass  # the average that counts may still arrive, from its reducer or from another member
             case BadBlocks(sender=sender, chunk=chunk):
                 self._reducing.spoiled(sender, chunk)
                 return self._reduce([chunk])
@@ -189,10 +195,11 @@ class Exchange:
         return []
 
     def hear(self, sender: str, want: Want) -> list[Effect]:
-        """Give a member the averages that it lacks; or our own blocks of chunks that it is to average."""
+        """Send a member the averages that it asks for, and this peer's own blocks of chunks that the member
+        averages."""
         if want.round != self.name or sender not in self.round.peers or sender == self.me:
             return []
-        mask = slice(-(-self.round.chunks // 8))  # a few bytes name half a million chunks that do not exist
+        mask = slice(-(-self.round.chunks // 8))  # a few bytes can name half a million chunks that do not exist
         averages = [chunk for chunk in chunks_in(want.averages[mask]) if self._may_give(chunk)]
         averages = averages[: max(0, GIVEN * self.round.chunks - self._outbox.asked[sender])]
         self._outbox.asked[sender] += len(averages)
@@ -208,7 +215,7 @@ class Exchange:
     def _may_give(self, chunk: int) -> bool:
         return chunk < self.round.chunks and self.averages.is_right(chunk)
 
-    # What admission asks ----------------------------------------------------------------------------------------
+    # Questions of admission ---------------------------------------------------------------------------------------
     def is_with(self, peer: str) -> bool:
         """Return whether the peer is in the round."""
         return peer in self.round.peers
@@ -218,58 +225,59 @@ class Exchange:
         return self._formats.get(peer, 0)
 
     def formats(self, reduce: ReduceChunk) -> list[int]:
-        """Return the formats of the blocks that an average is made of, in the order in which they are summed."""
+        """Return the formats of the blocks in an average, in the order of their summation."""
         return [self.format_of(peer) for peer, _ in reduce.weights]
 
     def wants_blocks(self, sender: str, chunk: int) -> bool:
-        """Return whether a sender's blocks of a chunk are waited for."""
+        """Return whether this peer waits for a sender's blocks of a chunk."""
         return self._reducing.wants(sender, chunk)
 
     def wants_average(self, chunk: int) -> bool:
-        """Return whether a chunk's average is not here, or another one than the proposal names."""
+        """Return whether a chunk's average is missing here, or differs from the one that the proposal names."""
         return chunk < self.round.chunks and not self.averages.is_right(chunk)
 
     def is_wanted(self, averaged: Averaged) -> bool:
-        """Return whether an average is what is proposed, if anything is."""
+        """Return whether an average is the proposed one; true without a proposal."""
         return not self.averages.marks or self.averages.is_marked(averaged)
 
     def wants_own(self, chunk: int) -> bool:
-        """Return whether our own average of a chunk is still to be made: nothing is while a proposal names averages."""
+        """Return whether this peer's own average of a chunk is under way. None is while a proposal names averages."""
         return chunk in self._reducing.under_way
 
     def is_done_with(self, sender: str, chunk: int, reduced: bool) -> bool:
-        """Return whether such a chunk of the sender's is here, or comes too late."""
+        """Return whether this chunk of the sender's is here already, or arrives too late."""
         if reduced:
             return chunk < self.round.chunks and not self.wants_average(chunk)
         return chunk in self.averages.ours or self._reducing.has(sender, chunk)
 
     def commitment(self, sender: str, signature: bytes | None) -> Commitment | None:
-        """Return what a member contributes, with this signature, unless that is not its own."""
+        """Return a member's signed commitment, if the signature is its own."""
         return self._signatures.checked(sender, self.contributions.commitments.get(sender), signature)
 
     def is_vouched_for(self, averaged: Averaged) -> bool:
-        """Return whether a member that may average the chunk has signed this. The leader may name any contributor as an
-        heir; so a proposed average may have an heir of which we have not heard."""
+        """Return whether a member that may average the chunk has signed this average. The leader may name any
+        contributor as an heir, so a proposed average may be signed by an heir that this peer does not know."""
         able: Collection[str] = self._reducers.of(averaged.chunk)
         if self.averages.marks and self.averages.is_marked(averaged):
             able = self._weights.keys()
         return averaged.reducer in able and is_lawful(self.round, averaged) and self.averages.is_signed(averaged)
 
     def is_too_long(self, averaged: Averaged, squares: float) -> bool:
-        """Return whether all that a reducer has averaged would be longer, with this, than what it can be made of."""
+        """Return whether the averages of one reducer, with this one, have a larger norm than the contributions
+        allow."""
         longest = self.contributions.longest(self.averages.absent_from_ours())
         return self.averages.squares_with(averaged, squares) > longest
 
     # Averaging --------------------------------------------------------------------------------------------------
     def reduction_of(self, chunk: int, absent: tuple[str, ...]) -> ReduceChunk:
-        """Return how the average of a chunk is made without the blocks of these."""
+        """Return the effect that averages a chunk without the blocks of the absent members."""
         members = tuple(item for item in self._weights.items() if item[0] not in absent)
         factors = self.contributions.clipped(absent)
         clipped = {peer: factors[peer] for peer, _ in members if peer in factors}
         return ReduceChunk(self.name, chunk, members, absent, clipped)
 
     def _reduce(self, chunks: Iterable[int]) -> list[Effect]:
-        """Begin to average those chunks for which nothing is waited for any more."""
+        """Begin to average those of the chunks for which this peer need not wait any longer."""
         if self.averages.marks:
             return []
         begun = [chunk for chunk in chunks if self._reducing.begins(chunk, self._now, self._live)]
@@ -280,7 +288,7 @@ class Exchange:
         return tuple(peer for peer in self._weights if peer in missing)
 
     def _averaged(self, event: ReducedArrived) -> list[Effect]:
-        """Take an average for that of its chunk: our own, or one that is vouched for."""
+        """Keep an average of a chunk: this peer's own, or another reducer's."""
         chunk = event.chunk
         effects: list[Effect] = []
         if event.sender == self.me:
@@ -301,7 +309,7 @@ class Exchange:
             effects.append(AssemblePayload(self.name))
         return effects
 
-    # What goes out ----------------------------------------------------------------------------------------------
+    # Outgoing data ------------------------------------------------------------------------------------------------
     def _owe(self, peers: Iterable[str], reduced: bool, chunks: Iterable[int]) -> list[Effect]:
         others = [peer for peer in peers if peer != self.me]
         return self._send(self._outbox.owe(others, reduced, chunks))
@@ -316,7 +324,7 @@ class Exchange:
         return effects
 
     def _ask_for_blocks(self) -> list[Effect]:
-        """As an heir, ask for blocks: nobody sends them unasked."""
+        """Ask the members for blocks, as an heir: unasked, they send them only to the first reducer."""
         owned = self._reducers.parts.get(self.me, ())
         lacking: defaultdict[str, list[int]] = defaultdict(list)
         for chunk in self._reducing.waiting:
@@ -330,7 +338,7 @@ class Exchange:
         ]
 
     def _ask_for_averages(self) -> list[Effect]:
-        """Ask for averages that a proposal names, where none comes of itself."""
+        """Ask for averages that a proposal names and that are not on their way."""
         if not self.averages.marks:
             return []
         asked = self._search.ask(self.averages.lacking(), self._now, self._live)
@@ -340,22 +348,23 @@ class Exchange:
 
 
 class Reducing:
-    """The chunks that we average: whose blocks of them are here, and for how long they are waited for."""
+    """The chunks that this peer averages: the members whose blocks are here, and the time for which it waits for
+    others."""
 
     def __init__(self, givers: Collection[str], me: str) -> None:
         self.under_way: set[int] = set()
-        """Chunks whose average is being made."""
+        """Chunks whose average is being computed."""
         self.silent: frozenset[str] = frozenset()
-        """Members that have given us nothing: an heir does not wait for them once more."""
+        """Members that have sent this peer no blocks: as an heir it does not wait for them once more."""
         self._givers = frozenset(givers)
         self._me = me
-        self._times: dict[int, tuple[float, float]] = {}  # when those not heard, and all others, are not waited for
+        self._times: dict[int, tuple[float, float]] = {}  # when it stops waiting for unheard members, and for all
         self._arrived: defaultdict[int, set[str]] = defaultdict(set)
         self._bad: defaultdict[int, set[str]] = defaultdict(set)
 
     @property
     def waiting(self) -> Sequence[int]:
-        """The chunks that we have not averaged yet."""
+        """The chunks that this peer has not averaged yet."""
         return list(self._times)
 
     @property
@@ -363,11 +372,11 @@ class Reducing:
         return bool(self._times)
 
     def is_ours(self, chunk: int) -> bool:
-        """Return whether we have yet to average a chunk."""
+        """Return whether this peer has yet to average a chunk."""
         return chunk in self._times
 
     def add(self, chunks: Iterable[int], now: float, seconds: float) -> None:
-        """Average these chunks, too, within an exchange of so many seconds from now."""
+        """Add chunks to average, in an exchange that takes this many seconds from now."""
         for chunk in chunks:
             self._times[chunk] = now + GONE * seconds, now + DUE * seconds
             self._arrived[chunk] |= self._givers & {self._me}
@@ -377,7 +386,7 @@ class Reducing:
         return is_open and sender in self._givers and not self.has(sender, chunk)
 
     def has(self, sender: str, chunk: int) -> bool:
-        """Return whether a member's blocks of a chunk are here, were bad, or would come too late."""
+        """Return whether a member's blocks of a chunk are here, were bad, or would arrive too late."""
         if chunk not in self._times:
             return False
         return chunk in self.under_way or sender in self._arrived[chunk] or sender in self._bad[chunk]
@@ -386,7 +395,7 @@ class Reducing:
         self._arrived[chunk].add(sender)
 
     def spoiled(self, sender: str, chunk: int) -> None:
-        """Do without a member's blocks of a chunk. If they are in an average that is being made, it is made anew."""
+        """Do without a member's blocks of a chunk. If an average with them is being computed, it is computed anew."""
         if chunk in self._times and sender != self._me:
             self._bad[chunk].add(sender)
             self._arrived[chunk].discard(sender)
@@ -396,7 +405,7 @@ class Reducing:
         return self._givers - self._arrived[chunk]
 
     def begins(self, chunk: int, now: float, live: frozenset[str]) -> bool:
-        """Begin to average a chunk if nothing is waited for any more. Return whether it begins."""
+        """Begin to average a chunk, unless this peer must still wait for blocks. Return whether it begins."""
         if chunk not in self._times or chunk in self.under_way:
             return False
         gone, due = self._times[chunk]
@@ -409,7 +418,7 @@ class Reducing:
         return True
 
     def pause(self) -> None:
-        """Have averages that are being made come to nothing: they may be made again later."""
+        """Discard averages that are being computed. They may be computed again later."""
         self.under_way.clear()
 
     def done(self, chunk: int) -> None:
@@ -419,33 +428,33 @@ class Reducing:
 
 
 Flight = tuple[str, bool, int]
-"""To a peer, averaged or our own blocks, a chunk."""
+"""The peer to send to, true for an average and false for own blocks, and the chunk."""
 
 
 class Outbox:
-    """The chunks that we owe others. What is under way is not sent again before it is reported unsent."""
+    """The chunks that this peer owes to others. A chunk under way is sent again only after it was reported unsent."""
 
     def __init__(self, now: float, resend: float) -> None:
         self.asked: Counter[str] = Counter()
-        """Averages that each member was given because it asked."""
+        """Number of averages that each member got because it asked."""
         self.asked_blocks: Counter[str] = Counter()
-        self._owed: dict[Flight, bool] = {}  # and whether it is under way
+        self._owed: dict[Flight, bool] = {}  # and true while it is under way
         self._resend = resend
         self._again_at = now + resend
 
     def is_time(self, now: float) -> bool:
-        """Return whether it is time to repeat what may have been lost; not again before the pause is over."""
+        """Return whether it is time to send again what may have been lost. If so, the next time is a pause later."""
         if now < self._again_at:
             return False
         self._again_at = now + self._resend
         return True
 
     def not_under_way(self, peer: str, chunks: Iterable[int]) -> list[int]:
-        """Return those of the chunks that our blocks are not on their way to a peer of."""
+        """Return those of the chunks whose blocks from this peer are not under way to another peer."""
         return [chunk for chunk in sorted(chunks) if not self._owed.get((peer, False, chunk))]
 
     def owe(self, peers: Sequence[str], reduced: bool, chunks: Iterable[int]) -> list[Flight]:
-        """Return what has to be sent now."""
+        """Note chunks as owed, and return those that must be sent now."""
         flights = [(peer, reduced, chunk) for chunk in sorted(chunks) for peer in peers]
         new = [flight for flight in flights if not self._owed.get(flight)]
         self._owed |= dict.fromkeys(new, True)
@@ -460,31 +469,32 @@ class Outbox:
                 self._owed[peer, reduced, chunk] = False
 
     def overdue(self, live: Collection[str]) -> list[Flight]:
-        """Return what has to be sent again, to members that are heard."""
+        """Return the chunks to send again, to members that are heard."""
         due = [flight for flight, is_under_way in self._owed.items() if not is_under_way and flight[0] in live]
         self._owed |= dict.fromkeys(due, True)
         return due
 
 
 class AverageSearch:
-    """Members to ask for proposed averages that are not here.
+    """The members to ask for proposed averages that are not here.
 
-    A reducer sends its averages unasked, to all at once; with a thin uplink that takes as long as the exchange. So a
-    member that gives anything is waited for, and each chunk is asked of one member at a time.
+    A reducer sends its averages unasked, to all at once; over a thin uplink that takes as long as the exchange. So this
+    peer waits for a member that still delivers, and asks for each chunk one member at a time.
     """
 
     def __init__(self, me: str, members: Sequence[str], reducers: Reducers, longest: float) -> None:
-        """`longest`: seconds after which a chunk is asked of another member, though the one before gives others."""
+        """`longest`: seconds after which a chunk is asked of another member, even if the one before delivers others."""
         place = members.index(me) if me in members else 0
         self._others = [*members[place + 1 :], *members[:place]]
         self._me = me
         self._reducers = reducers
         self._longest = longest
-        self._asked: dict[int, tuple[str, float]] = {}  # who gives a chunk, or was asked for it, and since when
-        self._came: dict[str, float] = {}  # when a member has given an average last
+        self._asked: dict[int, tuple[str, float]] = {}  # the member that sends a chunk, or was asked, and since when
+        self._came: dict[str, float] = {}  # when each member last delivered an average
 
     def begin(self, lacking: Iterable[int], replaced: Collection[int], now: float) -> None:
-        """Search for these chunks. Those that are to be replaced come from nobody unasked."""
+        """Search for these chunks. No member sends those that are to be `replaced` unasked, so they are asked for at
+        once."""
         self._asked = {chunk: (self._reducers.of(chunk)[0], now) for chunk in lacking if chunk not in replaced}
 
     def came(self, peer: str, now: float) -> None:
@@ -508,7 +518,8 @@ class AverageSearch:
         return now - max(since, self._came.get(source, since)) >= STALLED or now - since >= self._longest
 
     def _sources(self, chunk: int) -> list[str]:
-        """Return all other members: first those that may have averaged the chunk, then the rest, not always alike."""
+        """Return all other members: first those that may have averaged the chunk, then the rest in an order that
+        differs by chunk."""
         first = [peer for peer in self._reducers.of(chunk) if peer != self._me]
         turn = chunk % len(self._others) if self._others else 0
         rest = self._others[turn:] + self._others[:turn]

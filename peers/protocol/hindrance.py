@@ -1,7 +1,7 @@
-"""The reasons why what this peer trains may not count: the volunteer is told, and no peer trains in vain (R14).
+"""The reasons why this peer's training may not count, which it shows to the volunteer (R14).
 
-Where the work can't count, as far as this peer sees by itself, it waits without a lease until links or speeds change;
-one that is too slow tries again after some time. Otherwise it goes on, and says what is wrong.
+If the work cannot count, as far as this peer sees by itself, it waits without a lease until links or speeds change; a
+peer that is too slow tries again after some time. For other reasons it goes on training, and shows what is wrong.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from peers.protocol.effects import Trouble
 from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.trainer import Trainer
 
-TOLD_AFTER = 12.0  # seconds: links come and go, and the first inner steps are slow
-TRAIN_AGAIN = 1800.0  # seconds after which a peer that is too slow tries again, for it costs a lease
+SHOWN_AFTER = 12.0  # seconds: links come and go, and the first inner steps are slow
+TRAIN_AGAIN = 1800.0  # seconds until a peer that is too slow tries again; each try costs a lease
 IN_VAIN = 2
-"""Leases in a row whose work is in no entry, until that is told."""
+"""Consecutive leases without any work in an entry, after which the volunteer is warned."""
 REACH_REMEDY = "let the router forward this peer's data port, or use a bootstrap node that relays"
 
 
@@ -41,12 +41,12 @@ class Kind(StrEnum):
 
 
 AS_MEANT = frozenset({Kind.ON_PROBATION, Kind.WAITING, Kind.ALL_ELSE_GONE})
-"""Kinds that the run's or the volunteer's own settings bring about: no person need act."""
+"""Kinds that follow from the run's or the volunteer's own settings, so that no person needs to act."""
 
 
 @dataclass(frozen=True)
 class Hindrance:
-    """A reason why the work may not count. With `is_vain` it can't."""
+    """A reason why the work may not count. With `is_vain` it cannot count."""
 
     kind: Kind
     reason: str
@@ -54,8 +54,8 @@ class Hindrance:
 
 
 class Hindrances:
-    """The hindrance that this peer sees, and the one that the volunteer was told of. `is_aside` says that nothing that
-    is trained now can count, for long enough to be sure."""
+    """The hindrance that this peer sees, and the one that it shows to the volunteer. `is_aside` is true once it is
+    certain that nothing that this peer trains now can count."""
 
     def __init__(self, context: Context, presence: Presence, trainer: Trainer, replica: Replica) -> None:
         self.is_aside = False
@@ -64,41 +64,40 @@ class Hindrances:
         self._trainer = trainer
         self._replica = replica
         self._found: Hindrance | None = None
-        self._told: Hindrance | None = None
+        self._shown: Hindrance | None = None
         self._found_since = self._aside_since = self._alone_since = context.now
 
     @property
-    def told(self) -> str:
-        """What the volunteer was told last; empty: the work counts."""
-        return self._told.reason if self._told else ""
+    def shown(self) -> str:
+        """The reason that the volunteer is shown; empty if the work counts."""
+        return self._shown.reason if self._shown else ""
 
     @property
-    def reaches_nobody(self) -> bool:
-        """Whether no other peer was reached for long enough to be sure."""
-        return self._context.now - self._alone_since >= TOLD_AFTER
+    def is_isolated(self) -> bool:
+        """True if this peer has reached no other peer for long enough to be sure."""
+        return self._context.now - self._alone_since >= SHOWN_AFTER
 
     def look(self, leader: str | None) -> None:
-        """Look for hindrances, and tell the volunteer of a new one that has lasted. `leader` is the one whose turn it
-        is."""
+        """Look for hindrances, and show the volunteer a new one that has lasted. `leader` leads the present view."""
         now, found, others = self._context.now, self._find(leader), self._others
         if _kind(found) != _kind(self._found):
             self._found_since = now
         self._found = found
         if not others or not others <= self._presence.unreached:
             self._alone_since = now
-        lasting = found if now - self._found_since >= TOLD_AFTER else None
+        lasting = found if now - self._found_since >= SHOWN_AFTER else None
         self.is_aside = lasting is not None and lasting.is_vain
         if not self.is_aside:
             self._aside_since = now
         elif now - self._aside_since >= TRAIN_AGAIN:
             self._trainer.in_vain = 0
-        if _kind(lasting) != _kind(self._told):
-            self._told = lasting
-            self._context.emit(Trouble(self.told, "info" if _kind(lasting) in AS_MEANT else "warning"))
+        if _kind(lasting) != _kind(self._shown):
+            self._shown = lasting
+            self._context.emit(Trouble(self.shown, "info" if _kind(lasting) in AS_MEANT else "warning"))
 
     @property
     def _others(self) -> set[str]:
-        """The other peers that vote or train, whether they are heard or only have fresh records."""
+        """The other peers that vote or train, if they are heard or have fresh records."""
         heard = {beat.peer for beat in self._presence.live().trainers}
         return heard.union(self._presence.unheard, self._replica.log.incarnations) - {self._context.me}
 
@@ -123,43 +122,44 @@ class Hindrances:
             return None
         steps = until + 1 - log.position.index
         reason = (
-            f"the run's log says that this peer has signed what is not true, and excludes it for its next {steps} outer"
-            f" steps: nothing that it trains counts; if you have changed nothing, test this machine's memory, and join"
-            f" from a sound machine with a new identity"
+            f"the run's log says that this peer has signed false data, and excludes it for the next {steps} outer"
+            f" steps: nothing that it trains counts; if you have changed no code, test this machine's memory, and join"
+            f" from a healthy machine with a new identity"
         )
         return Hindrance(Kind.CONVICTED, reason, is_vain=True)
 
     def _no_vote(self) -> Hindrance | None:
         trouble = self._context.votes.trouble
-        reason = f"this peer has no vote, since none leaves a machine that could forget it: {trouble}"
+        reason = f"this peer does not vote, since the disk does not take its votes or payloads: {trouble}"
         return Hindrance(Kind.NO_VOTE, reason) if trouble else None
 
     def _cut_off(self, leader: str | None) -> Hindrance | None:
-        """Return whether no other peer is reached; or not the leader, and it has made the last entry without us."""
+        """Return a hindrance if this peer reaches no other peer, or does not reach the leader that made the last entry
+        without it."""
         unreached, others, log = self._presence.unreached, self._others, self._replica.log
         if not unreached & others:
             return None
         has_led = log.last is not None and log.last.leader == leader and self._context.me not in log.roster
-        # A peer that is cut off falls behind, and remains cut off.
+        # A peer that is cut off falls behind, and stays cut off.
         is_certain = self.is_aside or _kind(self._found) is Kind.CUT_OFF or not self._replica.is_behind
         if leader in unreached and is_certain and (others <= unreached or has_led):
-            return Hindrance(Kind.CUT_OFF, f"the leader {leader} can't be reached; {REACH_REMEDY}", is_vain=True)
-        reason = f"no other peer can be reached, and what is trained here may count nothing in the end; {REACH_REMEDY}"
+            return Hindrance(Kind.CUT_OFF, f"this peer cannot reach the leader {leader}; {REACH_REMEDY}", is_vain=True)
+        reason = f"this peer reaches no other peer, so its training may not count in the end; {REACH_REMEDY}"
         return Hindrance(Kind.ALONE, reason) if others <= unreached else None
 
     def _astray(self) -> Hindrance | None:
         replica = self._replica
         if (head := replica.contradiction) is not None:
             reason = (
-                f"the run's archive {head.archive} has signed another outer step {head.index} than this peer's, whose"
-                f" log is not the run's: what is trained here counts nothing; it goes over when a peer with the right"
-                f" log is found, and need not be started again"
+                f"this peer's log is not the run's: the run's archive {head.archive} has signed another outer step"
+                f" {head.index}; this peer's training does not count until it finds a peer with the right log and"
+                f" changes over by itself; it need not be started again"
             )
             return Hindrance(Kind.ASTRAY, reason)
         if replica.needs_signed_log and replica.state is ReplicaState.LEVEL:
             reason = (
-                f"the run's archives have signed outer step {max(replica.signed.indices)}, and this peer has not seen a"
-                f" log yet that has it; it waits for a peer or an archive with that log"
+                f"the run's archives have signed outer step {max(replica.signed.indices)}, and this peer has not found"
+                f" a log with it yet; it waits for a peer or an archive that has that log"
             )
             return Hindrance(Kind.NO_SIGNED_LOG, reason)
         return None
@@ -167,14 +167,14 @@ class Hindrances:
     def _too_slow(self) -> Hindrance | None:
         speed, usual = self._trainer.speed, self._presence.usual(self._replica.log)
         reason = (
-            f"this peer trains {speed:.3g} tokens a second, most others {usual:.3g}: not even the smallest lease is"
-            f" done in time; use a faster device, or a run with a smaller rounds.smallest_share"
+            f"this peer trains {speed:.3g} tokens a second, most others {usual:.3g}: it cannot finish even the"
+            f" smallest lease in time; use a faster device, or a run with a smaller rounds.smallest_share"
         )
         is_too_slow = self._context.pace.is_too_slow(speed, usual)
         return Hindrance(Kind.TOO_SLOW, reason, is_vain=self._trainer.in_vain > 0) if is_too_slow else None
 
     def _partition(self) -> Hindrance | None:
-        """Return whether most voters are gone, and we wait for them, or go on with a few."""
+        """Return a hindrance if most voters are gone, and this peer waits for them or goes on with a few."""
         replica, doubt = self._replica, self._replica.lineage.doubt
         if doubt is not None and replica.is_of_minority:
             rest = len(set(doubt.voters) & set(replica.log.voters))
@@ -182,12 +182,12 @@ class Hindrances:
             if any(beat.index > doubt.position.index for beat in archives):
                 reason = (
                     f"{rest} of the {len(doubt.voters)} peers of outer step {doubt.position.index} went on from there;"
-                    f" an archive keeps what is trained here, and the others follow when they come back"
+                    f" an archive keeps their outer steps, and the others follow when they come back"
                 )
                 return Hindrance(Kind.ALL_ELSE_GONE, reason)
             reason = (
                 f"only {rest} of the {len(doubt.voters)} peers of outer step {doubt.position.index} went on from there:"
-                f" what is trained here counts nothing if the others did, too; this peer looks for them and goes over"
+                f" this training does not count if the others went on, too; this peer looks for them and changes over"
                 f" to a better log, so see that others can reach this machine, or join with --on-partition wait"
             )
             return Hindrance(Kind.MINORITY, reason)
@@ -202,13 +202,13 @@ class Hindrances:
         return Hindrance(Kind.WAITING, reason)
 
     def _late(self) -> Hindrance | None:
-        """Return whether the last entries went on without what we trained for them."""
+        """Return a hindrance if the last entries were made without this peer's work for them."""
         times, log, me = self._trainer.in_vain, self._replica.log, self._context.me
         counted = log.last is not None and log.last.tokens_of(me) > 0
         if times < IN_VAIN or counted or (me in log.roster and log.is_on_probation(me)):
             return None
         reason = (
-            f"the last {times} outer steps went on without what this peer trained for them: it was ready too late, or"
+            f"the last {times} outer steps were made without this peer's training for them: it was ready too late, or"
             f" its data did not arrive in time; a faster link or device helps"
         )
         return Hindrance(Kind.LATE, reason)
@@ -216,8 +216,8 @@ class Hindrances:
     def _on_probation(self) -> Hindrance | None:
         log = self._replica.log
         reason = (
-            f"this peer is new to the run: its first {log.probation} outer steps do not count, as the run's"
-            f" admission.probation says; it need only go on"
+            f"this peer is new to the run: its first {log.probation} outer steps do not count, by the run's"
+            f" admission.probation; no action is needed"
         )
         return Hindrance(Kind.ON_PROBATION, reason) if log.is_on_probation(self._context.me) else None
 

@@ -1,4 +1,4 @@
-"""The news of one part of a peer for another, which `StepCycle` carries there."""
+"""Messages between the parts of one peer, which `StepCycle` delivers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # To the trainer -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Leased:
-    """A lease to train, in at most `steps` inner steps, from the theta at the end of `log`."""
+    """A lease to train, in at most `steps` inner steps, from theta at the end of `log`."""
 
     log: LogState
     lease: Lease
@@ -28,7 +28,7 @@ class Leased:
 
 @dataclass(frozen=True)
 class WorkEnds:
-    """The end of our work: it is in this entry, if that names us; else it is void."""
+    """The end of this peer's work: it counts in `entry` if that names this peer; otherwise it is discarded."""
 
     position: Position
     entry: Header | None = None
@@ -37,7 +37,7 @@ class WorkEnds:
 # To the replica -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class EntryMade:
-    """The log's next entry, whose payload is here; nothing else can follow. The certificate says why."""
+    """The log's next entry, whose payload is here. It is final: the certificate says why."""
 
     header: Header
     certificate: Certificate | None
@@ -46,7 +46,7 @@ class EntryMade:
 
 @dataclass(frozen=True)
 class Behind:
-    """An entry that others have; the donors have its payload."""
+    """An entry that other peers have. The donors have its payload."""
 
     header: Header
     certificate: Certificate | None
@@ -55,36 +55,36 @@ class Behind:
 
 @dataclass(frozen=True)
 class FarBehind:
-    """A donor whose state alone leads to where the others are: one at index `least` or later."""
+    """A donor to take a snapshot from, at index `least` or later, because replaying entries cannot reach the others."""
 
     donor: str
     least: int = 0
 
 
 @dataclass(frozen=True)
-class NobodyAhead:
-    """The end of catching up: what we were catching up with is gone."""
+class NoneAhead:
+    """The end of catching up: no peer that was further on is left."""
 
 
 # To the round ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class WorkDone:
-    """Our training for the round's entry."""
+    """This peer's training for the round's entry."""
 
     trained: Trained
 
 
 class Host(Protocol):
-    """The rest of the peer, as a round needs it."""
+    """The rest of the peer, as a round uses it."""
 
     def entry_made(self, header: Header, certificate: Certificate | None) -> None:
         """Take the round's entry, which is committed and whose payload is here."""
 
     def others_made(self, certified: Certified, sender: str, round: EntryRound) -> None:
-        """Others have an entry whose payload is not here, or one that a minority has made."""
+        """Take an entry of other peers whose payload is not here, or that a minority has made."""
 
     def leave_if_possible(self) -> None:
-        """Leave, if that waits for an exchange: none is under way in the round."""
+        """Leave, if the peer was waiting for an exchange of the round that is now over."""
 
     def inquire(self, round: EntryRound) -> None:
-        """As a leader, ask whether others have made the entry already."""
+        """Ask, as a leader, whether other peers have made the entry already."""

@@ -1,4 +1,4 @@
-"""The way of a peer without a lease to one: when it asks, whom, and which answers it accepts (R13, R14)."""
+"""The requests of a peer without a lease for one: when it asks, which peer, and which answers it accepts (R13, R14)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from peers.protocol.pacemaker import death
 from peers.protocol.replica import Replica
 
 PATIENCE = 10
-"""Partition graces for which founders are waited for that can't be reached: they may take that long to found."""
+"""Multiple of the partition grace for which this peer waits for founders that it cannot reach. They may take that long
+to found the run."""
 
 
 class Joiner:
-    """`question` paces the requests for a lease."""
+    """The requests of a peer without a lease. `question` limits how often it asks."""
 
     def __init__(self, context: Context, presence: Presence, replica: Replica) -> None:
         self.question = Repetition(context)
@@ -27,17 +28,17 @@ class Joiner:
         self._asked: str | None = None
 
     def has_asked(self, peer: str) -> bool:
-        """Return whether the peer is the one that was asked for a lease last."""
+        """Return whether the last request for a lease went to this peer."""
         return peer == self._asked
 
     @property
     def knows_peers(self) -> bool:
-        """Whether we know who is there, and how we reach them."""
+        """True if this peer has polled for other peers, and seeks no more links to them."""
         return self._presence.membership.polled and not self._presence.seeks_links
 
     def may_start(self) -> bool:
-        """Return whether the run goes on, or may be founded: no archive has signed an entry, peers have seen each
-        other, and enough are here."""
+        """Return whether the run goes on, or may be founded: no archive has signed an entry, peers have had time to see
+        each other, and enough are here."""
         live = self._presence.live()
         if self._replica.needs_signed_log:
             return False
@@ -48,10 +49,10 @@ class Joiner:
         return settled and len(live.trainers) + 1 >= settings.minimum_peers
 
     def ask(self, leader: str | None) -> None:
-        """Ask the leader for a lease, again and again (R14)."""
+        """Ask the leader for a lease, and repeat it until it answers (R14)."""
         if not (self._replica.is_settled and self.may_start() and self.question.is_due):
             return
-        self.question.said()
+        self.question.sent()
         if leader is not None and not (leader == self._context.me and self.holds_back()):
             position = self._replica.log.of(self._replica.log.fragments - 1).position
             request = LeaseRequest(position=position, state_digest=self._replica.state_digest)
@@ -59,8 +60,8 @@ class Joiner:
             self._context.emit(Send(leader, request))
 
     def holds_back(self) -> bool:
-        """Return whether we wait with a founding for founders that we hear and can't reach: else there would be two
-        runs."""
+        """Return whether this peer delays a founding because it hears founders that it cannot reach: two runs might be
+        founded otherwise."""
         if not self._founders_out_of_reach():
             self._held_back_since = None
             return False
@@ -83,9 +84,9 @@ class Joiner:
         whole = self._context.settings.inner_steps
         try:
             if self._replica.log.lease_of(self._context.me, grant.samples) != grant.samples:
-                raise LogError("it is less than a whole lease")
+                raise LogError("the granted samples are less than a whole lease")
             if not 0 < grant.steps <= whole:
-                raise LogError(f"{grant.steps} inner steps are too few, or too many")
+                raise LogError(f"the grant is for {grant.steps} inner steps, not for 1 to {whole}")
         except LogError as error:
             self._context.emit(Dropped(leader, "lease", str(error)))
             return False

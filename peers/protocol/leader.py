@@ -1,8 +1,8 @@
 """The leader of one position's view: it begins the exchange, collects the reducers' Parts, and proposes the header.
 
-Safety does not depend on it: a leader may propose anything (voting.py). It need not be in the round itself. What it
-proposes is, in this order: the heaviest header that is prepared, so that what may be committed stays; what the round
-under way comes to; what a new round does.
+Safety does not depend on the leader: it may propose anything (voting.py). It need not be in the round itself. It
+proposes, in this order: the heaviest prepared header, because that may be committed already; the outcome of the round
+under way; the outcome of a new round.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     from peers.protocol.round import EntryRound
 
 SECOND_CHANCES = 2
-"""Times in a view that members get heirs because they gave no Part in time."""
+"""How often in a view the leader names heirs for members that gave no Part in time."""
 MISSED_ATTEMPTS = 1 << 16
-"""Attempts of a view that its leader may have forgotten, since it started again."""
+"""Maximum number of a view's attempts that its leader may have forgotten in a restart."""
 AGAIN = 2.0
-"""Pauses between repeated messages after which a member that does not answer is told again."""
+"""Multiple of the pause between repeated messages after which a member that does not answer is sent the same again."""
 STRANGER, NOT_FOLLOWED = Refusal.STRANGER.value, Refusal.NOT_FOLLOWED.value
 PROPOSED_AGAIN_AFTER = {Refusal.NOT_GONE, Refusal.NOT_ALONE, Refusal.OLD_BALLOT, Refusal.OTHER_VOTE}
-"""Refusals after which the same is proposed in another ballot, or with more voters kept."""
+"""Refusals after which the leader proposes the same in another ballot, or with more voters kept."""
 REFUSALS = {refusal.value: refusal for refusal in Refusal}
 
 
 class Leader:
-    """`asked` are the peers that were sent the last proposal."""
+    """This peer as a leader at one position. `asked` are the peers that the last proposal was sent to."""
 
     def __init__(
         self, context: Context, presence: Presence, trainer: Trainer, replica: Replica, seat: EntryRound
@@ -67,35 +67,36 @@ class Leader:
         self._parts: Parts | None = None
         self._second_chances = 0
         self._proposed: Propose | None = None
-        self._at = 0.0  # when we began, or proposed, last
-        self._told: dict[str, float] = {}  # when each was told last of what runs
+        self._at = 0.0  # when this peer began, or proposed, last
+        self._sent_at: dict[str, float] = {}  # when each peer was last sent the Begin or Propose under way
 
-    # What others ask ------------------------------------------------------------------------------------------
+    # Messages of other peers ----------------------------------------------------------------------------------
     def on_lease_request(self, request: LeaseRequest, sender: str) -> None:
-        """Give a joiner samples. A peer that gave us our lease does not lead if it asks us for one."""
+        """Give samples to a joiner. A peer that granted this peer its lease does not lead if it asks for one itself."""
         self._seat.look()
         if self._seat.is_led_by_us or sender == self._seat.granted_by:
             self.readiness.ask_lease(sender, request, self._replica.state_digest)
 
     def on_ready(self, ready: Ready, sender: str) -> None:
-        """A member is ready in a view that we lead, or repeats what it is bound to, or refuses."""
+        """Take a member's Ready in a view that this peer leads. It may repeat the member's lock or a refusal."""
         is_news = self.readiness.view_of(sender) != ready.view or ready.lock is not None
         if not self.readiness.take(sender, ready, self._replica.state_digest):
             return
         lock = choice_of(ready.lock).ballot if ready.lock and ready.lock.certificate else None
         for named in (ready.refused, ready.round.ballot if ready.round else None, lock):
             if named is not None and named.view == self._seat.pacemaker.view:
-                ahead = named.attempt if named.attempt < self._attempt + MISSED_ATTEMPTS else 0  # else no honest one
+                # no honest peer names more
+                ahead = named.attempt if named.attempt < self._attempt + MISSED_ATTEMPTS else 0
                 self._attempt = max(self._attempt, ahead)
         if ready.view != self._seat.pacemaker.view or not self._seat.is_led_by_us:
             return
         if self._begun is not None or self._proposed is not None:
             self._remind(sender, ready)
         if self._proposed is not None or (is_news and self.readiness.is_full(ready.view)):
-            self.tick()  # at once: a round does not wait for the clock
+            self.tick()  # do not wait for the clock
 
     def on_part(self, part: Part, sender: str) -> None:
-        """A reducer has averaged all of its chunks."""
+        """Take a reducer's Part: all of its chunks are averaged."""
         if self._parts is None or self._begun is None or part.round != self._begun.round.name or self._proposed:
             return
         if self._parts.take(sender, part, self._begun.heirs):
@@ -105,18 +106,18 @@ class Leader:
         self.tick()
 
     def on_leaving(self, peer: str) -> None:
-        """A peer has said farewell."""
+        """Take a peer's farewell."""
         self.readiness.leaves(peer)
         self.tick()
 
     def drop_reducer(self, reducer: str) -> None:
-        """Do without a reducer's averages: one that came to us is no average."""
+        """Do without a reducer's averages, because a wrong one has arrived here."""
         if self._parts is not None:
             self._parts.drop(reducer)
 
-    # What happens when --------------------------------------------------------------------------------------------
+    # Timing ---------------------------------------------------------------------------------------------------------
     def tick(self) -> None:
-        """Begin, collect, or propose, when it is time."""
+        """Begin, collect, or propose, if it is time."""
         seat = self._seat
         self.readiness.forget()
         if self._view != seat.pacemaker.view or not seat.is_led_by_us:
@@ -138,8 +139,8 @@ class Leader:
             self._begin(ready)
 
     def _may_vote(self, ready: Mapping[str, Ready]) -> bool:
-        """Return whether those that are ready can make the entry. Late ones (R7) may not get the payload,
-        and so not vote: for a second grace the others must be enough."""
+        """Return whether the ready peers can make the entry. Late ones (R7) may not get the payload and so may not
+        vote, so for a second grace the others must be enough."""
         incarnations = _incarnations(ready)
         if not self._seat.attendance.is_enough(incarnations):
             return False
@@ -158,7 +159,7 @@ class Leader:
     def _drop(self) -> None:
         self._begun = self._proposed = None
         self._parts = None
-        self._told.clear()
+        self._sent_at.clear()
 
     def _next_ballot(self) -> Ballot:
         self._attempt += 1
@@ -166,7 +167,7 @@ class Leader:
 
     # The exchange -------------------------------------------------------------------------------------------------
     def _begin(self, ready: Mapping[str, Ready]) -> None:
-        """Begin a round of all that are ready, or go on with the one that we are in ourselves."""
+        """Begin a round of all that are ready, or go on with the one that this peer is in itself."""
         seat = self._seat
         group = () if seat.attendance.is_quorum(_incarnations(ready)) else seat.attendance.group
         ready = self._without_liars(ready)
@@ -185,19 +186,20 @@ class Leader:
         self._exchange(Round(name=name, shares=dealt, committed=committed, group=group), "begins", ready)
 
     def _without_liars(self, ready: Mapping[str, Ready]) -> Mapping[str, Ready]:
-        """Return those that are not proven to lie, if they are enough: the entry can exclude only those not in it."""
-        honest = {peer: said for peer, said in ready.items() if not self._context.evidence.has_convicted(peer)}
+        """Return the ready peers that are not proven to lie, if they are enough: an entry can exclude only peers that
+        are not in it."""
+        honest = {peer: one for peer, one in ready.items() if not self._context.evidence.has_convicted(peer)}
         is_quorum = self._seat.attendance.is_quorum(_incarnations(honest))
         return honest if is_quorum and self.readiness.contributing(honest) else ready
 
     def _unfinished(self, ready: Mapping[str, Ready]) -> Round | None:
-        """Return the round that we are in, if enough others are in the same, and it was not gone on with before."""
+        """Return the round that this peer is in, if a quorum is in it and no ballot has gone on with it yet."""
         exchange = self._seat.exchange
         if exchange is None or not self._seat.is_fresh or exchange.round.group:
             return None
-        inside = {peer: said for peer, said in ready.items() if said.terms == exchange.round.terms}
-        is_told = commitments_are_known(exchange.round, exchange.contributions.commitments)
-        return exchange.round if is_told and self._seat.attendance.is_quorum(_incarnations(inside)) else None
+        inside = {peer: one for peer, one in ready.items() if one.terms == exchange.round.terms}
+        is_known = commitments_are_known(exchange.round, exchange.contributions.commitments)
+        return exchange.round if is_known and self._seat.attendance.is_quorum(_incarnations(inside)) else None
 
     def _exchange(
         self, round: Round, what: str, ready: Mapping[str, Ready], heirs: tuple[tuple[str, str], ...] = ()
@@ -224,7 +226,7 @@ class Leader:
         self._tell_begun(round.peers)
 
     def _tell_begun(self, peers: Iterable[str]) -> None:
-        """Tell members of the exchange."""
+        """Send the Begin to members, each with the commitments that it needs."""
         begun = self._begun
         assert begun is not None
         need_all, need_norms = informed(begun, self._seat.log)
@@ -232,13 +234,13 @@ class Leader:
         brief = short.model_copy(update={"norms": Norms.of(begun.commitments)})
         to: tuple[list[str], ...] = [], [], []
         for peer in peers:
-            self._told[peer] = self._context.now
+            self._sent_at[peer] = self._context.now
             to[0 if peer in need_all else 1 if peer in need_norms else 2].append(peer)
-        for message, told in zip((begun, brief, short), to, strict=True):  # each is packed once
-            self._context.emit(*(Send(peer, message) for peer in told))
+        for message, receivers in zip((begun, brief, short), to, strict=True):  # each is packed once
+            self._context.emit(*(Send(peer, message) for peer in receivers))
 
     def _collect(self, begun: Begin) -> None:
-        """Propose what the round comes to, once all Parts are here; or name heirs for those that do not come."""
+        """Propose the outcome of the round, once all Parts are here, or name heirs for reducers that are silent."""
         assert self._parts is not None
         if (outcome := self._parts.outcome()) is not None:
             self._context.experience.undealt.note(self._parts.one_sided(), begun.round.name.position.index)
@@ -254,7 +256,7 @@ class Leader:
             return
         if is_late and not dead:
             if self._second_chances >= SECOND_CHANCES:
-                return  # the view's time is up soon
+                return  # the view ends soon
             self._second_chances += 1
         lacking = missing if is_late else tuple(dead)
         able = [
@@ -271,9 +273,10 @@ class Leader:
         begun = self._begun
         assert begun is not None
         round = begun.round
-        is_enough = round.counts_enough(absent, begun.ballot.view, len(self._seat.log.ring))  # else others refuse (R5)
+        # otherwise voters refuse it (R5)
+        is_enough = round.counts_enough(absent, begun.ballot.view, len(self._seat.log.ring))
         if not is_enough:
-            self._context.emit(Note("info", f"round {round.name} lacks most blocks: another one begins"))
+            self._context.emit(Note("info", f"most blocks are missing from round {round.name}: another round begins"))
         header = self._header(round, payload, absent, round.group) if is_enough else None
         if header is None:
             self._drop()
@@ -291,7 +294,7 @@ class Leader:
         )
 
     def _header(self, round: Round, payload: bytes, absent: Mapping[str, int], group: Group) -> Header | None:
-        """Return the header of what a round came to; None if it can lead to none."""
+        """Return the header for the outcome of a round; None if the round can lead to none."""
         seat = self._seat
         log, faults = seat.here, self._context.evidence.provable(seat.log, self._replica.lineage, round.peers)
         gone = self._gone([*round.peers, *(fault.peer for fault in faults)], group)
@@ -305,17 +308,17 @@ class Leader:
             return None
 
     def _skip(self, ready: Mapping[str, Ready], group: Group) -> None:
-        """Nobody that is ready has trained the fragment: it stays as it is (R15)."""
+        """Propose to skip the fragment, since no ready peer has trained it (R15)."""
         try:
             header = self._seat.here.next_header(self.readiness.roster(ready), NO_PAYLOAD, None)
         except LogError as error:
-            self._context.emit(Note("warning", f"fragment {self._seat.log.fragment} can't be skipped: {error}"))
+            self._context.emit(Note("warning", f"fragment {self._seat.log.fragment} cannot be skipped: {error}"))
             return
         propose = Propose(ballot=self._next_ballot(), header=header, group=group, justify=None, round=None)
         self._propose(propose, tuple(ready))
 
     def _propose_prepared(self, prepared: Certified, ready: Mapping[str, Ready]) -> None:
-        """Propose again what may be committed: no exchange is needed for it."""
+        """Propose again a prepared header, which may be committed already. That needs no exchange."""
         seat = self._seat
         group = () if seat.attendance.is_quorum(_incarnations(ready)) else seat.attendance.group
         propose = Propose(
@@ -325,27 +328,27 @@ class Leader:
             justify=prepared.certificate,
             round=None,
         )
-        self._context.emit(Note("info", f"proposes again in {propose.ballot} what was prepared"))
+        self._context.emit(Note("info", f"ballot {propose.ballot} proposes the prepared header again"))
         self._propose(propose, tuple(dict.fromkeys([*ready, *(peer for peer in seat.attendance.here)])))
 
     def _propose(self, propose: Propose, peers: Iterable[str]) -> None:
         self._proposed, self._at = propose, self._context.now
         self.asked = tuple(peers)
-        self._told.clear()
+        self._sent_at.clear()
         self._tell_proposed(self.asked)
 
     def _tell_proposed(self, peers: Iterable[str], again: Iterable[str] = ()) -> None:
-        """Ask for vote 1, and show first what proves the faults that the header names."""
+        """Ask peers for vote 1, and send first the proofs of the faults that the header names."""
         propose, context, lacking = self._proposed, self._context, set(again)
         assert propose is not None
         for peer in peers:
             faults, position = propose.header.faults, propose.position
             shown = context.evidence.show(peer, faults, position, context.now, again=peer in lacking)
             context.emit(*(Send(peer, proof) for proof in shown if peer != context.me), Send(peer, propose))
-            self._told[peer] = context.now
+            self._sent_at[peer] = context.now
 
     def _press(self, propose: Propose, prepared: Certified | None, ready: Mapping[str, Ready]) -> None:
-        """See what stands against our proposal, and make another one that takes account of it."""
+        """Check what keeps this peer's proposal from a quorum, and make another one that accounts for it."""
         voter, resend = self._seat.voter, self._context.settings.timing.resend
         if self._do_without_signers(propose, ready) or self._context.now - self._at < resend:
             return
@@ -353,11 +356,9 @@ class Leader:
             self._propose_prepared(prepared, ready)
             return
         if voter.prepared is not None and choice_of(voter.prepared).ballot == propose.ballot:
-            return  # vote 2 is asked for
+            return  # vote 2 is under way
         refusals = {
-            REFUSALS[said.reason]
-            for said in ready.values()
-            if said.refused == propose.ballot and said.reason in REFUSALS
+            REFUSALS[one.reason] for one in ready.values() if one.refused == propose.ballot and one.reason in REFUSALS
         }
         if Refusal.HAS_WORK in refusals or self._does_without_strangers(propose, ready):
             self._drop()
@@ -365,8 +366,9 @@ class Leader:
             self._propose_anew(propose, refusals)
 
     def _do_without_signers(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
-        """Take a proposal back if averages that it names can't be had, by us or by so many that no quorum is left, or
-        if a member that made some is proven to lie: others make them anew. Return whether it is taken back."""
+        """Take a proposal back if a member that signed some of its averages is proven to lie, or if this peer, or so
+        many members that the rest are no quorum, cannot get these averages. Other members then average these chunks
+        anew. Return whether the proposal is taken back."""
         exchange, begun, parts = self._seat.exchange, self._begun, self._parts
         if begun is None or parts is None or begun.round.name != propose.round:
             return False
@@ -374,18 +376,18 @@ class Leader:
         signers = parts.signers(exchange.averages.lacking()) if exchange is not None and is_in else ()
         wrong = {one for one in signers if self._context.evidence.has_convicted(one)}
         if self._context.now - self._at > DUE * begun.seconds:
-            lacking = self._named_by_enough({peer: said.lacking for peer, said in ready.items()})
+            lacking = self._named_by_enough({peer: one.lacking for peer, one in ready.items()})
             wrong |= {*signers, *lacking.intersection(parts.signers(range(begun.round.chunks)))}
         for signer in sorted(wrong):
             parts.drop(signer)
         if wrong:
             self._proposed = None
-            self._told.clear()
+            self._sent_at.clear()
         return bool(wrong)
 
     def _named_by_enough(self, named: Mapping[str, Iterable[str]]) -> set[str]:
-        """Return peers to take account of, given whom each of the ready names: those that most name first, until those
-        who name no other, and we, are enough."""
+        """Return named peers, the most often named first, given the names from each ready peer: as many as needed until
+        this peer and the ready peers without other names can make the entry."""
         ready = {self._context.me: self._context.incarnation} | _incarnations(self.readiness.of(self._view))
         found = set[str]()
         while True:
@@ -396,30 +398,30 @@ class Leader:
             found.add(max(by, key=lambda name: (by[name], name)))
 
     def _does_without_strangers(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
-        """Leave out the newcomers that some voters do not hear, if these keep the proposal from a quorum, and have had
-        time to hear them (R5). Return whether there are such."""
+        """Leave out newcomers that voters have had time to hear (R5) but do not, if these voters keep the proposal from
+        a quorum. Return whether there are such newcomers."""
         new = {one.peer for one in propose.header.roster if not self._seat.log.counts(one.peer, one.incarnation)}
         refusing = self._refusing(propose, ready, STRANGER)
-        strangers = self._named_by_enough({peer: new.intersection(said.named) for peer, said in refusing.items()})
+        strangers = self._named_by_enough({peer: new.intersection(one.named) for peer, one in refusing.items()})
         self.readiness.strangers |= strangers
         return bool(strangers)
 
     def _does_without_amendment(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
-        """Leave out an amendment that some voters cannot follow, if these keep the proposal from a quorum, and others
-        have had time to vote (R18). Return whether it is left out."""
+        """Leave out an amendment that some voters cannot follow, if these keep the proposal from a quorum and the
+        others have had time to vote (R18). Return whether it is left out."""
         refusing = self._refusing(propose, ready, NOT_FOLLOWED)
         are_too_many = bool(self._named_by_enough({peer: [NOT_FOLLOWED] for peer in refusing}))
         self.readiness.is_amendment_left_out |= are_too_many
         return are_too_many
 
     def _refusing(self, propose: Propose, ready: Mapping[str, Ready], reason: str) -> dict[str, Ready]:
-        """Return who refuses a proposal for this reason, once all have had time to answer; nobody before."""
+        """Return the Readys that refuse a proposal for this reason; none before all peers have had time to answer."""
         if self._context.now - self._at < AGAIN * self._context.settings.timing.heartbeat:
             return {}
-        return {peer: said for peer, said in ready.items() if (said.refused, said.reason) == (propose.ballot, reason)}
+        return {peer: one for peer, one in ready.items() if (one.refused, one.reason) == (propose.ballot, reason)}
 
     def _propose_anew(self, propose: Propose, refusals: set[Refusal]) -> None:
-        """Propose the same in another ballot; without the say of peers that are heard after all, if that is news."""
+        """Propose the same in another ballot. Keep the vote of peers that turn out to be heard, if that is news."""
         group = self._seat.attendance.group if propose.group else ()
         header: Header | None = propose.header
         if propose.justify is None and self._begun is not None and self._parts is not None:
@@ -440,19 +442,19 @@ class Leader:
         self._propose(again, self.asked)
 
     def _is_heavier(self, prepared: Certified, propose: Propose) -> bool:
-        """Return whether a prepared header stands against a proposal: it is another one, or its certificate is newer
-        than what the proposal shows, and was not made of it."""
+        """Return whether a prepared header must replace a proposal: its certificate is newer than the one that the
+        proposal shows, and is not of the proposal's own ballot."""
         choice = choice_of(prepared)
         if choice.ballot == propose.ballot:
             return False
         return propose.justify is None or propose.justify.choice.weight < choice.weight
 
     def _heaviest(self, ready: Mapping[str, Ready]) -> Certified | None:
-        """Return the heaviest prepared header that we or those who are ready know of (R4). One that is no older than
-        our next ballot can't be proposed in it; and a false one, which costs signatures, is checked once."""
+        """Return the heaviest prepared header that this peer or a ready peer knows (R4). It must be older than this
+        peer's next ballot. A false one costs signature checks, so it is checked only once."""
         voter, next_ballot = self._seat.voter, Ballot(view=self._view, attempt=self._attempt + 1)
         false = self.readiness.false_locks
-        shown = {peer: said.lock for peer, said in ready.items() if said.lock and said.lock.certificate}
+        shown = {peer: one.lock for peer, one in ready.items() if one.lock and one.lock.certificate}
         heaviest = voter.prepared
         for peer, lock in sorted(shown.items(), key=lambda one: choice_of(one[1]).weight, reverse=True):
             if heaviest is not None and choice_of(heaviest).weight >= choice_of(lock).weight:
@@ -467,8 +469,8 @@ class Leader:
         return None if is_foreign else heaviest
 
     def _gone(self, named: Iterable[str], group: Group) -> tuple[str, ...]:
-        """Return the voters that have no say any more, besides those that the entry names: those that we do not hear,
-        unless so many members do that the rest are no quorum. A minority begins anew with those whom it has."""
+        """Return the voters that the entry calls gone: those that this peer does not hear and the entry does not name,
+        unless so many members hear one that the rest are no quorum. A minority goes on with the voters that it has."""
         log, timing = self._seat.log, self._context.settings.timing
         if not log.closes:
             return ()
@@ -476,16 +478,16 @@ class Leader:
         if not group:
             ready = self.readiness.of(self._view)
             here = self._presence.voters_here(log, self._context.incarnation, death(timing))
-            heard = {peer: said.named for peer, said in ready.items() if said.reason != STRANGER}
+            heard = {peer: one.named for peer, one in ready.items() if one.reason != STRANGER}
             here |= self._named_by_enough(heard)
         besides = here.union(named)
         return tuple(peer for peer in log.voters if peer not in besides)
 
-    # Members that have not heard ------------------------------------------------------------------------------------
+    # Members that miss messages -----------------------------------------------------------------------------------
     def _remind(self, peer: str, ready: Ready) -> None:
-        """Tell a member again what it seems not to have heard."""
+        """Send a member again what it seems not to have received."""
         now, resend = self._context.now, self._context.settings.timing.resend
-        is_due = now - self._told.get(peer, -resend) >= AGAIN * resend
+        is_due = now - self._sent_at.get(peer, -resend) >= AGAIN * resend
         begun, propose = self._begun, self._proposed
         if begun is not None and peer in begun.round.peers:
             has_heirs = bool(begun.heirs) and propose is None
@@ -500,9 +502,9 @@ class Leader:
 
 
 def commitments_are_known(round: Round, known: Mapping[str, object]) -> bool:
-    """Return whether all that a round's reducers must be told is known."""
+    """Return whether all commitments are known that a round's reducers need."""
     return all(member.peer in known for member in round.contributors)
 
 
 def _incarnations(ready: Mapping[str, Ready]) -> dict[str, int]:
-    return {peer: said.incarnation for peer, said in ready.items()}
+    return {peer: one.incarnation for peer, one in ready.items()}

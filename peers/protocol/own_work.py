@@ -1,4 +1,4 @@
-"""This peer's own work for one entry, and what its leader is told of it (R14)."""
+"""This peer's own work for one entry, and what its Ready tells the leader about it (R14)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from peers.values.workload import Trained
 
 @dataclass(frozen=True)
 class Objection:
-    """The reason for which we do not vote for the newest proposal, with what Ready tells its leader of it."""
+    """The reason why this peer does not vote for the newest proposal, and the details that Ready gives the leader."""
 
     refusal: Refusal
     named: tuple[str, ...] = ()
@@ -32,12 +32,12 @@ class Objection:
 
 
 class OwnWork:
-    """What this peer brings into an entry, once the trainer is done."""
+    """This peer's contribution to an entry, once the trainer is done."""
 
     def __init__(self, context: Context, presence: Presence, trainer: Trainer, log: LogState) -> None:
         self.trained: Trained | None = None
         self.since: float | None = None
-        """When it was done."""
+        """The time at which the training was done; None before."""
         self._context = context
         self._presence = presence
         self._trainer = trainer
@@ -45,11 +45,12 @@ class OwnWork:
         self._number = 0
         self._wants = 0  # samples of the next lease; 0: a whole one
         self.repetition = Repetition(context)
-        """When Ready is said again."""
+        """The times at which Ready is repeated."""
         self._committed: tuple[Sum, Author, Commitment] | None = None
 
     def make(self, trained: Trained) -> None:
-        """Bring this, and decide how much to ask for next: a round must take all of it as it was made."""
+        """Bring this training into the entry, and decide how many samples to ask for next. A round must take all of it,
+        as it was made."""
         self.trained, self.since = trained, self._context.now
         self._number = self._context.number_of_work()
         settings, others = self._context.settings, self._presence.speeds(self._log)
@@ -58,7 +59,7 @@ class OwnWork:
         self._wants = 0 if is_whole else steps * settings.samples_per_lease // settings.inner_steps
 
     def member(self) -> Member:
-        """Return our share in the entry, as we state it."""
+        """Return this peer's share in the entry, as it states it."""
         assert self.trained is not None
         return Member(
             peer=self._context.me,
@@ -70,7 +71,8 @@ class OwnWork:
         )
 
     def commitment(self) -> Commitment | None:
-        """Sign what the training came to; once, for as long as that is the same."""
+        """Return the signed commitment to this training; None without tokens. The signature is made once for each
+        training."""
         if self.trained is None or not self.trained.tokens or self.trained.contribution is None:
             return None
         root, context = self.trained.contribution, self._context
@@ -82,8 +84,7 @@ class OwnWork:
         return self._committed[2]
 
     def is_taken_by(self, round: Round) -> bool:
-        """Return whether a round takes what we bring as we state it; while we are on probation, as it counts beside
-        others."""
+        """Return whether a round takes this peer's work as stated, or as counted if this peer is on probation."""
         if self.trained is None:
             return False
         mine = [member for member in round.roster if member.peer == self._context.me]
@@ -92,22 +93,22 @@ class OwnWork:
         return mine in ([stated], [self._log.weighed([stated, *others])[0]])
 
     def is_stated_by(self, begin: Begin) -> bool:
-        """Return whether a Begin tells us what we must know of all commitments, and of our own the truth. What others
-        have signed, their chunks show. So a peer averages nothing in a round of its start before, or of a training
-        before: it may have averaged it otherwise."""
-        me, ours, told = self._context.me, self.commitment(), begin.commitments
+        """Return whether a Begin has all commitments or norms that this peer needs, with its own as it is. The chunks
+        of other members show what these have signed. So a peer averages nothing in a round of an earlier start or of an
+        earlier training, which it may have averaged with other blocks."""
+        me, ours, stated = self._context.me, self.commitment(), begin.commitments
         need_all, need_norms = informed(begin, self._log)
-        norms = Norms.of(told) if told else begin.norms
-        if norms is None or (me in need_all and not told):
+        norms = Norms.of(stated) if stated else begin.norms
+        if norms is None or (me in need_all and not stated):
             return me not in need_all and me not in need_norms
         peers = [member.peer for member in begin.round.contributors]
         if len(norms.squares) != len(peers) or norms.digest != begin.round.committed:
             return False
-        if told and [one.format for one in told] != [member.format for member in begin.round.contributors]:
+        if stated and [one.format for one in stated] != [member.format for member in begin.round.contributors]:
             return False
-        if not told:
+        if not stated:
             return dict(zip(peers, norms.squares, strict=True)).get(me) == (ours.squares if ours else None)
-        return dict(zip(peers, told, strict=True)).get(me) == (ours.contribution if ours else None)
+        return dict(zip(peers, stated, strict=True)).get(me) == (ours.contribution if ours else None)
 
     def ready(
         self,
@@ -118,7 +119,7 @@ class OwnWork:
         refused: Ballot | None,
         objection: Objection | None,
     ) -> Ready:
-        """Return what the leader of a view is told. `objection` is to the proposal of the ballot `refused`."""
+        """Return the Ready for the leader of a view. `objection` is against the proposal of the ballot `refused`."""
         presence, member = self._presence, self.member()
         return Ready(
             position=self._log.position,
@@ -138,15 +139,15 @@ class OwnWork:
             lock=voter.lock,
             refused=refused,
             reason=objection.refusal.value if objection else "",
-            # Made-up peers may be more.
+            # The names are cut because liars can make up peers.
             named=((objection.named if objection else ()) or self._heard_besides(exchange))[:MEMBER_LIMIT],
             lacking=objection.lacking if objection else (),
             unproven=objection.unproven if objection else (),
         )
 
     def _heard_besides(self, exchange: Exchange | None) -> tuple[str, ...]:
-        """Return the voters that we hear, and that are not in our round, or else were not in the last entry: the leader
-        may not hear them, and would say that they are gone."""
+        """Return the voters that this peer hears and that are not in its round, or outside a round not in the last
+        entry: the leader may not hear them, and would call them gone."""
         if self._log.last is None or not self._log.closes:
             return ()
         expiry = self._context.settings.timing.heartbeat_expiry
@@ -155,10 +156,10 @@ class OwnWork:
 
     @property
     def grace(self) -> float:
-        """Seconds for which a leader waits for members that are late."""
+        """The seconds for which a leader waits for members that are late."""
         return self._context.pace.grace(self._trainer.seconds)
 
     @property
     def is_under_way(self) -> bool:
-        """Whether we train for the entry, or have."""
+        """True if this peer trains for the entry, or has trained."""
         return self.trained is not None or self._trainer.state is not TrainerState.IDLE

@@ -1,7 +1,7 @@
-"""The view timer of one peer at one position: who leads there, and when the next one does (R1, R2).
+"""The view timer of one peer at one position, which decides when the next peer leads (R1, R2).
 
-A view says to whom the peer says Ready. It forbids no vote, so a timer that ends too early costs time and nothing else.
-Everything here is a pure function of the peer's own clock and of what it hears; nobody else's word counts.
+A view decides to which leader the peer sends Ready. It forbids no vote, so a timer that ends too early costs only time.
+Everything here is a pure function of the peer's own clock and of what the peer itself hears.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from statistics import median
 from peers.log.settings import Timing
 
 MEASURED = 5
-"""Rounds whose median the timer rests on."""
+"""Number of last rounds whose median duration sets the timer."""
 MARGIN = 3.0
-"""Times the usual round, that a leader has before the next one takes over."""
+"""Multiple of the median round that a leader has before the next one takes over."""
 LONGEST = 5.0
-"""Times the manifest's time limit, that a leader has to begin at most, besides the grace."""
+"""Longest time for a leader to begin, besides the grace, as a multiple of the manifest's round timeout."""
 
 
 def death(timing: Timing) -> float:
-    """Return the seconds until a peer that died is known to be dead, and a message about it has arrived."""
+    """Return the seconds after which a dead peer is known to be dead, and messages about it have arrived."""
     return timing.heartbeat_expiry + 2 * timing.heartbeat
 
 
 class RoundTimes:
-    """The seconds that the last rounds of one peer took."""
+    """The durations, in seconds, of one peer's last rounds."""
 
     def __init__(self) -> None:
         self._seconds = deque[float](maxlen=MEASURED)
         self.allowed: dict[int, float] = {}
-        """The seconds that each fragment's last exchange might take, as its leader said."""
+        """Time limit in seconds of each fragment's last exchange, as its leader set it."""
 
     def note(self, seconds: float) -> None:
-        """Note how long a round took."""
+        """Record the duration of a round in seconds."""
         self._seconds.append(seconds)
 
     @property
@@ -44,11 +44,12 @@ class RoundTimes:
 
 
 class Pacemaker:
-    """`view` is the view that the peer is in, and `leader` leads it. `reached` is what it tells others.
+    """The view timer of one position. `view` is the view that the peer is in, and `leader` leads it. `reached` is the
+    view that the peer names to others.
 
-    The timer raises `reached` alone: the peer goes on with the leader that it has until a quorum has reached a later
-    view, so that all turn to the next leader together. A leader that is not heard is passed over at once; if it is
-    heard again, its view goes on with the time that is left.
+    The timer alone raises `reached`. The peer keeps its leader until a quorum has reached a later view, so that all
+    change leaders together. A leader that is not heard is skipped at once; if it is heard again, its view goes on with
+    the time that was left.
     """
 
     def __init__(self, timing: Timing, times: RoundTimes, now: float) -> None:
@@ -57,10 +58,10 @@ class Pacemaker:
         self._timing = timing
         self._times = times
         self._now = now
-        self._floor = 0  # the highest view that a quorum has named, or that the peer has voted in
+        self._floor = 0  # the highest view that a quorum has reached, or that the peer has voted in
         self._stalled = 0  # views that ended after their leader had begun
         self._spent: dict[int, float] = {}  # seconds for which the timer has run in each view
-        self._begun: dict[int, float] = {}  # the seconds that leaders who have begun gave their exchange
+        self._begun: dict[int, float] = {}  # seconds that each leader that has begun gave its exchange
 
     def look(
         self,
@@ -72,13 +73,13 @@ class Pacemaker:
         grace: float = 0.0,
         named: int = 0,
     ) -> None:
-        """Let time pass, and find the view and its leader.
+        """Advance the timer to `now`, and update the view and its leader.
 
         Args:
-            leader_of: tells who leads a view.
-            is_there: tells whether a peer is heard, and does not say that it can't lead.
-            turns: in how many views all have led that may.
-            is_running: whether the timer runs: this peer is ready, and hears a quorum ready that has reached its view.
+            leader_of: returns the leader of a view.
+            is_there: returns whether a peer is heard, and does not say that it can't lead.
+            turns: number of views after which the leaders repeat.
+            is_running: true if the timer runs: this peer is ready, and hears a ready quorum that has reached its view.
             grace: seconds for which a leader waits for members that are late.
             named: the highest view that a quorum has reached (`named_by_quorum`).
         """
@@ -99,25 +100,28 @@ class Pacemaker:
         self.reached = max(self.reached, self.view)
 
     def begun(self, seconds: float) -> None:
-        """Note that the leader of this view has begun an exchange of so many seconds, or proposes without one (0): the
-        timer starts again, once (R2)."""
+        """Record that the leader of this view has begun an exchange with this time limit, or proposes without one (0).
+        The timer starts again, once (R2)."""
         if self.view not in self._begun:
             self._begun[self.view] = seconds
             self._spent[self.view] = 0.0
 
     def voted(self, view: int) -> None:
-        """Note a vote in a view: no lower one can come to anything with this peer."""
+        """Go to a view that the peer has voted in: it votes in no earlier one any more."""
         self._rise(view)
 
     def limit(self, grace: float) -> float:
-        """Return the seconds that this view may last until its leader begins, or after that. The exchange gets as much
-        of its own time as rounds usually need, and twice as much after each view that was too short."""
+        """Return the seconds until this view times out: before its leader begins, or from then on. The exchange may
+        take a multiple of its own time limit: as much as rounds usually need, doubled after each view that was too
+        short."""
         usual, timing = self._times.usual, self._timing
         needed = timing.round_timeout if usual is None else MARGIN * usual
         seconds = max(grace + min(needed, LONGEST * timing.round_timeout), death(timing))
         if self.view in self._begun:
-            told = self._begun[self.view]
-            seconds += MARGIN * (told if usual is None else min(told, 2.0**self._stalled * max(needed, death(timing))))
+            allowed = self._begun[self.view]
+            seconds += MARGIN * (
+                allowed if usual is None else min(allowed, 2.0**self._stalled * max(needed, death(timing)))
+            )
         return seconds
 
     def _rise(self, floor: int) -> None:
@@ -129,7 +133,7 @@ class Pacemaker:
 
 
 def named_by_quorum(views: Mapping[str, int], is_quorum: Callable[[Collection[str]], bool]) -> int:
-    """Return the highest view that a quorum has reached, given the views of peers that are heard; 0: none."""
+    """Return the highest view that a quorum has reached, given the views of the peers that are heard; 0 if none."""
     for view in sorted(set(views.values()), reverse=True):
         if is_quorum([peer for peer, reached in views.items() if reached >= view]):
             return view

@@ -1,14 +1,14 @@
 """One peer of a run, without any I/O: events in, effects out. This is where to begin reading.
 
-A driver calls `handle` with what happened and the time on its clock, and carries out the effects; the real driver
-and the simulated one differ in nothing else. What happens goes to one of a peer's parts:
+A driver calls `handle` with an event and the time on its clock, and carries out the effects that it returns; the real
+driver and the simulated one use the same interface. Each event goes to one of a peer's parts:
 
-    Presence    who is there, whom we reach, who is further on
-    Trainer     the lease that we train, and what becomes of the work
-    Replica     where in the log our copy of the state is, and how it moves on
-    EntryRound  our part in making the next entry; its `leader` is what we do when it is our turn to lead
+    Presence    the peers that are heard, reached and further on
+    Trainer     the lease that this peer trains, and whether the work counts
+    Replica     the place in the log of this peer's copy of the state, and its next move
+    EntryRound  this peer's part in making the next entry; its `leader` is its part when it leads
 
-What the news of one part means for the others is in step_cycle.py.
+step_cycle.py has the consequences that a change of one part has for the others.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ from peers.values.manifest import Amendment
 from peers.values.workload import PayloadKind
 
 SETTLED = Certified | Elsewhere | Refuse | LeaseGrant | Vote
-"""Messages that need no answer elsewhere in the log. A voter that still waits for the entry says Ready, or asks."""
+"""Messages that need no answer if they are about another position. A voter that still waits for the entry sends Ready,
+or asks."""
 
 
 class Peer:
@@ -104,8 +105,12 @@ class Peer:
         lineage: Lineage | None = None,
         record: VotingRecord | None = None,
     ) -> None:
-        """`start` is a number that no start of this peer has had before. `lineage` ends where the state is; None:
-        before the first entry. `record` has the votes of earlier starts (R10). `payloads` are of each fragment."""
+        """Args:
+        payloads: one kind of payload for each fragment.
+        start: a number that no earlier start of this peer had.
+        lineage: the log up to the state; None before the first entry.
+        record: the votes of earlier starts (R10).
+        """
         self.me = me
         self.settings = settings
         self.start = start
@@ -118,13 +123,18 @@ class Peer:
         self._abstention = Abstention(self._context, self.presence, self.trainer, self.replica, self.hindrances)
 
     def seconds_to_send(self, fragment: int) -> float:
-        """Return the seconds in which our blocks of a fragment should be out, so that the others do not wait."""
+        """Return the seconds in which this peer's blocks of a fragment should be sent, so that the others do not
+        wait."""
         context = self._context
         overlap = context.pace.overlap_seconds(self.trainer.speed)
         return seconds_to_send(context.round_times.allowed.get(fragment), self.settings.timing, overlap)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take in one event at time `now` (seconds, monotonic). Raises: LocalProtocolError for an illegal event."""
+        """Take one event at the time `now` (seconds, monotonic), and return the effects to carry out.
+
+        Raises:
+            LocalProtocolError: the event is illegal in the present state.
+        """
         self._context.now = self.presence.now = now
         events = self._context.events
         events.append(event)
@@ -137,7 +147,7 @@ class Peer:
     def _happens(self, event: Event) -> None:
         cycle = self._cycle
         match event:
-            case Received(sender, message):  # those come first that come most often
+            case Received(sender, message):  # the most frequent events come first
                 self.membership.heard_from(sender, self._context.now)
                 self._receive(sender, message)
             case Tick():
@@ -159,8 +169,8 @@ class Peer:
             case ReachSeen(reach, rates, sought):
                 if self.presence.reachability.observe(reach, rates, sought):
                     cycle.look_for_hindrance()
-            case AverageRefuted(name, reducer, chunk):  # for the volunteer alone: it is no proof
-                self._context.emit(Note("warning", f"{reducer} has averaged chunk {chunk} of {name} wrongly"))
+            case AverageRefuted(name, reducer, chunk):  # shown to the volunteer only: it is no proof
+                self._context.emit(Note("warning", f"{reducer} averaged chunk {chunk} of {name} wrongly"))
             case RateMeasured(rate):
                 self.presence.rate = rate or self.presence.rate
             case Undelivered(peer):
@@ -198,10 +208,10 @@ class Peer:
             case PayloadFetched(header, _) | PayloadNotFetched(header, _):
                 self._take(header.fragment, event)
             case _:
-                raise LocalProtocolError(f"no such event: {event!r}")
+                raise LocalProtocolError(f"unknown event: {event!r}")
 
     def _take(self, fragment: int, event: Event) -> None:
-        """Let the round of this fragment take the event, if it is still open."""
+        """Pass the event to the fragment's round, if that is still open."""
         round = self.rounds.get(fragment)
         if round is not None:
             round.take(event)
@@ -214,7 +224,7 @@ class Peer:
             for each in self.rounds.values():
                 each.leader.on_leaving(sender)
         elif isinstance(message, Proof):
-            pass  # it was observed
+            pass  # already observed
         elif round := self._round_at(message.position):
             self._receive_here(sender, message, round)
         elif isinstance(message, Elsewhere):
@@ -223,7 +233,7 @@ class Peer:
             self._cycle.answer_elsewhere(sender, message)
 
     def _observe(self, sender: str, message: Message | Unread) -> None:
-        """Look for lies in a message about any position (R9)."""
+        """Look for proofs of lies in a message about any position (R9)."""
         context, evidence, lineage = self._context, self._context.evidence, self.lineage
         match message:
             case Vote() if sender != self.me:
@@ -242,7 +252,7 @@ class Peer:
                     context.emit(Dropped(sender, "proof", str(error)))
 
     def _round_at(self, position: Position) -> EntryRound | None:
-        """Return the round that a message is about, if we are where it is."""
+        """Return the round that a message is about, if this peer is in the same cycle."""
         is_here = position.is_in_cycle_of(self.log.position)
         return self.rounds.get(position.fragment) if is_here else None
 
@@ -252,7 +262,7 @@ class Peer:
         return round is None or round.is_decided
 
     def _receive_here(self, sender: str, message: Message | Unread, round: EntryRound) -> None:
-        """Take in a message about a position where we are. What does not fit our state is dropped."""
+        """Handle a message about a position where this peer is. A message that does not fit the state is dropped."""
         cycle, leader = self._cycle, round.leader
         match message:
             case Begin() | Want() | Propose() | Vote() | Certified():
@@ -268,14 +278,14 @@ class Peer:
             case LeaseRequest() if cycle.answers(sender) and cycle.gives_lease(round):
                 leader.on_lease_request(message, sender)
 
-    # What others look at --------------------------------------------------------------------------------------
+    # What drivers read ----------------------------------------------------------------------------------------
     @property
     def state(self) -> State:
         return self._cycle.state
 
     @property
     def round(self) -> EntryRound:
-        """The round whose entry closes the cycle, while it is open; else another open one."""
+        """The round whose entry closes the cycle, while it is open; otherwise another open one."""
         return self._cycle.round
 
     @property
@@ -285,7 +295,7 @@ class Peer:
 
     @property
     def view(self) -> int:
-        """The highest view that we have reached, which beats name."""
+        """The highest view that this peer has reached, which its beats name."""
         return max(round.pacemaker.reached for round in self.rounds.values())
 
     @property
@@ -294,7 +304,7 @@ class Peer:
 
     @property
     def settled(self) -> LogState:
-        """Where theta and momentum are, and have a digest, which heartbeats name."""
+        """The log up to the last theta and momentum that have a digest, which heartbeats name."""
         return self.replica.settled
 
     @property
@@ -307,7 +317,7 @@ class Peer:
 
     @property
     def is_at_cycles_end(self) -> bool:
-        """Whether theta and momentum are as the last whole cycle left them, and have a digest."""
+        """True if theta and momentum are those after the last whole cycle, and have a digest."""
         return self.is_settled and not self.log.made
 
     @property
@@ -319,7 +329,7 @@ class Peer:
         return self.presence.membership
 
     def believed(self, theirs: Branch, ours: Branch) -> Branch | None:
-        """Return as much of another peer's log as is to be taken for the run's."""
+        """Return the part of another peer's branch to take for the run's; None if no part is taken, or not yet."""
         return self._cycle.belief.branch(theirs, ours)
 
     def is_live(self, peer: str) -> bool:
@@ -328,7 +338,7 @@ class Peer:
 
     @property
     def proposed_amendment(self) -> Amendment | None:
-        """The organiser's amendment that is in no entry of our log yet."""
+        """The organiser's amendment that is in no entry of this peer's log yet; None if there is none."""
         return self._context.amending.proposed(self.settled)
 
     @property
@@ -337,17 +347,17 @@ class Peer:
 
     @property
     def record(self) -> VotingRecord:
-        """All votes of this peer, and its farewell, which are on the disk before they are sent (R10)."""
+        """All votes of this peer, and its farewell. They are on the disk before they are sent (R10)."""
         return self._context.votes.record
 
     @property
     def exchange(self) -> Exchange | None:
-        """The exchange under way, where there is one fragment."""
+        """The exchange under way of `round`; None if there is none."""
         return self.round.exchange
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether an exchange is under way."""
+        """True if an exchange is under way."""
         is_here = self.state in (State.TRAINING, State.AVERAGING)
         return is_here and any(round.is_exchanging for round in self.rounds.values())
 
@@ -359,5 +369,5 @@ class Peer:
 
     @property
     def goodbye(self) -> Leaving | None:
-        """The farewell to tell the others in the end, if any."""
+        """The farewell to send to the others at the end, if any."""
         return self._cycle.goodbye

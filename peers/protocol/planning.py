@@ -1,7 +1,8 @@
-"""The plan of a round (R3): how much each member averages, by its reach and its link. Pure functions.
+"""The plan of a round (R3): how many chunks each member averages, by its reach and its link. Pure functions.
 
-Only a member's own words about its links are asked for. A pair in which one does not reach the other costs both of them
-alike, and the one that has most such pairs first; so a member that names all others loses its own place, and no other.
+The plan uses only a member's own reports about its links. A pair in which one does not reach the other counts against
+both alike, and the member with most such pairs loses its place first; so a member that names all others loses only its
+own place.
 """
 
 from __future__ import annotations
@@ -18,23 +19,26 @@ from peers.presence.reachability import SEEN_LIMIT
 from peers.values.chunks import PayloadSize, payloads_moved, split_by_rate
 
 LEAST_PAYLOADS = 2.0
-"""Payloads that a link is taken to carry at least: a member's own blocks go out before the average comes in."""
+"""Minimum number of payloads that a link is assumed to carry: a member's own blocks go out before the average comes
+in."""
 SLACK = 2.0
-"""Times the rate that others saw of a peer, that it may claim: in a round its link need not have been busy."""
+"""Multiple of the rate that others saw of a peer up to which its own claim is believed, since a link may have been idle
+for part of the round."""
 ALIKE = 0.8
-"""Of the rate of a link, that another one's is at least that is dealt as much."""
+"""Share of a link's rate above which another link counts as equally fast."""
 REACHED = 0.75
-"""Of the other members, that must reach a member that averages."""
+"""Share of the other members that must reach a member that averages."""
 FAIR = 2.0
-"""Fair shares that a link may carry, so that data need not go through relays. One fair share: if all averaged alike."""
+"""Maximum load of a link, in fair shares, to keep data away from relays. A fair share is its load if all average
+alike."""
 MARGIN = 3.0
-"""Times what most links need, that an exchange may take."""
+"""Time limit of an exchange, as a multiple of what most links need."""
 MOST = 0.75
-"""Of the members, those with the fastest links, for whose links an exchange has time."""
+"""Share of the members, the fastest links first, whose needs set the time limit."""
 UNMEASURED = 0.25
-"""Of the manifest's time limit, that an exchange has at least while some links are not measured."""
+"""Minimum time limit while some links are not measured, as a share of the manifest's round timeout."""
 OVERLAP = 0.5
-"""Of the overlap, in which a member's blocks may go out: the other half is for the averages to come back."""
+"""Share of the overlap in which a member's blocks may go out. The rest is for the averages to come back."""
 
 
 NONE_THIN: Mapping[str, float] = {}
@@ -42,7 +46,8 @@ NONE_THIN: Mapping[str, float] = {}
 
 @dataclass(frozen=True)
 class MemberLink:
-    """A member's own words about its link, as its Ready has them."""
+    """A member's own report about its link, from its Ready: its rate and those that it saw of others, in bytes a
+    second, and the members that it reaches through relays or not at all."""
 
     rate: int = 0
     seen: Mapping[str, int] = field(default_factory=dict)
@@ -51,13 +56,13 @@ class MemberLink:
 
 
 class ForATerm:
-    """Peers that a leader remembers for a term of entries, as it has seen itself what they did (R3, R7)."""
+    """Peers that a leader remembers for a term of entries, because of what it saw them do (R3, R7)."""
 
     def __init__(self) -> None:
         self._since: dict[str, int] = {}
 
     def note(self, peers: Iterable[str], index: int) -> None:
-        """Note peers at an entry, and forget those of earlier terms."""
+        """Remember peers from an entry on, and forget those of earlier terms."""
         self._since = {peer: since for peer, since in self._since.items() if since + TERM > index}
         self._since |= dict.fromkeys(peers, index)
 
@@ -67,9 +72,9 @@ class ForATerm:
 
 
 class Experience:
-    """The peers that a leader does without. It deals nothing to the `undealt`, reducers that gave no average in time
-    that most members got, or one without most blocks. It does not wait for the `unawaited`, joiners that did not use a
-    grant."""
+    """The peers that a leader leaves out. It deals no chunks to the `undealt`, reducers that gave no average in time,
+    or one that few members got or that most blocks are absent from. It does not wait for the `unawaited`, joiners that
+    did not use a grant."""
 
     def __init__(self) -> None:
         self.undealt = ForATerm()
@@ -79,11 +84,11 @@ class Experience:
 def shares(
     roster: Sequence[Member], links: Mapping[str, MemberLink], chunks: int, besides: Collection[str] = ()
 ) -> tuple[Share, ...]:
-    """Return all members of a round, each with how many chunks it averages.
+    """Return all members of a round, each with the number of chunks that it averages.
 
-    Members that bring nothing average nothing: an average has its maker's own blocks at least. Nor do those `besides`,
-    which did badly before, and those whose links carry no blocks in the run's own format, if the others can share the
-    work fairly.
+    Members without tokens average nothing, since an average has at least its maker's own blocks. Members `besides`,
+    which failed before, and those whose links are too thin for the run's own format, average nothing if the others can
+    share the work fairly.
     """
     peers = [member.peer for member in roster]
     able = [member.peer for member in roster if member.tokens]
@@ -98,8 +103,8 @@ def shares(
 def seconds_for(
     round: Round, links: Mapping[str, MemberLink], size: PayloadSize, timing: Timing, overlap: float = 0.0
 ) -> float:
-    """Return how long the exchange of a round may take: at least the seconds of the `overlap`, in which members go on
-    training."""
+    """Return the time limit of a round's exchange in seconds: at least the seconds of the `overlap`, in which members
+    go on training."""
     rates = believed_rates(round.peers, links)
     measured = {peer: rates[peer] for peer in round.peers if peer in links and links[peer].rate}
     dealt = {share.member.peer: share.chunks for share in round.shares}
@@ -110,9 +115,10 @@ def seconds_for(
 
 
 def deadline(foreseen: Iterable[float], timing: Timing) -> float:
-    """Return the seconds for an exchange, given how long each member's link is busy in it; 0: not measured.
+    """Return the time limit of an exchange in seconds, given the seconds for which each member's link is busy (0: not
+    measured).
 
-    Links that are slower than most have no say. Once a link was in a round its rate is known.
+    Links that are slower than most do not count. A link's rate is known once it was in a round.
     """
     links = list(foreseen)
     measured = sorted(seconds for seconds in links if seconds)
@@ -128,9 +134,9 @@ def deadline(foreseen: Iterable[float], timing: Timing) -> float:
 def heirs_of(
     missing: Sequence[str], able: Sequence[str], before: Collection[tuple[str, str]] = ()
 ) -> tuple[tuple[str, str], ...]:
-    """Return an heir for each reducer that gave nothing, among the `able`, which have given their part.
+    """Return an heir for each silent reducer, chosen in turn among the `able`, which have given their Part.
 
-    They take turns. None gets the same chunks again as `before`.
+    No heir gets chunks that it had `before`.
     """
     heirs = list[tuple[str, str]]()
     for place, reducer in enumerate(missing):
@@ -139,47 +145,47 @@ def heirs_of(
     return tuple(heirs)
 
 
-# Who reaches whom -----------------------------------------------------------------------------------------------------
+# Reachability ---------------------------------------------------------------------------------------------------------
 def reducers(members: Sequence[str], able: Sequence[str], links: Mapping[str, MemberLink]) -> tuple[str, ...]:
-    """Return those of the able, in their order, whom enough of the other members reach.
+    """Return the able members, in their order, that enough of the other members reach.
 
-    If the others can share the work fairly, those do not average either of whom too many are reached through a relay
-    only, and then those that have any pair without a link, or a relayed one, of which both say so.
+    If the others can share the work fairly, two groups do not average either: first members that too many others reach
+    only through a relay, then members with any pair without a link, or with a relayed one, that both sides report.
     """
     among = set(members)
     unreached = {peer: links[peer].unreached & among for peer in members if peer in links}
     relayed = {peer: (links[peer].relayed | links[peer].unreached) & among for peer in members if peer in links}
     reached = _well_reached(members, unreached)
     chosen = [peer for peer in able if peer in reached] or list(able)
-    for said in (unreached, relayed):
-        near = _well_reached(members, said)
-        for fewer in (near, [peer for peer in near if not _in_both_words(peer, said)]):
+    for reported in (unreached, relayed):
+        near = _well_reached(members, reported)
+        for fewer in (near, [peer for peer in near if not _reported_by_both(peer, reported)]):
             left = [peer for peer in chosen if peer in fewer]
             if is_fair(left, able, len(members)):
                 chosen = left
     return tuple(chosen)
 
 
-def _in_both_words(peer: str, said: Mapping[str, Collection[str]]) -> set[str]:
-    """Return those that a member names, and that name it."""
-    return {other for other in said.get(peer, ()) if peer in said.get(other, ())}
+def _reported_by_both(peer: str, reported: Mapping[str, Collection[str]]) -> set[str]:
+    """Return the members that a member names, and that name it."""
+    return {other for other in reported.get(peer, ()) if peer in reported.get(other, ())}
 
 
 def is_fair(few: Collection[str], able: Collection[str], members: int) -> bool:
-    """Return whether a few of the able can average for all without that their links carry too much."""
+    """Return whether a few of the able members can average for all, with no link carrying too much."""
     if not few:
         return False
     return payloads_moved(members, 1 / len(few)) <= FAIR * payloads_moved(members, 1 / len(able))
 
 
-def _well_reached(members: Sequence[str], said: Mapping[str, Collection[str]]) -> frozenset[str]:
-    """Return the members that enough others reach, given whom each says that it does not reach.
+def _well_reached(members: Sequence[str], reported: Mapping[str, Collection[str]]) -> frozenset[str]:
+    """Return the members that enough others reach, given the members that each reports as out of reach.
 
     The member with most such pairs is left out first, and its pairs do not count against the others any more. Among
-    members with as many pairs it is the one that names most others itself, or all of these.
+    members with as many pairs, those go that name most others themselves.
     """
     pairs: dict[str, set[str]] = {peer: set() for peer in members}
-    for peer, others in said.items():
+    for peer, others in reported.items():
         for other in others:
             if other != peer:
                 pairs[peer].add(other)
@@ -191,7 +197,7 @@ def _well_reached(members: Sequence[str], said: Mapping[str, Collection[str]]) -
         if worst <= most:
             break
         those = [peer for peer in left if len(pairs[peer]) == worst]
-        named = {peer: len(pairs[peer].intersection(said.get(peer, ()))) for peer in those}
+        named = {peer: len(pairs[peer].intersection(reported.get(peer, ()))) for peer in those}
         for peer in [peer for peer in those if named[peer] == max(named.values())]:
             del left[peer]
             for other in pairs.pop(peer):
@@ -200,20 +206,20 @@ def _well_reached(members: Sequence[str], said: Mapping[str, Collection[str]]) -
     return frozenset(left)
 
 
-# What links carry -----------------------------------------------------------------------------------------------------
+# Link rates -----------------------------------------------------------------------------------------------------------
 def believed_rates(peers: Iterable[str], links: Mapping[str, MemberLink]) -> dict[str, float]:
-    """Return what the links of these members are taken to carry, in bytes a second."""
+    """Return the assumed rates of these members' links, in bytes a second."""
     known = {peer: links.get(peer, MemberLink()) for peer in peers}
     claimed = {peer: link.rate for peer, link in known.items()}
     return credible_rates(claimed, {peer: link.seen for peer, link in known.items()})
 
 
 def credible_rates(claimed: Mapping[str, int], seen: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """Return what members' links carry, in bytes a second: as they say, but not much more than others saw of them.
+    """Return the believed rates of members' links, in bytes a second: as they claim, up to a limit by what others saw.
 
-    `seen` holds, by member, the rates at which others' data came to it. What the others saw adds up, since a peer sends
-    to all of them at once; it counts when at least half of them speak. Nobody is taken for slower than the slowest.
-    Links that were not measured count as the slowest known one; 0 if none is known.
+    `seen` holds, by member, the rates at which other members' data reached it. These rates are added up, since a peer
+    sends to all others at once; they count if at least half of the others report any. No link counts as slower than the
+    slowest claim. Links that were not measured count as the slowest known one; 0 if none is known.
     """
     slowest = min((rate for rate in claimed.values() if rate), default=0)
     sums = dict.fromkeys(claimed, 0)
@@ -226,23 +232,23 @@ def credible_rates(claimed: Mapping[str, int], seen: Mapping[str, Mapping[str, i
     for peer, rate in claimed.items():
         others = len(claimed) - 1
         witnesses = len(speaking) - (peer in speaking)
-        share = max(1.0, others / SEEN_LIMIT)  # in a large swarm each speaks of some others only
+        share = max(1.0, others / SEEN_LIMIT)  # in a large swarm each reports some others only
         cap = SLACK * share * sums[peer] if sums[peer] and 2 * witnesses >= others else float("inf")
         credible[peer] = float(min(rate or slowest, max(cap, slowest)))
     return credible
 
 
 def deal(chunk_count: int, members: int, reducers: Sequence[str], rates: Mapping[str, float]) -> dict[str, int]:
-    """Return how many chunks each reducer averages, such that all links are done together."""
+    """Return how many chunks each reducer averages, so that all links are done together."""
     chunks = split_by_rate(chunk_count, evened_out([rates[peer] for peer in reducers]), members)
     return dict(zip(reducers, chunks, strict=True))
 
 
 def evened_out(rates: Sequence[float]) -> list[float]:
-    """Return the rates, of which those that are about the same are the same: their mean.
+    """Return the rates with similar ones replaced by their mean.
 
-    A tenth more of a link is a third more to average; so what rates are off by would make rounds longer than links that
-    are not quite alike do.
+    A link that is a tenth faster would get a third more to average. So errors of the rates would lengthen rounds more
+    than small differences between links do.
     """
     places = sorted(range(len(rates)), key=lambda place: -rates[place])
     even = list(rates)
@@ -261,25 +267,26 @@ def foreseen(
     size: int,
     thin: Mapping[str, float] = NONE_THIN,
 ) -> list[float]:
-    """Return for how long each member's link is busy with its blocks, the average, and its part; 0: not known. `thin`
-    are the shares of a payload that members in thinner formats send."""
+    """Return the seconds for which each member's link is busy with its blocks, the average and its part; 0 if unknown.
+    `thin` has the shares of a payload that members in thinner formats send."""
     whole = max(sum(chunks.values()), 1)
     moved = {peer: payloads_moved(len(members), chunks.get(peer, 0) / whole) for peer in members}
     busy = {peer: max(moved[peer], LEAST_PAYLOADS) + thin.get(peer, 1.0) - 1.0 for peer in members}
     return [size * busy[peer] / rates[peer] if rates.get(peer) else 0.0 for peer in members]
 
 
-# What a member sends --------------------------------------------------------------------------------------------------
+# Contributions --------------------------------------------------------------------------------------------------------
 def seconds_to_send(allowed: float | None, timing: Timing, overlap: float = 0.0) -> float:
-    """Return the seconds in which a member's blocks should be out, so that the others do not wait for them: what most
-    members' links need, or half of the `overlap`. `allowed` is what its last exchange might take; None: the first."""
+    """Return the seconds in which a member's blocks should be sent, so that the others do not wait for them: what most
+    members' links need, or half of the `overlap`. `allowed` is the time limit of its last exchange; None before the
+    first."""
     allowed = UNMEASURED * timing.round_timeout if allowed is None else allowed
     return max(allowed / MARGIN, OVERLAP * min(overlap, allowed))
 
 
 def format_for(size: PayloadSize, uplink: float, seconds: float) -> int:
-    """Return the first format in which an uplink carries a contribution in so many seconds, or else the smallest one.
-    `uplink` is in bytes a second; 0: not measured, which is taken to be enough."""
+    """Return the first format whose contribution an uplink carries in this many seconds, or else the smallest one.
+    `uplink` is in bytes a second; 0 (not measured) counts as enough."""
     sizes = enumerate(size.by_format)
     fitting = (format for format, count in sizes if not uplink or count <= uplink * seconds)
     return next(fitting, len(size.thinner))

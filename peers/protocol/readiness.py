@@ -1,4 +1,4 @@
-"""The leader's book of one position: who has got which samples, and who is ready with what."""
+"""The leader's records of one position: the samples that it granted, and the Readys that it received."""
 
 from __future__ import annotations
 
@@ -20,43 +20,44 @@ from peers.values.wire import printable
 
 
 class Readiness:
-    """What peers have told this one as the leader of their view. Members say it again and again; what is older than a
-    death takes to be noticed is forgotten."""
+    """The requests and Readys that this peer has received as the leader of a view. Members repeat their Readys; one
+    that is older than the death time is dropped."""
 
     def __init__(self, context: Context, presence: Presence, trainer: Trainer, log: LogState) -> None:
         self.awaited = Awaited(context.me, log, context.settings)
         self.strangers: set[str] = set()
-        """Newcomers that too many voters do not hear: this entry is made without them."""
+        """Newcomers that too many voters do not hear. This entry is made without them."""
         self.is_amendment_left_out = False
-        """Whether too many voters cannot follow the amendment that waits: this entry is made without it."""
+        """True if too many voters cannot follow the amendment that waits. This entry is made without it."""
         self.false_locks: dict[str, Certified] = {}
-        """The last lock that each peer has shown, and that nothing proves."""
+        """The last lock that each peer showed with an invalid certificate."""
         self._context = context
         self._presence = presence
         self._trainer = trainer
         self._log = log
         self._granted: dict[str, Lease] = {}
-        self._given: set[Lease] = set()  # also to peers that we do not hear now: they may be training it
-        self._steps: dict[str, int] = {}  # inner steps that each may make of its grant
+        self._given: set[Lease] = set()  # also to peers that are not heard now, which may be training
+        self._steps: dict[str, int] = {}  # inner steps that each joiner may make of its grant
         self._ready: dict[str, Ready] = {}
-        self._said_at: dict[str, float] = {}
+        self._ready_at: dict[str, float] = {}
 
     # Leases for joiners (R14) -----------------------------------------------------------------------------------
     @property
     def has_given(self) -> bool:
-        """Whether any peer got a lease here: it says Ready to us."""
+        """True if a peer has a grant of this leader here."""
         return bool(self._granted)
 
     def ask_lease(self, sender: str, request: LeaseRequest, state_digest: bytes) -> None:
-        """Grant samples; fewer inner steps the further we are ourselves, so that the joiner finishes with us."""
+        """Grant samples to a joiner. The further this peer is with its own training, the fewer inner steps it grants,
+        so that the joiner is ready with it."""
         if sender in self._log.excluded:
             return
         if request.state_digest != state_digest:
-            self._refuse(sender, state_digest, "its state at this position is not ours")
+            self._refuse(sender, state_digest, "its state at this position is not the leader's")
             return
         lease = self._log.leases.get(sender) or self._granted.get(sender) or self._next_grant()
         if lease is None:
-            return  # as many joiners as one entry can take
+            return  # all grants that one entry can take are given
         self._granted[sender] = lease
         self._given.add(lease)
         whole = self._context.settings.inner_steps
@@ -66,8 +67,8 @@ class Readiness:
         self._context.emit(Send(sender, grant))
 
     def _next_grant(self) -> Lease | None:
-        """Return the next grant that no peer has; one that was never given, if there is any. Those before our own come
-        last: its giver may have given them."""
+        """Return the next grant that no peer has, if possible one that was never given. Those before this peer's own
+        come last, because the leader that granted its own may have given them."""
         own = self._trainer.lease
         grants, taken = self._log.grants, {*self._granted.values(), own}
         first = grants.index(own) + 1 if own in grants else 0
@@ -75,20 +76,20 @@ class Readiness:
         return min(free, key=self._given.__contains__, default=None)
 
     def entry_made(self, header: Header) -> None:
-        """Note the joiners that were waited for and did not use their grants: in this term they are waited for no more
-        (R7)."""
+        """Remember the joiners that this leader waited for and that did not use their grants: for a term it does not
+        wait for them again (R7)."""
         unused = self._granted.keys() & self.awaited.in_vain - {*header.peers, *self._log.leases}
         self._context.experience.unawaited.note(sorted(unused), header.index)
 
     # Ready --------------------------------------------------------------------------------------------------------
     def take(self, sender: str, ready: Ready, state_digest: bytes) -> bool:
-        """Note that a peer is ready, or tell it why it can't be in the entry. Return whether it is noted."""
+        """Take a peer's Ready, or refuse it if the peer cannot be in the entry. Return whether it is taken."""
         context = self._context
         is_full = len(self._ready) >= MEMBER_LIMIT and sender not in self._ready
         if sender in self._log.excluded or self._is_two(sender, ready.incarnation) or is_full:
             return False
         if ready.state_digest != state_digest:
-            self._refuse(sender, state_digest, "its state at this position is not ours")
+            self._refuse(sender, state_digest, "its state at this position is not the leader's")
             return False
         known = self._ready.get(sender)
         is_same = known is not None and member_of(sender, known) == member_of(sender, ready)
@@ -99,99 +100,101 @@ class Readiness:
                 context.emit(Dropped(sender, "ready", str(error)))
                 self._refuse(sender, state_digest, str(error))
                 return False
-        self._ready[sender], self._said_at[sender] = ready, context.now
+        self._ready[sender], self._ready_at[sender] = ready, context.now
         self.awaited.times.note(sender, context.now)
         return True
 
     def _is_two(self, peer: str, incarnation: int) -> bool:
-        """Return whether a voter says Ready in another incarnation than the one that it is heard in. Voters do not vote
-        for an entry that takes its say; a peer that has started again is heard as that in a moment."""
+        """Return whether a voter's Ready names another incarnation than its beats do. Voters do not vote for an entry
+        that takes a heard incarnation's vote; a peer that has restarted is soon heard in its new incarnation."""
         if self._log.voter_incarnations.get(peer, incarnation) == incarnation or peer == self._context.me:
             return False
         patience = self._context.settings.timing.heartbeat_expiry
         return peer in self._presence.voters_here(self._log, self._context.incarnation, patience)
 
     def _admit(self, sender: str, ready: Ready) -> None:
-        """Raises: LogError unless this Ready and the others can be in one entry.
+        """Record the samples of a Ready. A grant of another leader is valid, too, unless this peer trains it or has
+        granted it to another peer.
 
-        What another leader granted is good, too, unless we have it ourselves, or have granted it to another peer.
+        Raises:
+            LogError: this Ready and the others cannot be in one entry.
         """
         lease = self._log.lease_of(sender, ready.samples)
         others = [peer for peer, grant in self._granted.items() if grant == lease and peer != sender]
         if lease and sender != self._context.me and (others or lease == self._trainer.lease):
-            raise LogError("its samples were given to another joiner")
+            raise LogError("another joiner has its samples")
         member = member_of(sender, ready)
         self._log.check_member(member)
         if self._log.closes and not (member.tokens or self._log.counts(sender, ready.incarnation)):
-            raise LogError("it brings no tokens, and would have a say that it had not before")
+            raise LogError("it has no tokens, so it cannot become a voter")
         self._check_commitment(sender, ready)
-        for peer in others:  # it has what we trained ourselves
+        for peer in others:  # this sender has the samples that this peer trained itself
             del self._granted[peer]
             self._ready.pop(peer, None)
         if lease and sender not in self._log.leases:
             self._granted[sender] = lease
 
     def _check_commitment(self, sender: str, ready: Ready) -> None:
-        """Raises: LogError unless a peer that contributes has signed what."""
-        said = ready.commitment
-        if (said is not None) != (ready.tokens > 0):
-            raise LogError("it commits to what it does not contribute, or does not commit to what it does")
-        if said is None:
+        """Raises: LogError unless a peer with tokens has signed a commitment, in a format of this run."""
+        commitment = ready.commitment
+        if (commitment is not None) != (ready.tokens > 0):
+            raise LogError("a Ready has a commitment if and only if it has tokens")
+        if commitment is None:
             return
-        author = said.author(sender, ready.incarnation, self._log.position)
-        if not said.is_of(author, self._context.keys.verify):
-            raise LogError("it has not signed its commitment")
-        if not self._context.payloads[self._log.fragment].size.has(said.format):
-            raise LogError(f"this run has no format {said.format} of contributions")
+        author = commitment.author(sender, ready.incarnation, self._log.position)
+        if not commitment.is_of(author, self._context.keys.verify):
+            raise LogError("the signature of its commitment is not its own")
+        if not self._context.payloads[self._log.fragment].size.has(commitment.format):
+            raise LogError(f"this run has no format {commitment.format} of contributions")
 
     def _refuse(self, peer: str, state_digest: bytes, reason: str) -> None:
         refuse = Refuse(position=self._log.position, state_digest=state_digest, reason=printable(reason))
         self._context.emit(Send(peer, refuse))
 
     def leaves(self, peer: str) -> None:
-        """Note that a peer has left."""
+        """Drop the Ready of a peer that has left."""
         self._ready.pop(peer, None)
 
     def forget(self) -> None:
-        """Forget peers that say it no more, and the grants of those that are dead."""
+        """Drop Readys that are no longer repeated, and the grants of dead peers."""
         now, live = self._context.now, self._presence.live()
         patience = death(self._context.settings.timing)
         for peer in list(self._ready):
             is_here = peer == self._context.me or peer in live
-            if not is_here or now - self._said_at[peer] >= patience:
+            if not is_here or now - self._ready_at[peer] >= patience:
                 del self._ready[peer]
         here = {*live, self._context.me}
         self._granted = {peer: lease for peer, lease in self._granted.items() if peer in here}
 
     def of(self, view: int) -> dict[str, Ready]:
-        """Return those that are ready in a view, and can be in the entry."""
+        """Return the Readys of a view, by peer, without those of newcomers that are left out."""
         ready = self._ready.items()
-        return {peer: said for peer, said in ready if said.view == view and peer not in self.strangers}
+        return {peer: one for peer, one in ready if one.view == view and peer not in self.strangers}
 
     def view_of(self, peer: str) -> int | None:
-        """Return the view that a peer is ready in; None: it is not."""
+        """Return the view in which a peer is ready; None if it is not."""
         ready = self._ready.get(peer)
         return None if ready is None else ready.view
 
     def views(self) -> dict[str, int]:
-        """Return the views that those who are ready are in."""
+        """Return the views of the peers that are ready."""
         return {peer: ready.view for peer, ready in self._ready.items()}
 
-    # What follows -----------------------------------------------------------------------------------------------
+    # Decisions --------------------------------------------------------------------------------------------------
     def is_time(self, ready: Mapping[str, Ready]) -> bool:
-        """Return whether all that can be expected are ready, or the grace is over, and there is work."""
+        """Return whether to begin: there is work, and all expected peers are ready or the grace is over."""
         contributing = self.contributing(ready)
         if not ready or (self._log.closes and not contributing):
             return False
         live, has_convicted = self._presence.live(), self._context.evidence.has_convicted
         away = self._presence.unreached.union(self.strangers, (peer for peer in live if has_convicted(peer)))
         self.awaited.look(live, self._due(), away)
-        view = max(said.view for said in ready.values())
-        beyond = {peer for peer, said in self._ready.items() if said.view > view}  # they do not come back
+        view = max(one.view for one in ready.values())
+        beyond = {peer for peer, one in self._ready.items() if one.view > view}  # they do not come back to this view
         return self.awaited.is_time(self._context.now, ready.keys() | beyond, contributing, self._voters())
 
     def _voters(self) -> set[str]:
-        """Return the voters that are heard in the incarnation that has a say, and have not left."""
+        """Return the voters that are heard in the incarnation that votes, and have not left."""
         live, context, log = self._presence.live(), self._context, self._log
         incarnations = {peer: live[peer].incarnation for peer in log.voters if peer in live} | {
             context.me: context.incarnation
@@ -199,7 +202,7 @@ class Readiness:
         return {peer for peer, incarnation in incarnations.items() if log.counts(peer, incarnation)}
 
     def _due(self) -> dict[str, int]:
-        """Return how many samples each joiner trains that is waited for: a slow one makes fewer inner steps than it was
+        """Return how many samples each awaited joiner trains. A slow one makes fewer inner steps than it was
         granted."""
         whole, live = self._context.settings.inner_steps, self._presence.live()
         speeds = self._presence.speeds(self._log)
@@ -213,21 +216,21 @@ class Readiness:
         return due
 
     def is_full(self, view: int) -> bool:
-        """Return whether all whom we waited for when time passed last are ready by now."""
-        count = len(self._ready)  # in a large swarm most Readys come before half of the voters are ready
+        """Return whether all peers that the leader waited for when time last passed are ready now."""
+        count = len(self._ready)  # in a large swarm most Readys arrive before half of the voters are ready
         if count < self.awaited.fewest or 2 * count < len(self._log.voters):
             return False
         return self.awaited.are_all_in(self.of(view).keys())
 
     def contributing(self, ready: Mapping[str, Ready]) -> set[str]:
-        """Return those whose work counts: not that of peers on probation, unless all are."""
-        working = {peer for peer, said in ready.items() if said.tokens}
+        """Return the peers whose work counts. That of peers on probation does not, unless all are on probation."""
+        working = {peer for peer, one in ready.items() if one.tokens}
         new = {peer for peer in working if self._log.is_on_probation(peer)}
         return working - new if new and not all(map(self._log.is_on_probation, ready)) else working
 
     def roster(self, ready: Mapping[str, Ready]) -> tuple[Member, ...]:
-        """Return the members of an entry of these, as they count, in its order."""
-        offers = self._log.weighed([member_of(peer, said) for peer, said in ready.items()])
+        """Return the members of an entry that these Readys make, with the tokens that count, in roster order."""
+        offers = self._log.weighed([member_of(peer, one) for peer, one in ready.items()])
         by_peer = {member.peer: member for member in offers}
         return tuple(by_peer[peer] for peer in take_order(self._log.roster, by_peer))
 
@@ -245,14 +248,14 @@ def member_of(peer: str, ready: Ready) -> Member:
 
 
 def commitments_of(roster: Collection[Member], ready: Mapping[str, Ready]) -> tuple[Contribution, ...]:
-    """Return what the members that contribute have committed to, in their order."""
+    """Return the contributions that the members with tokens have committed to, in roster order."""
     committed = (ready[member.peer].commitment for member in roster if member.tokens)
     return tuple(one.contribution for one in committed if one)
 
 
 def links_of(ready: Mapping[str, Ready]) -> dict[str, MemberLink]:
-    """Return what members say of their own links."""
+    """Return the members' reports about their own links."""
     return {
-        peer: MemberLink(said.rate, dict(said.seen), frozenset(said.relayed), frozenset(said.unreached))
-        for peer, said in ready.items()
+        peer: MemberLink(one.rate, dict(one.seen), frozenset(one.relayed), frozenset(one.unreached))
+        for peer, one in ready.items()
     }

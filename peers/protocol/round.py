@@ -1,10 +1,10 @@
 """This peer's part in making the entry at one position: open, ready, exchanging, decided.
 
-There is one for each cycle and fragment, from when the peer comes to the cycle until the entry is made, or its work is
-dropped; while it still trains, too, since it may vote, and lead.
+There is one EntryRound for each cycle and fragment, from when the peer reaches the cycle until the entry is made or its
+work is dropped. It exists while the peer still trains, too, since the peer may vote and lead.
 
-The exchange and the vote are two things. What the exchange loses is absent; the vote decides what it came to. So
-nothing here asks why a message did not come.
+Exchange and vote are separate. Data that the exchange loses is absent, and the vote decides the outcome, so this code
+never asks why a message did not arrive.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ from peers.protocol.voting import FIRST, Refusal
 from peers.protocol.weights import weights_of
 
 STALLED = 3.0
-"""Pauses between repeated messages in which nothing of a decided payload may come, until the whole of it is fetched."""
+"""Multiple of the pause between repeated messages without data of a decided payload after which the whole payload is
+fetched."""
 
 
 class RoundState(StrEnum):
@@ -69,57 +70,59 @@ VOTES: dict[type, Row] = {
     PayloadFetched: Row("_fetched", COMMITTED),
     PayloadNotFetched: Row("_not_fetched"),
 }
-"""A voter that trains, or is in no exchange, votes as well."""
+"""Messages of the vote: a voter takes them in every state, even while it trains or is in no exchange."""
 DATA: dict[type, Row] = {event: Row("_exchanged", COMMITTED) for event in ExchangeEvent.__args__} | {Want: Row("_want")}
 LATE_DATA: dict[type, Row] = {event: Row(row.method) for event, row in DATA.items()}
-"""The same once the entry is decided."""
+"""The same rows once the entry is decided."""
 
 
 @dataclass
-class Lacking:
-    """A payload that nobody gave, since when, and how often it was asked for."""
+class MissingPayload:
+    """A payload that no donor gave: since when it is missing, and how often it was asked for."""
 
     payload: bytes
     since: float
     tries: int = 0
 
     def pause(self, shortest: float, longest: float) -> float:
-        """Return the seconds before it is asked for again, which double."""
+        """Return the seconds before it is asked for again. They double with each try."""
         return min(shortest * 2.0 ** (self.tries - 1), longest)
 
 
 @dataclass
 class Notes:
-    """What has happened at the position so far, as this peer saw it."""
+    """The events at the position so far, as this peer saw them."""
 
     moved_at: float
-    """When a chunk came last."""
+    """The time at which the last chunk arrived."""
     began_at: float = 0.0
     begun: Ballot = FIRST
     heard: frozenset[tuple[str, int]] = frozenset()
-    """The peers that were heard when we entered the round, each as the incarnation that it was."""
+    """The peers, with their incarnations, that were heard when this peer entered the round."""
     views: set[int] = field(default_factory=set)
-    """The views in which our round was begun, or gone on with."""
+    """The views in which this peer's round was begun, or gone on with."""
     propose: Propose | None = None
     objection: Objection | None = None
-    """To this proposal."""
+    """This peer's objection to `propose`."""
     fetched: set[bytes] = field(default_factory=set)
     """Payloads of proposals that were fetched as a whole."""
     unkept: set[bytes] = field(default_factory=set)
-    """Payloads that are not on the disk: they are not voted for (R10)."""
+    """Payloads that are not on the disk, so that this peer does not vote for them (R10)."""
     fetching: bytes | None = None
     """The payload that is being fetched."""
     asked_at: float = -math.inf
-    """When it was asked for last."""
-    lacking: Lacking | None = None
+    """The time at which it was last asked for."""
+    lacking: MissingPayload | None = None
     """A payload of a prepared header that could not be fetched."""
     decided: Certified | None = None
     decided_at: float = 0.0
-    told_by: str = ""
+    source: str = ""
+    """The sender of `propose`, or of `decided` once that is set."""
 
 
 class EntryRound(StateMachine):
-    """One position, one entry. Its votes outlive it, in the peer's record; all else goes when the peer moves on."""
+    """The making of one entry, at one position. Its votes outlive it in the peer's record; the rest is dropped when the
+    peer moves on."""
 
     TABLE: ClassVar[Table] = {
         OPEN: {
@@ -167,17 +170,17 @@ class EntryRound(StateMachine):
 
     @property
     def is_decided(self) -> bool:
-        """Whether the entry is committed."""
+        """True if the entry is committed."""
         return self.state is DECIDED
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether we are in an exchange, or wait for what it came to."""
+        """True if this peer is in an exchange, or waits for the payload of a decided entry."""
         return self.state in (EXCHANGING, DECIDED)
 
     @property
     def is_fresh(self) -> bool:
-        """Whether we may go on with our round as its second leader: one view alone has had it, led by another peer."""
+        """True if this peer may lead this round on: only one view has had it, and another peer led that view."""
         is_ours = self.exchange is not None and self.exchange.name.leader == self._context.me
         return len(self._notes.views) == 1 and not is_ours
 
@@ -193,37 +196,37 @@ class EntryRound(StateMachine):
 
     @property
     def led_by(self) -> str | None:
-        """The leader of our view."""
+        """The leader of this peer's view."""
         return self.pacemaker.leader
 
     @property
     def is_led_by_us(self) -> bool:
-        """Whether we lead our view."""
+        """True if this peer leads its view."""
         return self.pacemaker.leader == self._context.me
 
     @property
     def here(self) -> LogState:
-        """The log before the entry, with the state that we have."""
+        """The log before the entry, with this peer's state."""
         return self.voter.here
 
     def granted(self, leader: str) -> None:
-        """Note who gave us our lease."""
+        """Record the leader that granted this peer its lease."""
         self.views.granted_by = leader, self._context.now
         self.look()
 
     @property
     def granted_by(self) -> str | None:
-        """The peer that gave us our lease here."""
+        """The peer that granted this peer its lease here, if any."""
         return self.views.granted_by[0] if self.views.granted_by else None
 
     def was_asked(self, peer: str) -> bool:
-        """Return whether we have told the peer that we are ready: it knows better than its last heartbeat how far it
-        is."""
+        """Return whether this peer has sent the other its Ready. The other's answer then counts more than its last
+        heartbeat."""
         return self.is_taking_part and peer == self.pacemaker.leader
 
     # The view -------------------------------------------------------------------------------------------------
     def look(self) -> None:
-        """See who is here, and who leads."""
+        """Update the peers that are here, and the leader."""
         readiness = self.leader.readiness
         self.views.look(self._work, self.is_taking_part, self._replica, readiness.views(), readiness.has_given)
 
@@ -244,11 +247,11 @@ class EntryRound(StateMachine):
         self.say_ready()
 
     def say_ready(self) -> None:
-        """Tell the leader of our view what we have trained, and what we are bound to, until something comes of it."""
+        """Send Ready to the leader of this peer's view, if it is time to repeat it."""
         leader = self.pacemaker.leader
         if not self._replica.is_settled or leader is None or not self._work.repetition.is_due:
             return
-        self._work.repetition.said()
+        self._work.repetition.sent()
         context, evidence, lineage = self._context, self._context.evidence, self._replica.lineage
         propose, objection = self._notes.propose, self._notes.objection
         refused = propose.ballot if propose and objection else None
@@ -272,13 +275,13 @@ class EntryRound(StateMachine):
         self._go_on()
 
     def _go_on_without_the_entry(self) -> None:
-        """Give up this peer's vote where the certified entry that its record knows is nowhere for the partition grace:
-        a loss of power may take the end of a log, and not the record."""
+        """Give up this peer's vote if its record has a certified entry here that no peer has had for the partition
+        grace. A power failure can lose the end of a log but not the record."""
         state, since, context = self.voter.state, self._work.since, self._context
         if state is None or not state.is_closed or since is None or self._replica.is_behind:
             return
         if context.now - since > context.settings.timing.partition_grace:
-            text = f"outer step {self.log.position.index} was made, and its entry is nowhere: it is made anew"
+            text = f"no peer has the certified entry of outer step {self.log.position.index} any more: it is made anew"
             context.emit(Note("warning", text))
             context.votes.begin_anew()
 
@@ -294,7 +297,7 @@ class EntryRound(StateMachine):
             self._go_on()
 
     def _go_on(self) -> None:
-        """Repeat what may have been lost, and see whether we can vote by now."""
+        """Send again what may have been lost, and vote if that is possible now."""
         if self.exchange is not None:
             self._context.emit(*self.exchange.tick(self._context.now, self._heard()))
         self._consider()
@@ -307,14 +310,14 @@ class EntryRound(StateMachine):
 
     # The exchange ---------------------------------------------------------------------------------------------
     def _begin(self, begin: Begin, sender: str) -> None:
-        """Join the exchange that the leader of our view begins, or goes on with."""
+        """Join the exchange that the leader of this peer's view begins, or go on with it."""
         notes, round = self._notes, begin.round
         if sender != self.pacemaker.leader or begin.ballot.view != self.pacemaker.view or begin.ballot < notes.begun:
             return
         seconds = min(begin.seconds, self._context.settings.timing.round_timeout)
         if self.exchange is not None and self.exchange.name == round.name:
             if self.exchange.round != round:
-                self._context.emit(Dropped(sender, "begin", "it goes on with another round of the same name"))
+                self._context.emit(Dropped(sender, "begin", "it goes on with a different round of the same name"))
                 return
             if not self._work.is_stated_by(begin):
                 return
@@ -326,7 +329,7 @@ class EntryRound(StateMachine):
         notes.begun = begin.ballot
         notes.views.add(begin.ballot.view)
         if notes.propose is not None and notes.propose.ballot < begin.ballot:
-            notes.propose = notes.objection = None  # it is taken back: other averages are to come
+            notes.propose = notes.objection = None  # the proposal is taken back: other averages follow
         self.pacemaker.begun(seconds)
         if self.state is READY:
             self._enter(EXCHANGING)
@@ -334,17 +337,17 @@ class EntryRound(StateMachine):
         self._tell_part()
 
     def _join(self, begin: Begin, sender: str, seconds: float) -> bool:
-        """Enter a new round. Return whether we do."""
+        """Enter a new round. Return whether this peer enters it."""
         round, notes = begin.round, self._notes
         if not self._work.is_taken_by(round):
             return False
         if round.group and not self.attendance.joins(round.group):
             return False
         if not self._can_lead_to_an_entry(round, sender):
-            self._context.emit(Dropped(sender, "begin", "its round can lead to no entry"))
+            self._context.emit(Dropped(sender, "begin", "its round cannot lead to an entry"))
             return False
         if not self._work.is_stated_by(begin):
-            self._context.emit(Dropped(sender, "begin", "it does not say what all members have committed to"))
+            self._context.emit(Dropped(sender, "begin", "it does not have the commitments that this peer needs"))
             return False
         context = self._context
         if not context.votes.enter(self.log.position, round.name.ballot):
@@ -364,10 +367,11 @@ class EntryRound(StateMachine):
         return True
 
     def _can_lead_to_an_entry(self, round: Round, leader: str) -> bool:
-        """Return whether the round's roster follows from the log, in formats of this run, and its parts are the
+        """Return whether the round's roster follows from the log, its formats are this run's, and its parts make up the
         payload."""
         try:
-            round.entry(self.log, {}, self.log.position.head, leader if self.log.closes else None)  # any digest will do
+            # any digest is good enough for this check
+            round.entry(self.log, {}, self.log.position.head, leader if self.log.closes else None)
         except LogError:
             return False
         reducers = {share.member.peer for share in round.shares if share.chunks}
@@ -377,13 +381,13 @@ class EntryRound(StateMachine):
         return round.chunks == size.chunks and reducers <= {member.peer for member in round.contributors}
 
     def _contributions(self, begin: Begin) -> Contributions:
-        """Return what is known of the contributions to a round, our own signature included."""
+        """Return the contributions to a round, as far as they are known, with this peer's own signature."""
         ours, settings = self._work.commitment(), self._context.settings
         weights = weights_of(begin.round.contributors, self.log, settings)
         return Contributions.of(begin, settings.clip, weights, ours.signature if ours else None)
 
     def _tell_part(self) -> None:
-        """Tell the leader what we have averaged, until it proposes."""
+        """Send the leader this peer's Part, until it proposes."""
         leader, propose = self.pacemaker.leader, self._notes.propose
         if self.exchange is None or leader is None:
             return
@@ -394,7 +398,7 @@ class EntryRound(StateMachine):
             self._context.emit(Send(leader, part))
 
     def _exchanged(self, event: ExchangeEvent) -> None:
-        """Take in news of the round's data."""
+        """Take an event of the round's data."""
         exchange, context = self.exchange, self._context
         if exchange is None or event.round_name != exchange.name:
             return
@@ -433,7 +437,7 @@ class EntryRound(StateMachine):
 
     # Vote 1 ---------------------------------------------------------------------------------------------------
     def _propose(self, propose: Propose, sender: str) -> None:
-        """Take in a proposal of our view's leader, or of an earlier one's."""
+        """Take a proposal of the leader of this peer's view, or of an earlier view's leader."""
         known, view = self._notes.propose, propose.ballot.view
         if view > self.pacemaker.view or sender != self.leader_of(view) or (known and propose.ballot < known.ballot):
             return
@@ -443,21 +447,21 @@ class EntryRound(StateMachine):
             self._notes.objection = None
         else:
             self.voter.repeat(sender)
-        self._notes.propose, self._notes.told_by = propose, sender
+        self._notes.propose, self._notes.source = propose, sender
         self._consider()
 
     def _consider(self) -> None:
-        """Vote for the newest proposal if we can by now."""
+        """Vote for the newest proposal, if that is possible now."""
         propose, notes = self._notes.propose, self._notes
         if propose is None or self.state is DECIDED:
             return
         objection = self._objection(propose)
-        refusal = self.voter.prepare(propose, notes.told_by, objection.refusal if objection else None)
+        refusal = self.voter.prepare(propose, notes.source, objection.refusal if objection else None)
         if refusal is None:
             self.pacemaker.voted(propose.ballot.view)
             notes.objection = notes.lacking = None
-        elif (told := replace(objection or Objection(refusal), refusal=refusal)) != notes.objection:
-            notes.objection = told
+        elif (new := replace(objection or Objection(refusal), refusal=refusal)) != notes.objection:
+            notes.objection = new
             if refusal is not Refusal.NO_PAYLOAD and self.is_taking_part:
                 self._work.repetition.at_once()
                 self.say_ready()
@@ -465,7 +469,7 @@ class EntryRound(StateMachine):
             self._is_certified(certified, self._context.me)
 
     def _objection(self, propose: Propose) -> Objection | None:
-        """Return what stands against a proposal, besides our own votes and the log (R5.5 to R5.11)."""
+        """Return the objection to a proposal, apart from this peer's own votes and the log (R5.5 to R5.11)."""
         header, group = propose.header, propose.group
         if group and not self.attendance.joins(group):
             return Objection(Refusal.NOT_ALONE, named=self.attendance.left_out(group))
@@ -474,7 +478,7 @@ class EntryRound(StateMachine):
             return None if is_kept else Objection(self._look_for_payload(propose))
         if (objection := self._objection_to_data(propose)) is not None:
             return objection
-        if self.log.closes and header.leader != self._notes.told_by:
+        if self.log.closes and header.leader != self._notes.source:
             return Objection(Refusal.DOES_NOT_FOLLOW)
         taken_in = self.log.taken_in(header)
         if taken_in is not None and self._context.settings.why_not_followed(taken_in):
@@ -487,8 +491,7 @@ class EntryRound(StateMachine):
         return Objection(Refusal.UNPROVEN_FAULT, unproven=unproven) if unproven else None
 
     def _objection_to_data(self, propose: Propose) -> Objection | None:
-        """Return what the exchange says against a proposal: its averages must be here, as their reducers signed
-        them."""
+        """Return the objection that the exchange gives: its averages must be here, and signed by their reducers."""
         header, exchange, log = propose.header, self.exchange, self.here
         if header.payload == NO_PAYLOAD:
             has_work = self._work.trained is not None and self._work.trained.tokens > 0
@@ -508,8 +511,8 @@ class EntryRound(StateMachine):
         return None if expected == header else Objection(Refusal.UNSIGNED_AVERAGE)
 
     def _forgotten(self, header: Header) -> tuple[str, ...]:
-        """Return the voters that we hear, and that would lose their say: they are said to be gone, or to have started
-        again. Nobody but they themselves can bring that about (R12)."""
+        """Return the voters that this peer hears and that would lose their vote, because the header calls them gone or
+        names another incarnation. Only a voter itself can cause either (R12)."""
         if not self.log.closes or not self.log.voters:
             return ()
         expiry = self._context.settings.timing.heartbeat_expiry
@@ -518,15 +521,16 @@ class EntryRound(StateMachine):
         return tuple(sorted(here & {*self.log.gone_in(header), *others}))
 
     def _strangers(self, header: Header) -> tuple[str, ...]:
-        """Return the members that would get a say, or serve their probation, and that we have not heard since we
-        entered the round: a leader might have made them up (R5). Founders do not all hear each other."""
+        """Return the members that would become voters or serve their probation, and that this peer has not heard since
+        it entered the round: a leader might have made them up (R5). Founders do not all hear each other, so before the
+        first entry there are none."""
         if not self.log.closes or self.log.last is None:
             return ()
         known = self.log.voter_incarnations.items() | self._notes.heard | self._heard_incarnations()
         return tuple(one.peer for one in header.roster if (one.peer, one.incarnation) not in known)
 
     def _heard_incarnations(self) -> frozenset[tuple[str, int]]:
-        """Return the peers that we hear, and ourselves, each as the incarnation that it is."""
+        """Return the peers that this peer hears, and itself, each with its incarnation."""
         live = self._presence.live()
         return frozenset(
             {(self._context.me, self._context.incarnation), *((one, live[one].incarnation) for one in live)}
@@ -537,11 +541,11 @@ class EntryRound(StateMachine):
         return is_here or header.payload == NO_PAYLOAD or header.payload in self._notes.fetched
 
     def _look_for_payload(self, propose: Propose) -> Refusal:
-        """Fetch the payload of a prepared header from those that have voted for it. A peer that is bound to a header
-        whose payload is nowhere for the partition grace gives up its vote."""
+        """Fetch the payload of a prepared header from its voters. A peer that is locked on a header whose payload no
+        peer has for the partition grace gives up its vote."""
         context, notes, justify = self._context, self._notes, propose.justify
         assert justify is not None
-        is_foreign = justify.choice.alone and not propose.group  # else one peer could fill our disk (R5)
+        is_foreign = justify.choice.alone and not propose.group  # otherwise one peer could fill this disk (R5)
         if is_foreign or not self.voter.place.is_prepared(propose.header, justify):
             return Refusal.NO_PAYLOAD
         timing, lock, payload = context.settings.timing, self.voter.lock, propose.header.payload
@@ -552,7 +556,7 @@ class EntryRound(StateMachine):
             self._fetch(propose)
         is_bound = lock is not None and lock.header == propose.header
         if is_bound and lacking is not None and context.now - lacking.since > timing.partition_grace:
-            text = f"the payload of outer step {propose.header.index} is nowhere: this peer's vote for it is void"
+            text = f"no peer has the payload of outer step {propose.header.index}: this peer gives up its vote"
             context.emit(Note("warning", text))
             context.votes.begin_anew()
             notes.lacking = None
@@ -563,7 +567,7 @@ class EntryRound(StateMachine):
         assert justify is not None
         voters = electorate(self.log, header, justify.group).voters
         signers = [voters[signer.place][0] for signer in justify.signers]
-        donors = dict.fromkeys(peer for peer in (self._notes.told_by, *signers) if self._presence.is_live(peer))
+        donors = dict.fromkeys(peer for peer in (self._notes.source, *signers) if self._presence.is_live(peer))
         self._notes.fetching, self._notes.asked_at = header.payload, self._context.now
         self._context.emit(FetchPayload(header, tuple(donors)))
 
@@ -574,24 +578,24 @@ class EntryRound(StateMachine):
         self._consider()
 
     def _note_trouble(self, payload: bytes, trouble: str) -> None:
-        """Note whether a payload is on the disk."""
+        """Record whether a payload is on the disk."""
         self._notes.unkept.discard(payload)
         if trouble:
             self._notes.unkept.add(payload)
             self._context.votes.fail(trouble)
 
     def _not_fetched(self, failed: PayloadNotFetched) -> None:
-        """Note that no donor had a payload, or that the way to it broke off: it may be nowhere from now on (R10)."""
+        """Record that no donor gave a payload, or that the fetch broke off. From now on no peer may have it (R10)."""
         notes, payload = self._notes, failed.header.payload
-        self._context.emit(Note("info", f"no payload of entry {failed.header.index}: {failed.reason}"))
+        self._context.emit(Note("info", f"could not fetch the payload of entry {failed.header.index}: {failed.reason}"))
         notes.fetching = None if notes.fetching == payload else notes.fetching
         if notes.lacking is None or notes.lacking.payload != payload:
-            notes.lacking = Lacking(payload, self._context.now)
+            notes.lacking = MissingPayload(payload, self._context.now)
         notes.lacking.tries += 1
 
-    # Vote 2, and the entry ------------------------------------------------------------------------------------
+    # Vote 2 and the entry ---------------------------------------------------------------------------------------
     def _vote(self, vote: Vote, sender: str) -> None:
-        """Count a vote. One that is repeated is answered by what came of it."""
+        """Count a vote. A repeated vote 1 is answered with the prepare certificate, if there is one."""
         ballot, phase = vote.choice.ballot, vote.choice.phase
         is_repeated = self.voter.voted_in(sender, ballot, phase)
         certified = self.voter.hear(sender, vote)
@@ -609,7 +613,7 @@ class EntryRound(StateMachine):
             self._context.emit(Send(sender, prepared))
 
     def _certified(self, certified: Certified, sender: str) -> None:
-        """Take in a certificate that another peer shows."""
+        """Take a certificate that another peer shows."""
         certificate = certified.certificate
         if certificate is None:
             self._host.others_made(certified, sender, self)
@@ -617,19 +621,19 @@ class EntryRound(StateMachine):
             if self.voter.proves(certified, sender):
                 self._is_certified(certified, sender)
         elif certificate.group and not self.attendance.joins(certificate.group):
-            self._context.emit(Dropped(sender, "certificate", "this peer is in no such minority"))
+            self._context.emit(Dropped(sender, "certificate", "this peer does not join that minority"))
         elif self.voter.is_prepared(certified):
             self._is_certified(certified, sender)
         else:
-            self._context.emit(Dropped(sender, "certificate", "it does not prepare this header"))
+            self._context.emit(Dropped(sender, "certificate", "it is no valid prepare certificate of this header"))
 
     def _is_certified(self, certified: Certified, sender: str) -> None:
-        """A header is prepared, or committed."""
+        """Act on a header that is prepared or committed."""
         if self.state is DECIDED:
             return
         context, choice = self._context, choice_of(certified)
         context.convict(context.evidence.observe_certified(certified, self.log, self._replica.lineage))
-        if choice.phase is Phase.COMMIT:  # a minority's that is not ours may be made by anyone
+        if choice.phase is Phase.COMMIT:  # any peers can make one of another minority
             is_ours = not choice.alone or self.voter.has_committed(choice)
             is_news = is_ours and self._replica.replaying != certified.header
         else:
@@ -646,7 +650,8 @@ class EntryRound(StateMachine):
             self._is_certified(known, context.me)
 
     def _is_committed(self, certified: Certified, sender: str) -> None:
-        """Take the entry, if it is ours to take and its payload is here, or comes with the exchange."""
+        """Take a committed entry, if this peer may take it and its payload is here or arrives with the exchange;
+        otherwise hand it on to be replayed."""
         header, notes = certified.header, self._notes
         assert certified.certificate is not None
         is_ours = self.voter.has_committed(certified.certificate.choice)
@@ -655,15 +660,15 @@ class EntryRound(StateMachine):
         elif self._has_payload(header):
             self._make(certified)
         elif self.is_taking_part and notes.propose is not None and notes.propose.header == header and self.exchange:
-            notes.decided, notes.told_by = certified, sender
+            notes.decided, notes.source = certified, sender
             notes.decided_at = notes.moved_at = self._context.now
             self._enter(DECIDED)
         else:
             self._host.others_made(certified, sender, self)
 
     def _await_payload(self, _: Tick | None = None) -> None:
-        """Take the decided payload from the exchange, or fetch what lacks of it when nothing comes any more, or not
-        all: a reducer could send one chunk every other second."""
+        """Take the decided payload from the exchange. Fetch it if no chunk arrives any more, or if not all arrive in
+        time: a reducer could send one chunk every other second."""
         notes, context = self._notes, self._context
         if notes.decided is None:
             return
@@ -677,7 +682,7 @@ class EntryRound(StateMachine):
         is_still = context.now - notes.moved_at > STALLED * timing.resend
         if is_still or context.now - notes.decided_at > death(timing):
             notes.decided_at = notes.moved_at = context.now
-            self._host.others_made(notes.decided, notes.told_by, self)
+            self._host.others_made(notes.decided, notes.source, self)
 
     def _make(self, certified: Certified) -> None:
         """Hand on the entry: it is committed, and its payload is here."""

@@ -1,7 +1,7 @@
-"""State machines, which the parts of a peer are: a table says which event is legal in which state, and where it leads.
+"""State machines for the parts of a peer. Each has a table: which events it takes in each state, and the next states.
 
-An event that the table does not have is late or early, and dropped: a peer that still needs an answer asks again. If it
-is of our own making (`EXACT`) it is a bug, and raises.
+An event that the table does not have in the present state came late or early, and is dropped; a peer that still needs
+an answer asks again. If the event is one that this peer creates itself (`EXACT`), the mismatch is a bug and raises.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from peers.errors import LocalProtocolError
 
 @dataclass(frozen=True)
 class Row:
-    """The method that takes an event, and the states in which the part may be after it, with the reasons."""
+    """The method that handles an event, and the states that the part may enter in it, each with the reason."""
 
     method: str
     leads_to: Mapping[StrEnum, str] = field(default_factory=dict)
@@ -26,18 +26,23 @@ Table: TypeAlias = Mapping[StrEnum, Mapping[type, Row]]
 
 
 class StateMachine:
-    """One part of a peer: its state, and the events that it takes in it."""
+    """One part of a peer: its state, and a table of the events that it takes in each state."""
 
     TABLE: ClassVar[Table]
     EXACT: ClassVar[frozenset[type]] = frozenset()
-    """Events that come only where the table has them; all others may be late or early."""
+    """Events that must be in the table of the present state. All others may be late or early."""
 
     def __init__(self, state: StrEnum) -> None:
         self.state = state
         self._leads_to: Mapping[StrEnum, str] = {}
 
     def take(self, event: object, *context: Any) -> None:
-        """Let the method take the event that the table names. Raises: LocalProtocolError for a mistake of ours."""
+        """Call the method that the table names for the event.
+
+        Raises:
+            LocalProtocolError: an event of EXACT is not in the table of the present state, or the method enters a state
+                that the table does not allow.
+        """
         row = self.TABLE[self.state].get(type(event))
         if row is None:
             if type(event) in self.EXACT:

@@ -1,4 +1,4 @@
-"""States of a peer, in one word: what its parts do, taken together."""
+"""The state of a peer in one word, which sums up the states of its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training of this peer: one lease after another, and which entry takes the work (R14, R15)."""
+"""The training of this peer: one lease after another, and the entries that take the work (R14, R15)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from peers.values.workload import Progress, Trained
 NOTHING = Trained((), 0, 0.0)
 """The work of a peer that missed a fragment's turn."""
 STUCK = 3.0
-"""Multiple of the longest pause between two signs of progress, after which a worker counts as hanging."""
+"""A worker counts as hanging after this multiple of its longest pause between two progress reports."""
 
 
 class TrainerState(StrEnum):
@@ -32,7 +32,7 @@ IDLE, TRAINING, TRAINED = TrainerState
 
 
 class Trainer(StateMachine):
-    """The lease in hand, the progress on it, and the finished work. Reports about work that has ended change only the
+    """The lease under way, its progress, and the finished work. Reports about work that has ended change only the
     speed."""
 
     TABLE: ClassVar[Table] = {
@@ -49,7 +49,7 @@ class Trainer(StateMachine):
         },
         TRAINED: {
             TrainingProgress: Row("_late_progress"),
-            WorkEnds: Row("_end", {IDLE: "the work is in an entry, or void"}),
+            WorkEnds: Row("_end", {IDLE: "the work is in an entry, or discarded"}),
         },
     }
     EXACT = frozenset({Leased, WorkEnds})
@@ -62,11 +62,11 @@ class Trainer(StateMachine):
         self.progress: Progress | None = None
         self.captures = Captures()
         self.watch = WorkerWatch(context.settings.timing.partition_grace)
-        self.speed = 0.0  # tokens a second, at the last sign of progress
-        self.seconds: float | None = None  # that the last finished training took
-        self.in_vain = 0  # leases in a row whose work is in no entry
+        self.speed = 0.0  # tokens a second, at the last progress report
+        self.seconds: float | None = None  # duration of the last finished training
+        self.in_vain = 0  # consecutive leases without any work in an entry
         self._context = context
-        self._index = 0  # of the cycle in which the training began
+        self._index = 0  # index of the cycle in which the training began
         self._began_at = context.now
 
     def _begin(self, leased: Leased) -> None:
@@ -79,8 +79,8 @@ class Trainer(StateMachine):
         self._context.emit(Train(log.position.index, leased.lease, leased.steps, *lineage))
 
     def _progressed(self, event: TrainingProgress) -> None:
-        """Note progress. The first sign shows only that the worker has begun: it could begin each lease, and hang.
-        Inner step 0 is still of the lease before."""
+        """Record progress. The first report only shows that the worker has begun, which it could do for each lease and
+        then hang. Inner step 0 still belongs to the lease before."""
         is_of_lease = event.progress.inner_step > 0
         if self.progress is not None or not is_of_lease:
             self.watch.progress(self._context.now)
@@ -112,7 +112,7 @@ class Trainer(StateMachine):
             self.in_vain = 0
         elif self.work:
             self.in_vain += 1
-            reason = f"no entry after {ends.position} takes what we have trained"
+            reason = f"no entry after {ends.position} has this peer's training"
             self._context.emit(TokensLost("work", self.work, reason))
         self.lease = self.trained = self.progress = None
         self.captures = Captures()
@@ -120,11 +120,11 @@ class Trainer(StateMachine):
             self._enter(IDLE)
 
     def stop(self) -> None:
-        """Stop the worker, if it is at work."""
+        """Stop the workers, if they train."""
         if self.state is TRAINING:
             self._context.emit(StopTraining())
 
-    # What others want to know ---------------------------------------------------------------------------------
+    # What other parts read --------------------------------------------------------------------------------------
     @property
     def work(self) -> int:
         """The trained tokens that are in no entry yet."""
@@ -138,12 +138,12 @@ class Trainer(StateMachine):
 
     @property
     def is_training(self) -> bool:
-        """Whether the worker is at work, also while a missed entry is applied beside it."""
+        """True if the workers train, even while a missed entry is applied."""
         return self.state is TRAINING
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the worker hangs, or is being restarted."""
+        """True if the worker hangs, or is being restarted."""
         return self.watch.is_stuck(self._context.now)
 
     def inner_step(self) -> int:
@@ -155,18 +155,18 @@ class Trainer(StateMachine):
         return log.position.index > self._index
 
     def outlives(self, entry: Header) -> bool:
-        """Return whether the work may still go into a cycle after the one that this entry closes without it: the entry
-        leaves us the lease, and the worker has loaded theta, which is about to change."""
+        """Return whether the work may still go into a later cycle, if this entry closes its cycle without it: the entry
+        leaves this peer its lease, and the worker has already loaded theta, which is about to change."""
         is_loaded = self.progress is not None or self.trained is not None
         lease = next((one.samples for one in entry.leases if one.peer == self._context.me), None)
         return self.lease is not None and is_loaded and self.lease == lease
 
 
 class Captures:
-    """Fragments that were captured in the midst of one training, each kept until an entry has it (R15).
+    """Fragments captured during one training, each kept until it is in an entry (R15).
 
-    The worker goes on training a fragment, and it is captured once more, while no average has changed it since the
-    training began. That is so where the cycle had the fragment's entry already (`made`), or skips it.
+    If no average has changed a fragment since the training began, the worker goes on training it, and it is captured
+    again. That is so if the cycle already had the fragment's entry (`made`), or skips it.
     """
 
     def __init__(self, made: Iterable[int] = ()) -> None:
@@ -175,11 +175,11 @@ class Captures:
         self._changed = set[int]()
 
     def add(self, fragment: int, trained: Trained) -> None:
-        """Keep a fragment's capture; nothing of it where it will be captured once more."""
+        """Keep a fragment's capture, or nothing if it will be captured again."""
         self._trained[fragment] = NOTHING if self._goes_on(fragment) else trained
 
     def of(self, fragment: int) -> Trained | None:
-        """Return what was captured of a fragment."""
+        """Return the capture of a fragment, if there is one."""
         return self._trained.get(fragment)
 
     def keeps(self, fragment: int) -> bool:
@@ -187,7 +187,8 @@ class Captures:
         return fragment in self._trained and not self._goes_on(fragment)
 
     def entry_made(self, entry: Header, me: str) -> None:
-        """Drop the capture that this entry has. If it has a part of it, the rest is lost: nothing counts twice."""
+        """Drop the capture that this entry has. If the entry has only a part of it, the rest is lost, since nothing may
+        count twice."""
         fragment = entry.fragment
         (self._made if entry.payload == NO_PAYLOAD else self._changed).add(fragment)
         if fragment in self._trained and (entry.tokens_of(me) or self._goes_on(fragment)):
@@ -198,19 +199,19 @@ class Captures:
 
 
 class WorkerWatch:
-    """Detection of a worker that hangs: it shows no progress for much longer than in any training that it finished,
-    and for at least `patience` seconds. Trainings that were stopped meanwhile count as one."""
+    """Detection of a hanging worker: one without progress for much longer than in any finished training, and for at
+    least `patience` seconds. Consecutive stopped trainings count as one."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
         self._silence = 0.0  # seconds without progress in trainings that were stopped
-        self._since: float | None = None  # when progress was seen last in the present training
-        self._pause = 0.0  # the longest in the present training
-        self._longest: float | None = None  # in finished trainings
-        self.is_resting = False  # the run has nothing to train on the lease in hand
+        self._since: float | None = None  # time of the last progress in the present training
+        self._pause = 0.0  # the longest pause in the present training
+        self._longest: float | None = None  # the longest pause in finished trainings
+        self.is_resting = False  # true once the run has nothing left to train on the lease
 
     def begin(self, now: float) -> None:
-        """Note that a training begins."""
+        """Start watching a new training."""
         self._since, self._pause, self.is_resting = now, 0.0, False
 
     def rest(self) -> None:
@@ -218,7 +219,7 @@ class WorkerWatch:
         self._since, self.is_resting = None, True
 
     def progress(self, now: float) -> None:
-        """Note a sign of progress."""
+        """Record progress."""
         self._pause = max(self._pause, self._silent(now))
         self.forgive(now)
 
@@ -228,12 +229,12 @@ class WorkerWatch:
             self._silence, self._since = 0.0, now
 
     def finish(self, now: float) -> None:
-        """Note that the training is done."""
+        """Record that the training is done."""
         self.progress(now)
         self._since, self._longest = None, max(self._pause, self._longest or 0.0)
 
     def end(self, now: float) -> None:
-        """Note that no training is under way."""
+        """Record that no training is under way."""
         self._silence, self._since = self._silent(now), None
 
     def is_stuck(self, now: float) -> bool:

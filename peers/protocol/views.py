@@ -1,4 +1,4 @@
-"""The views of one position: who is here, in which view each peer is, and who leads it (R1, R2, R13)."""
+"""The views of one position: the peers at work here, the view that each has reached, and the leader (R1, R2, R13)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from peers.values.wire import digest_of, pack_plain
 
 
 class Views:
-    """`granted_by` is the peer that gave us our lease, and when: it leads, though its beats may not say yet that it is
-    at work."""
+    """The views of one position. `granted_by` is the peer that granted this peer its lease, and the time: it is a
+    candidate leader even before its beats show it at work."""
 
     def __init__(self, context: Context, presence: Presence, log: LogState) -> None:
         self.attendance = Attendance(context, presence, log)
@@ -29,14 +29,19 @@ class Views:
         self._has_given = False
 
     def look(
-        self, work: OwnWork, is_taking_part: bool, replica: Replica, told: Mapping[str, int], has_given: bool
+        self,
+        work: OwnWork,
+        is_taking_part: bool,
+        replica: Replica,
+        reached_by_others: Mapping[str, int],
+        has_given: bool,
     ) -> None:
-        """See who is here, and who leads.
+        """Update the peers at work here, the view and its leader.
 
         Args:
-            is_taking_part: whether this peer is ready, or exchanges.
-            told: the views that members have told this peer in Ready.
-            has_given: whether this peer has given a joiner samples here.
+            is_taking_part: true if this peer is ready, or exchanges.
+            reached_by_others: the views that members named to this peer in Ready.
+            has_given: true if this peer has granted samples to a joiner here.
         """
         self._has_given = has_given
         ready_since = work.since if is_taking_part else None
@@ -44,13 +49,13 @@ class Views:
         self.attendance.look(ready_since, is_level and work.is_under_way, replica.is_behind)
         attendance, pacemaker, me = self.attendance, self.pacemaker, self._context.me
         views = attendance.views() | {me: pacemaker.reached}
-        for peer, view in told.items():
+        for peer, view in reached_by_others.items():
             views[peer] = max(view, views.get(peer, 0))
         incarnations = {peer: attendance.here.get(peer, 0) for peer in views}
         named = named_by_quorum(views, lambda peers: attendance.moves_on({peer: incarnations[peer] for peer in peers}))
         ready = attendance.ready() if is_taking_part else {}
         if self._log.last is None and not work.is_under_way:
-            ready = incarnations  # a founder that gives no samples is passed over, too
+            ready = incarnations  # before the first entry peers change leaders, too, when one gives no samples
         reached = {peer: incarnation for peer, incarnation in ready.items() if views.get(peer, 0) >= pacemaker.view}
         is_running = bool(ready) and attendance.moves_on(reached)
         turns = len(self._log.ring) if self._is_log_led else 1
@@ -58,13 +63,14 @@ class Views:
 
     @property
     def _is_log_led(self) -> bool:
-        """Whether the log says who leads: not before the first entry, nor when none of those is there (R13)."""
+        """True if the log determines the leader: not before the first entry, nor when no peer of the ring can lead
+        (R13)."""
         return any(self._is_there(peer) for peer in self._log.ring)
 
     def leader_of(self, view: int) -> str | None:
-        """Return the leader of a view (R1). Where the log does not tell, it is first the smallest id of those at work
-        here, or else of all that are heard (R13); and then one that is drawn, so that peers that hear others draw the
-        same one, mostly."""
+        """Return the leader of a view (R1). If the log does not determine it (R13), it is in view 0 the lowest id of
+        the peers at work here, or else of all that are heard; in later views the one with the lowest hash, so that
+        peers that hear different peers still mostly agree."""
         if self._is_log_led:
             return self._log.leader_of(view)
         at_work, head = self._at_work(), self._log.position.head
@@ -83,7 +89,7 @@ class Views:
         return at_work
 
     def _is_there(self, peer: str) -> bool:
-        """Return whether a peer can lead, as we hear and as it says itself."""
+        """Return whether a peer can lead, by what this peer hears and by the other's own beat."""
         if peer == self._context.me:
             return self._presence.can_lead
         beat = self._presence.live().get(peer)
@@ -93,5 +99,5 @@ class Views:
             return True
         index = self._log.position.index
         is_vain = beat.index > index and peer in self._presence.branches.vain
-        is_near = beat.index + 1 >= index or peer in self._log.roster  # entries may come faster than beats
+        is_near = beat.index + 1 >= index or peer in self._log.roster  # an entry may be newer than the last beat
         return beat.state in PARTICIPATING and is_near and not is_vain

@@ -1,8 +1,8 @@
-"""The votes of one peer at one position, and what the votes of others come to there.
+"""The votes of one peer at one position, and its count of the others' votes.
 
-The rules are in voting.py; here they meet messages. A vote is kept in the peer's record before it is sent. Among a few
-members all hear all votes, and each puts the certificates together itself; among many the leader does, and passes them
-on through the members, as a tree.
+The rules are in voting.py; this module applies them to messages. A vote is kept in the peer's record before it is sent.
+Among a few members all hear all votes, and each assembles the certificates itself. Among many the leader does, and the
+certificates go down a tree of members.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from peers.protocol.replica import Replica
 from peers.protocol.voting import Cast, Refusal, Tally, VoterState, VotingPlace, vote_commit, vote_prepare
 
 OPEN_LIMIT = 16
-"""Peers that all hear all votes: one delay less, and messages by the square."""
+"""Maximum number of peers that all receive all votes. That saves one delay, and costs a number of messages that grows
+with the square."""
 FANOUT = 16
-"""Members that each member of a larger round tells of a certificate: they are long."""
+"""Members to which each member of a larger round forwards a certificate."""
 REMEMBERED = 8
-"""Proposed headers whose votes are counted."""
+"""Maximum number of proposed headers whose votes are counted."""
 
 
 class Voter:
-    """`prepared` is the newest header that is prepared, as far as this peer knows. `answers` are those to votes."""
+    """One peer as a voter at one position. `prepared` is the newest prepared header that this peer knows. `answers`
+    limits its answers to votes."""
 
     def __init__(self, context: Context, presence: Presence, replica: Replica, log: LogState) -> None:
         self.prepared: Certified | None = None
@@ -44,35 +46,35 @@ class Voter:
 
     @property
     def place(self) -> VotingPlace:
-        """The position as the rules see it, for the state that we have."""
+        """The position as the voting rules see it, with this peer's state."""
         return VotingPlace(self.here, self._context.keys)
 
     @property
     def here(self) -> LogState:
-        """The log before the entry, with the state that this peer has; the same object until that changes."""
+        """The log before the entry, with this peer's state; the same object until the state changes."""
         if self._here.state != self._replica.state_digest:
             self._here = self._log.in_state(self._replica.state_digest)
         return self._here
 
     @property
     def state(self) -> VoterState | None:
-        """What we have voted here; None once we have left."""
+        """This peer's votes here; None once it has left."""
         return self._context.votes.at(self._log.position)
 
     @property
     def lock(self) -> Certified | None:
-        """The header that we are bound to."""
+        """The header that this peer is locked on."""
         return self.state.lock if self.state else None
 
     @property
     def has_voted(self) -> bool:
-        """Whether we have voted for anything that may be committed."""
+        """True if this peer has voted for a header that may be committed."""
         return self.state is not None and bool(self.state.prepare or self.state.commit)
 
-    # Our own votes --------------------------------------------------------------------------------------------
+    # Own votes ------------------------------------------------------------------------------------------------
     def prepare(self, propose: Propose, leader: str, objection: Refusal | None) -> Refusal | None:
-        """Give vote 1, unless there is an objection (R5). Return why not. A peer that is no voter agrees as well, and
-        is not counted."""
+        """Give vote 1, unless there is an objection (R5). Return the refusal. A peer that is no voter agrees as well,
+        but its vote is not sent."""
         self._note(propose.header, propose.group)
         state = self.state
         if state is None:
@@ -81,7 +83,7 @@ class Voter:
         return self._cast(answer, propose.header, propose.group, leader)
 
     def commit(self, prepared: Certified, leader: str) -> bool:
-        """Give vote 2 for a prepared header (R6). Return whether we have given it."""
+        """Give vote 2 for a prepared header (R6). Return whether this peer has given it."""
         assert prepared.certificate is not None
         self._note(prepared.header, prepared.certificate.group)
         if self.prepared is None or choice_of(self.prepared).weight < choice_of(prepared).weight:
@@ -100,49 +102,51 @@ class Voter:
         return None
 
     def has_say(self, header: Header, group: Group) -> bool:
-        """Return whether we are a voter of a header, in our incarnation."""
+        """Return whether this peer, in its incarnation, is a voter on a header."""
         return (self._context.me, self._context.incarnation) in electorate(self._log, header, group).voters
 
     def _sends(self, vote: Vote, header: Header, group: Group, leader: str) -> list[Send]:
-        told = dict.fromkeys([self._context.me, leader])
+        receivers = dict.fromkeys([self._context.me, leader])
         if is_open(self._log, header, group):
-            told |= dict.fromkeys(audience(self._log, header, group))
-        return [Send(peer, vote) for peer in told]
+            receivers |= dict.fromkeys(audience(self._log, header, group))
+        return [Send(peer, vote) for peer in receivers]
 
     def repeat(self, leader: str) -> None:
-        """Tell the leader again what we voted last."""
+        """Send the leader this peer's last votes again."""
         if leader != self._context.me:
             self._context.emit(*(Send(leader, vote) for vote in self._cast_before))
 
     @property
     def _cast_before(self) -> list[Vote]:
-        """Our last votes here, if they are on the disk: perhaps of a start before, which may have sent them to none."""
+        """This peer's last votes here, if they are on the disk. An earlier start may have cast them without sending
+        them."""
         state = self.state if self._context.votes.are_kept else None
         return [vote for vote in (state.prepare, state.commit) if vote] if state else []
 
     # Others' votes --------------------------------------------------------------------------------------------
     def hear(self, sender: str, vote: Vote) -> Certified | None:
-        """Count a vote. Return the certificate that it completes, if it does."""
+        """Count a vote. Return the certificate that it completes, if any."""
         if not self._may_count(sender, vote):
             return None
         self._tally.hear(sender, vote)
         return self._certified(vote.choice)
 
     def _may_count(self, sender: str, vote: Vote) -> bool:
-        """Return whether to remember a vote: of the whole run's voters, and of peers that live, who may be in a group
-        or found the run."""
+        """Return whether to count a vote: of the run's voters, and of live peers, which may be in a minority's group or
+        found the run."""
         is_voter = self._log.last is not None and self._log.counts(sender, vote.incarnation)
         return is_voter or sender == self._context.me or self._presence.is_live(sender)
 
     def _note(self, header: Header, group: Group) -> None:
-        """Note a header, so that votes for it can be counted."""
+        """Remember a header, so that votes for it can be counted."""
         self._proposed.pop(header.digest, None)
         self._proposed[header.digest] = header, group
         while len(self._proposed) > REMEMBERED:
             del self._proposed[next(iter(self._proposed))]
 
     def recount(self, choice: Choice) -> list[Certified]:
-        """Return the certificates of a header, of a choice in phase 1, whose votes may have come before it."""
+        """Return the certificates of a header that its votes already complete, given its choice in phase 1: votes may
+        arrive before the header."""
         found = [self._certified(choice), self._certified(commit_of(choice))]
         return [certified for certified in found if certified]
 
@@ -155,12 +159,12 @@ class Voter:
         return Certified(header=header, certificate=certificate) if certificate else None
 
     def is_news(self, choice: Choice) -> bool:
-        """Return whether a header was not known to be prepared in this ballot, or a later one."""
+        """Return whether the choice is newer than the newest prepared header that this peer knows."""
         return self.prepared is None or choice_of(self.prepared).weight < choice.weight
 
     def is_prepared(self, certified: Certified) -> bool:
-        """Return whether a message shows a valid prepare certificate of its header. Who founds a run certifies that by
-        itself: so there must be enough members (R13)."""
+        """Return whether a message shows a valid prepare certificate of its header. Founders certify their own
+        founding, so before the first entry it must also have enough members (R13)."""
         certificate, least = certified.certificate, self._context.settings.minimum_peers
         if certificate is None or not self.place.is_prepared(certified.header, certificate):
             return False
@@ -169,7 +173,8 @@ class Voter:
     def proves(self, certified: Certified, sender: str) -> bool:
         """Return whether a message shows a valid commit certificate of its header."""
         assert certified.certificate is not None
-        here = self.here if self._replica.is_settled else self._log  # the digest may be that of the state before
+        # the state digest may still be that of the state before
+        here = self.here if self._replica.is_settled else self._log
         try:
             here.check_next(certified.header)
             prove(certified.certificate, here, certified.header, self._context.keys.verify)
@@ -179,53 +184,53 @@ class Voter:
         return True
 
     def pass_on(self, certified: Certified, leader: str | None, asked: Collection[str]) -> None:
-        """Tell others of a certificate: many by a tree of all; of a few, the leader tells those that it has not `asked`
-        for vote 1, and that know nothing of the header."""
+        """Forward a certificate. With many members it goes down a tree; with a few, the leader sends it to the members
+        that it has not `asked` for vote 1, which do not know the header."""
         assert certified.certificate is not None
         header, group, me = certified.header, certified.certificate.group, self._context.me
         members = audience(self._log, header, group)
-        told: Sequence[str] = ()
+        receivers: Sequence[str] = ()
         if leader is not None and not is_open(self._log, header, group):
-            told = told_by(me, leader, members)
+            receivers = forward_to(me, leader, members)
         elif leader == me and choice_of(certified).phase is Phase.PREPARE:
-            told = [peer for peer in members if peer not in asked and self._presence.is_live(peer)]
-        self._context.emit(*(Send(peer, certified) for peer in told if peer != me))
+            receivers = [peer for peer in members if peer not in asked and self._presence.is_live(peer)]
+        self._context.emit(*(Send(peer, certified) for peer in receivers if peer != me))
 
     def has_committed(self, choice: Choice) -> bool:
-        """Return whether we have given this vote 2."""
+        """Return whether this peer has given this vote 2."""
         state = self.state
         return state is not None and state.commit is not None and state.commit.choice == choice
 
     def voted_in(self, peer: str, ballot: Ballot, phase: Phase) -> bool:
-        """Return whether a peer's newest vote of a phase is in this ballot."""
+        """Return whether a peer's newest vote in a phase is in this ballot."""
         return self._tally.ballot_of(peer, phase) == ballot
 
 
-# Who is told --------------------------------------------------------------------------------------------------------
+# Receivers of votes and certificates --------------------------------------------------------------------------
 def choice_of(certified: Certified) -> Choice:
-    """Return what a certificate is of."""
+    """Return the choice that a certificate is for."""
     assert certified.certificate is not None
     return certified.certificate.choice
 
 
 def commit_of(choice: Choice) -> Choice:
-    """Return the choice of phase 2 that follows from one of phase 1."""
+    """Return the choice of phase 2 that follows a choice of phase 1."""
     return choice.model_copy(update={"phase": Phase.COMMIT, "justify": None})
 
 
 def audience(log: LogState, header: Header, group: Group) -> tuple[str, ...]:
-    """Return the peers that votes and certificates of a header concern: its members, and all that vote on it."""
+    """Return the peers that receive votes and certificates of a header: its members, and all that vote on it."""
     return tuple(dict.fromkeys([*header.peers, *(peer for peer, _ in electorate(log, header, group).voters)]))
 
 
 def is_open(log: LogState, header: Header, group: Group) -> bool:
-    """Return whether all whom a header concerns hear all votes."""
+    """Return whether all of a header's audience receive all votes."""
     return len(audience(log, header, group)) <= OPEN_LIMIT
 
 
-def told_by(me: str, leader: str, members: Sequence[str]) -> tuple[str, ...]:
-    """Return the members that one member tells of a certificate, once it has it: a tree, with the leader at its root.
-    A member that it does not reach, because one between is gone, asks the leader again."""
+def forward_to(me: str, leader: str, members: Sequence[str]) -> tuple[str, ...]:
+    """Return the members to which one member forwards a certificate: its children in a tree with the leader at the
+    root. A member that the tree misses, because one above it is gone, asks the leader again."""
     order = [leader, *(peer for peer in members if peer != leader)]
     first = order.index(me) * FANOUT + 1 if me in order else len(order)
     return tuple(order[first : first + FANOUT])

@@ -1,20 +1,21 @@
-"""The voting of one peer: which votes it gives at a position of the log, and what it must write down before it does.
+"""The votes of one peer: which votes it gives at a position of the log, and what it must write to the disk first.
 
-Two votes make an entry. In phase 1 a voter agrees to a proposal; a quorum of those is a *prepare certificate*. In phase
-2 it *locks* the header of that certificate; a quorum of those commits the entry. The rules (docs/protocol.md has their
-numbers) are all that safety rests on, whatever leaders propose and whatever the network loses, delays or reorders:
+Two votes make an entry. In phase 1 a voter agrees to a proposal; a quorum of these votes is a *prepare certificate*. In
+phase 2 a voter *locks* the header of a prepare certificate; a quorum of these votes commits the entry. Safety rests on
+these rules alone (docs/protocol.md has the numbers), whatever leaders propose and whatever the network loses, delays or
+reorders:
 
-    R5   Vote 1 agrees to a proposal. A voter votes in ballots that only go up, and once in each phase of a ballot. It
-         does not vote for a proposal that shows no prepare certificate, or one that is older than the voter's lock.
-    R6   Vote 2 needs a prepare certificate of its ballot. The header of that becomes the voter's lock.
-    R9   Two votes that no honest voter gives both convict their voter; so does a vote after a farewell. What convicts
-         is in peers/audit/proofs.py.
-    R10  A vote is on the disk before it is on the wire, so that a restarted peer is the same voter.
-    R11  A voter that has said farewell, or has forgotten what it did at a position, does not vote there.
+    R5   Vote 1 agrees to a proposal. The ballots that a voter votes in only go up, and it votes once in each phase of a
+         ballot. A locked voter agrees only to a proposal that shows a prepare certificate no older than its lock.
+    R6   Vote 2 needs a prepare certificate of the same ballot. The certificate's header becomes the voter's lock.
+    R9   Two votes that no honest voter gives both convict their voter; so does a vote after a farewell. The proofs are
+         in peers/audit/proofs.py.
+    R10  A vote is on the disk before it is sent, so that a restarted peer is the same voter.
+    R11  A voter does not vote at a position after its farewell, or if it has forgotten its votes there.
 
-Any two quorums share a voter. So if A is committed in ballot a, no other header is ever prepared after a: the first
-such certificate would have a voter that had locked A in a, and was shown a newer certificate of the other header; there
-is none. A liar that breaks this has signed two votes that convict it.
+Any two quorums share a voter. So once A is committed in ballot a, no other header is ever prepared after a: the first
+such certificate would include a voter that had locked A in a and was shown a newer certificate of the other header, but
+there is none. A liar that breaks this has signed two votes that convict it.
 
 Everything here is pure: no clock, no input or output. The driver writes a `VotingRecord` and then sends the vote.
 """
@@ -47,18 +48,18 @@ from peers.values.identity import Keys
 from peers.values.wire import DIGEST_BYTES, Count, PeerId, RunId, Value, WireError, digest_of, pack, unpack
 
 POSITIONS = 1 << 9
-"""Positions whose votes are remembered (R11): those of two cycles, however many fragments they have. A peer comes back
-to an old one only where two lineages meet."""
+"""Maximum number of positions whose votes are remembered (R11): two cycles, with up to 256 fragments. A peer votes at
+an older position only when it changes to another branch of the log."""
 FIRST = Ballot(view=0, attempt=0)
-"""Lower than any ballot: a leader's first attempt has the number 1."""
+"""The lower bound of all ballots: a leader's first attempt has the number 1."""
 
 
 class Refusal(StrEnum):
-    """The reason for which a voter does not vote; beside each, the rule that it follows from."""
+    """The reason why a voter does not vote. The comment beside each names the rule."""
 
-    ELSEWHERE = "it is about another position than this voter's"
+    ELSEWHERE = "the proposal is for another position than this voter's"
     CLOSED = "a certified entry of this position is known"  # R11
-    LEFT = "the voter has said farewell"  # R11
+    LEFT = "the voter has left the run"  # R11
     FORGOTTEN = "the voter may have voted here and does not remember it"  # R11
     OLD_BALLOT = "the voter has voted in a newer ballot"  # R5.1, R6
     OTHER_VOTE = "the voter has voted for something else in this ballot"  # R5.1, R6
@@ -78,13 +79,14 @@ class Refusal(StrEnum):
 
 
 LASTING = frozenset({Refusal.NO_PAYLOAD, Refusal.NOT_ALONE})
-"""Objections that hold also against a header that was prepared before. The others a quorum has looked into then; were
-they raised again, a locked header could become impossible: one that says a peer is gone that has come back since."""
+"""Refusals that hold even if the proposal shows a prepare certificate. The other conditions were checked by the quorum
+that prepared the header; if they were checked again, a locked header could become impossible to commit, such as one
+that says a peer is gone that has come back since."""
 
 
 @dataclass(frozen=True)
 class VotingPlace:
-    """What a voter knows of a position without its own votes: the log before the entry, and its own key."""
+    """A position as a voter sees it, apart from its own votes: the log before the entry, and the voter's keys."""
 
     log: LogState
     keys: Keys
@@ -108,10 +110,10 @@ class VotingPlace:
 
 # One voter at one position -------------------------------------------------------------------------------------
 class VoterState(Value):
-    """All that a voter remembers of one position: its lock, and its last vote in each phase.
+    """The votes of one voter at one position: its lock, and its last vote in each phase.
 
-    It votes in no ballot below `promised`. Nothing else raises that than a vote: safety needs no more, and a voter
-    whose timer has run out may still help the leader before.
+    The voter votes in no ballot below `promised`. Only a vote raises `promised`: safety needs no more, and a voter
+    whose view timer has ended may still help the earlier leader.
     """
 
     position: Position
@@ -123,7 +125,7 @@ class VoterState(Value):
 
     @property
     def promised(self) -> Ballot:
-        """The newest ballot that it has voted in."""
+        """The newest ballot in which this voter has voted."""
         return max((vote.choice.ballot for vote in (self.prepare, self.commit) if vote), default=FIRST)
 
 
@@ -138,9 +140,10 @@ class Cast:
 def vote_prepare(
     state: VoterState, propose: Propose, place: VotingPlace, objection: Refusal | None = None
 ) -> Cast | Refusal:
-    """Decide vote 1: agree to a proposal. A vote that was given before is given again, with the same bytes.
+    """Return vote 1, which agrees to a proposal, or why the voter refuses. A vote given before is returned again, with
+    the same bytes.
 
-    `objection` is what the round has against the proposal (R5.5 to R5.11).
+    `objection` is the round's reason against the proposal (R5.5 to R5.11).
     """
     choice, justify = propose.choice, propose.justify
     if propose.position != state.position:
@@ -164,8 +167,8 @@ def vote_prepare(
 
 
 def vote_commit(state: VoterState, prepared: Certified, place: VotingPlace) -> Cast | Refusal:
-    """Decide vote 2: lock the header that a prepare certificate proves. It needs neither vote 1 nor the payload: voters
-    that gave vote 1 have the payload, and the others fetch it."""
+    """Return vote 2, which locks the header that a prepare certificate proves, or why the voter refuses. It needs
+    neither vote 1 nor the payload: the voters that gave vote 1 have the payload, and the others fetch it."""
     header, certificate = prepared.header, prepared.certificate
     if certificate is None:
         return Refusal.NO_PREPARE
@@ -187,7 +190,7 @@ def vote_commit(state: VoterState, prepared: Certified, place: VotingPlace) -> C
 
 
 def _why_not_in(state: VoterState, ballot: Ballot, last: Vote | None) -> Refusal | None:
-    """Return why nothing new is voted for in a ballot. `last` is the last vote in the phase that is asked for."""
+    """Return why the voter gives no new vote in a ballot. `last` is its last vote of the same phase."""
     if state.is_closed:
         return Refusal.CLOSED
     if ballot < state.promised or ballot <= FIRST:
@@ -196,8 +199,8 @@ def _why_not_in(state: VoterState, ballot: Ballot, last: Vote | None) -> Refusal
 
 
 def _is_bound(lock: Certified | None, propose: Propose) -> bool:
-    """Return whether a lock keeps the voter from a proposal: unless the proposal shows a certificate that is newer, or
-    as new and of the same header. A minority's lock binds only in a minority's ballots."""
+    """Return whether the lock forbids voting for a proposal. It does unless the proposal shows a newer certificate, or
+    one as new for the same header. A minority's lock binds only in a minority's ballots."""
     if lock is None:
         return False
     locked = _choice_of(lock)
@@ -212,8 +215,8 @@ def _is_bound(lock: Certified | None, propose: Propose) -> bool:
 
 
 def _choice_of(lock: Certified) -> Choice:
-    """Return the choice that prepared a lock."""
-    assert lock.certificate is not None, "nothing is locked without one"
+    """Return the choice of the certificate that prepared a locked header."""
+    assert lock.certificate is not None, "a lock has its prepare certificate"
     return lock.certificate.choice
 
 
@@ -224,15 +227,15 @@ def _sign(state: VoterState, choice: Choice, place: VotingPlace) -> Vote:
 
 # What is on the disk -------------------------------------------------------------------------------------------
 class RecordError(ValueError):
-    """A voting record that can't be used. The peer begins as another incarnation."""
+    """A voting record that is damaged, or of another version, run or peer. The peer starts as another incarnation."""
 
 
 class VotingRecord(Value):
-    """A peer's votes in one run, as they are on its disk. Immutable; each change returns the record to write next.
+    """A peer's votes in one run, as its disk holds them. Immutable; each change returns the record to write next.
 
-    `incarnation` is the number that this memory has: a peer that starts again with its record goes on as the same
-    voter, and one that has lost it draws another number. `left` is the index from which on it has said that it votes no
-    more. Before index `forgotten` it may have voted where nothing is remembered.
+    `incarnation` numbers this unbroken memory of votes: a peer that restarts with its record is the same voter, and one
+    that has lost it takes another number. From index `left` on the peer has promised not to vote. Below index
+    `forgotten` it may have voted at positions that are not in `states`.
     """
 
     version: Literal[1] = 1
@@ -244,7 +247,7 @@ class VotingRecord(Value):
     states: Annotated[tuple[VoterState, ...], Field(max_length=POSITIONS)] = ()
 
     def at(self, position: Position) -> VoterState | Refusal:
-        """Return what the peer remembers of a position, or why it does not vote there."""
+        """Return the peer's votes at a position, or why it does not vote there."""
         if self.left is not None and position.index >= self.left:
             return Refusal.LEFT
         there = (state for state in self.states if state.position.index == position.index)  # quicker than whole positions
@@ -256,7 +259,7 @@ class VotingRecord(Value):
         return VoterState(position=position, incarnation=self.incarnation)
 
     def after(self, state: VoterState) -> VotingRecord:
-        """Return the record with this state of its position. The oldest position is forgotten if there are too many."""
+        """Return the record with this state of its position. Above POSITIONS the oldest position is forgotten."""
         others = [known for known in self.states if known.position != state.position]
         states = sorted([*others, state], key=lambda one: (one.position.index, one.position.fragment))
         dropped = states[: max(0, len(states) - POSITIONS)]
@@ -264,56 +267,57 @@ class VotingRecord(Value):
         return self.model_copy(update={"states": tuple(states[len(dropped) :]), "forgotten": forgotten})
 
     def closed(self, position: Position) -> VotingRecord:
-        """Return the record once a certified entry of the position is known: nothing needs to be voted there again, so
-        nothing needs to be remembered but that."""
+        """Return the record with the position closed: its certified entry is known, so no vote is needed there and its
+        votes are dropped."""
         return self.after(VoterState(position=position, incarnation=self.incarnation, is_closed=True))
 
     @property
     def departure(self) -> int:
-        """The index from which on the peer has voted nowhere."""
+        """The first index at and above which the peer has not voted."""
         return max([self.forgotten, *(state.position.index + 1 for state in self.states)])
 
     def farewell(self) -> tuple[VotingRecord, Departure]:
-        """Return the record of a peer that leaves, and what it then signs."""
+        """Return the record of a peer that leaves, and the farewell that it then signs."""
         left = self.departure if self.left is None else self.left
         departure = Departure(run=self.run, peer=self.peer, incarnation=self.incarnation, index=left)
         return self.model_copy(update={"left": left}), departure
 
     def renewed(self, incarnation: int) -> VotingRecord:
-        """Return the empty record of another incarnation: of a peer that has left and comes back, or that gives up its
-        vote, since nobody has the payload of its lock any more."""
+        """Return the empty record of another incarnation, for a peer that comes back after a farewell, or that gives up
+        its lock since no peer has its payload any more."""
         return VotingRecord(run=self.run, peer=self.peer, incarnation=incarnation)
 
     def pack(self) -> bytes:
-        """Return the bytes to write: a digest, so that a damaged file is noticed, and the record."""
+        """Return the bytes of the file: a digest, which reveals damage, and the record."""
         packed = pack(self)
         return digest_of(packed) + packed
 
     @classmethod
     def load(cls, data: bytes, run: str, peer: str) -> VotingRecord:
-        """Return the record in these bytes. Raises: RecordError unless it is whole, and of this peer in this run."""
+        """Return the record in these bytes. Raises: RecordError unless it is intact, and of this peer in this run."""
         digest, packed = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
         if digest_of(packed) != digest:
-            raise RecordError("the voting record is damaged")
+            raise RecordError("the voting record is damaged: its digest does not match")
         try:
             record = unpack(cls, packed, RECORD_LIMIT)
         except WireError as error:
-            raise RecordError(f"the voting record is of another version, or damaged: {error}") from error
+            raise RecordError(f"the voting record is damaged or of another version: {error}") from error
         if (record.run, record.peer) != (run, peer):
-            raise RecordError(f"the voting record is of {record.peer} in run {record.run}")
+            raise RecordError(f"the voting record is of peer {record.peer} in run {record.run}, not of {peer} in {run}")
         return record
 
 
 # Counting ------------------------------------------------------------------------------------------------------
 @dataclass
 class Tally:
-    """The newest vote of each peer in each phase, as one peer hears them at a position."""
+    """The newest vote of each peer in each phase, at one position."""
 
     place: VotingPlace
     _votes: dict[tuple[str, Phase], Vote] = field(default_factory=dict)
 
     def hear(self, peer: str, vote: Vote) -> bool:
-        """Count a vote if it is the peer's own, and newer than its last. Return whether it counts."""
+        """Count a vote if its signature is valid and it is newer than the peer's last vote. Return whether it
+        counts."""
         key = peer, vote.choice.phase
         before = self._votes.get(key)
         is_new = before is None or before.choice.ballot < vote.choice.ballot
@@ -325,14 +329,14 @@ class Tally:
         return True
 
     def ballot_of(self, peer: str, phase: Phase) -> Ballot | None:
-        """Return the ballot of a peer's newest vote of a phase."""
+        """Return the ballot of a peer's newest vote in a phase."""
         vote = self._votes.get((peer, phase))
         return vote.choice.ballot if vote else None
 
     def certificate(
         self, header: Header, choice: Choice, farewells: Mapping[str, tuple[int, bytes]], group: Group = ()
     ) -> Certificate | None:
-        """Return the certificate of a choice of this header; None: too few have voted for it."""
+        """Return the certificate of this choice of the header; None while too few have voted for it."""
         signatures = {
             (peer, vote.incarnation): vote.signature for (peer, _), vote in self._votes.items() if vote.choice == choice
         }

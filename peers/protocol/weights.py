@@ -11,14 +11,14 @@ from peers.log.state import LogState
 
 
 def weights_of(members: Iterable[Member], log: LogState, settings: RunSettings) -> dict[str, float]:
-    """Return what the members of the next entry count with: their tokens; in an asynchronous run less for old work."""
+    """Return the weight of each member of the next entry: its tokens, in an asynchronous run less for old work."""
     if settings.contributions is None:
         return {member.peer: member.tokens for member in members}
     return {member.peer: aged(member.tokens, log.age(member.peer)) for member in members}
 
 
 def aged(tokens: int, age: int) -> int:
-    """Return what tokens count with that are `age` outer steps old: divided by sqrt(1 + age), as FedBuff has it
-    (arXiv 2106.06639), in whole tokens, so that sums of them are exact in any order. Bit-identical on every machine:
-    both operations round correctly."""
+    """Return the weight of tokens that are `age` outer steps old: divided by sqrt(1 + age), as in FedBuff (arXiv
+    2106.06639). Weights are whole tokens, so that their sums are exact in any order. They have the same bits on every
+    machine, since both operations round correctly."""
     return max(1, int(tokens / math.sqrt(1 + age))) if age and tokens else tokens

@@ -1,4 +1,4 @@
-"""What everything else is made of: plain values, how they become bytes, and what is promised to whom.
+"""Plain values that all other rooms use, and their packing into bytes: identities, leases, manifests, tickets, chunks.
 
 Nothing here knows of another peer.
 

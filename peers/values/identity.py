@@ -1,7 +1,7 @@
-"""A peer's Ed25519 identity: its key file, its libp2p peer id, signing and checking signatures.
+"""A peer's Ed25519 identity: its key file, its libp2p peer id, and signing and checking signatures.
 
-The peer id is libp2p's: base58 of the identity multihash of the protobuf-encoded public key ("12D3KooW…"). It holds the
-whole key, so a signature is checked with nothing but the signer's name, and libp2p's handshake proves the same name.
+The peer id is libp2p's: base58 of the identity multihash of the protobuf-encoded public key ("12D3KooW…"). It contains
+the whole key, so the signer's id is enough to check a signature, and libp2p's handshake proves the same id.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pydantic import Field
 
 from peers.errors import LocalNetworkError, quoted
 
-SIGNATURE_BYTES = 64  # of Ed25519
-KEY_BYTES = 32  # of a public key of Ed25519
-PEER_ID_MAX_LENGTH = 64  # 38 bytes are 52 characters in base58; longer strings are not worth decoding
+SIGNATURE_BYTES = 64  # an Ed25519 signature
+KEY_BYTES = 32  # an Ed25519 public key
+PEER_ID_MAX_LENGTH = 64  # 38 bytes are 52 characters in base58; longer strings are not decoded
 # Multihash "identity" of 36 bytes: a protobuf with field 1 (key type) = 1 (Ed25519), field 2 = 32 bytes of key.
 PEER_ID_PREFIX = bytes((0x00, 0x24, 0x08, 0x01, 0x12, KEY_BYTES))
 # The private key's protobuf: the same key type, then 64 bytes: seed and public key.
@@ -32,7 +32,7 @@ PRIVATE_KEY_PREFIX = bytes((0x08, 0x01, 0x12, 2 * KEY_BYTES))
 
 
 class Identity:
-    """An Ed25519 key pair. Whoever has it is that peer."""
+    """An Ed25519 key pair. Its owner is the peer with its id."""
 
     def __init__(self, private_key: Ed25519PrivateKey) -> None:
         self.private_key = private_key
@@ -74,8 +74,9 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """The identity in `path`; if there is no such file, a new one is saved there. Raises: LocalNetworkError."""
-        with suppress(OSError):  # another process was faster, or no file can have this name: reading it says so
+        """Return the identity in `path`. If there is no such file, a new identity is saved there. Raises:
+        LocalNetworkError."""
+        with suppress(OSError):  # another process was faster, or the file name is invalid: load() reports it
             if not path.exists():
                 cls.generate().save(path)
         return cls.load(path)
@@ -83,7 +84,9 @@ class Identity:
     def save(self, path: Path) -> None:
         """Write a PEM file (PKCS8, mode 0600), whole or not at all, never over an existing one.
 
-        Raises: FileExistsError; LocalNetworkError when the directory is missing or not writable.
+        Raises:
+            FileExistsError: the file exists.
+            LocalNetworkError: the folder is missing or not writable.
         """
         pem = self.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         try:
@@ -106,21 +109,21 @@ class Identity:
             ) from error
 
     def sign(self, data: bytes) -> bytes:
-        """Signature, 64 bytes."""
+        """Return the signature of these bytes, 64 bytes."""
         return self.private_key.sign(data)
 
     def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
-        """Return whether this is the signature of any peer; see the function `verify`."""
+        """Return whether `signature` is that of the peer over `data`; see the function `verify`."""
         return verify(peer, data, signature)
 
     def libp2p_private_key(self) -> bytes:
-        """The private key as libp2p's protobuf, as its daemon reads it from a file."""
+        """Return the private key as libp2p's protobuf, for the file that libp2p's daemon reads."""
         return PRIVATE_KEY_PREFIX + self.seed + self.public_bytes
 
 
-@lru_cache(maxsize=4096)  # evidence, rounds and certificates ask about the same signatures, and each costs 0.1 ms
+@lru_cache(maxsize=4096)  # evidence, rounds and certificates check the same signatures, at 0.1 ms each
 def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
-    """Whether `signature` is that of the peer called `peer_id` over `data`. False for a malformed peer id, too."""
+    """Return whether `signature` is that of the peer `peer_id` over `data`. False also for a malformed peer id."""
     key = _public_key(peer_id)
     if key is None or len(signature) != SIGNATURE_BYTES:
         return False
@@ -145,7 +148,7 @@ def key_of_peer(peer_id: str) -> bytes:
 
 
 def is_peer_id(text: str) -> bool:
-    """Whether `text` is the peer id of an Ed25519 key."""
+    """Return whether `text` is the peer id of an Ed25519 key."""
     return _public_key(text) is not None
 
 
@@ -157,25 +160,25 @@ def _public_key(peer_id: str) -> Ed25519PublicKey | None:
         raw = base58.b58decode(peer_id)
     except ValueError:
         return None
-    # Re-encoding refuses other spellings of the same key (white space, leading "1"s).
+    # Re-encoding rejects other spellings of the same key (white space, leading "1"s).
     if not raw.startswith(PEER_ID_PREFIX) or base58.b58encode(raw).decode() != peer_id:
         return None
     try:
         return Ed25519PublicKey.from_public_bytes(raw[len(PEER_ID_PREFIX) :])
-    except ValueError:  # it is too short, or too long
+    except ValueError:  # the key is too short, or too long
         return None
 
 
 Signature = Annotated[bytes, Field(strict=True, min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
 Verify: TypeAlias = Callable[[str, bytes, bytes], bool]
-"""Whether the peer of this name made this signature of these bytes, given in the order peer, bytes, signature."""
+"""A function of a peer's id, bytes and a signature that returns whether the peer has signed these bytes."""
 
 
 class Keys(Protocol):
-    """One peer's key, and the names of all others, which are their public keys."""
+    """One peer's key pair, and the check of other peers' signatures, whose keys are in their ids."""
 
     def sign(self, data: bytes) -> bytes:
-        """Our signature, 64 bytes."""
+        """Return this peer's signature, 64 bytes."""
 
     def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
-        """Whether the peer of this name made this signature of these bytes."""
+        """Return whether the peer with this id has signed these bytes."""

@@ -1,7 +1,8 @@
-"""Which samples are whose. Sample numbers count along the run's endless deterministic order; ranges are half open.
+"""The samples that each peer trains. Sample numbers count along the run's endless deterministic order; ranges are half
+open.
 
-The pool is a pure function of the log: what lies below the cursor and is neither trained nor leased is free, and is
-handed out again before anything fresh, so that a dead peer's samples are trained by somebody else.
+The pool is a pure function of the log. Samples below the cursor that are neither trained nor leased are free, and are
+dealt again before any fresh ones, so that other peers train a dead peer's samples.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Lease = tuple[SampleRange, ...]
 """Ranges given to one peer for one outer step, trained in this order."""
 
 PIECE_LIMIT = 16
-"""Ranges in one lease; where free samples lie more scattered, the rest is fresh. Keeps headers small."""
+"""Maximum number of ranges in one lease. If the free samples are more scattered, the rest is fresh. This keeps headers
+small."""
 
 
 def sample_count(ranges: Iterable[SampleRange]) -> int:
@@ -37,7 +39,7 @@ def sample_count(ranges: Iterable[SampleRange]) -> int:
 
 
 def _merge(ranges: Iterable[SampleRange]) -> Lease:
-    """Sorted, non-empty, adjacent ranges joined."""
+    """Return the ranges sorted and without empty ones, with adjacent ones joined."""
     joined: list[SampleRange] = []
     for piece in sorted(piece for piece in ranges if piece.size > 0):
         if joined and piece.start <= joined[-1].stop:
@@ -48,7 +50,7 @@ def _merge(ranges: Iterable[SampleRange]) -> Lease:
 
 
 def prefix(lease: Sequence[SampleRange], count: int) -> Lease:
-    """The first `count` samples of a lease, in its order."""
+    """Return the first `count` samples of a lease, in its order."""
     taken: list[SampleRange] = []
     for piece in lease:
         if count <= 0:
@@ -60,17 +62,18 @@ def prefix(lease: Sequence[SampleRange], count: int) -> Lease:
 
 @dataclass(frozen=True)
 class SamplePool:
-    """Samples nobody holds: the `free` ranges below `cursor`, and everything from `cursor` on."""
+    """Samples that no peer has: the `free` ranges below `cursor`, and everything from `cursor` on."""
 
     cursor: int = 0
     free: Lease = ()
 
     def deal(self, counts: Iterable[int]) -> tuple[list[Lease], SamplePool]:
-        """Leases of exactly so many samples, one after another, in at most PIECE_LIMIT ranges each."""
+        """Return leases with exactly these numbers of samples, in at most PIECE_LIMIT ranges each, and the pool without
+        them."""
         free, cursor = list(reversed(self.free)), self.cursor
         dealt: list[Lease] = []
         for count in counts:
-            if not free and count > 0:  # of a thousand grants all but a few
+            if not free and count > 0:  # the usual case: of a thousand grants all but a few
                 dealt.append((SampleRange(cursor, cursor + count),))
                 cursor += count
                 continue
@@ -89,9 +92,10 @@ class SamplePool:
         return dealt, SamplePool(cursor, tuple(reversed(free)))
 
     def claim(self, lease: Iterable[SampleRange]) -> SamplePool:
-        """Remove ranges that peers hold; samples skipped over on the way become free.
+        """Return the pool without ranges that peers hold. Samples skipped over on the way become free.
 
-        Raises: ValueError when any of it is not in the pool (somebody trained or holds it), or is claimed twice.
+        Raises:
+            ValueError: a range is not in the pool, because another peer trained or holds it, or is claimed twice.
         """
         wanted = deque(sorted(lease))
         cursor = max([self.cursor, *(piece.stop for piece in wanted)])
@@ -108,9 +112,10 @@ class SamplePool:
         return SamplePool(cursor, _merge(left))
 
     def bounded(self, limit: int) -> SamplePool:
-        """Give up the smallest free ranges, of equal ones the later, until at most `limit` are left.
+        """Return the pool without its smallest free ranges, the later ones first if equal, so that at most `limit` are
+        left.
 
-        What is given up lies below the cursor and is in nobody's hands, so it is never trained.
+        The dropped ranges are below the cursor, and no peer has them, so they are never trained.
         """
         if len(self.free) <= limit:
             return self
@@ -118,5 +123,5 @@ class SamplePool:
         return SamplePool(self.cursor, tuple(sorted(largest)))
 
     def release(self, returned: Iterable[SampleRange]) -> SamplePool:
-        """Put ranges back; they will be handed out again."""
+        """Return the pool with these ranges put back; they will be dealt again."""
         return SamplePool(self.cursor, _merge((*self.free, *returned)))

@@ -1,11 +1,11 @@
 """The definition of a run, signed by its organiser, and the amendments by which the organiser changes it later.
 
-The run id ends in the digest of the whole signed manifest: who has the id can check whatever the network returns.
-An invite is the run id and where to find the swarm, in one string that needs no quoting in a shell:
+The run id ends in the digest of the whole signed manifest, so a peer with the id can check every manifest that the
+network returns. An invite is the run id with addresses of the swarm, in one string that needs no quoting in a shell:
 
     diloco:tiny-qz3h…4a@/ip4/203.0.113.5/tcp/31337/p2p/12D3KooW…,/ip4/…
 
-A manifest never changes. An *amendment* is signed by the same key, and an entry of the log takes it in: it is in force
+A manifest never changes. An *amendment* is signed by the same key, and an entry of the log takes it in; it is in force
 from the next outer step on. Amendments are numbered. An entry takes in only one with a higher number than all before
 it, so nothing is replayed, and of two with one number the log has the first.
 """
@@ -44,18 +44,18 @@ NAME = re.compile(r"[a-z0-9-]{1,40}")
 DIGEST_CHARACTERS = 32  # of lower-case base32: 160 bits
 RUN_ID = re.compile(rf"(?P<name>[a-z0-9-]{{1,40}})-[a-z2-7]{{{DIGEST_CHARACTERS}}}")
 ADDRESS = re.compile(r"(/[A-Za-z0-9.:%_-]+)+/p2p/[A-Za-z0-9]+")
-SIGNING_CONTEXT = b"diloco-peer manifest\0"  # a signature made for anything else is worth nothing here
+SIGNING_CONTEXT = b"diloco-peer manifest\0"  # keeps signatures for other purposes from counting here
 AROUND = " \t\r\n<>()'\"`“”."
-"""Characters that begin and end no invite."""
+"""Characters that no invite begins or ends with, so that they are stripped."""
 INVITE_PREFIX = "diloco:"
 ASK_AGAIN = "Ask the organiser for the invite again."
-AMENDMENT_CONTEXT = b"diloco-peer amendment\0"  # a signature made for anything else is worth nothing here
-AMENDMENT_LIMIT = 512  # bytes of its content: a heartbeat has two amendments
-AMENDMENTS_LIMIT = 64  # of a run: its headers have all of them
+AMENDMENT_CONTEXT = b"diloco-peer amendment\0"  # keeps signatures for other purposes from counting here
+AMENDMENT_LIMIT = 512  # bytes of the content; a heartbeat has room for two amendments
+AMENDMENTS_LIMIT = 64  # amendments of a run, since its headers have all of them
 
 
 class SignedManifest(Value):
-    """A run's definition: `content` is the checked run.toml as canonical JSON; what it means is the training side's."""
+    """A run's definition. `content` is the checked run.toml as canonical JSON; only the training side interprets it."""
 
     version: Count
     name: Annotated[str, Field(strict=True)]
@@ -65,7 +65,7 @@ class SignedManifest(Value):
 
     @classmethod
     def create(cls, identity: Identity, name: str, content: Mapping[str, Any]) -> SignedManifest:
-        """Sign `content` (what JSON can say) as the run `name`. Raises: ManifestError."""
+        """Sign `content` (values that JSON can represent) as the run `name`. Raises: ManifestError."""
         _check_name(name)
         try:
             canonical = _canonical(content)
@@ -86,7 +86,7 @@ class SignedManifest(Value):
 
     @cached_property
     def digest(self) -> bytes:
-        """BLAKE3 of the packed manifest, 32 bytes."""
+        """The BLAKE3 digest of the packed manifest, 32 bytes."""
         return digest_of(self.pack())
 
     @cached_property
@@ -96,13 +96,13 @@ class SignedManifest(Value):
 
     @property
     def values(self) -> dict[str, Any]:
-        """The content, parsed. A fresh copy."""
+        """The parsed content; a fresh copy each time."""
         values: dict[str, Any] = json.loads(self.content)
         return values
 
     @cached_property
     def is_by_invitation(self) -> bool:
-        """Whether only peers with a ticket of the organiser may join."""
+        """True if only peers with a ticket from the organiser may join."""
         admission = self.values.get("admission")
         return isinstance(admission, dict) and admission.get("mode") == "invite"
 
@@ -121,7 +121,8 @@ class SignedManifest(Value):
 
     @classmethod
     def unpack(cls, data: bytes, expected_run_id: str | None = None) -> SignedManifest:
-        """A manifest from untrusted bytes, all checks done. Raises: ManifestError saying which one failed."""
+        """Return a manifest from untrusted bytes, with all checks done. Raises: ManifestError naming the check that
+        failed."""
         try:
             manifest = unpack(cls, data, SIZE_LIMIT)
         except WireError as error:
@@ -138,7 +139,7 @@ class SignedManifest(Value):
         if self.version != PROTOCOL_VERSION:
             raise ManifestError(
                 f"the run is of protocol version {self.version}; this diloco-peer speaks version {PROTOCOL_VERSION}.",
-                "Install the diloco-peer that the run's organiser uses: `diloco-peer --version` says what one speaks.",
+                "Install the version of the run's organiser; `diloco-peer --version` shows its protocol version.",
             )
         _check_name(self.name)
         if not verify(self.organiser, _signed_bytes(self.name, self.organiser, self.content), self.signature):
@@ -154,7 +155,7 @@ class SignedManifest(Value):
 
 @dataclass(frozen=True)
 class Invite:
-    """A run and the addresses of peers through which it can be found."""
+    """A run, and the addresses of peers through which it can be found."""
 
     run_id: str
     addresses: tuple[str, ...] = ()
@@ -165,8 +166,8 @@ class Invite:
 
     @classmethod
     def parse(cls, text: str) -> Invite:
-        """An invite, or a run id alone; what an e-mail or a chat puts around it is no part of it. Raises: ManifestError
-        naming what is wrong."""
+        """Return the invite in a text, which may be only a run id. Punctuation around it, as in an e-mail or a chat, is
+        ignored. Raises: ManifestError naming the part that is wrong."""
         run_id, at, addresses = text.strip(AROUND).removeprefix(INVITE_PREFIX).partition("@")
         if run_id.startswith("/"):
             raise ManifestError(
@@ -189,7 +190,7 @@ class Invite:
 
 
 def _check_name(name: str) -> None:
-    """Raises: ManifestError when a run cannot be called that."""
+    """Raises: ManifestError when the name is not allowed for a run."""
     if NAME.fullmatch(name) is None:
         raise ManifestError(
             f"the run's name {quoted(name, 60)} is not allowed.", "Use 1 to 40 lower-case letters, digits and hyphens."
@@ -207,8 +208,8 @@ def _signed_bytes(name: str, organiser: str, content: bytes) -> bytes:
 
 
 class Amendment(Value):
-    """A change of a run that goes on. The training side knows the meaning of its `content`, which stands in place of
-    all that earlier amendments had."""
+    """A change of a running run. Only the training side interprets its `content`, which replaces that of all earlier
+    amendments."""
 
     number: Annotated[int, Field(strict=True, ge=1, le=AMENDMENTS_LIMIT)]
     content: Annotated[bytes, Field(strict=True, max_length=AMENDMENT_LIMIT)]
@@ -240,12 +241,12 @@ class LoggedAmendment(Value):
     cursor: Count
 
 
-# Heartbeats and headers repeat the same few, and a signature costs 0.1 ms to check.
+# Cached, since heartbeats and headers repeat the same few, and checking a signature takes 0.1 ms.
 @lru_cache(maxsize=4096)
 def _is_signed(text: bytes, signature: bytes, organiser: str) -> bool:
     return verify(organiser, text, signature)
 
 
 def newest(*amendments: Amendment | None) -> Amendment | None:
-    """Return the amendment with the highest number, the first of several; None: there is none."""
+    """Return the amendment with the highest number, the first one if several have it; None without amendments."""
     return max(filter(None, amendments), key=lambda amendment: amendment.number, default=None)

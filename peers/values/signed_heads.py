@@ -1,11 +1,11 @@
-"""Signed heads: what the archives that a run's manifest names have signed of its log.
+"""Signed heads: heads of the log, signed by the archives that a run's manifest names.
 
-Anybody can found an open run a second time, with peers and entries of its own making, all signed. A head that an
-archive has signed tells the two apart: of two branches of the log the one that has it is the run's. Progress never
-waits for archives; a branch that has not come so far is behind, and nothing worse.
+Any peer can found an open run a second time, with peers and entries of its own, all signed. A head that an archive has
+signed distinguishes the two: of two branches of the log, the one that has it is the run's. Progress never waits for
+archives; a branch that does not reach the head yet is only behind.
 
-One key's word is as good as another's. A key that has signed two heads at one index is not believed from there on; nor
-are two keys that have signed different heads at one index. Those heads are kept and passed on as proof.
+All keys count equally. A key that has signed two heads at one index does not count from there on; nor do two keys that
+have signed different heads at one index. Those heads are kept and passed on as proof.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pydantic import Field
 from peers.values.identity import Keys, Signature, Verify, verify
 from peers.values.wire import Digest, PeerId, Value, WireError, pack, pack_plain, unpack
 
-SIGNING_CONTEXT = b"diloco-peer signed head\0"  # a signature made for anything else is worth nothing here
-KEYS_LIMIT = 8  # archives that a manifest may name: each adds to what every node keeps and checks
+SIGNING_CONTEXT = b"diloco-peer signed head\0"  # keeps signatures for other purposes from counting here
+KEYS_LIMIT = 8  # maximum number of archives in a manifest, since every node keeps and checks their heads
 KEPT = 4
-"""Heads of one key that are remembered, the newest ones; besides, two that show why it is not believed any more."""
-HEADS_LIMIT = KEYS_LIMIT * (KEPT + 2)  # of all keys together
-HEADS_BYTES = 16 * 1024  # of packed heads, at most: so many are 8 KB
-CONTRADICTED = -1  # less than any index, and than nothing signed, so that such a branch loses
+"""Number of a key's newest heads that are kept, besides two that show why it does not count any more."""
+HEADS_LIMIT = KEYS_LIMIT * (KEPT + 2)  # for all keys together
+HEADS_BYTES = 16 * 1024  # maximum bytes of packed heads; HEADS_LIMIT of them are 8 KB
+CONTRADICTED = -1  # lower than any index, and than no signature (0), so that such a branch loses
 
 
 class SignedHeadsError(ValueError):
@@ -34,7 +34,7 @@ class SignedHeadsError(ValueError):
 
 
 class SignedHead(Value):
-    """The name of the log after `index` outer steps, signed by the peer `archive`."""
+    """The head of the log after `index` outer steps, signed by the peer `archive`."""
 
     archive: PeerId
     index: Annotated[int, Field(strict=True, ge=1, lt=2**62)]
@@ -43,27 +43,27 @@ class SignedHead(Value):
 
     @classmethod
     def sign(cls, run: str, index: int, head: bytes, archive: str, keys: Keys) -> Self:
-        """Sign a head as the peer `archive`, whose keys these are."""
+        """Sign a head as the peer `archive`, which has these keys."""
         return cls(archive=archive, index=index, head=head, signature=keys.sign(_text(run, index, head)))
 
     def is_signed(self, run: str, verify: Verify = verify) -> bool:
-        """Whether its archive has signed it for this run."""
+        """Return whether its archive has signed it for this run."""
         return verify(self.archive, _text(run, self.index, self.head), self.signature)
 
 
 class HeadList(Value):
-    """Heads as one node tells them to another, and keeps them on its disk."""
+    """Heads, as nodes send them and keep them on their disks."""
 
     heads: Annotated[tuple[SignedHead, ...], Field(max_length=HEADS_LIMIT)]
 
 
 def pack_heads(heads: Iterable[SignedHead]) -> bytes:
-    """Pack heads for another node or the disk."""
+    """Return the bytes of these heads, for another node or the disk."""
     return pack(HeadList(heads=tuple(heads)))
 
 
 def unpack_heads(packed: bytes) -> tuple[SignedHead, ...]:
-    """Unpack heads, whose signatures are still to be checked. Raises: SignedHeadsError."""
+    """Return the heads in these bytes; their signatures are not checked. Raises: SignedHeadsError."""
     try:
         return unpack(HeadList, packed, HEADS_BYTES).heads
     except WireError as error:
@@ -72,14 +72,14 @@ def unpack_heads(packed: bytes) -> tuple[SignedHead, ...]:
 
 @dataclass(frozen=True)
 class SignedHeads:
-    """The keys of a run's archives, and as much of what they have signed as is worth knowing."""
+    """The keys of a run's archives, and the heads that they have signed, as far as they are needed."""
 
     run: str
     keys: tuple[str, ...] = ()
     heads: tuple[SignedHead, ...] = ()
 
     def with_heads(self, heads: Iterable[SignedHead]) -> SignedHeads:
-        """Return these and more, whose signatures have been checked."""
+        """Return these heads and more, whose signatures have been checked."""
         by_place = {(one.index, one.archive, one.head): one for one in (*heads, *self.heads)}
         ordered = [by_place[place] for place in sorted(by_place)]
         ends, kept = _disbelieved(ordered), list[SignedHead]()
@@ -90,22 +90,23 @@ class SignedHeads:
         return self if tuple(kept) == self.heads else replace(self, heads=tuple(kept))
 
     def taking(self, heads: Iterable[SignedHead], verify: Verify = verify) -> SignedHeads:
-        """Return these and what somebody else knows. Raises: SignedHeadsError."""
+        """Return these heads and those of another node, once their signatures are checked. Raises: SignedHeadsError."""
         new = [head for head in heads if head not in self.heads]
         for head in new:
             if head.archive not in self.keys:
-                raise SignedHeadsError(f"{head.archive} is no archive of the run")
+                raise SignedHeadsError(f"{head.archive} is not an archive of the run")
             if not head.is_signed(self.run, verify):
                 raise SignedHeadsError(f"the signature of {head.archive} at outer step {head.index} is not its own")
         return self.with_heads(new) if new else self
 
     def only(self, key: str) -> SignedHeads:
-        """Return what this key has signed."""
+        """Return the heads that this key has signed."""
         return replace(self, keys=(key,), heads=tuple(head for head in self.heads if head.archive == key))
 
     @cached_property
     def disbelieved(self) -> Mapping[str, int]:
-        """The keys that have contradicted themselves or each other, and from which index on they are not believed."""
+        """The keys that have contradicted themselves or each other, each with the index from which on it does not
+        count."""
         return _disbelieved(self.heads)
 
     @cached_property
@@ -117,7 +118,7 @@ class SignedHeads:
 
     @cached_property
     def indices(self) -> frozenset[int]:
-        """The places of the heads that count."""
+        """The indices of the heads that count."""
         return frozenset(head.index for head in self.believed)
 
     @property
@@ -127,8 +128,8 @@ class SignedHeads:
 
     # Branches -------------------------------------------------------------------------------------------------
     def standing(self, heads: Mapping[int, bytes], after: int = 0) -> int:
-        """Return the newest index after `after` that is signed as a branch with these heads has it, by index; 0: none
-        is; CONTRADICTED: one is signed otherwise.
+        """Return the newest index after `after` at which this branch has a signed head; 0 if there is none;
+        CONTRADICTED if it has a different head than a signed one. `heads` are the branch's, by index.
 
         Of two branches that split there, the one with the greater standing is the run's.
         """
@@ -138,11 +139,11 @@ class SignedHeads:
         return max((one.index for one in reached), default=0)
 
     def contradiction(self, heads: Mapping[int, bytes]) -> SignedHead | None:
-        """Return the first signed head in place of which a branch has another one."""
+        """Return the first signed head at an index where the branch has a different one, if any."""
         return next((one for one in self.believed if heads.get(one.index, one.head) != one.head), None)
 
     def vouched(self, heads: Mapping[int, bytes]) -> int:
-        """Return up to which index archives vouch for a branch; 0: not at all."""
+        """Return the index up to which archives vouch for a branch; 0 if they do not."""
         return max(0, self.standing(heads))
 
 
@@ -150,19 +151,19 @@ NOTHING_SIGNED = SignedHeads("")
 
 
 def _text(run: str, index: int, head: bytes) -> bytes:
-    """Return the bytes that an archive signs: the log of this run has this head after so many outer steps."""
+    """Return the bytes that an archive signs: the log of this run has this head after this number of outer steps."""
     return SIGNING_CONTEXT + pack_plain([run, index, head])
 
 
 def _disbelieved(heads: Iterable[SignedHead]) -> dict[str, int]:
-    """Return from which index on keys are not believed: where they contradict themselves, or else each other."""
+    """Return the index from which each key does not count: where it contradicts itself, or else another key."""
     at: dict[int, dict[str, set[bytes]]] = {}
     for one in heads:
         at.setdefault(one.index, {}).setdefault(one.archive, set()).add(one.head)
     ends = dict[str, int]()
     for index, signed in sorted(at.items()):
-        here = {key: said for key, said in signed.items() if key not in ends}
-        liars = {key for key, said in here.items() if len(said) > 1}
+        here = {key: named for key, named in signed.items() if key not in ends}
+        liars = {key for key, named in here.items() if len(named) > 1}
         others = here.keys() - liars
         disputed = others if len(set[bytes]().union(*(here[key] for key in others))) > 1 else set()
         ends |= dict.fromkeys(liars | disputed, index)

@@ -1,7 +1,5 @@
-"""The operating system and the event loop, as the swarm uses them: a clock that runs on while the machine sleeps,
-folders that only this user may enter whatever the umask, files that are there whole or not at all, and tasks whose
-exceptions are seen.
-"""
+"""The operating system and the event loop, as the swarm uses them: a clock that goes on while the machine sleeps,
+private folders whatever the umask, files that are whole or missing, and tasks whose exceptions are logged."""
 
 from __future__ import annotations
 
@@ -24,19 +22,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-UNSEEN_SECONDS = 1.0  # after its end, in which a task's owner takes its exception; who awaits it does so at once
+UNSEEN_SECONDS = 1.0  # after a task's end, for its owner to take its exception; an awaiting owner takes it at once
 PARTIAL = ".partial"
-"""What the name of a file ends in while it is written. A process that is killed leaves it behind."""
+"""The suffix of a file's name while it is written. A killed process leaves the file behind."""
 
 
 def now() -> float:
-    """Return the time. A laptop's lid stops the monotonic clock, while for all others time goes on."""
+    """Return the time in seconds. Unlike the monotonic clock, it goes on while a laptop's lid is closed, as for all
+    others."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def start_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Start a task. Its exception is logged where no caller takes it: all tasks outside of a TaskGroup begin here."""
-    import asyncio  # here, since the checkpoints' writer, which needs none, is to start fast
+    """Start a task. Its exception is logged if no caller takes it. All tasks outside of a TaskGroup start here."""
+    import asyncio  # imported here, since the checkpoints' writer needs none and must start fast
 
     task = asyncio.create_task(work)
     task.add_done_callback(_look_later)
@@ -44,8 +43,10 @@ def start_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 
 def _look_later(task: asyncio.Task[Any]) -> None:
-    if task._log_traceback:  # asyncio's note of an exception that no one has taken; it logs it only at the task's end
-        # Weakly: its traceback has the frames, and with them the memory, of what may be over. asyncio reports the rest.
+    # true while no caller has taken the exception; asyncio itself logs it only when the task is deleted
+    if task._log_traceback:
+        # A weak reference, because the traceback keeps the frames' memory alive. asyncio logs the exception of a
+        # deleted task.
         task.get_loop().call_later(UNSEEN_SECONDS, _report_unseen, weakref.ref(task))
 
 
@@ -56,8 +57,8 @@ def _report_unseen(reference: weakref.ref[asyncio.Task[Any]]) -> None:
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel these tasks, and return when all have ended. One that had failed before is logged, unless a caller has
-    taken its exception; what others raise while they are cancelled is of interest only to developers."""
+    """Cancel these tasks, and return when all have ended. The error of a task that had failed before is logged, unless
+    a caller has taken it. Errors during the cancellation are logged for debugging only."""
     import asyncio
 
     failed = [task for task in tasks if task.done() and task._log_traceback]
@@ -70,16 +71,14 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
 
 
 def next_sequence(*last: int) -> int:
-    """Return the sequence of a peer's next heartbeat: milliseconds since the epoch, but above each of the `last` ones
-    of its key, also where the clock was set back or two come within a millisecond."""
+    """Return the sequence number of a peer's next heartbeat: milliseconds since the epoch, but above each of its `last`
+    numbers, even if the clock was set back or two heartbeats come within a millisecond."""
     return max(time.time_ns() // 1_000_000, *(one + 1 for one in last))
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, for this user alone. One that is there stays as it is.
-
-    Raises: OSError.
-    """
+    """Create a folder, and missing parents, that only this user may enter. An existing one stays as it is. Raises:
+    OSError."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except FileNotFoundError:
@@ -90,17 +89,18 @@ def make_private_folder(folder: Path) -> None:
 
 
 def open_private(path: str, flags: int) -> int:
-    """Open a file that, if it is made now, only this user may read: the `opener` of secrets. Raises: OSError."""
+    """Open a file that, if it is created now, only this user may read: an `opener` for secrets. Raises: OSError."""
     return os.open(path, flags, 0o600)
 
 
 @contextmanager
 def temporary_folder(base: Path, prefix: str) -> Iterator[Path]:
-    """A new private folder for as long as the context lasts. A killed process leaves it to `sweep_folders`."""
+    """Create a private folder, and remove it at the end of the context. `sweep_folders` removes that of a killed
+    process."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         with suppress(FileNotFoundError), _held(folder) as is_ours:
-            if is_ours and folder.exists():  # else it was swept before it was held
+            if is_ours and folder.exists():  # otherwise it was swept before it was locked
                 try:
                     yield folder
                 finally:
@@ -110,7 +110,8 @@ def temporary_folder(base: Path, prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[bool]:
-    """Hold a folder meanwhile, if no living process does: the kernel releases those of a dead one. Raises: OSError."""
+    """Lock a folder for the context, unless a living process holds the lock; the kernel releases those of dead ones.
+    Yield whether it is locked. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         try:
@@ -134,8 +135,8 @@ def sweep_folders(base: Path, prefix: str) -> None:
 
 
 def write_whole(path: Path, pieces: Iterable[bytes | memoryview], is_durable: bool = False) -> None:
-    """Put a file in its place, whole or not at all. One that `is_durable` is whole after a loss of power, too, which
-    takes the disk's time. Raises: OSError."""
+    """Write a file, whole or not at all. With `is_durable` it is whole after a power failure, too, which takes the
+    disk's time. Raises: OSError."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         with partial.open("wb") as file:
@@ -153,7 +154,7 @@ def write_whole(path: Path, pieces: Iterable[bytes | memoryview], is_durable: bo
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the disk know the new names of files, too. Raises: OSError."""
+    """Write a folder's new file names to the disk. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,9 @@
 """Tickets: signatures of a run's organiser that admit peers to a run by invitation.
 
 The organiser signs a key and a time of expiry. The key is that of one peer, and admits this peer; or it is a *bearer
-key*, made for the ticket, and admits every peer whose id it has signed. The text of such a ticket has the secret of the
-bearer key in it, so that each machine that has the text can sign its own id. Heartbeats show the signatures and not the
-secret: nobody can use a ticket that was only seen in a heartbeat.
+key*, made for the ticket, and admits every peer whose id it has signed. The text of such a ticket contains the bearer
+key's secret, so that each machine with the text can sign its own id. Heartbeats show the signatures but not the secret,
+so that a ticket seen in a heartbeat is of no use to others.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from peers.values.wire import Count, RunId, Value, WireError, digest_of, pack, p
 
 TICKET_PREFIX = "diloco-ticket:"
 SHOWN_BYTES = 256  # of a ticket, as heartbeats show it
-TICKET_BYTES = 1024  # of a packed ticket, at most; ours have about 200
-ID_BYTES = 8  # of a grant's digest: two tickets of one run are never alike by chance
-GRANT_CONTEXT = b"diloco-peer grant\0"  # a signature made for anything else is worth nothing here
+TICKET_BYTES = 1024  # maximum bytes of a packed ticket; usual ones have about 200
+ID_BYTES = 8  # of a grant's digest, enough that no two tickets of a run collide by chance
+GRANT_CONTEXT = b"diloco-peer grant\0"  # keeps signatures for other purposes from counting here
 BEARER_CONTEXT = b"diloco-peer bearer\0"
-REVOKED_LIMIT = 2000  # tickets on one list, which is sent whole: 20 KB
-LIST_BYTES = 64 * 1024  # of a packed list, at most
+REVOKED_LIMIT = 2000  # maximum number of tickets on one list, which is sent whole: 20 KB
+LIST_BYTES = 64 * 1024  # maximum bytes of a packed list
 REVOCATION_CONTEXT = b"diloco-peer revocations\0"
 GRACE = 600.0
-"""Seconds past the expiry of a ticket for which peers still take it: longer than honest clocks differ. Its holder goes
-when its own clock says so, and nobody meets the difference."""
-ANOTHER_TICKET = "Ask whoever gave you the ticket for another one."
+"""Seconds after a ticket's expiry for which other peers still accept it: more than honest clocks differ. Its holder
+leaves by its own clock, so the difference does no harm."""
+ANOTHER_TICKET = "Ask the person who gave you the ticket for another one."
 
 Key = Annotated[bytes, Field(strict=True, min_length=KEY_BYTES, max_length=KEY_BYTES)]
 TicketId = Annotated[bytes, Field(strict=True, min_length=ID_BYTES, max_length=ID_BYTES)]
 
 
 class TicketError(ValueError):
-    """A ticket, or a list of revoked ones, that is not valid. The message says why, as the end of a sentence on it."""
+    """A ticket, or a list of revoked ones, that is not valid. The message says why, as the end of a sentence about
+    it."""
 
 
 def _grant(run: str, key: bytes, is_for_bearers: bool, expires: int) -> bytes:
@@ -47,7 +48,7 @@ def _grant(run: str, key: bytes, is_for_bearers: bool, expires: int) -> bytes:
 
 
 class ShownTicket(Value):
-    """A ticket as the heartbeats of one peer show it. Only bearers show a signature of the peer's id."""
+    """A ticket as the heartbeats of one peer show it. Only a bearer ticket has a signature of the peer's id."""
 
     key: Key
     expires: Count
@@ -56,15 +57,15 @@ class ShownTicket(Value):
 
 
 class _CheckedTicket(NamedTuple):
-    """The facts about a ticket whose signatures are good. `expires` is in seconds since the epoch."""
+    """The facts of a ticket with valid signatures. `expires` is in seconds since the epoch."""
 
     id: bytes
     expires: int
 
 
-@lru_cache(maxsize=4096)  # each heartbeat of a peer shows the same bytes; a signature costs 0.1 ms to check
+@lru_cache(maxsize=4096)  # a peer's heartbeats show the same bytes; a signature takes 0.1 ms to check
 def check_ticket(shown: bytes, peer: str, run: str, organiser: str) -> _CheckedTicket:
-    """Check that a packed ShownTicket admits a peer to a run, but for its age. Raises: TicketError."""
+    """Check that a packed ShownTicket admits a peer to a run, apart from its expiry. Raises: TicketError."""
     try:
         ticket = unpack(ShownTicket, shown, SHOWN_BYTES)
     except WireError as error:
@@ -75,14 +76,14 @@ def check_ticket(shown: bytes, peer: str, run: str, organiser: str) -> _CheckedT
     holder = peer_id_of_bytes(ticket.key)
     if ticket.bearer_signature is None:
         if holder != peer:
-            raise TicketError(f"it is for {holder}")
+            raise TicketError(f"it is for the peer {holder}")
     elif not verify(holder, BEARER_CONTEXT + peer.encode(), ticket.bearer_signature):
         raise TicketError("its bearer has not signed the id of this peer")
     return _CheckedTicket(digest_of(grant)[:ID_BYTES], ticket.expires)
 
 
 class Ticket(Value):
-    """A ticket as people hand it to each other. `secret` is the seed of its bearer key; None: it is for one peer."""
+    """A ticket as people pass it on. `secret` is the seed of its bearer key; None if it is for one peer."""
 
     run: RunId
     key: Key
@@ -92,7 +93,7 @@ class Ticket(Value):
 
     @classmethod
     def give(cls, run: str, organiser: Identity, expires: int, to: str | None = None) -> Self:
-        """Sign a ticket as the organiser: for the peer `to`, or for everybody who has the ticket."""
+        """Sign a ticket as the organiser: for the peer `to`, or for every peer that has the ticket."""
         bearer = Identity.generate()
         secret, key = (bearer.seed, bearer.public_bytes) if to is None else (None, key_of_peer(to))
         signature = organiser.sign(_grant(run, key, to is None, expires))
@@ -100,16 +101,17 @@ class Ticket(Value):
 
     @property
     def id(self) -> bytes:
-        """The name of the ticket in lists of revoked ones."""
+        """The id of the ticket in lists of revoked ones."""
         return digest_of(_grant(self.run, self.key, self.secret is not None, self.expires))[:ID_BYTES]
 
     @property
     def peer(self) -> str | None:
-        """The id of the only peer that it admits; None: it admits everybody who has it."""
+        """The id of the only peer that it admits; None if it admits every peer that has it."""
         return peer_id_of_bytes(self.key) if self.secret is None else None
 
     def shown_by(self, peer: str) -> bytes:
-        """Return what the heartbeats of a peer show of it. Raises: AdmissionError when it is for another peer."""
+        """Return the packed form that a peer's heartbeats show. Raises: AdmissionError when the ticket is for another
+        peer."""
         if self.peer not in (None, peer):
             raise AdmissionError(
                 f"the ticket is for the peer {self.peer}; this machine is {peer}.",
@@ -124,21 +126,20 @@ class Ticket(Value):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises: AdmissionError."""
+        """Return the ticket in a text. Raises: AdmissionError."""
         plain = "".join(text.split()).removeprefix(TICKET_PREFIX)
         try:
             packed = base64.b64decode(plain + "=" * (-len(plain) % 4), altchars=b"-_", validate=True)
             return unpack(cls, packed, TICKET_BYTES)
-        except (binascii.Error, ValueError) as error:  # which a WireError is, too
+        except (binascii.Error, ValueError) as error:  # a WireError is a ValueError
             raise AdmissionError(
                 f"{quoted(plain, 40)} is not a ticket: it cannot be read.",
-                "Copy the whole of what you were sent, or name a file that has it.",
+                "Copy the whole text of the ticket, or name a file that has it.",
             ) from error
 
 
 class Revocations(Value):
-    """A list of the tickets of a run that admit nobody any more, signed by its organiser. The list with the highest
-    number counts."""
+    """A list of the run's revoked tickets, signed by its organiser. The list with the highest number counts."""
 
     run: RunId
     number: Count
@@ -152,13 +153,13 @@ class Revocations(Value):
 
     @classmethod
     def unpack(cls, packed: bytes, run: str, organiser: str) -> Self:
-        """The list in untrusted bytes. Raises: TicketError."""
+        """Return the list in untrusted bytes. Raises: TicketError."""
         try:
             found = unpack(cls, packed, LIST_BYTES)
         except WireError as error:
             raise TicketError(str(error)) from error
         if found.run != run or not verify(organiser, _revocation(run, found.number, found.revoked), found.signature):
-            raise TicketError("it is of another run, or not signed by its organiser")
+            raise TicketError("it is for another run, or not signed by its organiser")
         return found
 
 

@@ -1,5 +1,5 @@
-"""Bytes to typed values and back, and the kinds of fields that values share. Everything that comes from the network
-enters through `unpack`.
+"""Conversion of bytes to typed values and back, and types of fields that values share. All data from the network enters
+through `unpack`.
 
 Values are pydantic models packed as msgpack arrays in field order: canonical (the same value always gives the same
 bytes, so digests can be taken of them), bounded in size, and checked field by field. Never pickle.
@@ -20,18 +20,19 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 from peers.errors import RemoteProtocolError
 from peers.values.leases import SampleRange
 
-PROTOCOL_VERSION = 18  # goes up when peers of the version before would misread ours: they cannot meet in a run
-DIGEST_BYTES = 32  # of BLAKE3
+# goes up when peers of the earlier version would misread this one's messages: the two cannot share a run
+PROTOCOL_VERSION = 18
+DIGEST_BYTES = 32  # a BLAKE3 digest
 REASON_LIMIT = 500  # characters
 LONGEST_WAIT = 30 * 86400.0  # seconds
 MESSAGE_LIMIT = 1 << 20  # bytes; a roster of 1,000 peers with their leases needs about 200 KB
 NICKNAME_LENGTH = 32  # characters
 NICKNAME = r"^([!-~]([ -~]*[!-~])?)?$"
-"""Printable ASCII, without spaces at its ends; empty: none."""
+"""Printable ASCII without spaces at its ends; may be empty."""
 
 
 def _sample_range(plain: object) -> SampleRange:
-    """Check a range. pydantic would make each anew, also those that are checked already: most of a member's time."""
+    """Return a checked range. pydantic would create each one anew, which would take most of a member's time."""
     match plain:
         case [start, stop] if type(start) is int and type(stop) is int and 0 <= start < stop < 2**62:
             return plain if type(plain) is SampleRange else SampleRange(start, stop)
@@ -39,7 +40,8 @@ def _sample_range(plain: object) -> SampleRange:
 
 
 def printable(text: str) -> str:
-    """A peer's words as they may reach a terminal or a log: on one line, without control characters, not too long."""
+    """Return a peer's text in a form that is safe for a terminal or a log: one line, no control characters, limited
+    length."""
     return "".join(character if character.isprintable() else " " for character in text[:REASON_LIMIT])
 
 
@@ -54,12 +56,12 @@ Reason = Annotated[str, Field(strict=True, max_length=REASON_LIMIT), AfterValida
 
 @cache
 def field_names(kind: type[BaseModel]) -> tuple[str, ...]:
-    """Return the names of a model's fields in their order. pydantic looks for them anew each time."""
+    """Return the names of a model's fields in order. Cached, since pydantic looks for them anew each time."""
     return tuple(kind.model_fields)
 
 
 class Value(BaseModel):
-    """Base of everything that crosses the network: immutable, no unknown fields."""
+    """Base of all values that cross the network: immutable, no unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -81,8 +83,8 @@ class Value(BaseModel):
         return copied
 
     def __eq__(self, other: object) -> bool:
-        """Compare fields. pydantic's own comparison knows of more than values have, and takes up to ten times as long;
-        each message is compared with where its receiver is."""
+        """Compare fields. pydantic's own comparison covers more than these values have, and takes up to ten times as
+        long; each incoming message's position is compared."""
         if self is other:
             return True
         if type(self) is not type(other):
@@ -91,7 +93,7 @@ class Value(BaseModel):
         if mine == theirs:
             return True
         fields = type(self).__pydantic_fields__
-        if len(mine) == len(theirs) == len(fields):  # else cached properties lie beside them
+        if len(mine) == len(theirs) == len(fields):  # otherwise one of them also has cached properties
             return False
         return all(mine.get(name) == theirs.get(name) for name in fields)
 
@@ -103,12 +105,12 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 def digest_of(data: Buffer) -> bytes:
-    """BLAKE3, 32 bytes."""
+    """Return the BLAKE3 digest, 32 bytes."""
     return blake3(data).digest()
 
 
 def _plain_fields(value: Value) -> list[object]:
-    """Return a model's fields in their order: msgpack asks for the plain form of what it does not know."""
+    """Return a model's fields in order. msgpack calls this for objects that it cannot pack."""
     fields = value.__dict__
     return [fields[name] for name in field_names(type(value))]
 
@@ -125,11 +127,11 @@ def pack(value: Value) -> bytes:
 
 
 class WireError(ValueError):
-    """Bytes that are not a value of the wanted kind."""
+    """Bytes that are not a value of the expected kind."""
 
 
 def decode(data: bytes, limit: int = MESSAGE_LIMIT) -> Any:
-    """msgpack to plain lists, numbers, strings and bytes. Raises: WireError."""
+    """Return msgpack bytes as plain lists, numbers, strings and bytes. Raises: WireError."""
     if len(data) > limit:
         raise WireError(f"{len(data)} bytes exceed the limit of {limit}")
     try:
@@ -139,7 +141,7 @@ def decode(data: bytes, limit: int = MESSAGE_LIMIT) -> Any:
 
 
 def from_plain(kind: type[ValueT], plain: object) -> ValueT:
-    """Nested lists in field order to a checked model. Raises: WireError naming the field."""
+    """Return nested lists in field order as a checked model. Raises: WireError naming the field."""
     try:
         return kind.model_validate(plain)
     except ValidationError as error:
@@ -149,12 +151,12 @@ def from_plain(kind: type[ValueT], plain: object) -> ValueT:
 
 
 def unpack(kind: type[ValueT], data: bytes, limit: int = MESSAGE_LIMIT) -> ValueT:
-    """Bytes from the network to a checked model. Raises: WireError."""
+    """Return bytes from the network as a checked model. Raises: WireError."""
     return from_plain(kind, decode(data, limit))
 
 
 def unpack_from(peer: str, kind: type[ValueT], data: bytes, limit: int = MESSAGE_LIMIT) -> ValueT:
-    """What `peer` sent as a checked model. Raises: RemoteProtocolError."""
+    """Return bytes from `peer` as a checked model. Raises: RemoteProtocolError."""
     try:
         return unpack(kind, data, limit)
     except WireError as error:
@@ -162,23 +164,23 @@ def unpack_from(peer: str, kind: type[ValueT], data: bytes, limit: int = MESSAGE
 
 
 def check_nickname(name: str) -> None:
-    """Raises: ValueError unless others can be told this name."""
+    """Raises: ValueError unless this is a valid name of a team or peer."""
     if not name or len(name) > NICKNAME_LENGTH or not re.fullmatch(NICKNAME, name):
         raise ValueError(
-            f"{name!r} is no name of a team or peer: give 1 to {NICKNAME_LENGTH} printable ASCII characters, without "
-            "spaces at its ends"
+            f"{name!r} is not a valid name of a team or peer: give 1 to {NICKNAME_LENGTH} printable ASCII characters,"
+            " without spaces at its ends"
         )
 
 
 class Reach(StrEnum):
-    """The way that bulk data takes between two peers; the same in both directions."""
+    """The way of bulk data between two peers; the same in both directions."""
 
     OPEN = "open"
     """One of the two can dial the other."""
     PUNCHED = "punched"
     """Both dialled at once, through their NATs."""
     RELAYED = "relayed"
-    """A node that both can dial passes the bytes on, and can't read them."""
+    """A node that both can dial forwards the bytes, and cannot read them."""
     NONE = "none"
     """Every way was tried, and failed."""
 

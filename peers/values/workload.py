@@ -1,4 +1,4 @@
-"""What the swarm asks of the training side. Bytes and counts only: peers never learns what the numbers mean."""
+"""The interface of the training side. It has bytes and counts only: this package does not interpret the numbers."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from peers.values.wire import Buffer
 Blocks: TypeAlias = Buffer
 """Whole blocks of a payload."""
 Inspect: TypeAlias = Callable[[int, Blocks, int], float]
-"""Returns the squared norm of a chunk in a format. Raises: BadBlocksError when these bytes are no such chunk."""
+"""Returns the squared norm of a chunk in a format. Raises: BadBlocksError when the bytes are no such chunk."""
 
 
 @dataclass(frozen=True)
 class PayloadKind:
-    """What there is to know of one fragment's payloads: how large they are, and what measures their chunks."""
+    """The size of one fragment's payloads, and the function that checks and measures their chunks."""
 
     size: PayloadSize
     inspect: Inspect
 
 
 OnCaptured: TypeAlias = Callable[[int], Awaitable[None]]
-"""Told of a fragment whose local values have been stored by all workers of the machine."""
+"""Called with a fragment once all workers of the machine have stored its local values."""
 
 
 async def captures_nothing(fragment: int) -> None:
-    """Of a run with one fragment, nothing is captured before training ends."""
+    """Do nothing: in a run with one fragment nothing is captured before training ends."""
 
 
 @dataclass(frozen=True)
 class InnerLoop:
-    """What one peer trains for one outer step: from the theta after `index` entries, at most `steps` inner steps on a
-    lease's samples, in their order. `tokens` is what the log's lineage has trained before that, and `amendments` are
-    what it has taken in until then: the last one is in force in that outer step, also for work that comes late."""
+    """The training of one peer for one outer step: from theta after `index` entries, at most `steps` inner steps on a
+    lease's samples, in their order. `tokens` are those that the log's lineage has trained before. `amendments` are
+    those that it has taken in until then; the last one is in force in that outer step, even for work that comes
+    late."""
 
     index: int
     samples: tuple[SampleRange, ...]
@@ -53,10 +54,10 @@ class InnerLoop:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the worker is within one outer step; published in heartbeats. `loss` is None where it is not known.
+    """The progress of the workers in one outer step, as heartbeats publish it. `loss` is None if unknown.
 
-    `inner_step` is 0 for the last inner steps of an overlap, which come when what is trained is known already.
-    `step_tokens` are what an inner step trains on average, where that is not the run's batch.
+    `inner_step` is 0 for the last inner steps of an overlap, whose work is reported already. `step_tokens` is the
+    average number of tokens in an inner step, if that is not the run's batch.
     """
 
     inner_step: int
@@ -67,7 +68,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one outer step's inner steps come to: the samples trained (a prefix of the lease) and the tokens in them.
+    """The result of one outer step's inner steps: the trained samples (a prefix of the lease) and their tokens.
 
     `contribution` is the root over the chunks of its pseudo-gradient, once that is quantized in a `format`.
     """
@@ -81,12 +82,12 @@ class Trained:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What there is to average for outer step `index`: checked blocks of a fragment, from `first_block` on, each with
-    its owner's weight, in the format that `formats` has at its place; without `formats`, in the average's.
+    """The blocks to average for outer step `index`: checked blocks of a fragment, from `first_block` on, each with its
+    owner's weight. `formats` has the format of each; if it is empty, they are in the average's format.
 
-    Weights are tokens, or less for a contribution that is old or clipped; the sum is divided by `tokens`, which is the
-    sum of the weights before anything is clipped, and by default the sum of the weights. The average may lie in `out`,
-    which has as many bytes as it takes.
+    Weights are tokens, or less for a contribution that is old or clipped. The sum is divided by `tokens`, the sum of
+    the weights before clipping; by default it is the sum of the weights. The average may be written to `out`, which has
+    the right size.
     """
 
     contributions: Sequence[tuple[Blocks, float]]
@@ -99,41 +100,41 @@ class Reduction:
 
 
 class Blocked(Protocol):
-    """How the payloads of one fragment are cut into blocks. Averages are in format 0; contributions are in any format,
-    of which later ones are smaller. A block holds the same values in each."""
+    """The blocks of one fragment's payloads. Averages are in format 0; contributions are in any format, and later
+    formats are smaller. A block holds the same values in each format."""
 
     @property
     def block_count(self) -> int:
-        """Number of blocks in a payload."""
+        """The number of blocks in a payload."""
 
     @property
     def format_count(self) -> int:
-        """Number of formats in which a peer may contribute."""
+        """The number of formats in which a peer may contribute."""
 
     def byte_range(self, first_block: int, last_block: int, format: int = 0) -> tuple[int, int]:
-        """Byte offsets [start, stop) of blocks [first_block, last_block) within a payload."""
+        """Return the byte offsets [start, stop) of blocks [first_block, last_block) within a payload."""
 
     def check(self, blocks: Blocks, first_block: int) -> None:
-        """Raises: BadBlocksError when these bytes are not whole blocks from `first_block` on that an encoder makes."""
+        """Raises: BadBlocksError unless these bytes are whole blocks, from `first_block` on, that an encoder can
+        produce."""
 
 
 class ReplicatedState(Protocol):
-    """The state machine that the log drives: momentum and theta. It is all that following a run takes.
-
-    Calls are never concurrent.
-    """
+    """The state that the log drives: momentum and theta. A follower of a run needs only this. Calls are never
+    concurrent."""
 
     @property
     def fragments(self) -> Sequence[Blocked]:
-        """How each fragment's payloads are cut up. Plain DiLoCo has one fragment."""
+        """The blocks of each fragment's payloads. Plain DiLoCo has one fragment."""
 
     async def apply(
         self, payload: Blocks, index: int, fragment: int = 0, *, amendment: Amendment | None = None
     ) -> None:
-        """Take outer step `index` of one fragment from the payload's bytes, whole or not at all, with what the
-        `amendment` sets that the log has in force there; None: with the manifest's values.
+        """Take outer step `index` of one fragment with the payload, whole or not at all. `amendment` is the one that
+        the log has in force there; None for the manifest's values.
 
-        Raises: BadBlocksError, and changes nothing.
+        Raises:
+            BadBlocksError: the payload is invalid; nothing is changed.
         """
 
     async def state_digest(self) -> bytes:
@@ -142,52 +143,54 @@ class ReplicatedState(Protocol):
 
     @property
     def state_size(self) -> int:
-        """Bytes of momentum and theta together."""
+        """The number of bytes of momentum and theta together."""
 
     async def copy_state(self, out: memoryview) -> None:
         """Write momentum's bytes, then theta's."""
 
     async def restore(self, state: Blocks, state_digest: bytes) -> None:
-        """Replace momentum and theta. Raises: SnapshotError, and changes nothing, when these bytes are not the state
-        with that digest."""
+        """Replace momentum and theta. Raises: SnapshotError, and changes nothing, unless these bytes are the state with
+        that digest."""
 
 
 class Workload(ReplicatedState, Protocol):
-    """The replicated state and the worker that trains from it.
+    """The replicated state and the workers that train from it.
 
-    A payload is a sequence of `block_count` independently decodable blocks. `reduce` reads neither theta nor
-    momentum and may run beside anything, `copy_state` and `state_digest` beside `run_inner_loop` and `reduce`,
-    `copy_state` also beside `contribution`, and `apply` beside `run_inner_loop` once it has reported progress; other
-    calls are never concurrent. Of a run with several fragments, `contribution` and `unchanged` may also run beside
-    `run_inner_loop`.
+    A payload is a sequence of `block_count` independently decodable blocks. Some calls may be concurrent, all others
+    never are. `reduce` reads neither theta nor momentum, and may run beside anything. `copy_state` and `state_digest`
+    may run beside `run_inner_loop` and `reduce`, and `copy_state` also beside `contribution`. `apply` may run beside
+    `run_inner_loop` once that has reported progress. In a run with several fragments, `contribution` and `unchanged`
+    may also run beside `run_inner_loop`.
     """
 
     async def run_inner_loop(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
     ) -> Trained:
-        """Load theta into the worker and train. Cancelling stops the worker within an inner step.
+        """Load theta into the workers and train. Cancelling stops them within an inner step.
 
-        For each fragment but the last one `on_captured` is awaited: all workers have stored what they have learned of
-        it. Of the last fragment that is so when this returns. In a run with an overlap the worker then still takes its
-        last inner steps, before all else that it is asked to do."""
+        `on_captured` is awaited for each fragment but the last, once all workers have stored its local values. Those of
+        the last fragment are stored when this returns. In a run with an overlap the workers then still take their last
+        inner steps, before all other requests.
+        """
 
     async def contribution(self, fragment: int = 0, format: int = 0) -> Blocks:
-        """Return the pseudo-gradient of a fragment quantized in a format, a whole payload: the theta that its training
-        began with, less local. Once for each time that it is captured. The bytes may lie where those of the call before
-        lay."""
+        """Return a fragment's pseudo-gradient, quantized in a format, as a whole payload: the theta that its training
+        began with, less the local values. Called once for each capture. The bytes may reuse the memory of the call
+        before."""
 
     async def reduce(self, reduction: Reduction) -> Blocks:
-        """Return the average of the blocks: in fp32, in their order, weighted; quantized once.
+        """Return the weighted average of the blocks: summed in fp32, in their order, and quantized once.
 
-        Raises: BadBlocksError or DilocoPeerError when there is no such average; if so, there is none of more of them,
-        too.
+        Raises:
+            BadBlocksError, DilocoPeerError: there is no such average; then there is none of more blocks, either.
         """
 
     def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0, format: int = 0) -> float:
-        """Return the sum of the squares of what a fragment's blocks in a format, from `first_block` on, decode to, the
-        same bits everywhere.
+        """Return the sum of the squares of the values that a fragment's blocks, from `first_block` on, decode to. It
+        has the same bits on every machine.
 
-        Raises: BadBlocksError when these bytes are not whole blocks, or not what an encoder makes.
+        Raises:
+            BadBlocksError: the bytes are not whole blocks, or not what an encoder can produce.
         """
 
     async def apply(
@@ -200,12 +203,13 @@ class Workload(ReplicatedState, Protocol):
         *,
         amendment: Amendment | None = None,
     ) -> None:
-        """See `ReplicatedState.apply`. With `keeps_work`, what is being trained, or has been, goes on counting from the
-        theta that it began with. `counts`: what this peer has contributed is in the average."""
+        """Take an outer step as `ReplicatedState.apply` does. With `keeps_work`, the training under way or finished
+        still counts, relative to the theta that it began with. `counts` is true if the average has this peer's
+        contribution."""
 
     async def unchanged(self, index: int, fragment: int) -> None:
-        """Hear that outer step `index` leaves a fragment as it is, since nobody had trained it: whoever waits for it
-        goes on."""
+        """Record that outer step `index` leaves a fragment unchanged, since no peer has trained it. Workers that wait
+        for it go on."""
 
 
 class BadBlocksError(Exception):
@@ -213,4 +217,4 @@ class BadBlocksError(Exception):
 
 
 class SnapshotError(Exception):
-    """Bytes that are not the state that they should be."""
+    """Bytes that are not the expected state."""

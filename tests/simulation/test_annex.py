@@ -71,7 +71,7 @@ def test_who_is_excluded_is_told_so_and_comes_back_when_its_time_is_over() -> No
     assert swarm.run(300.0, until=lambda: any(excluded(swarm)) and swarm.longest > 2)
     assert swarm.run(300.0, until=lambda: all(not names for names in excluded(swarm)))
     told = [what for line in swarm.trace for what in line if isinstance(what, Trouble)]
-    assert any("excludes it for its next" in trouble.reason for trouble in told)
+    assert any("excludes it for the next" in trouble.reason for trouble in told)
 
 
 def test_a_contribution_with_another_norm_than_the_committed_one_excludes_its_owner() -> None:

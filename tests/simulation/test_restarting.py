@@ -142,7 +142,7 @@ def test_a_peer_whose_locks_payload_is_nowhere_gives_its_vote_up() -> None:
     swarm.start(LONE)
     goes_on(swarm, 2, 2 * TIMING.partition_grace + PATIENCE)
     assert swarm.peers[LONE].peer.incarnation != incarnation
-    assert any("is nowhere" in note.text for note in said(swarm, Note))
+    assert any("no peer has the payload" in note.text for note in said(swarm, Note))
 
 
 def lock_alone(swarm: Swarm) -> None:
@@ -182,10 +182,10 @@ def test_a_lone_volunteer_with_a_full_disk_votes_nothing_and_goes_on_when_there_
     before = swarm.longest
     swarm.run(2 * PATIENCE)
     assert swarm.longest <= before + 1, "an entry that was under way"
-    assert "no vote" in swarm.peers[LONE].peer.hindrances.told
+    assert "does not vote" in swarm.peers[LONE].peer.hindrances.shown
     swarm.disk_of(LONE).is_full = False
     goes_on(swarm)
-    assert swarm.peers[LONE].peer.hindrances.told == ""
+    assert swarm.peers[LONE].peer.hindrances.shown == ""
     is_of_one_lineage(swarm)
 
 
@@ -196,7 +196,7 @@ def test_a_member_with_a_full_disk_has_no_vote_and_counts() -> None:
     counted = swarm.history.counted[LONE]
     goes_on(swarm, 3)
     assert swarm.history.counted[LONE] > counted
-    assert any(trouble.reason.startswith("this peer has no vote") for trouble in said(swarm, Trouble))
+    assert any(trouble.reason.startswith("this peer does not vote") for trouble in said(swarm, Trouble))
 
 
 # A record that was set back --------------------------------------------------------------------------------------

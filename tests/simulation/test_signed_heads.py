@@ -49,7 +49,7 @@ def has(swarm: Swarm, name: str, head: bytes) -> bool:
 
 
 def trouble_of(swarm: Swarm, name: str) -> str:
-    return swarm.peers[name].peer.hindrances.told
+    return swarm.peers[name].peer.hindrances.shown
 
 
 def at_work_on(swarm: Swarm, names: tuple[str, ...], head: bytes) -> bool:
@@ -74,8 +74,8 @@ def test_a_newcomer_joins_the_founding_that_is_signed() -> None:
     for name in newcomers:
         assert swarm.peers[name].index == 0
         assert trouble_of(swarm, name) == (
-            "the run's archives have signed outer step 8, and this peer has not seen a log yet that has it;"
-            " it waits for a peer or an archive with that log"
+            "the run's archives have signed outer step 8, and this peer has not found a log with it yet;"
+            " it waits for a peer or an archive that has that log"
         )
     swarm.heal()
     assert swarm.run(600.0, until=lambda: at_work_on(swarm, FIRST + newcomers, head)), "they do not train together"

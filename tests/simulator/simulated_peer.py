@@ -218,7 +218,7 @@ class SimulatedPeer:
                 "inner_step": self._training.inner_step(self.world.now) if self._trained else 0,
                 "view": peer.view,
                 "leads": peer.presence.can_lead,
-                "trouble": peer.hindrances.told,
+                "trouble": peer.hindrances.shown,
                 "amendment": peer.settled.amendment,
                 "proposed": peer.proposed_amendment,
             }
@@ -460,7 +460,7 @@ class SimulatedPeer:
                 raise SnapshotError(f"{fetch.donor} does not answer")
             believed = self.peer.believed(*self.entries.branches(sources[fetch.donor].entries, self._keys.verify))
             if believed is None:
-                raise SnapshotError(f"the log of {fetch.donor} is not better than ours")
+                raise SnapshotError(f"the log of {fetch.donor} is not better than this peer's")
             told = partial(state_told, believed, self.peer.presence.live().values())
             vouched = Vouched(believed, told, fetch.least)
             having = vouched.choose({name: self.shelf.offer(frozen) for name, frozen in states.items()})

@@ -39,7 +39,7 @@ def test_who_comes_back_with_another_founding_leaves_it_for_the_signed_one(tmp_p
             eventually(lambda: taken(site, "two") > kept + 2, "nobody founds the run again")
         with volunteers(site, invite, "two") as [two]:
             two.line("has signed another outer step", "it does not hear what the archive has signed")
-            two.line("as the archive .* has signed it: fetching a snapshot", "it does not go over to the archive's log")
+            two.line("fetching a snapshot of .* as the archive .* has signed it", "it does not change over to that log")
             eventually(lambda: known(site, invite, "two"), "it does not keep what it has heard")
             with volunteers(site, invite, "three"):
                 eventually(lambda: agree(site, invite, 2), "a newcomer does not join them")

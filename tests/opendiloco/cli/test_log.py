@@ -327,7 +327,7 @@ def test_entries_that_no_quorum_has_signed_are_named(folder: RunFolder, recorded
 def test_a_certificate_of_another_entry_is_found(folder: RunFolder, recorded: RecordedRun) -> None:
     other = pack(recorded.certificates[1])
     rewrite(folder, lambda found: [*found[:2], replace(found[2], certificate=other), *found[3:]])
-    assert_wrong(folder, 2, "the certificate is of another entry")
+    assert_wrong(folder, 2, "the certificate is for another entry or group")
 
 
 def sign(folder: RunFolder, index: int, head: bytes, by: Identity = ORGANISER) -> None:
@@ -347,7 +347,7 @@ def test_another_log_than_the_signed_one_is_found(folder: RunFolder) -> None:
     sign(folder, 3, bytes(32))
     assert_wrong(folder, 2, f"the archive {ORGANISER.peer_id} has signed another one")
     sign(folder, 3, bytes(32), Identity.generate())
-    assert_wrong(folder, 0, "is no archive of the run")
+    assert_wrong(folder, 0, "is not an archive of the run")
 
 
 def test_states_are_verified_up_to_a_gap(folder: RunFolder, recorded: RecordedRun) -> None:

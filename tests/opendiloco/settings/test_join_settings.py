@@ -122,7 +122,7 @@ def test_a_file_that_is_named_has_to_be_there(tmp_path: Path) -> None:
         (["--max-memory", "1e300"], "'--max-memory': 1e+300"),
         (
             ["--team", " a "],
-            "Invalid value for '--team':  a : ' a ' is no name of a team or peer: give 1 to 32 printable",
+            "Invalid value for '--team':  a : ' a ' is not a valid name of a team or peer: give 1 to 32 printable",
         ),
         (
             ["--data", "/no/such/folder"],

@@ -448,7 +448,7 @@ def test_voters_that_cannot_be_reached_are_named(
 
     with caplog.at_level(logging.INFO):
         asyncio.run(scenario())
-    lines = [line for line in caplog.messages if line.startswith("no payload of entry 0: ")]
+    lines = [line for line in caplog.messages if line.startswith("could not fetch the payload of entry 0: ")]
     assert {"peer a did not answer", "peer c did not answer"} <= set(re.split(r": |; ", lines[0])), "in any order"
 
 
@@ -463,7 +463,7 @@ def test_an_entry_whose_payload_is_not_here_is_not_applied(monkeypatch: pytest.M
         asyncio.run(scenario())
     (error,) = caught.value.exceptions
     assert isinstance(error, LocalProtocolError)
-    assert "payload of entry 0 is to be applied and not here" in str(error)
+    assert "entry 0 is to be applied, but its payload is not here" in str(error)
 
 
 def test_what_is_lost_is_counted_and_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -476,7 +476,7 @@ def test_what_is_lost_is_counted_and_named(monkeypatch: pytest.MonkeyPatch, capl
     with caplog.at_level(logging.INFO):
         asyncio.run(scenario())
     assert counted("tokens_lost", what="entries") == before + 300
-    assert "300 tokens that we trained are lost: our entries from 7 on are not in the lineage of a" in caplog.messages
+    assert "300 trained tokens are lost: our entries from 7 on are not in the lineage of a" in caplog.messages
 
 
 def test_a_message_too_large_to_be_sent_is_named_and_nothing_ends(
@@ -495,7 +495,7 @@ def test_a_message_too_large_to_be_sent_is_named_and_nothing_ends(
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(scenario())
-    assert "cannot tell a: a message of 2000000 bytes exceeds" in caplog.text
+    assert "cannot send to a: a message of 2000000 bytes exceeds" in caplog.text
 
 
 def test_it_leaves_though_the_network_never_takes_a_handler(monkeypatch: pytest.MonkeyPatch) -> None:

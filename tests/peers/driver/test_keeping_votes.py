@@ -79,8 +79,8 @@ def test_without_a_file_votes_are_kept_in_memory() -> None:
     [
         ("run", "b", None, "does not exist"),
         ("run", "b", b"half", "damaged"),
-        ("another", "b", RECORD.pack(), "is of b in run run"),
-        ("run", "c", RECORD.pack(), "is of b in run run"),
+        ("another", "b", RECORD.pack(), "is of peer b in run run"),
+        ("run", "c", RECORD.pack(), "is of peer b in run run"),
     ],
     ids=["missing", "damaged", "another run", "another peer"],
 )
@@ -95,4 +95,4 @@ def test_r10_a_record_that_is_none_of_this_peer_is_not_used_and_one_line_says_so
     (record,) = caplog.records
     assert record.levelname == "INFO", "it mends itself"
     assert says in record.getMessage()
-    assert record.getMessage().endswith("this peer votes once the log names it, and need only go on")
+    assert record.getMessage().endswith("this peer votes again once it is in an outer step, which needs no action")

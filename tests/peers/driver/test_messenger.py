@@ -89,7 +89,7 @@ def test_a_message_reaches_the_protocol_with_its_senders_name() -> None:
     ("data", "reason"),
     [
         (msgpack.packb([PROTOCOL_VERSION + 1, RUN, "inquire", []]), "protocol version"),
-        (pack_message("another", MESSAGE, None), "another run"),
+        (pack_message("another", MESSAGE, None), "of run 'another', not of 'tiny'"),
         (msgpack.packb([PROTOCOL_VERSION, RUN, "gossip", []]), "unknown kind of message 'gossip'"),
         (msgpack.packb([PROTOCOL_VERSION, RUN, "inquire", ["here", b"", 0]]), "Position.index"),
         (PACKED[:-1], "not msgpack"),

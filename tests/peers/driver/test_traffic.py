@@ -428,7 +428,7 @@ def test_what_was_confirmed_before_a_stream_broke_off_is_not_sent_again() -> Non
 def test_a_member_that_refuses_or_cannot_be_reached_is_tried_again() -> None:
     async def scenario() -> None:
         async with Host.running() as host:
-            host.wire.members["a"].refusal = "not in round 1.1 with you"
+            host.wire.members["a"].refusal = "this peer is not in round 1.1 with the sender"
             c = host.wire.members.pop("c")
             host.quantized()
             await host.when(lambda: sum(len(event.chunks) for event in host.seen(ChunksUnsent)) == 4)

@@ -94,7 +94,7 @@ def test_the_first_entry_may_have_one() -> None:
 @pytest.mark.parametrize("given", [amendment(), amendment(1, 0.5), amendment(2), amendment(2, 0.5)])
 def test_nothing_is_replayed_and_of_two_with_one_number_the_first_counts(given: Amendment) -> None:
     log = cycle(EMPTY, amendment(2))
-    with pytest.raises(LogError, match=f"amendment {given.number} does not come after 2, which is in force"):
+    with pytest.raises(LogError, match=f"amendment {given.number} does not follow 2, which is in force"):
         entry(log, given)
 
 

@@ -109,7 +109,7 @@ def test_of_a_run_by_two_thirds_more_than_two_thirds(signers: int, is_certified:
     assert (found is not None) is is_certified
     few = made(by_majority, header, range(3))
     assert prove(few, by_majority, header, verify) == Support(True, 3)
-    with pytest.raises(CertificateError, match="3 of 5 voters are too few"):
+    with pytest.raises(CertificateError, match="3 signers of 5 voters are too few"):
         prove(few, log, header, verify)
 
 
@@ -140,7 +140,7 @@ def test_a_name_has_one_vote_whichever_of_two_machines_with_its_key_signs() -> N
         with pytest.raises(CertificateError, match="is not its own"):
             prove(made(log, header, [0, 1]).model_copy(update={"signers": signers}), log, header, verify)
     for signers in ((ours, copys), (ours, ours)):
-        with pytest.raises(CertificateError, match="names places that the electorate does not have"):
+        with pytest.raises(CertificateError, match="names a voter twice, or an unknown one"):
             prove(made(log, header, [0, 1]).model_copy(update={"signers": signers}), log, header, verify)
 
 

@@ -123,10 +123,10 @@ def test_with_one_fragment_the_entry_names_the_lineage() -> None:
 def test_an_entry_has_a_payload_unless_nobody_trained_its_fragment() -> None:
     nobody = [Member(peer="a", tokens=0, samples=())]
     assert LOG.append(next_header(LOG, nobody, NO_PAYLOAD)).pending == (1, 2)
-    with pytest.raises(LogError, match="nobody in the roster has trained anything"):
+    with pytest.raises(LogError, match="no member of the roster has trained tokens"):
         next_header(LOG, nobody, PAYLOAD)
-    with pytest.raises(LogError, match="it lacks a payload"):
+    with pytest.raises(LogError, match="its payload is missing"):
         next_header(LOG, [Member(peer="a", tokens=TOKENS, samples=())], NO_PAYLOAD)
     for payload in (PAYLOAD, NO_PAYLOAD):
-        with pytest.raises(LogError, match="nobody in the roster has trained anything"):
+        with pytest.raises(LogError, match="no member of the roster has trained tokens"):
             next_header(LOG.of(2), nobody, payload)

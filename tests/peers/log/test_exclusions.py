@@ -105,7 +105,7 @@ def test_the_first_entry_has_no_annex() -> None:
 
 
 def test_a_run_may_do_without() -> None:
-    with pytest.raises(LogError, match="it has no annex"):
+    with pytest.raises(LogError, match="only the entry that closes a cycle has an annex"):
         excluding(founded(replace(EMPTY, exclusion=0)))
 
 
@@ -114,7 +114,7 @@ def test_only_the_entry_that_closes_a_cycle_has_an_annex() -> None:
     first = [member(name, 0, 20).model_copy(update={"samples": ()}) for name in "ab"]
     log = log.append(next_header(log, first, PAYLOAD))
     log = log.append(next_header(log.of(1), [member("a", 0, 20), member("b", 20, 40)], PAYLOAD))
-    with pytest.raises(LogError, match="it has no annex"):
+    with pytest.raises(LogError, match="only the entry that closes a cycle has an annex"):
         next_header(log.of(0), [log.of(0).expected("a")], PAYLOAD, [fault("b")])
     named = log.append(next_header(log.of(0), [log.of(0).expected("a")], PAYLOAD))
     assert named.append(next_header(named.of(1), [named.of(1).expected("a")], PAYLOAD, [fault("b")])).excluded

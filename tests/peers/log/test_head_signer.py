@@ -50,7 +50,7 @@ def test_it_never_signs_two_branches(tmp_path: Path) -> None:
     signer(tmp_path).sign(COMMON.kept(), NOBODY)
     with pytest.raises(CannotSignError, match="this key has signed another outer step 10"):
         signer(tmp_path).sign(OTHER.kept(), NOBODY)
-    with pytest.raises(CannotSignError, match="it has not come to outer step 10, which this key has signed"):
+    with pytest.raises(CannotSignError, match="it ends before outer step 10, which this key has signed"):
         signer(tmp_path).sign(Past(4).kept(), NOBODY)
 
 
@@ -69,7 +69,7 @@ def test_it_signs_nothing_that_another_archive_would_not_have_signed(tmp_path: P
 def test_a_log_that_has_not_come_to_what_is_signed_may_be_another(tmp_path: Path) -> None:
     """Regression: an archive that had signed nothing yet signed a short false log, and could never sign the run's."""
     known = NOBODY.with_heads([signed(COMMON, 7, "y")])
-    with pytest.raises(CannotSignError, match="it has not come to outer step 7, which y has signed"):
+    with pytest.raises(CannotSignError, match="it ends before outer step 7, which y has signed"):
         signer(tmp_path).sign(Past(4, name=b"other").kept(), known)
     assert signer(tmp_path).sign(COMMON.kept(), known) == signed(COMMON, 10)
 
@@ -84,7 +84,7 @@ def test_it_contradicts_another_key_where_that_has_signed_another_log(tmp_path: 
     assert it.last == signer(tmp_path).last == signed(COMMON, 10), "which binds it as before"
     known = known.with_heads([head])
     assert known.disbelieved == {"y": 7, "z": 7}
-    with pytest.raises(CannotSignError, match="is not believed any more: outer step 7 is signed twice"):
+    with pytest.raises(CannotSignError, match="this key does not count any more: outer step 7 is signed twice"):
         it.sign(COMMON.kept(), known)
 
 
@@ -100,7 +100,7 @@ def test_what_it_contradicts_another_key_with_is_certified(tmp_path: Path) -> No
 
 def test_a_key_that_has_lied_signs_nothing_more(tmp_path: Path) -> None:
     known = NOBODY.with_heads([signed(COMMON, 7), signed(OTHER, 7)])
-    with pytest.raises(CannotSignError, match="is not believed any more"):
+    with pytest.raises(CannotSignError, match="this key does not count any more"):
         signer(tmp_path).sign(COMMON.kept(), known)
 
 
@@ -122,7 +122,7 @@ def test_a_damaged_file_stops_it(tmp_path: Path, content: bytes) -> None:
 
 def test_a_file_of_another_key_stops_it(tmp_path: Path) -> None:
     signer(tmp_path).sign(COMMON.kept(), NOBODY)
-    with pytest.raises(SignedFileError, match="it is of another key or run"):
+    with pytest.raises(SignedFileError, match="it is for another key or run"):
         signer(tmp_path, "y")
 
 

@@ -116,7 +116,7 @@ def test_what_does_not_follow_cannot_be_told() -> None:
     with pytest.raises(LogError, match="lineage_tokens"):
         outcome_of(log, header.model_copy(update={"lineage_tokens": 1}))
     for not_its_own in (member("a", 0, 20), member("x", 205, 210)):
-        with pytest.raises(LogError, match="do not begin a lease of its own"):
+        with pytest.raises(LogError, match="begin neither its lease nor a grant"):
             Turnout.of(log, [not_its_own])
 
 

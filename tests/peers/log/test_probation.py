@@ -98,7 +98,7 @@ def test_signatures_of_newcomers_certify_nothing() -> None:
     ours = certificate(log, header, "a")
     assert prove(ours, log, header, VERIFY) == Support(True, 1)
     signers = tuple(Signer(place=place, signature=bytes(64)) for place in (1, 2, 3))
-    with pytest.raises(CertificateError, match="names places that the electorate does not have"):
+    with pytest.raises(CertificateError, match="names a voter twice, or an unknown one"):
         prove(ours.model_copy(update={"signers": signers}), log, header, VERIFY)
     alone = certificate(log, header, "stu")
     assert prove(alone, log, header, VERIFY) == Support(False, 0), "nor do they speak for a minority's entry"

@@ -139,7 +139,7 @@ def test_another_version_is_refused_in_words_that_name_both() -> None:
 
 @pytest.mark.parametrize("other", ["other", "x" * 5000, 7, None, "es\x1bcape\n"], ids=lambda it: str(it)[:8])
 def test_another_run_is_refused_in_words_that_name_both(other: object) -> None:
-    with pytest.raises(WireError, match=rf"another run.*this is run '{RUN}'") as caught:
+    with pytest.raises(WireError, match=rf"the message is of run .*, not of '{RUN}'") as caught:
         unpacked(msgpack.packb([PROTOCOL_VERSION, other, "leaving", []]))
     assert str(other)[:8].isprintable() <= (str(other)[:8] in str(caught.value))
     assert str(caught.value).isprintable()
@@ -303,7 +303,7 @@ MANY = [[0, 1]] * (MEMBER_LIMIT + 1)
         ([NAME, ALL, [1, 1], STATE, []], "2 parts for 3 members"),
         ([NAME, ALL, [1, 1, -1], STATE, []], "chunks"),
         ([NAME, ALL, [1, 1, True], STATE, []], "chunks"),
-        ([NAME, [[[0, 4]], []], [1] * 4, STATE, []], "no such places"),
+        ([NAME, [[[0, 4]], []], [1] * 4, STATE, []], "places beyond the 3 peers"),
         ([NAME, [[[0, 3]], [[3, 1, 1, 0, 0]]], [1] * 3, STATE, []], "no member 3"),
         ([NAME, ALL, [1, 1, 1], STATE], "needs 5 fields"),
         ([NAME, ALL, [1, 1, 1], b"short", []], "committed"),
@@ -330,7 +330,7 @@ def test_a_header_must_follow_from_the_log() -> None:
     for header, reason in (
         ([STATE, fragment, state, turnout, payload, *rest], "does not follow"),
         ([previous, 1, state, turnout, payload, *rest], "fragment 1"),
-        ([previous, fragment, state, NOBODY, payload, *rest], "nobody"),
+        ([previous, fragment, state, NOBODY, payload, *rest], "has trained tokens"),
         ([previous, fragment, state, turnout, payload[:31], *rest], "payload"),
     ):
         body[place] = header

@@ -47,7 +47,7 @@ def test_elsewhere_the_position_is_read_and_what_needs_no_log(message: Message, 
 def test_what_is_told_relative_to_a_log_is_not_told_without(message: Message) -> None:
     for log in (LOG, BEYOND, None):
         if type(message) in RELATIVE:
-            with pytest.raises(LogError, match="not in our recent log"):
+            with pytest.raises(LogError, match="not in this peer's recent log"):
                 pack_message(RUN, message, log)
         else:
             assert pack_message(RUN, message, log) == pack_message(RUN, message, HERE)

@@ -78,7 +78,7 @@ def test_what_no_archive_has_signed_is_dropped(false: bytes) -> None:
     network.meddle = lambda answer: false
     assert asyncio.run(one.ask_for_heads(network.call, RUN, ["b"])) == 0
     assert one.signed_heads_of(RUN).heads == ()
-    with pytest.raises(SignedHeadsError, match="is no archive of the run"):
+    with pytest.raises(SignedHeadsError, match="is not an archive of the run"):
         one.take_heads(RUN, [head(9, by=STRANGER)])
 
 

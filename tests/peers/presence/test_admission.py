@@ -49,7 +49,7 @@ class TestTickets:
         [
             (b"", "it shows no ticket"),
             (b"junk", "is not valid: it cannot be read"),
-            (own_ticket(FRIEND), f"it is for {FRIEND.peer_id}"),
+            (own_ticket(FRIEND), f"it is for the peer {FRIEND.peer_id}"),
             (Ticket.give(RUN, STRANGER, LATER, to=STRANGER.peer_id).shown_by(STRANGER.peer_id), "not signed by"),
             (own_ticket(STRANGER, int(NOW - GRACE) - 1), "its ticket is expired"),
         ],
@@ -60,7 +60,7 @@ class TestTickets:
         assert reason in admission.admit(STRANGER.peer_id, ticket, NOW)
         with pytest.raises(AdmissionError, match="by invitation") as caught:
             admission.check(STRANGER.peer_id, NOW)
-        assert "Ask whoever gave you the ticket" in caught.value.remedy
+        assert "Ask the person who gave you the ticket" in caught.value.remedy
 
     def test_clocks_may_differ_by_minutes(self) -> None:
         admission = run_admission()

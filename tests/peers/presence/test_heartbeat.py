@@ -88,7 +88,7 @@ def test_a_teams_name_is_short_and_plain(name: str) -> None:
         heartbeat(team=name)
     with pytest.raises(ValueError, match="name"):
         heartbeat(name=name)
-    with pytest.raises(ValueError, match="no name of a team"):
+    with pytest.raises(ValueError, match="not a valid name of a team"):
         check_nickname(name)
 
 

@@ -21,7 +21,7 @@ from peers.protocol.events import (
     TrainingDone,
     TrainingProgress,
 )
-from peers.protocol.hindrance import IN_VAIN, TOLD_AFTER, TRAIN_AGAIN
+from peers.protocol.hindrance import IN_VAIN, SHOWN_AFTER, TRAIN_AGAIN
 from peers.protocol.states import State
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import Reach
@@ -43,7 +43,7 @@ def reaches(rig: Rig, **ways: Reach) -> Rig:
     return rig
 
 
-def lasts(rig: Rig, seconds: float = TOLD_AFTER, others: str | None = None, **said: Any) -> list[Any]:
+def lasts(rig: Rig, seconds: float = SHOWN_AFTER, others: str | None = None, **said: Any) -> list[Any]:
     """Let so much time pass, while these are heard. Returns all effects."""
     effects: list[Any] = []
     for _ in range(int(seconds) + 1):
@@ -103,14 +103,14 @@ def waits() -> Rig:
 
 NONE = dict.fromkeys("ab", Reach.NONE)
 HINDERED: dict[str, tuple[Callable[[], Rig], dict[str, Any], str, bool]] = {
-    "convicted": (excluded, {}, "excludes it for its next 1000 outer steps", True),
+    "convicted": (excluded, {}, "excludes it for the next 1000 outer steps", True),
     "on probation": (probation, {}, "its first 3 outer steps do not count", False),
     "astray": (astray, {}, "archive z has signed another outer step 1", False),
-    "cut off": (lambda: reaches(follower_at_second(), **NONE), {}, "the leader b can't be reached", True),
-    "too slow": (slow, {"speed": 1000.0}, "not even the smallest lease is done in time", True),
+    "cut off": (lambda: reaches(follower_at_second(), **NONE), {}, "this peer cannot reach the leader b", True),
+    "too slow": (slow, {"speed": 1000.0}, "it cannot finish even the smallest lease in time", True),
     "waiting": (waits, {"others": ""}, "2 of the 3 peers of the last outer step are gone", False),
     "minority": (minority, {}, "only 0 of the 3 peers", False),
-    "late": (late, {}, "went on without what this peer trained", False),
+    "late": (late, {}, "were made without this peer's training", False),
 }
 
 
@@ -121,10 +121,10 @@ def test_r14_why_work_cannot_count_is_told_once_when_it_has_lasted(kind: str) ->
     rig = make()
     rig.see(**said)
     before = of(rig.effects, Trouble)
-    effects = lasts(rig, TIMING.heartbeat_expiry + TOLD_AFTER + 2, **said)
+    effects = lasts(rig, TIMING.heartbeat_expiry + SHOWN_AFTER + 2, **said)
     (told,) = before + of(effects, Trouble)
     assert reason in told.reason
-    assert rig.peer.hindrances.told == told.reason
+    assert rig.peer.hindrances.shown == told.reason
     assert rig.peer.hindrances.is_aside is is_vain
     assert not of(lasts(rig, **said), Trouble), "once"
     assert bool(of(effects, StopTraining)) is is_vain
@@ -133,11 +133,11 @@ def test_r14_why_work_cannot_count_is_told_once_when_it_has_lasted(kind: str) ->
 def test_who_goes_on_where_all_others_have_left_is_not_alarmed_while_an_archive_has_its_log() -> None:
     """Regression: a newcomer that came while all others paused was told that its work might count nothing."""
     rig, effects = minority(), list[Any]()
-    for sequence in range(1, int(TOLD_AFTER) + 3):
+    for sequence in range(1, int(SHOWN_AFTER) + 3):
         archive = beat("z", rig.peer.log, PeerState.ARCHIVING, sequence, index=2)
         effects += rig.do(HeartbeatsSeen((archive,))) + rig.see() + rig.tick()
     (told,) = of(effects, Trouble)
-    assert "an archive keeps what is trained here" in told.reason
+    assert "an archive keeps their outer steps" in told.reason
     assert told.level == "info"
 
 
@@ -162,7 +162,7 @@ def test_r14_a_hindrance_that_is_over_is_told_too_and_it_asks_for_a_lease_again(
 
 def test_links_that_fail_for_a_moment_are_no_hindrance() -> None:
     rig = reaches(follower_at_second(), **NONE)
-    assert not of(lasts(rig, TOLD_AFTER - 3), Trouble)
+    assert not of(lasts(rig, SHOWN_AFTER - 3), Trouble)
     reaches(rig)
     assert not of(lasts(rig), Trouble)
     assert rig.peer.state is State.TRAINING
@@ -216,7 +216,7 @@ def test_r12_a_voter_that_reaches_no_peer_gives_its_say_up_in_its_turn(
     ways: dict[str, Reach], others: str, incarnation: int
 ) -> None:
     rig = reaches(follower_at_second(), **ways)
-    lasts(rig, TOLD_AFTER + WAITS - 3, others)
+    lasts(rig, SHOWN_AFTER + WAITS - 3, others)
     assert rig.peer.incarnation == 0, "others may have given theirs up before"
     lasts(rig, 6, others)
     assert rig.peer.incarnation == incarnation
@@ -228,5 +228,5 @@ def test_r12_a_voter_that_has_voted_keeps_its_say_there() -> None:
     assert rig.peer.exchange is not None
     message: Propose = propose(rig.next_header(), round=rig.peer.exchange.round, marks=rig.marks)
     assert sends(rig.hear("b", message), Vote)
-    lasts(reaches(rig, **NONE), TOLD_AFTER + WAITS + 4)
+    lasts(reaches(rig, **NONE), SHOWN_AFTER + WAITS + 4)
     assert rig.peer.incarnation == 0

@@ -79,7 +79,7 @@ def test_r10_a_disk_that_takes_no_votes_is_told_once_when_it_lasts() -> None:
     (trouble,) = told
     assert isinstance(trouble, Trouble)
     assert trouble.level == "warning"
-    assert f"no vote, since none leaves a machine that could forget it: {FULL}" in trouble.reason
+    assert f"does not vote, since the disk does not take its votes or payloads: {FULL}" in trouble.reason
 
 
 def test_r10_there_is_no_vote_1_without_the_payload_on_the_disk() -> None:

@@ -54,7 +54,7 @@ from peers.protocol.events import (
     TrainingDone,
     Undelivered,
 )
-from peers.protocol.hindrance import TOLD_AFTER
+from peers.protocol.hindrance import SHOWN_AFTER
 from peers.protocol.states import State
 from peers.values.wire import Reach, WireError, digest_of
 from tests.peers.builders import (
@@ -133,7 +133,7 @@ def is_cut_off(rig: Rig) -> None:
     """Its links say for a while that none of the others can be reached."""
     rig.do(ReachSeen(dict.fromkeys(rig.others, Reach.NONE), {}))
     rig.see()
-    rig.now += TOLD_AFTER
+    rig.now += SHOWN_AFTER
     rig.see()
 
 
@@ -262,7 +262,7 @@ def test_events_that_were_not_asked_for_are_mistakes_of_ours(event: Event, state
 
 
 def test_unknown_events_are_mistakes_of_ours() -> None:
-    with pytest.raises(LocalProtocolError, match="no such event"):
+    with pytest.raises(LocalProtocolError, match="unknown event"):
         Rig().do("surprise")  # type: ignore[arg-type]
 
 

@@ -121,10 +121,10 @@ def test_what_is_said_again_and_again_is_remembered_for_as_long_as_a_peer_lives(
     ("changes", "reason"),
     [
         ({"state_digest": OTHER}, "state"),
-        ({"samples": (SampleRange(7, 9),)}, "do not begin a lease"),
+        ({"samples": (SampleRange(7, 9),)}, "begin neither its lease nor a grant"),
         ({"tokens": 10_000}, "tokens"),
-        ({"commitment": None}, "does not commit"),
-        ({"tokens": 0}, "commits to what it does not contribute"),
+        ({"commitment": None}, "has a commitment if and only if"),
+        ({"tokens": 0}, "has a commitment if and only if it has tokens"),
         ({"wants": 10_000}, "wants"),
     ],
     ids=["another state", "others' samples", "too many tokens", "no commitment", "no tokens", "wants too much"],

@@ -16,7 +16,7 @@ from peers.protocol.belief import Belief
 from peers.protocol.catching_up import Search
 from peers.protocol.effects import Apply, Dropped, FetchLineage, FetchSnapshot, Note, Send, TokensLost
 from peers.protocol.events import Applied, Digested, LineageSeen, SignedHeadsSeen, SnapshotFailed, SnapshotRestored
-from peers.protocol.internal import EntryMade, FarBehind, NobodyAhead
+from peers.protocol.internal import EntryMade, FarBehind, NoneAhead
 from peers.protocol.replica import PASSED_ON, Replica, ReplicaState
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of
@@ -99,7 +99,7 @@ def test_an_entry_of_many_is_news_for_a_moment(size: int, is_news: bool) -> None
 def test_a_digest_of_another_entry_is_a_bug_of_ours() -> None:
     place, log = Place(), after(LOG)
     assert log.last is not None
-    with pytest.raises(LocalProtocolError, match="was not applied last"):
+    with pytest.raises(LocalProtocolError, match="is not the last applied one"):
         place.replica.take(Digested(log.last, NEXT))
 
 
@@ -288,7 +288,7 @@ def test_who_is_astray_says_so_and_looks_at_those_that_it_had_passed_over() -> N
     [note] = of(place.context.take_effects(), Note)
     assert note == Note(
         "info",
-        "the archive z has signed another outer step 1 than this peer's: looking for the log that has it",
+        "the archive z has signed another outer step 1 than this peer's: looking for a log with the signed one",
     )
     heard(place, 1, OTHER.position.head)
     assert not of(place.context.take_effects(), Note), "once"
@@ -412,5 +412,5 @@ def test_what_it_caught_up_with_may_be_gone() -> None:
     behind = place.belief.entry("a", told(log.last), support=Support(True, 2), was_asked=False)
     assert behind is not None
     place.replica.take(behind)
-    place.replica.take(NobodyAhead())
+    place.replica.take(NoneAhead())
     assert (place.replica.state, place.replica.replaying) == (ReplicaState.LEVEL, None)

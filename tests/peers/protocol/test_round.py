@@ -172,7 +172,7 @@ def test_a_round_that_can_lead_to_no_entry_is_dropped() -> None:
     said[0] = said[0].model_copy(update=unknown)
     far = round.model_copy(update={"shares": tuple(shares), "committed": digest_of_all(said)})
     dropped = of(rig.hear("b", begin_of(far, rig.log, commitments=tuple(said))), Dropped)
-    assert [one.reason for one in dropped] == ["its round can lead to no entry"], "this run has no such format"
+    assert [one.reason for one in dropped] == ["its round cannot lead to an entry"], "this run has no such format"
     assert rig.peer.state is State.READY
 
 

@@ -16,7 +16,7 @@ from peers.presence.presence import Presence
 from peers.protocol.diagrams import PARTS, diagram
 from peers.protocol.effects import Apply
 from peers.protocol.events import Applied, PayloadFetched
-from peers.protocol.internal import Behind, EntryMade, NobodyAhead
+from peers.protocol.internal import Behind, EntryMade, NoneAhead
 from peers.protocol.replica import Replica
 from peers.protocol.state_machine import Row, StateMachine, Table
 from peers.protocol.states import State
@@ -109,7 +109,7 @@ def makes_an_entry_while_another_cannot_be_replayed() -> None:
     first, second = (next_header(replica.log.of(fragment), OFFER) for fragment in (0, 1))
     replica.take(Behind(first, None, ("a",)))
     replica.take(EntryMade(second, None, keeps_work=True))
-    replica.take(NobodyAhead())
+    replica.take(NoneAhead())
     assert of(here.take_effects(), Apply) == [Apply(second, True)]
 
 

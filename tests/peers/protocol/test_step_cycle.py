@@ -234,7 +234,7 @@ def test_an_average_that_is_wrong_is_told_to_the_volunteer() -> None:
     assert rig.peer.exchange is not None
     (note,) = of(rig.do(AverageRefuted(rig.peer.exchange.name, "a", 4)), Note)
     assert note.level == "warning"
-    assert note.text.startswith("a has averaged chunk 4")
+    assert note.text.startswith("a averaged chunk 4")
 
 
 # Amendments (R18) ----------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_r18_a_peer_hears_of_it_in_heartbeats_or_from_its_own_machine(field: str
     assert rig.peer.proposed_amendment is None
     hears(rig, amendment())
     assert rig.peer.proposed_amendment == amendment()
-    assert any("it waits for an entry" in note.text for note in of(rig.effects, Note))
+    assert any("the next outer step can take it in" in note.text for note in of(rig.effects, Note))
     hears(rig, amendment())
     assert not of(rig.effects, Note), "it is said once"
 

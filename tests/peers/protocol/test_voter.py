@@ -13,7 +13,7 @@ from peers.log.state import LogState
 from peers.messages.messages import Certified, Vote
 from peers.presence.presence import Presence
 from peers.protocol.replica import Replica
-from peers.protocol.voter import FANOUT, OPEN_LIMIT, REMEMBERED, Voter, audience, is_open, told_by
+from peers.protocol.voter import FANOUT, OPEN_LIMIT, REMEMBERED, Voter, audience, forward_to, is_open
 from peers.protocol.voting import Refusal
 from tests.peers.builders import FIRST, certified, choice, context, propose, roster, vote
 from tests.peers.heartbeats import beat
@@ -133,10 +133,10 @@ def test_r6_among_few_all_hear_all_and_among_many_each_hears_of_a_certificate_on
     assert set(told) == set(log.leases)
     assert is_open(log, header, ()) is (size <= OPEN_LIMIT)
     leader = told[5]
-    heard, reached = [to for peer in told for to in told_by(peer, leader, told)], [leader]
+    heard, reached = [to for peer in told for to in forward_to(peer, leader, told)], [leader]
     assert sorted([leader, *heard]) == sorted(told)
     for peer in reached:
-        reached += told_by(peer, leader, told)
+        reached += forward_to(peer, leader, told)
     assert len(reached) == size, "the tree begins at the leader"
-    assert max(len(told_by(peer, leader, told)) for peer in told) <= FANOUT
-    assert told_by("stranger", leader, told) == ()
+    assert max(len(forward_to(peer, leader, told)) for peer in told) <= FANOUT
+    assert forward_to("stranger", leader, told) == ()

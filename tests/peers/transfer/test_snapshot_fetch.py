@@ -385,7 +385,7 @@ def test_digests_that_are_not_those_of_the_state_are_refused() -> None:
         for lie in (other_digests, too_few):
             donors = Donors()
             (await donors.add("liar", ROUND[1])).meddle = lie
-            with pytest.raises(SnapshotError, match="peer liar: its snapshot has other chunks than its digest says"):
+            with pytest.raises(SnapshotError, match="peer liar: the chunks of its snapshot do not match the digest"):
                 await donors.fetch()
             await donors.add("a", ROUND[1])
             await donors.fetch()

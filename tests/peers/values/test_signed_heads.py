@@ -60,7 +60,7 @@ def test_what_is_known_of_them_travels_as_bytes() -> None:
 @pytest.mark.parametrize(
     ("false", "reason"),
     [
-        (head(3, archive="zzz"), "zzz is no archive of the run"),
+        (head(3, archive="zzz"), "zzz is not an archive of the run"),
         (head(3).model_copy(update={"index": 4}), "the signature of one at outer step 4 is not its own"),
     ],
 )

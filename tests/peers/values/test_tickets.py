@@ -37,7 +37,7 @@ def test_a_ticket_for_one_peer_admits_that_peer() -> None:
     shown = FOR_FRIEND.shown_by(FRIEND.peer_id)
     assert check(shown, FRIEND) == (FOR_FRIEND.id, LATER)
     assert FOR_FRIEND.peer == FRIEND.peer_id
-    with pytest.raises(TicketError, match=f"it is for {FRIEND.peer_id}"):
+    with pytest.raises(TicketError, match=f"it is for the peer {FRIEND.peer_id}"):
         check(shown, STRANGER)
     with pytest.raises(AdmissionError, match=f"for the peer {FRIEND.peer_id}; this machine is {STRANGER.peer_id}"):
         FOR_FRIEND.shown_by(STRANGER.peer_id)
