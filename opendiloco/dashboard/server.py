@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from opendiloco.dashboard.watching import Board, NodeSources, RunWatch, Source, Watching
+from opendiloco.dashboard.watching import Board, NodeSources, RunWatch, RunWatches, Source
 from peers.errors import InUseError, LocalNetworkError
 from peers.network.contacts import is_loopback
 from peers.network.own_network import network_of
@@ -171,7 +171,7 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
     if listening is None:
         yield
         return
-    watching = Watching(sources)
+    watching = RunWatches(sources)
     runner = web.AppRunner(
         _application(watching, is_loopback(listening.getsockname()[0])),
         access_log=None,
@@ -183,7 +183,7 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
     handler, networks = runner.server, dict[_Connection, str]()
     assert handler is not None
     server = await asyncio.get_running_loop().create_server(lambda: _Connection(handler(), networks), sock=listening)
-    updating = start_task(watching.keep_looking())
+    updating = start_task(watching.keep_updating())
     try:
         yield
     finally:
@@ -202,7 +202,7 @@ async def serve_all_runs(
         await asyncio.Event().wait()
 
 
-def _application(watching: Watching, is_local: bool) -> web.Application:
+def _application(watching: RunWatches, is_local: bool) -> web.Application:
     """Return the web application: static files, runs as JSON, and runs as events. With `is_local`, it answers only
     requests whose Host is a loopback name."""
     app = web.Application(middlewares=[_only_local] if is_local else [])
@@ -227,7 +227,7 @@ def _application(watching: Watching, is_local: bool) -> web.Application:
         watch = watch_of(request)
         with suppress(TimeoutError):
             async with asyncio.timeout(REFRESH_SECONDS):
-                await watch.look()
+                await watch.update()
         return web.json_response(watch.history.sections())
 
     async def run_events(request: web.Request) -> web.StreamResponse:

@@ -50,9 +50,9 @@ NOT_YET = "This node has not received the run's log yet."
 class Source:
     """One run, as this process knows it.
 
-    `me` is the id of this process's own peer, if it trains in the run. `no_log` is shown while there is no log: the
-    reason. `held_out` collects the held-out losses from heartbeats; `found` returns held-out losses that another part
-    of this process collects. `addresses` are those of nodes through which a new volunteer finds the run.
+    `me` is the id of this process's own peer, if it trains in the run. `no_log` is the reason that the page shows while
+    there is no log. `held_out` collects the held-out losses from heartbeats; `found` returns held-out losses that
+    another part of this process collects. `addresses` are those of nodes through which a new volunteer finds the run.
     """
 
     run: Run
@@ -479,26 +479,26 @@ class RunWatch:
         self.board = Board()
         self.history = RunHistory(source.run, source.me, source.held_out, source.no_log, source.addresses)
         self.summary = self.history.summary()  # the run's row in the list of runs
-        self.looked_at = float("-inf")  # on this machine's monotonic clock
-        self._looking = asyncio.Lock()
+        self.updated_at = float("-inf")  # on this machine's monotonic clock
+        self._updating = asyncio.Lock()
 
     def is_due(self, now: float) -> bool:
-        return now - self.looked_at >= (WATCHED_SECONDS if self.board.watchers else UNWATCHED_SECONDS)
+        return now - self.updated_at >= (WATCHED_SECONDS if self.board.watchers else UNWATCHED_SECONDS)
 
-    async def look(self) -> None:
+    async def update(self) -> None:
         """Update the history and the page, unless another task has just done so. A part that cannot be read now keeps
         its last values until the next update."""
-        async with self._looking:
-            if time.monotonic() - self.looked_at < WATCHED_SECONDS:
+        async with self._updating:
+            if time.monotonic() - self.updated_at < WATCHED_SECONDS:
                 return
             try:
-                await self._learn()
+                await self._read_source()
                 self._publish()
             except Exception:  # an internal error over one run must not stop the others
                 logger.exception("the dashboard cannot update run %s and will try again", self.source.run.run_id)
-            self.looked_at = time.monotonic()
+            self.updated_at = time.monotonic()
 
-    async def _learn(self) -> None:
+    async def _read_source(self) -> None:
         try:
             async with asyncio.timeout(LOOK_LIMIT):
                 self.history.observe(await self.source.heartbeats(), time.time())
@@ -523,7 +523,7 @@ class RunWatch:
         self.board.show(self.history.sections())
 
 
-class Watching:
+class RunWatches:
     """All runs of the dashboard, by id. `sources` returns the present ones, and is called again at each update."""
 
     def __init__(self, sources: Callable[[], Iterable[Source]]) -> None:
@@ -533,7 +533,7 @@ class Watching:
         self.runs: dict[str, RunWatch] = {}
         self.board = Board()  # the list of runs
 
-    async def keep_looking(self) -> None:
+    async def keep_updating(self) -> None:
         """Update runs until cancelled."""
         updating: dict[str, asyncio.Task[None]] = {}
         try:
@@ -542,7 +542,7 @@ class Watching:
                 self.board.show({"runs": [watch.summary for watch in self.runs.values()]})
                 updating = {run: task for run, task in updating.items() if not task.done()}
                 for run, watch in self._due(updating):
-                    updating[run] = start_task(watch.look())
+                    updating[run] = start_task(watch.update())
                 await asyncio.sleep(LOOK_SECONDS)
         except Exception:
             logger.exception("dashboard updates stopped after an internal error: restart to resume them")
@@ -577,5 +577,5 @@ class Watching:
         watched = [(run, watch) for run, watch in due if watch.board.watchers]
         if any(not self.runs[run].board.watchers for run in updating if run in self.runs):
             return watched
-        others = sorted((one for one in due if not one[1].board.watchers), key=lambda one: one[1].looked_at)
+        others = sorted((one for one in due if not one[1].board.watchers), key=lambda one: one[1].updated_at)
         return watched + others[:1]

@@ -59,7 +59,7 @@ def volunteered(section: DataSection, folders: Sequence[Path] = ()) -> DataSecti
         return section.with_sources((_replaced(sources[0], folders[0]),))
     given = len(folders)
     if given and not local:
-        raise DataError(f"--data is given {given} times, but none of the run's sources is local.", "Leave it out.")
+        raise DataError(f"--data is given {given} times, but none of the run's sources is local.", "Remove --data.")
     if len(local) == 1 and given != 1:
         raise DataError(
             f"data.source = {local[0]!r} may mean files on this machine; what you have not named is not read.",

@@ -286,16 +286,16 @@ def load_data(
         seed = data.shuffle_seed + place
         if section.shards is None:
             tokens = _read_tokens(section, data.held_out, tokenizer, cache)
-            training, apart = Windows(tokens.training, length), Windows(tokens.held_out, length)
+            training, evaluation = Windows(tokens.training, length), Windows(tokens.held_out, length)
             _check_count(section, config, "training", training)
             orders.append(Shuffled.whole(training, seed))
         else:
             ahead = None if tokenize_ahead is None else partial(tokenize_ahead, place)
             shards = shards_of(section, config, tokenizer, cache, ahead)
-            apart = shards.held_out(max(config.evaluation.windows, config.training.batch_size))
+            evaluation = shards.held_out(max(config.evaluation.windows, config.training.batch_size))
             orders.append(Shuffled(shards.shard, section.shards, shards.windows_per_shard, seed, shards.soon))
-        _check_count(section, config, "held-out", apart)
-        held_out.append(apart)
+        _check_count(section, config, "held-out", evaluation)
+        held_out.append(evaluation)
     return TrainingData(SampleOrder(orders, mixture, end), HeldOutWindows(held_out, mixture, end))
 
 

@@ -156,10 +156,10 @@ class LoopReplica:
             return
         total = sum(float(copy.sum(dtype=torch.float64)) for copy in copies)
         scale = sum(float(copy.abs().sum(dtype=torch.float64)) for copy in copies)
-        apart = self._ranks.spread(total)
+        difference = self._ranks.spread(total)
         if not math.isfinite(scale):
             raise LoopError("the trained weights hold NaN or infinity.", "Lower the learning rate, or clip gradients.")
-        if not apart <= SAME * scale:
+        if not difference <= SAME * scale:
             raise LoopError(
                 f"the {self._ranks.size} processes of the loop no longer have the same weights.",
                 "Average gradients: wrap the model in DistributedDataParallel, or share it by FSDP2.",

@@ -153,7 +153,7 @@ def check_document_mask(model: Any) -> None:
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
     ids = torch.arange(6, device=device) % model.config.vocab_size
-    packed = torch.stack([ids, torch.cat([ids.flip(0)[:3], ids[3:]])])  # two first documents, one second document
+    packed = torch.stack([ids, torch.cat([ids.flip(0)[:3], ids[3:]])])  # both windows have the same second document
     positions = (torch.arange(6, device=device) % 3).expand(2, -1)
     first, second = model(input_ids=packed, position_ids=positions, use_cache=False).logits[:, 3:].float()
     model.train(was_training)

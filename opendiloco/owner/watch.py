@@ -30,8 +30,8 @@ CALM_SECONDS = 30.0
 LONGEST_HOLD = 60.0
 """Most seconds for which a paused volunteer keeps its place and memory, even if the grace of the others is longer."""
 SHORTEST_HOLD = CALM_SECONDS + 2 * LOOK_SECONDS
-"""Least seconds for which a volunteer that pauses for a condition keeps them. The end of a condition shows only after
-CALM_SECONDS, and joining again costs more than waiting."""
+"""Least seconds for which a volunteer that pauses for a condition keeps its place and memory. The end of a condition
+shows only after CALM_SECONDS, and joining again costs more than waiting."""
 NOTICED_SLEEP = 2.0  # seconds of sleep that are reported: two clocks, read in turn, differ a little
 
 

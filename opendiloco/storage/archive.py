@@ -401,7 +401,7 @@ class Archive:
         self._folder = folder
         self._room = _DiskRoom(folder, limit)
         self._runs: dict[str, ArchivedRun] = {}
-        self._crowded = set[str]()  # runs for which the disk had no room at the last try
+        self._without_room = set[str]()  # runs for which the disk had no room at the last try
         self._following = RunFailures("following it", OF_PEERS, ASK_AGAIN)
         self._signing = RunFailures("signing its log", OF_PEERS, ASK_AGAIN)
 
@@ -436,7 +436,7 @@ class Archive:
                     if archived.end.last is None:  # a run with entries stays, or a flood of fake runs would remove it
                         await asyncio.to_thread(archived.folder.remove)
                         self._room.forget(run_id)
-                    self._crowded.discard(run_id)
+                    self._without_room.discard(run_id)
                 for run_id in [one for one in known if one not in keeping and opening.is_due(one)]:
                     with opening.caught(run_id):
                         run, place = Run.from_manifest(known[run_id]), (self._folder, self._room)
@@ -462,11 +462,11 @@ class Archive:
             with self._following.caught(run_id):
                 try:
                     if await archived.follow():
-                        self._crowded.discard(run_id)
+                        self._without_room.discard(run_id)
                 except _NoRoomError as error:
-                    if run_id not in self._crowded:
+                    if run_id not in self._without_room:
                         logger.error("run %s: %s", run_id, error)
-                    self._crowded.add(run_id)
+                    self._without_room.add(run_id)
         if self._signing.is_due(run_id):  # also after a failure to follow
             with self._signing.caught(run_id):
                 await archived.sign()

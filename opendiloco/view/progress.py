@@ -382,8 +382,8 @@ def _activity(progress: Progress) -> str:
 
 def _whether_to_stay(progress: Progress) -> str:
     """Return the advice to stay or leave after the run's end, by the other peers that have the model."""
-    having = holders(progress.others, progress.own.index)
-    return f"you may leave: {having} have the model" if having else "please stay: no other machine has the model yet"
+    present = holders(progress.others, progress.own.index)
+    return f"you may leave: {present} have the model" if present else "please stay: no other machine has the model yet"
 
 
 def _averages(fragments: Fragments) -> str:

@@ -82,7 +82,7 @@ class Bandwidth:
     measured_with: str
 
     def within(self, upload: float | None, download: float | None) -> Bandwidth:
-        """Return the bandwidth within the owner's limits, in megabits a second."""
+        """Return the bandwidth capped by the owner's limits, which are in megabits a second."""
         up, down = (math.inf if limit is None else 1e6 * limit for limit in (upload, download))
         return replace(self, up=min(self.up, up), down=min(self.down, down))
 

@@ -27,8 +27,8 @@ from opendiloco.dashboard.watching import (
     NodeSources,
     RunHistory,
     RunWatch,
+    RunWatches,
     Source,
-    Watching,
     volunteer_source,
 )
 from opendiloco.settings.join_settings import split_address
@@ -59,8 +59,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def serving(*sources: Source) -> AsyncIterator[TestClient]:  # type: ignore[type-arg]
-    watched = Watching(lambda: sources)
-    looking = asyncio.create_task(watched.keep_looking())
+    watched = RunWatches(lambda: sources)
+    looking = asyncio.create_task(watched.keep_updating())
     try:
         async with asyncio.timeout(LIMIT):
             while not all(watch.board.sections for watch in watched.runs.values()) or not watched.runs:
@@ -259,8 +259,8 @@ def test_while_nobody_can_say_which_runs_there_are_the_known_ones_are_shown(
         return [story.source]
 
     async def scenario() -> None:
-        watched = Watching(sources)
-        looking = asyncio.create_task(watched.keep_looking())
+        watched = RunWatches(sources)
+        looking = asyncio.create_task(watched.keep_updating())
         async with asyncio.timeout(LIMIT):
             while calls < 5 or not json.loads(watched.board.sections["runs"]):
                 await asyncio.sleep(0.01)
@@ -335,8 +335,8 @@ def test_a_run_whose_page_cannot_be_made_keeps_no_other_from_it(
     monkeypatch.setattr("opendiloco.dashboard.watching.RunWatch", Watch)
 
     async def scenario() -> None:
-        watched = Watching(lambda: [story.source, other])
-        looking = asyncio.create_task(watched.keep_looking())
+        watched = RunWatches(lambda: [story.source, other])
+        looking = asyncio.create_task(watched.keep_updating())
         async with asyncio.timeout(LIMIT):
             while not watched.runs:
                 await asyncio.sleep(0.01)
