@@ -47,12 +47,9 @@ PEERS_LIMIT = 1000
 
 
 class PeerSection(Section):
-    """A number of equal peers. `latency_ms` is a round trip to a well-connected server, as ping shows it.
-
-    Exactly one of these gives the speed of each: `step_seconds` (an inner step of its whole batch),
-    `tokens_per_second`, or `gpu` (torch's name of it) with the number `gpus`. `optimizer_state` is the option of
-    `join`.
-    """
+    """A number of equal peers. `latency_ms` is a round trip to a well-connected server, as ping shows it. Exactly one
+    of these gives the speed of each: `step_seconds` (an inner step of its whole batch), `tokens_per_second`, or `gpu`
+    (torch's name of it) with the number `gpus`. `optimizer_state` is the option of `join`."""
 
     name: Name | None = None
     count: Positive = 1
@@ -118,11 +115,8 @@ STEPPED = 1.69e9
 @dataclass(frozen=True)
 class Peer:
     """A number of equal peers. Bandwidths are bits a second, `latency` is the seconds of a round trip to a
-    well-connected server.
-
-    With `gpus` 0, they train on the CPU. Memory in bytes and prices are None if not given. `main_needed` is the main
-    memory that the run needs, `gpu_needed` the memory of each GPU, without activations.
-    """
+    well-connected server. With `gpus` 0, they train on the CPU. Memory in bytes and prices are None if not given.
+    `main_needed` is the main memory that the run needs, `gpu_needed` the memory of each GPU, without activations."""
 
     name: str
     count: int
@@ -182,10 +176,8 @@ def round_of(
     overlaps: Sequence[float] = (),
 ) -> _Round:
     """Return the round that averages `values` values of `bits` bits each; a peer encodes `encoded` values a second.
-
     Chunks are dealt to reducers, and contributions may use the `thinner` formats (bits a value), as in the protocol.
-    `overlaps` are the seconds for which each kind of peer keeps training meanwhile; the default is none.
-    """
+    `overlaps` are the seconds for which each kind of peer keeps training meanwhile; the default is none."""
     timing, overlaps = timing or Timing(), overlaps or [0.0] * len(peers)
     kinds = [kind for kind, peer in enumerate(peers) for _ in range(peer.count)]
     names = [str(place) for place in range(len(kinds))]
@@ -235,13 +227,10 @@ def round_of(
 
 @dataclass(frozen=True)
 class Plan:
-    """The properties of a run that the planner needs. The defaults are those of the manifest.
-
-    `fragments` are the numbers of values in each fragment. `bits` are the bits of a transferred value, and a peer
-    encodes `encoded` values a second. Contributions may also have the bits of `thinner` formats; `formats` has the
-    names of all, the run's own first. Training continues for `overlap` inner steps (tau in the papers) without the
-    result; with 0 it waits.
-    """
+    """The properties of a run that the planner needs. The defaults are those of the manifest. `fragments` are the
+    numbers of values in each fragment. `bits` are the bits of a transferred value, and a peer encodes `encoded` values
+    a second. Contributions may also have the bits of `thinner` formats; `formats` has the names of all, the run's own
+    first. Training continues for `overlap` inner steps (tau in the papers) without the result; with 0 it waits."""
 
     fragments: tuple[int, ...]
     peers: tuple[Peer, ...]
@@ -393,13 +382,10 @@ CYCLES = 2
 
 @dataclass(frozen=True)
 class _PeerForecast:
-    """The forecast for each of a number of equal peers.
-
-    `inner_steps` for an entry; `cycles` from one entry with its work to the next (0: its work never counts);
-    `utilisation`, the share of its time spent computing for them; `link_share`, the share of time in which its link is
-    busy; `formats` of its contributions, thinnest last; `joining`, seconds until a newcomer has the state, None if it
-    never catches up.
-    """
+    """The forecast for each of a number of equal peers. `inner_steps` for an entry; `cycles` from one entry with its
+    work to the next (0: its work never counts); `utilisation`, the share of its time spent computing for them;
+    `link_share`, the share of time in which its link is busy; `formats` of its contributions, thinnest last; `joining`,
+    seconds until a newcomer has the state, None if it never catches up."""
 
     name: str
     count: int
@@ -484,11 +470,9 @@ def forecast(plan: Plan) -> Forecast:
 
 
 def _cycle_seconds(plan: Plan, peer: Peer) -> float:
-    """Return the mean seconds of a peer's cycle in a long run. It waits for rounds, but not for other peers.
-
-    Each fragment has a round of its own, which begins after an inner step and ends before one. The transfer of an
-    earlier round goes first. During the rest of a round, the link is free for the next one.
-    """
+    """Return the mean seconds of a peer's cycle in a long run. It waits for rounds, but not for other peers. Each
+    fragment has a round of its own, which begins after an inner step and ends before one. The transfer of an earlier
+    round goes first. During the rest of a round, the link is free for the next one."""
     steps = plan.own_steps(peer)
     overlap = min(plan.overlap, steps - 1)
     taken = sorted(zip(_taken_after(plan, steps, overlap), plan.rounds, strict=True), key=lambda each: each[0])
@@ -532,11 +516,8 @@ def _cycles(plan: Plan, peer: Peer, seconds: float) -> int:
 
 def _joining(plan: Plan, peer: Peer, seconds: float, busy: float) -> float | None:
     """Return the seconds until a newcomer has the state: it fetches a snapshot, then the entries since, and replays
-    them.
-
-    It fetches from all other peers at once, in the time that rounds leave idle. The snapshot may be as old as the
-    interval between snapshots, and more entries are made meanwhile. Return None if it never catches up.
-    """
+    them. It fetches from all other peers at once, in the time that rounds leave idle. The snapshot may be as old as the
+    interval between snapshots, and more entries are made meanwhile. Return None if it never catches up."""
     idle = 1 - busy / seconds
     if idle < LEAST_IDLE:
         return None
