@@ -1,4 +1,4 @@
-"""A page that shows a run, served by whoever has something to show of it: a bootstrap node, a follower, a volunteer.
+"""The dashboard: web pages that show runs, served by a bootstrap node, a follower or a volunteer.
 
 Other rooms import:
 server: bind, dashboard, serve_all_runs, url_of

@@ -1,8 +1,8 @@
-"""The dashboard's server: one page, its script and its style, and what they show as server-sent events and JSON.
+"""The dashboard's web server: one page with its script and style, and the runs' data as JSON and server-sent events.
 
-It only ever answers GET, knows no credentials, and lets a page load nothing from anywhere else. On a loopback address
-it answers only those who name one, so that no web site that somebody visits can read it through their browser. Limits
-on connections, requests and reading keep one client from shutting the others out.
+It answers only GET requests, has no credentials, and its pages load nothing from other sites. On a loopback address it
+answers only requests whose Host is a loopback name, so that no web site can read it through a visitor's browser. Limits
+on connections, on the time of a request and on the time of a write keep one client from shutting out the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from opendiloco.dashboard.watching import Board, NodeSources, RunWatch, Source, Watching
+from opendiloco.dashboard.watching import Board, NodeSources, RunWatch, RunWatches, Source
 from peers.errors import InUseError, LocalNetworkError
 from peers.network.contacts import is_loopback
 from peers.network.own_network import network_of
@@ -33,23 +33,21 @@ if TYPE_CHECKING:
 
 
 # Connections ----------------------------------------------------------------------------------------------------------
-MOST_CONNECTIONS = 250  # of more, the oldest goes of the network that has most
-REQUEST_SECONDS = 10.0  # within which the first request has to be there, without its body, which nobody reads
-WRITE_SECONDS = 30.0  # for which a client that does not read is waited for
+MOST_CONNECTIONS = 250  # above it, the network with the most connections loses its oldest
+REQUEST_SECONDS = 10.0  # limit for the headers of a connection's first request; the server reads no body
+WRITE_SECONDS = 30.0  # the server aborts a connection whose client reads nothing for so long
 END_OF_REQUEST = b"\r\n\r\n"
 
 
 class _Connection(asyncio.Protocol):
-    """Passes on to the handler what happens on one connection, and ends it when time is up.
-
-    `networks` are those of all open connections of the server, the oldest first.
-    """
+    """The protocol of one connection: passes every event on to aiohttp's `handler`, and enforces the limits. `networks`
+    maps all open connections of the server, oldest first, to the networks of their clients."""
 
     def __init__(self, handler: asyncio.Protocol, networks: dict[_Connection, str]) -> None:
         self._handler = handler
         self._networks = networks
         self._transport: asyncio.Transport
-        self._end = b""  # of what came, while the first request is not there
+        self._end = b""  # the last bytes received, until the first request's headers are complete
         self._waiting: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 
@@ -61,7 +59,8 @@ class _Connection(asyncio.Protocol):
         self._count(network_of(transport.get_extra_info("peername")[0]))
 
     def _count(self, network: str) -> None:
-        """Count this connection, and end another one where there are too many: a flood drives out only its own."""
+        """Add this connection; above the limit, abort the oldest connection of the network that has the most. So a
+        flood from one network closes only that network's connections."""
         self._networks[self] = network
         if len(self._networks) > MOST_CONNECTIONS:
             counts = Counter(self._networks.values())
@@ -108,8 +107,8 @@ class _Connection(asyncio.Protocol):
 # The server -----------------------------------------------------------------------------------------------------------
 logger = logging.getLogger(__name__)
 requests_logger = logging.getLogger(f"{__name__}.requests")
-SHUTDOWN_SECONDS = 1.0  # that open pages are waited for at the end
-REFRESH_SECONDS = 3.0  # that somebody who asks once waits for what is new
+SHUTDOWN_SECONDS = 1.0  # the server waits so long for open pages before it closes them
+REFRESH_SECONDS = 3.0  # a request for a run's JSON waits at most so long for newer data
 STATIC = {
     "/": ("index.html", "text/html"),
     "/app.js": ("app.js", "text/javascript"),
@@ -134,7 +133,7 @@ HEADERS = {
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
-    """Return False for what aiohttp logs, with a traceback, of a request that is malformed: strangers send them."""
+    """Return False for the errors that aiohttp logs, with a traceback, about a malformed request of a client."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
@@ -143,7 +142,8 @@ requests_logger.addFilter(_is_our_fault)
 
 
 def bind(address: tuple[str, int]) -> socket.socket:
-    """Return a socket that listens at this host and port; port 0 is any free one. Raises: LocalNetworkError."""
+    """Return a socket that listens at this host and port; port 0 takes any free port. Raises: InUseError if the port is
+    in use; LocalNetworkError if the address cannot be bound."""
     host, port = address
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -155,7 +155,8 @@ def bind(address: tuple[str, int]) -> socket.socket:
             "Choose another --dashboard HOST:PORT.",
         ) from error
     if not is_loopback(listening.getsockname()[0]):
-        logger.warning("anybody who can reach %s port %d can see the dashboard", *listening.getsockname()[:2])
+        address = listening.getsockname()[:2]
+        logger.warning("the dashboard at %s port %d has no password: every host that reaches it can read it", *address)
     return listening
 
 
@@ -166,11 +167,11 @@ def url_of(listening: socket.socket) -> str:
 
 @asynccontextmanager
 async def dashboard(listening: socket.socket | None, sources: Callable[[], Iterable[Source]]) -> AsyncIterator[None]:
-    """Show what `sources` have, for as long as the context lasts; nothing where nobody listens."""
+    """Serve the runs of `sources` until the context ends; do nothing if `listening` is None."""
     if listening is None:
         yield
         return
-    watching = Watching(sources)
+    watching = RunWatches(sources)
     runner = web.AppRunner(
         _application(watching, is_loopback(listening.getsockname()[0])),
         access_log=None,
@@ -182,11 +183,11 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
     handler, networks = runner.server, dict[_Connection, str]()
     assert handler is not None
     server = await asyncio.get_running_loop().create_server(lambda: _Connection(handler(), networks), sock=listening)
-    looking = start_task(watching.keep_looking())
+    updating = start_task(watching.keep_updating())
     try:
         yield
     finally:
-        await cancel_and_wait(looking)
+        await cancel_and_wait(updating)
         server.close()
         await runner.cleanup()
 
@@ -194,15 +195,16 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
 async def serve_all_runs(
     listening: socket.socket, archive: Archive | None, transport: HivemindTransport, manifests: Iterable[SignedManifest]
 ) -> None:
-    """Serve a bootstrap node's dashboard until cancelled: all runs that are announced to it, with the logs that its
-    archive keeps."""
+    """Serve a bootstrap node's dashboard until cancelled: all runs that are announced to the node, with the logs that
+    its archive keeps."""
     sources = NodeSources(transport, archive.kept if archive else None)
     async with dashboard(listening, lambda: sources.current(manifests)):
         await asyncio.Event().wait()
 
 
-def _application(watching: Watching, is_local: bool) -> web.Application:
-    """Return what answers: files, runs as JSON, and runs as events. With `is_local`, only for loopback addresses."""
+def _application(watching: RunWatches, is_local: bool) -> web.Application:
+    """Return the web application: static files, runs as JSON, and runs as events. With `is_local`, it answers only
+    requests whose Host is a loopback name."""
     app = web.Application(middlewares=[_only_local] if is_local else [])
     app.on_response_prepare.append(_add_headers)
     for path, (name, content_type) in STATIC.items():
@@ -212,7 +214,7 @@ def _application(watching: Watching, is_local: bool) -> web.Application:
     def watch_of(request: web.Request) -> RunWatch:
         watch = watching.runs.get(request.match_info["run"])
         if watch is None:
-            raise web.HTTPNotFound(text="This node does not know such a run.")
+            raise web.HTTPNotFound(text="This node does not know this run.")
         return watch
 
     async def list_json(request: web.Request) -> web.Response:
@@ -225,7 +227,7 @@ def _application(watching: Watching, is_local: bool) -> web.Application:
         watch = watch_of(request)
         with suppress(TimeoutError):
             async with asyncio.timeout(REFRESH_SECONDS):
-                await watch.look()
+                await watch.update()
         return web.json_response(watch.history.sections())
 
     async def run_events(request: web.Request) -> web.StreamResponse:
@@ -241,12 +243,12 @@ def _application(watching: Watching, is_local: bool) -> web.Application:
 
 
 async def _stream(request: web.Request, board: Board) -> web.StreamResponse:
-    """Send a board's sections as events, for as long as somebody reads them."""
+    """Send a board's sections as server-sent events until the client closes the connection."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
     with suppress(ConnectionError):  # the page was closed
         await response.prepare(request)
-        async for news in board.news():
-            event = ": nothing new\n\n" if news is None else f"event: {news[0]}\ndata: {news[1]}\n\n"
+        async for section in board.changes():
+            event = ": nothing new\n\n" if section is None else f"event: {section[0]}\ndata: {section[1]}\n\n"
             await response.write(event.encode())
     return response
 
@@ -267,10 +269,10 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 async def _only_local(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
     try:
         name = request.url.host or ""
-    except ValueError:  # a Host header that is none
+    except ValueError:  # a malformed Host header
         name = ""
     if not is_loopback(name):
-        text = "This dashboard answers only to names of this machine: a proxy has to send `Host: localhost`."
+        text = "This dashboard answers only requests for a loopback name: a proxy must send `Host: localhost`."
         raise web.HTTPMisdirectedRequest(text=text)
     answer: web.StreamResponse = await handler(request)
     return answer

@@ -1,7 +1,8 @@
-"""The runs that a dashboard shows: looked at often where somebody watches, else now and then, so that curves have few
-gaps; and what this process has seen of each over time, as JSON.
+"""The runs that a dashboard shows, each with a history that this process collects, as JSON.
 
-What peers claim is shown as text, or as a number of bounded size; it may be false. What is not known is shown as such.
+A run with an open page is updated every 2 seconds, the others in turn, so that their curves have few gaps. Peers'
+claims may be false: the dashboard shows them as text or as numbers of bounded size. Unknown values are shown as
+unknown.
 """
 
 from __future__ import annotations
@@ -37,19 +38,21 @@ if TYPE_CHECKING:
     from peers.network.transport import HivemindTransport
 
 # Sources --------------------------------------------------------------------------------------------------------------
-UPDATE_SECONDS = 10.0  # between two looks at which runs a node remembers
+UPDATE_SECONDS = 10.0  # between two updates of the list of runs that a node knows
 NO_ARCHIVE = (
-    "This node does not keep the run's log. With --archive FOLDER it does, and shows entries, signatures and "
+    "This node does not keep the run's log. Start it with --archive FOLDER to see entries, signatures and "
     "contributions."
 )
-NOT_YET = "The run's log has not come here yet."
+NOT_YET = "This node has not received the run's log yet."
 
 
 @dataclass(frozen=True)
 class Source:
-    """One run, as this process knows it. `me` is our own peer, if we train in it; `no_log` says why there is no log.
+    """One run, as this process knows it.
 
-    `held_out` takes the held-out losses that are heard of. `found` has those that somebody else here keeps.
+    `me` is the id of this process's own peer, if it trains in the run. `no_log` is the reason that the page shows while
+    there is no log. `held_out` collects the held-out losses from heartbeats; `found` returns held-out losses that
+    another part of this process collects. `addresses` are those of nodes through which a new volunteer finds the run.
     """
 
     run: Run
@@ -61,17 +64,17 @@ class Source:
     me: str = ""
     no_log: str = NOT_YET
     addresses: tuple[str, ...] = ()
-    """Of nodes through which others find the run."""
 
 
 def follower_source(run: Run, network: HivemindTransport, log: Callable[[], RunLog | None]) -> Source:
-    """Return the run that this machine follows."""
-    signed = Run.from_manifest(run.manifest)  # without what this machine's owner has chosen, such as folders
+    """Return the source for a run that this process follows."""
+    signed = Run.from_manifest(run.manifest)  # without the owner's own settings, such as folders
     return Source(signed, lambda: network.heartbeats(run.run_id), log, lambda: network.signed_heads_of(run.run_id))
 
 
 def volunteer_source(volunteer: Volunteer, network: HivemindTransport) -> Source:
-    """Return the run that this machine trains in. It knows who is there without asking."""
+    """Return the source for the run that this process trains in. Its heartbeats come from the volunteer itself, without
+    a request to the network."""
     run = volunteer.run
 
     async def heartbeats() -> Sequence[Heartbeat]:
@@ -88,7 +91,8 @@ def volunteer_source(volunteer: Volunteer, network: HivemindTransport) -> Source
 
 
 class NodeSources:
-    """The runs that a bootstrap node remembers, and their logs where it keeps them."""
+    """The sources for all runs that a bootstrap node knows, with the logs that it archives. `kept` returns the archived
+    log of a run id."""
 
     def __init__(self, network: HivemindTransport, kept: Callable[[str], ArchivedRun | None] | None) -> None:
         self._network = network
@@ -98,7 +102,8 @@ class NodeSources:
         self._updated_at = float("-inf")
 
     def current(self, manifests: Iterable[SignedManifest]) -> list[Source]:
-        """Return a source for each of these runs, which take long to go through: that is not done each time."""
+        """Return a source for each of these runs. `manifests` is read at most every `UPDATE_SECONDS`, because it is
+        slow to iterate."""
         if time.monotonic() - self._updated_at >= UPDATE_SECONDS:
             known = {manifest.run_id: manifest for manifest in manifests}
             self._sources = {run_id: source for run_id, source in self._sources.items() if run_id in known}
@@ -125,46 +130,47 @@ class NodeSources:
         )
 
 
-# What was seen of a run -----------------------------------------------------------------------------------------------
+# History of a run ----------------------------------------------------------------------------------------------------
 Plain = dict[str, Any]
 
-SHOWN_PEERS = 200  # rows of a table, which is sent whole with each change
-SHOWN_ABSENT = 16  # peers that an entry is told to lack
-REMEMBERED_SECONDS = 600.0  # for which a peer is shown that is gone
-BUCKET = 0.25  # outer steps between two points of a new curve of training losses
-MOST_POINTS = 1000  # of a curve
-SHOWN_SPANS = 240  # entries whose times are remembered: the newest
-USUAL = 20  # of which so many say how long one takes
+SHOWN_PEERS = 200  # rows of the table of peers; each change sends the whole table
+SHOWN_ABSENT = 16  # absent peers that are listed for an entry
+REMEMBERED_SECONDS = 600.0  # a peer that is gone stays in the table for so long
+BUCKET = 0.25  # outer steps between two points of a training curve, until it has too many points
+MOST_POINTS = 1000  # points of a curve
+SHOWN_SPANS = 240  # newest entries whose times are kept
+USUAL = 20  # newest entries whose median is the usual time of an outer step
 
 
 class _Curve:
-    """Means of what was seen in buckets of equal width, in bounded room: of too many, neighbours become one."""
+    """A curve of bounded size: the mean of the values in each bucket. Buckets have equal width; above `MOST_POINTS`,
+    the width doubles."""
 
     def __init__(self, width: float) -> None:
         self._width = width
         self._buckets: dict[int, tuple[float, int]] = {}  # sum and count
 
     def add(self, x: float, y: float) -> None:
-        """Take in a value."""
+        """Add a value."""
         self._put(int(x // self._width), y, 1)
         if len(self._buckets) > MOST_POINTS:
             narrow, self._width, self._buckets = self._buckets, 2 * self._width, {}
             for bucket, (total, count) in narrow.items():
                 self._put(bucket // 2, total, count)
 
-    def _put(self, bucket: int, more: float, values: int) -> None:
+    def _put(self, bucket: int, added: float, values: int) -> None:
         total, count = self._buckets.get(bucket, (0.0, 0))
-        self._buckets[bucket] = total + more, count + values
+        self._buckets[bucket] = total + added, count + values
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """Return the means, each at the beginning of its bucket, from left to right."""
+        """The means from left to right, each with the left edge of its bucket."""
         return [(bucket * self._width, total / count) for bucket, (total, count) in sorted(self._buckets.items())]
 
 
 class _Span(NamedTuple):
-    """An entry that was made at `at`, seconds since the epoch; `seconds` after the one before, of which
-    `round_seconds` were its round's. None: not seen from here."""
+    """The times of one entry: `at` is when it was observed, in seconds since the epoch; `seconds` is the time since the
+    entry before, and `round_seconds` the part of it that the round took. None: this process did not see it."""
 
     at: float
     seconds: float | None
@@ -173,23 +179,23 @@ class _Span(NamedTuple):
 
 
 class _Timeline:
-    """When a run took its outer steps, as seen from here: as exact as looks are frequent. The log says nothing of it,
-    since clocks differ."""
+    """The times of a run's outer steps, as this process observes them. The log has no times, because peers' clocks
+    differ. The times are as exact as the updates are frequent."""
 
     def __init__(self) -> None:
         self.spans: dict[int, _Span] = {}  # by the index of the entry
         self._step: int | None = None
-        self._since: float | None = None  # when the present outer step was seen to begin
+        self._since: float | None = None  # when this process saw the present outer step begin
         self._round_since: float | None = None
 
     @property
     def usual_seconds(self) -> float | None:
-        """Return how long an outer step takes, as the newest did."""
+        """The median seconds of the newest outer steps; None: not known yet."""
         known = [span.seconds for span in list(self.spans.values())[-USUAL:] if span.seconds is not None]
         return statistics.median(known) if known else None
 
     def observe(self, outer_step: int, is_averaging: bool, present: int, at: float) -> None:
-        """Note that most peers have taken so many outer steps, and whether a round is under way for the next one."""
+        """Record the outer step that most peers have reached at time `at`, and whether the next round is under way."""
         if self._step is not None and outer_step > self._step:
             is_next = outer_step == self._step + 1
             seconds = at - self._since if is_next and self._since is not None else None
@@ -207,7 +213,8 @@ class _Timeline:
 
 
 class RunHistory:
-    """What is known of a run here. `me` is this machine's own peer, if it is in the run."""
+    """The history of one run, as this process has seen it. `me` is the id of this process's own peer, if it trains in
+    the run."""
 
     def __init__(
         self,
@@ -217,30 +224,31 @@ class RunHistory:
         no_log: str = "",
         addresses: tuple[str, ...] = (),
     ) -> None:
-        """`no_log` says why there is no log, and what to do about it; `addresses` are those of an invite."""
+        """`no_log` says why there is no log, and the remedy. `addresses` are put into the invite that the page
+        shows."""
         self.me = me
         self._join = f"diloco-peer join {Invite(run.run_id, addresses)}" if addresses else ""
         self.timeline = _Timeline()
         self._no_log = no_log
         self._chronicle = Chronicle()
         self._has_log = False
-        self._teams: dict[str, str] = {}  # by peer; of those that have contributed also when they are gone
+        self._teams: dict[str, str] = {}  # by peer; a contributor's team is kept after it has gone
         self._held_out = held_out or HeldOutCurve()
         self._losses = _Curve(BUCKET)
         self._heartbeats: tuple[Heartbeat, ...] = ()
-        self.view = RunView(run)  # how the run is now
-        self._seen: dict[str, tuple[Heartbeat, float]] = {}  # with when something new was heard last
+        self.view = RunView(run)  # the run at the last update
+        self._seen: dict[str, tuple[Heartbeat, float]] = {}  # with the time of the peer's last new heartbeat
         self._looked_at: float | None = None
         self._signed: dict[str, object] | None = None
 
-    # What comes in --------------------------------------------------------------------------------------------
+    # Input ----------------------------------------------------------------------------------------------------
     def observe(self, heartbeats: Iterable[Heartbeat], at: float) -> None:
-        """Take in all heartbeats that are known at a time, in seconds since the epoch."""
+        """Record all known heartbeats at a time in seconds since the epoch."""
         self._looked_at, self._heartbeats = at, tuple(heartbeats)
         view = self._look()
         kept = {peer: team for peer, team in self._teams.items() if peer in self._chronicle.contributions}
-        said = {beat.peer: beat.team for beat in view.peers}
-        self._teams = {peer: team for peer, team in (kept | said).items() if team}
+        current = {beat.peer: beat.team for beat in view.peers}
+        self._teams = {peer: team for peer, team in (kept | current).items() if team}
         for beat in view.peers:
             known = self._seen.get(beat.peer)
             if known is None or beat.sequence > known[0].sequence:
@@ -255,12 +263,13 @@ class RunHistory:
         self._take_losses(view)
 
     def recall(self, held_out: Mapping[int, float]) -> None:
-        """Take in losses on held-out text that are kept elsewhere."""
+        """Add held-out losses that another part of this process has collected."""
         for index, loss in held_out.items():
             self._held_out.add(index, loss)
 
     def read(self, log: RunLog | None, signed: SignedHeads | None = None) -> bool:
-        """Read on in the run's log. Return whether there may be more to read at once. Raises: LogError."""
+        """Read the next entries of the run's log. Return True if there may be more to read at once. Raises:
+        LogError."""
         self._signed = None if signed is None else plain_signed(signed)
         self._has_log = log is not None and len(log) > 0
         is_behind = log is not None and self._chronicle.read(log)
@@ -268,25 +277,26 @@ class RunHistory:
         return is_behind
 
     def _look(self) -> RunView:
-        """Return how the run is now, by all that has come in."""
+        """Update and return the view of the run."""
         before, run = self.view, self.view.run
         chronicle = self._chronicle if self._has_log else None
         self.view = RunView(run, self._heartbeats, chronicle=chronicle, step_before=before.outer_step)
         return self.view
 
     def _take_losses(self, view: RunView) -> None:
-        """Take in the median of what peers say: less than half of them can't draw the curve."""
+        """Add the losses that peers report. The training curve takes their median, so that less than half of the peers
+        cannot falsify it."""
         inner_steps = view.run.config.training.inner_steps
         training = [beat for beat in view.working if beat.loss is not None and beat.index == view.outer_step]
         if training:
             step = view.outer_step + statistics.median(min(beat.inner_step / inner_steps, 1.0) for beat in training)
             self._losses.add(step, statistics.median(beat.loss for beat in training if beat.loss is not None))
-        for said in view.held_out:
-            self._held_out.add(said.index, said.loss)
+        for loss in view.held_out:
+            self._held_out.add(loss.index, loss.loss)
 
-    # What goes out --------------------------------------------------------------------------------------------
+    # Output ---------------------------------------------------------------------------------------------------
     def summary(self) -> Plain:
-        """Return what a list of runs says of it."""
+        """Return the run's row in the list of runs."""
         view = self.view
         return {
             "run": view.run.run_id,
@@ -300,7 +310,7 @@ class RunHistory:
         }
 
     def sections(self) -> dict[str, Plain]:
-        """Return the whole view in parts, which change at different times."""
+        """Return the sections of the run's page. The server sends a section when it changes."""
         return {
             "run": self._run(),
             "peers": self._peers(),
@@ -331,7 +341,8 @@ class RunHistory:
         }
 
     def _peers(self) -> Plain:
-        """Return the peers: this machine first, then by contribution; archives last, and behind them who is gone."""
+        """Return the table of peers: this process's own first, then others by contribution, then archives, then peers
+        that have gone."""
         live, minorities = {beat.peer for beat in self.view.peers}, self.view.agreement.minorities
         tokens = {peer: brought.tokens for peer, brought in self._chronicle.contributions.items()}
 
@@ -365,7 +376,7 @@ class RunHistory:
         }
 
     def _rounds(self) -> Plain:
-        """Entries from the log, and what was seen of the time that they took; the newest last."""
+        """Return the newest entries, oldest first: from the log, with the times observed here."""
         entries = {record.index: _plain_record(record, self.view.run) for record in self._chronicle.records}
         spans = {index: span._asdict() for index, span in self.timeline.spans.items()}
         newest = sorted({*entries, *spans})[-KEPT:]
@@ -389,7 +400,7 @@ class RunHistory:
 
 
 def _plain_record(record: Record, run: Run) -> Plain:
-    """Return an entry of a run as JSON can say it, digests in hexadecimal."""
+    """Return an entry of a run as JSON values, with digests in hexadecimal."""
     return {
         "digest": record.digest.hex(),
         "payload": record.payload.hex(),
@@ -406,24 +417,24 @@ def _plain_record(record: Record, run: Run) -> Plain:
 
 
 def _plain_change(change: Change, run: Run) -> Plain:
-    """Return what an entry changes, in words."""
+    """Return the values that an entry changes, in words."""
     changed = changed_values(run.config, change.before, change.amendment)
     return {"number": change.amendment.number, "values": changes_in_words(changed)}
 
 
-# Watching -------------------------------------------------------------------------------------------------------------
+# Updates --------------------------------------------------------------------------------------------------------------
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.5  # between two looks at which runs are due
-WATCHED_SECONDS = 2.0  # between two looks at a run that somebody watches
-UNWATCHED_SECONDS = 30.0  # at one that nobody watches; of those one at a time
-LOOK_LIMIT = 20.0  # seconds that a look may take
-PAUSE_SECONDS = 0.05  # between two slices of a long log
-PING_SECONDS = 15.0  # after which a watcher hears that there is nothing new
+LOOK_SECONDS = 0.5  # between two checks for runs that are due
+WATCHED_SECONDS = 2.0  # between two updates of a run with an open page
+UNWATCHED_SECONDS = 30.0  # between two updates of a run without one; these are updated one at a time
+LOOK_LIMIT = 20.0  # seconds in which a run's heartbeats must arrive
+PAUSE_SECONDS = 0.05  # between two slices of a long log, for other tasks
+PING_SECONDS = 15.0  # between two comments that keep an idle event stream open
 
 
 class Board:
-    """What watchers of one page are shown: JSON by section, each told anew when it changes."""
+    """The content of one page, as JSON by section. Each open page of it receives a section again when it changes."""
 
     def __init__(self) -> None:
         self.sections: dict[str, str] = {}
@@ -438,16 +449,17 @@ class Board:
                 changed, self._changed = self._changed, asyncio.Event()
                 changed.set()
 
-    async def news(self) -> AsyncIterator[tuple[str, str] | None]:
-        """Yield the sections, and each again when it has changed; None now and then while nothing has."""
-        told: dict[str, str] = {}
+    async def changes(self) -> AsyncIterator[tuple[str, str] | None]:
+        """Yield all sections, then each section again when it changes; yield None after `PING_SECONDS` without a
+        change."""
+        sent: dict[str, str] = {}
         self.watchers += 1
         try:
             while True:
                 changed = self._changed
                 for name, text in list(self.sections.items()):
-                    if told.get(name) != text:
-                        told[name] = text
+                    if sent.get(name) != text:
+                        sent[name] = text
                         yield name, text
                 while not changed.is_set():
                     try:
@@ -460,51 +472,49 @@ class Board:
 
 
 class RunWatch:
-    """One run, what was seen of it, and who looks at it."""
+    """One run with its history and its page."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.board = Board()
         self.history = RunHistory(source.run, source.me, source.held_out, source.no_log, source.addresses)
-        self.summary = self.history.summary()  # what the list of runs says of it
-        self.looked_at = float("-inf")  # on this machine's monotonic clock
-        self._looking = asyncio.Lock()
+        self.summary = self.history.summary()  # the run's row in the list of runs
+        self.updated_at = float("-inf")  # on this machine's monotonic clock
+        self._updating = asyncio.Lock()
 
     def is_due(self, now: float) -> bool:
-        return now - self.looked_at >= (WATCHED_SECONDS if self.board.watchers else UNWATCHED_SECONDS)
+        return now - self.updated_at >= (WATCHED_SECONDS if self.board.watchers else UNWATCHED_SECONDS)
 
-    async def look(self) -> None:
-        """Learn what is new, and show it, unless somebody has just done so.
-
-        What cannot be had now is not told, and tried again at the next look.
-        """
-        async with self._looking:
-            if time.monotonic() - self.looked_at < WATCHED_SECONDS:
+    async def update(self) -> None:
+        """Update the history and the page, unless another task has just done so. A part that cannot be read now keeps
+        its last values until the next update."""
+        async with self._updating:
+            if time.monotonic() - self.updated_at < WATCHED_SECONDS:
                 return
             try:
-                await self._learn()
-                self._tell()
-            except Exception:  # a mistake of ours that one run brings to light: all others are still shown
-                logger.exception("the dashboard shows nothing new of %s at present", self.source.run.run_id)
-            self.looked_at = time.monotonic()
+                await self._read_source()
+                self._publish()
+            except Exception:  # an internal error over one run must not stop the others
+                logger.exception("the dashboard cannot update run %s and will try again", self.source.run.run_id)
+            self.updated_at = time.monotonic()
 
-    async def _learn(self) -> None:
+    async def _read_source(self) -> None:
         try:
             async with asyncio.timeout(LOOK_LIMIT):
                 self.history.observe(await self.source.heartbeats(), time.time())
             self.history.recall(self.source.found())
-            told_at = time.monotonic()
+            published_at = time.monotonic()
             while self.history.read(self.source.log(), self.source.signed()):
                 await asyncio.sleep(PAUSE_SECONDS)
-                if time.monotonic() - told_at >= WATCHED_SECONDS:
-                    self._tell()
-                    told_at = time.monotonic()
+                if time.monotonic() - published_at >= WATCHED_SECONDS:
+                    self._publish()
+                    published_at = time.monotonic()
         except (TimeoutError, DilocoPeerError, LogError) as error:
-            logger.debug("the dashboard could not look at %s: %r", self.source.run.run_id, error)
+            logger.debug("the dashboard could not read run %s: %r", self.source.run.run_id, error)
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         summary = self.history.summary()
-        json.dumps(summary, allow_nan=False)  # what JSON cannot say would keep the list of all runs from being told
+        json.dumps(summary, allow_nan=False)  # raises here, so that no unserializable row enters the list
         self.summary = summary
         if self.board.watchers or not self.board.sections:
             self.show()
@@ -513,8 +523,8 @@ class RunWatch:
         self.board.show(self.history.sections())
 
 
-class Watching:
-    """All runs of this process, by id. `sources` is asked again and again which there are."""
+class RunWatches:
+    """All runs of the dashboard, by id. `sources` returns the present ones, and is called again at each update."""
 
     def __init__(self, sources: Callable[[], Iterable[Source]]) -> None:
         self._sources = sources
@@ -523,30 +533,30 @@ class Watching:
         self.runs: dict[str, RunWatch] = {}
         self.board = Board()  # the list of runs
 
-    async def keep_looking(self) -> None:
-        """Look at runs until cancelled."""
-        looking: dict[str, asyncio.Task[None]] = {}
+    async def keep_updating(self) -> None:
+        """Update runs until cancelled."""
+        updating: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
                 self._update()
                 self.board.show({"runs": [watch.summary for watch in self.runs.values()]})
-                looking = {run: task for run, task in looking.items() if not task.done()}
-                for run, watch in self._due(looking):
-                    looking[run] = start_task(watch.look())
+                updating = {run: task for run, task in updating.items() if not task.done()}
+                for run, watch in self._due(updating):
+                    updating[run] = start_task(watch.update())
                 await asyncio.sleep(LOOK_SECONDS)
         except Exception:
-            logger.exception("the dashboard shows nothing new any more")
+            logger.exception("dashboard updates stopped after an internal error: restart to resume them")
         finally:
             with suppress(asyncio.CancelledError):
-                await cancel_and_wait(*looking.values())
+                await cancel_and_wait(*updating.values())
 
     def _update(self) -> None:
-        """Take up which runs there are. While that fails, those that are known are shown."""
+        """Update the set of runs. While `sources` fails, keep the known ones."""
         try:
             sources = {source.run.run_id: source for source in self._sources()}
         except Exception:
             if not self._is_failing:
-                logger.exception("the dashboard finds no new runs at present")
+                logger.exception("the dashboard cannot update its list of runs and will try again")
             self._is_failing = True
             return
         self._is_failing = False
@@ -559,12 +569,13 @@ class Watching:
                 with self._failures.caught(run):
                     self.runs[run] = RunWatch(source)
 
-    def _due(self, looking: Mapping[str, object]) -> list[tuple[str, RunWatch]]:
-        """All that are watched, and of the others the one at which nobody has looked for longest."""
+    def _due(self, updating: Mapping[str, object]) -> list[tuple[str, RunWatch]]:
+        """Return the runs to update now: all due ones with an open page, and of the others the one updated longest
+        ago."""
         now = time.monotonic()
-        due = [(run, watch) for run, watch in self.runs.items() if run not in looking and watch.is_due(now)]
+        due = [(run, watch) for run, watch in self.runs.items() if run not in updating and watch.is_due(now)]
         watched = [(run, watch) for run, watch in due if watch.board.watchers]
-        if any(not self.runs[run].board.watchers for run in looking if run in self.runs):
+        if any(not self.runs[run].board.watchers for run in updating if run in self.runs):
             return watched
-        others = sorted((one for one in due if not one[1].board.watchers), key=lambda one: one[1].looked_at)
+        others = sorted((one for one in due if not one[1].board.watchers), key=lambda one: one[1].updated_at)
         return watched + others[:1]

@@ -1,4 +1,4 @@
-"""What is read: documents, their tokens, and the order of the samples cut from them. Needs no torch.
+"""Training data: documents, their tokens, and the order of the samples cut from them. Needs no torch.
 
 Other rooms import:
 ahead: Ahead

@@ -1,7 +1,8 @@
-"""The process that tokenizes the next shard while the present one trains. Started as `python -m opendiloco.data.ahead`.
+"""The process that tokenizes the next shard while the workers train on the present one: `python -m
+opendiloco.data.ahead`.
 
-There is one at a time on a machine, at the lowest priority: the first worker starts it, and all workers find in the
-cache what it has made. It ends with its work, or at once when the worker that started it is gone.
+A machine runs one at a time, at the lowest priority. The first worker starts it, and all workers find its result in the
+token cache. It ends when its job is done, or at once when the worker that started it has ended.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from opendiloco.data.token_files import FEW_TOKENS
 
 
 class Ahead:
-    """Has shards tokenized in a process of its own, one after another; each once, and only those that go to the disk.
+    """Tokenizes shards ahead in a process of its own: one at a time, each once, and only shards that the cache keeps on
+    disk.
 
-    What fails there is no loss: the worker that needs the shard makes it itself, and says what is wrong.
+    A failure there costs only time: the worker that needs the shard tokenizes it itself, and reports the error.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -29,7 +31,7 @@ class Ahead:
         self._begun: tuple[int, int] | None = None
 
     def tokenize(self, source: int, shard: int) -> None:
-        """Begin, unless another shard is under way; whoever needs it asks again and again. Returns at once."""
+        """Start to tokenize a shard, unless another one is under way. Workers call this repeatedly. Returns at once."""
         windows = self._config.data.all_sources[source].windows_per_shard or 0
         lies_on_disk = windows * self._config.training.sequence_length > FEW_TOKENS
         is_busy = self._process is not None and self._process.poll() is None
@@ -47,12 +49,12 @@ class Ahead:
             )
             assert self._process.stdin is not None
             self._process.stdin.write(job)
-            self._process.stdin.flush()  # it stays open: the process ends when it closes
-        except OSError:  # not even a process can be had, or it ended at once
+            self._process.stdin.flush()  # not closed: the process ends when its standard input closes
+        except OSError:  # the process could not start, or ended at once
             self.close()
 
     def close(self) -> None:
-        """End the process. Leaves none behind."""
+        """Kill the process and wait for its end."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -60,7 +62,7 @@ class Ahead:
 
 
 def main() -> None:
-    """Do the job that is on the standard input, a line of JSON."""
+    """Run the job on the standard input, a line of JSON."""
     content, source, shard = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_standard_input, daemon=True).start()
     os.nice(NICENESS)
@@ -68,7 +70,7 @@ def main() -> None:
 
 
 def _prepare_shard(config: RunConfig, source: int, shard: int) -> None:
-    """Tokenize a shard into the cache, if it is not there. Raises: DataError, MachineError."""
+    """Tokenize a shard into the cache, unless it is there. Raises: DataError, MachineError."""
     from opendiloco.data.token_files import TokenCache
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.data.training_data import shards_of

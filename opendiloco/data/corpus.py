@@ -1,10 +1,10 @@
-"""Where documents come from, and which of them are held out for evaluation.
+"""The documents of a run's sources, and the choice of those that are held out for evaluation.
 
 The default corpus is the source of the Python standard library that runs this process: about 12 MB on every machine,
-nothing to download. Machines with another Python version have somewhat other text; that is fine, since a sample number
-only says where to read, and peers exchange what they learned, never what they read.
+without a download. Another Python version has a slightly different text. That does no harm, because a sample number
+only names a place to read, and peers exchange pseudo-gradients, never text.
 
-The second half is what `datasets` may read of a stranger's data set, once its files are checked.
+The second half restricts what `datasets` may read of an untrusted data set, and checks its files.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 SAVED = ("dataset_info.json", "dataset_dict.json")
-"""Files of a folder that `datasets` has saved with `save_to_disk`: of one split, or of several."""
+"""Files in a folder that `save_to_disk` of `datasets` has written: for one split, and for several."""
 WHOLE = slice(None)
 LONGEST = 1 << 27
-"""Characters of a row's text, or its tokens: tokenizing takes some ten times the memory."""
+"""Most characters or tokens of a document. Tokenizing takes about ten times their memory."""
 TEXT_OR_TOKENS = "Choose a column of text, or of lists of token ids."
 MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py"})
@@ -51,8 +51,8 @@ TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py"})
 
 @dataclass(frozen=True)
 class Document:
-    """One text, or its token ids where it was tokenized before. `identity` is its name, or its content where it has no
-    name; being held out depends on that alone, unless the document is long: then its end is held out."""
+    """One text, or its token ids if it is tokenized already. `identity` is its name, or its content if it has no name.
+    It alone decides whether the document is held out. Of a long document the end is held out instead."""
 
     text: bytes
     identity: bytes
@@ -60,20 +60,18 @@ class Document:
 
     @property
     def size(self) -> int:
-        """Return its bytes, or about as many as its tokens stand for."""
+        """The bytes of the text, or an estimate of them from the number of tokens."""
         return len(self.text) + 4 * (0 if self.tokens is None else len(self.tokens))
 
     def is_held_out(self, fraction: float) -> bool:
-        """Return whether it is for evaluation only: a fixed draw with probability `fraction`."""
+        """Return True if the document is only for evaluation. The identity decides, with probability `fraction`."""
         draw = int.from_bytes(hashlib.sha256(self.identity).digest()[:8], "big")
         return draw < fraction * 2**64
 
 
 def open_corpus(section: SourceSection) -> _TextFiles | _Rows:
-    """Return a source's documents, in an order that is the same on every machine that has the same files.
-
-    Their `fingerprint` is another one when they could be others. Raises: DataError when it cannot be read.
-    """
+    """Return a source's documents, in the same order on every machine that has the same files. Their `fingerprint`
+    differs whenever the documents may differ. Raises: DataError if the source cannot be read."""
     if section.source == STANDARD_LIBRARY:
         root = Path(sysconfig.get_path("stdlib"))
         files = [path for path in root.rglob("*.py") if not EXCLUDED_FOLDERS & set(path.relative_to(root).parts[:-1])]
@@ -87,7 +85,7 @@ def open_corpus(section: SourceSection) -> _TextFiles | _Rows:
             return _TextFiles(section, Path(os.path.commonpath([file.parent for file in files])), files)
         return _Rows(section, files)
     texts = [path for path in folder.rglob("*") if _is_text(path) and not _is_hidden(path.relative_to(folder))]
-    if set(texts) - {folder / "README.md"}:  # which data sets have, too
+    if set(texts) - {folder / "README.md"}:  # a data set also has a README.md
         return _TextFiles(section, folder, texts)
     return _Rows(section)
 
@@ -101,7 +99,7 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _as_utf8(text: bytes) -> bytes:
-    """Return a file's text without its byte order mark, which names its encoding."""
+    """Return a file's text as UTF-8 without its byte order mark, which names the encoding of the file."""
     for mark, encoding in MARKS:
         if text.startswith(mark):
             with suppress(UnicodeDecodeError):
@@ -124,7 +122,7 @@ def _named_files(source: str) -> list[Path]:
 
 
 class _TextFiles:
-    """Each file is a document; a shard is every n-th of them."""
+    """Text files; each file is a document. In a source with n shards, shard i is every n-th file from file i on."""
 
     is_stream = False
 
@@ -133,7 +131,7 @@ class _TextFiles:
         self._files = sorted((path.relative_to(root).as_posix(), path) for path in files)
         if (section.split, section.column) != ("train", "text"):
             logger.warning(
-                "data.source = %r has text files: data.split = %r and data.column = %r have no say",
+                "data.source = %r has text files: data.split = %r and data.column = %r are ignored",
                 section.source,
                 section.split,
                 section.column,
@@ -141,7 +139,7 @@ class _TextFiles:
         self.fingerprint = _facts(str(path) for _, path in self._files)
 
     def documents(self, shard: int | None = None) -> Iterator[Document]:
-        """Yield all documents, or those of one of the source's shards. Raises: DataError."""
+        """Yield all documents, or those of one shard of the source. Raises: DataError."""
         _check_shards(self._section, len(self._files))
         files = self._files if shard is None else self._files[shard :: self._section.shards]
         for name, path in passing(files, tokenizing(self._section, shard), len(files)):
@@ -162,7 +160,7 @@ class _TextFiles:
 
 
 class _Rows:
-    """A data set, as `datasets` reads it: Parquet, JSON, CSV or Arrow files, a folder of them, or a name on the hub."""
+    """A data set that `datasets` reads: Parquet, JSON, CSV or Arrow files, a folder of them, or a name on the hub."""
 
     def __init__(self, section: SourceSection, files: Sequence[Path] = ()) -> None:
         self._section = section
@@ -175,16 +173,16 @@ class _Rows:
         self.fingerprint = repr([(split, list(part), part.origin_metadata) for split, part in parts]) + local
 
     def documents(self, shard: int | None = None) -> Iterator[Document]:
-        """Yield all documents, or those of one of the source's shards. Raises: DataError."""
+        """Yield all documents, or those of one shard of the source. Raises: DataError."""
         section = self._section
         with _explained(section):
             rows = self._load() if shard is None else self._load_shard(shard)
-            total = getattr(rows, "num_rows", None)  # a stream does not know
+            total = getattr(rows, "num_rows", None)  # a stream has no total
             for row in passing(rows, tokenizing(section, shard), total):
                 yield self._document(row[section.column])
 
     def _document(self, value: Any) -> Document:
-        """Return a row's text, or its token ids. Raises: DataError when it is neither, or too long."""
+        """Return a row's text, or its token ids. Raises: DataError if it is neither, or too long."""
         section = self._section
         if isinstance(value, str | list) and len(value) > LONGEST:
             raise DataError(
@@ -205,9 +203,10 @@ class _Rows:
         return Document(b"", ids.tobytes(), ids)
 
     def _load_shard(self, shard: int) -> Any:
-        """Return a shard's rows: those of whole files, or a part of one file where there are more shards than files.
+        """Return a shard's rows: those of whole files, or a part of one file if there are more shards than files.
 
-        A part is every n-th row group of a Parquet file, which is read without those between, or else every n-th row.
+        A part of a Parquet file is every n-th row group, so that the others are not read; of another file it is every
+        n-th row.
         """
         shards, rows = self._section.shards or 1, self._load()
         if shards <= (files := rows.num_shards):
@@ -219,18 +218,18 @@ class _Rows:
         return islice(rows.shard(num_shards=files, index=file), part.start, None, part.step)
 
     def _load(self, part: slice = WHOLE) -> Any:
-        """Return all rows, or only this part of each Parquet file, with their column of text or tokens only.
+        """Return all rows, or only this part of each Parquet file, with only their column of text or tokens.
 
-        Raises: DataError when it is not there, or of a type that reading decodes: images, for instance, are fetched
-        from the URLs or opened at the paths that are in their rows.
+        Raises: DataError if the column does not exist, or has a type that `datasets` decodes: images, for instance, are
+        fetched from URLs or opened at paths that the rows name.
         """
         section = self._section
         rows = self._open(part)
         types = rows.features
-        columns = list(next(iter(rows), {}) if types is None else types)  # rows without types are not decoded
+        columns = list(next(iter(rows), {}) if types is None else types)  # rows without types are never decoded
         if section.column not in columns:
             is_csv = getattr(self, "_builder", None) is not None and self._builder.name == "csv"
-            first = " A CSV file begins with their names, with commas between." * is_csv
+            first = " The first line of a CSV file must name its columns, separated by commas." * is_csv
             raise DataError(
                 f"data.column = {section.column!r} is not in {section.source!r}.",
                 f"Choose one of: {', '.join(str(name)[:40] for name in columns[:20])}.{first}",
@@ -259,7 +258,8 @@ class _Rows:
 
 
 class _SavedRows(_Rows):
-    """A folder that `datasets` has saved with `save_to_disk`, of one split or of several. A shard is as many rows."""
+    """A folder that `save_to_disk` of `datasets` has written, with one split or several. Shards have equal numbers of
+    rows."""
 
     def __init__(self, section: SourceSection) -> None:
         self._section = section
@@ -282,24 +282,24 @@ class _SavedRows(_Rows):
     def _open(self, part: slice) -> Any:
         import datasets
 
-        # load_from_disk would also follow what state.json and dataset_info.json say of formats and types.
+        # load_from_disk would also apply the formats and types that state.json and dataset_info.json name.
         return datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in self._files])
 
 
 def tokenizing(section: SourceSection, shard: int | None) -> str:
-    """Return the stage: whoever reads documents tokenizes them."""
+    """Return the name of the stage in which a source or one of its shards is read and tokenized."""
     return f"tokenizing {section.source}" + ("" if shard is None else f", shard {shard} of {section.shards}")
 
 
 @contextmanager
 def _explained(section: SourceSection) -> Iterator[None]:
-    """`datasets` raises many unrelated classes for what is not there, or cannot be read on."""
+    """Turn the many unrelated exceptions of `datasets` into DataError."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
-        if isinstance(error.__cause__, DataError):  # raised while `datasets` called us
+        if isinstance(error.__cause__, DataError):  # raised by our code inside `datasets`
             raise error.__cause__ from None
         raise DataError(
             f"data.source = {section.source!r}, split {section.split!r}, cannot be loaded: {_innermost(error)}",
@@ -308,15 +308,15 @@ def _explained(section: SourceSection) -> Iterator[None]:
 
 
 def _innermost(error: BaseException) -> str:
-    """Return what the error says that led to this one: `datasets` wraps it in others that say nothing."""
+    """Return the message of the original error: `datasets` wraps it in others that add nothing."""
     while error.__cause__ is not None:
         error = error.__cause__
-    words = " ".join(str(error).split()) or type(error).__name__  # some libraries put each type into a line of its own
+    words = " ".join(str(error).split()) or type(error).__name__  # some messages have many lines
     return f"{words[:300].removesuffix('.')}."
 
 
 def _check_split(section: SourceSection, splits: list[str]) -> None:
-    """Raise DataError when a split, or one of those that are joined by a plus sign, is not there."""
+    """Raise DataError if a split does not exist; several may be joined by plus signs."""
     named = (re.match(r"[\w.-]+", part.strip()) for part in section.split.split("+"))
     for split in (match[0] for match in named if match is not None):
         if split not in (*splits, "all"):
@@ -326,7 +326,7 @@ def _check_split(section: SourceSection, splits: list[str]) -> None:
 
 
 def _is_plain(feature: Any) -> bool:
-    """Return whether a column's type is one of plain values, or of lists of them: what reading does not decode."""
+    """Return True if a column's type is a plain value, or a list of them. Reading does not decode these types."""
     import datasets
 
     if isinstance(feature, datasets.List | datasets.LargeList):
@@ -335,7 +335,7 @@ def _is_plain(feature: Any) -> bool:
 
 
 def _facts(files: Iterable[str]) -> str:
-    """Changes with any of the files. Raises: DataError."""
+    """Return a text that changes when any of the files changes. Raises: DataError."""
     try:
         facts = [(file, os.stat(file)) for file in files]
     except OSError as error:
@@ -347,36 +347,35 @@ def _check_shards(section: SourceSection, parts: int, what: str = "files") -> No
     if section.shards is not None and section.shards > parts:
         raise DataError(
             f"data.shards = {section.shards} of {section.source!r}, which has {parts} {what}.",
-            f"A shard is one of them or more: use {parts} shards or fewer.",
+            f"A shard needs at least one of them: use {parts} shards or fewer.",
         )
 
 
-# Data sets of strangers -----------------------------------------------------------------------------------------------
-# Nothing is looked for, opened or fetched beside a data set's own files, and only formats that hold plain values are
-# read.
+# Untrusted data sets --------------------------------------------------------------------------------------------------
+# Only a data set's own files are looked for, opened or fetched, and only in formats with plain values.
 
 READ_FORMATS = ("arrow", "csv", "json", "parquet", "text")
 GZIP = ".gz"
 COMPRESSED = frozenset({GZIP, ".bz2", ".xz", ".zst"})
-HUB_SECONDS = 100.0  # for one answer of the hub: as long as `datasets` waits
-ROWS_AT_ONCE = 16  # of a Parquet file: they are in memory before their size is known
-TABLE_BYTES = 1 << 24  # of rows that are handed on together: each table has a cost of its own
+HUB_SECONDS = 100.0  # limit for one answer of the hub, the same as in `datasets`
+ROWS_AT_ONCE = 16  # rows of a Parquet file; they are in memory before their size is known
+TABLE_BYTES = 1 << 24  # bytes of rows in one table, because each table has a fixed cost
 PIECE_BYTES, PARQUET_GROWTH = 1 << 30, 1000
-"""A Parquet file's rows take at most so many bytes, and so many times those of the file. A file of another format that
-is read as a whole has at most so many bytes; it may come compressed."""
+"""A Parquet file's rows may take PIECE_BYTES plus PARQUET_GROWTH times the file's bytes. A file of another format that
+is read as a whole may have PIECE_BYTES, uncompressed."""
 LONGEST_LINE = 1 << 28
-"""Of a file that is read by the line, in bytes or characters."""
+"""Most bytes or characters of a line."""
 LINES_AT_ONCE = 1 << 23
-"""Bytes of a JSON file that are parsed together."""
+"""Bytes of a JSON file that are read at once."""
 
 
 def _open_builder(section: SourceSection, chosen: Sequence[Path] = ()) -> Any:
-    """Return the builder of the rows of a folder, of chosen files or of a hub data set, whose data files are checked.
+    """Return the `datasets` builder for a folder, for chosen files or for a hub data set, after a check of its files.
 
-    The hub is asked without a token: else a manifest could name what only this machine's owner may read there.
-    Only the named column is read. What `datasets` keeps of it lies in a folder of its own, which no other column finds.
+    The hub is asked without a token. With one, a manifest could name a data set that only this machine's owner may
+    read. Only the section's column is read, and the cache has a separate folder for each column.
 
-    Raises: DataError; what `datasets` and the hub's client raise.
+    Raises: DataError; exceptions of `datasets` and of the hub's client.
     """
     import datasets
 
@@ -387,7 +386,7 @@ def _open_builder(section: SourceSection, chosen: Sequence[Path] = ()) -> Any:
         if any(".tsv" in file.suffixes for file in chosen):
             options["sep"] = "\t"
     elif is_local(source):
-        path = os.path.abspath(source)  # a bare name could be that of a format
+        path = os.path.abspath(source)  # a bare name could be read as a format
         cards = [Path(path, name) for name in _card_names()]
     else:
         path, (revision, cards) = f"hf://datasets/{source}", _hub_cards(source, section.revision)
@@ -411,14 +410,14 @@ def _open_builder(section: SourceSection, chosen: Sequence[Path] = ()) -> Any:
         builder._generate_tables = partial(_json_tables, builder, section)
     elif builder.name == "text":
         builder._generate_tables = partial(_tables_of_lines, builder._generate_tables)
-    if builder.name != "parquet":  # whose reader is chosen with the part that is read
+    if builder.name != "parquet":  # _open sets a Parquet reader, for the part that is read
         builder._generate_tables = partial(_naming_files, section, builder._generate_tables)
     _read_only(builder, section.column)
     return builder
 
 
 def _format_of(source: str, files: Sequence[Path]) -> str:
-    """Return the name of the one format that files have by their names. Raises: DataError."""
+    """Return the one format of the files, by their suffixes. Raises: DataError."""
     from datasets.packaged_modules import _EXTENSION_TO_MODULE
 
     suffixes = {next((each for each in reversed(file.suffixes) if each not in COMPRESSED), "") for file in files}
@@ -432,7 +431,7 @@ def _format_of(source: str, files: Sequence[Path]) -> str:
 
 
 def _read_only(builder: Any, column: str) -> None:
-    """Have a builder read one column. Files, and rows, may differ in all others, and may lack this one."""
+    """Restrict a builder to one column. Files and rows may differ in all other columns, and may not have this one."""
     import datasets
     import pyarrow as pa
 
@@ -454,24 +453,24 @@ def _read_only(builder: Any, column: str) -> None:
         known = builder.info.features
         if met or (known is not None and column in known):
             return cast(pa.table({column: pa.nulls(table.num_rows)}))
-        return table  # without the column: all its names are told
+        return table  # unchanged, so that the error can list its columns
 
     builder._split_generators, builder._cast_table = of_one_column, with_one_column
 
 
 def _naming_files(section: SourceSection, generate: Callable[..., Iterator[Any]], **files: Any) -> Iterator[Any]:
     """Yield the tables of files. Raises: DataError that names the file that cannot be read."""
-    begun = [""]
+    opened = [""]
 
-    def noted(paths: Iterable[str]) -> Iterator[str]:
+    def recorded(paths: Iterable[str]) -> Iterator[str]:
         for path in paths:
-            begun.append(path)
+            opened.append(path)
             yield path
 
     if "files" in files:
-        files["files"] = noted(files["files"])
+        files["files"] = recorded(files["files"])
     else:
-        files["files_iterables"] = [noted(each) for each in files["files_iterables"]]
+        files["files_iterables"] = [recorded(each) for each in files["files_iterables"]]
     try:
         yield from generate(**files)
     except (DataError, MemoryError):
@@ -480,14 +479,14 @@ def _naming_files(section: SourceSection, generate: Callable[..., Iterator[Any]]
         raise _too_long(section.source, error) from error
     except Exception as error:
         raise DataError(
-            f"data.source = {section.source!r}, column {section.column!r}: {_plain_name(begun[-1])} cannot be read: "
+            f"data.source = {section.source!r}, column {section.column!r}: {_plain_name(opened[-1])} cannot be read: "
             f"{_innermost(error)}",
             "Correct that file, or move it elsewhere.",
         ) from error
 
 
 def _plain_name(file: str) -> str:
-    """Return a file's own path: `datasets` writes gzip://INSIDE::PATH for a compressed one."""
+    """Return a file's own path; for a compressed file `datasets` writes gzip://INSIDE::PATH."""
     return file.rpartition("::")[2]
 
 
@@ -498,10 +497,10 @@ def _json_tables(
     allow_full_read: bool = True,
     **_: object,
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield one column of files with a JSON object in each line, or one list of objects.
+    """Yield one column of files with a JSON object in each line, or with one list of objects.
 
-    The library's own way reads all columns, and refuses the file when rows differ in any. Rows that are no objects are
-    passed over, and counted. Raises: DataError when no row has the column.
+    The reader of `datasets` reads all columns, and refuses a file whose rows differ in any. Rows that are not objects
+    are skipped and counted. Raises: DataError if no row has the column.
     """
     import pyarrow as pa
     from datasets import DownloadConfig
@@ -526,26 +525,24 @@ def _json_tables(
                         raise TypeError(f"some rows have {' and some '.join(sorted(kinds))}")
                     if kinds <= {"str"}:
                         texts = [each if each is None else each.encode(errors="replace") for each in values]
-                        array = pa.array(texts, pa.string())  # of bytes, since a surrogate may be alone
+                        array = pa.array(texts, pa.string())  # from bytes, because a str may have a lone surrogate
                     else:
                         array = pa.array(values)
                     yield Key(number, place), builder._cast_table(pa.table({section.column: array}))
             if wrong := broken - before:
-                logger.warning("%s: %d of its rows are no JSON objects, and left out", _plain_name(file), wrong)
-    if not rows and not allow_full_read:  # the types of all files are looked for; a stream reads file by file
+                logger.warning("%s: skipped %d rows that are not JSON objects", _plain_name(file), wrong)
+    if not rows and not allow_full_read:  # reading types, over all files; a stream reads file by file
         raise DataError(
             f"data.column = {section.column!r} is not in {section.source!r}."
             if keys
-            else f"data.source = {section.source!r} has no rows; {broken:,} are no JSON objects.",
+            else f"data.source = {section.source!r} has no JSON objects among its {broken:,} rows.",
             f"Choose one of: {', '.join(keys)}." if keys else 'Write an object in each line, such as {"text": "…"}.',
         )
 
 
 def _json_rows(file: Any) -> Iterator[list[Any]]:
-    """Yield the values of a file's lines, or of its one list, many at a time; None for what is no JSON.
-
-    Raises: _TooLongError for a line, or a list, that is too long.
-    """
+    """Yield the values of a file's lines, or of its one list, many at a time; None for a line that is not JSON. Raises:
+    _TooLongError for a line or a list that is too long."""
     begun = file.read(LINES_AT_ONCE).removeprefix(codecs.BOM_UTF8)
     if begun.lstrip().startswith(b"["):
         whole = begun + file.read(max(PIECE_BYTES + 1 - len(begun), 0))
@@ -555,7 +552,7 @@ def _json_rows(file: Any) -> Iterator[list[Any]]:
             listed = json.loads(whole)
             yield [{"text": each} if isinstance(each, str) else each for each in listed]
             return
-        begun = whole  # one list in each line
+        begun = whole  # a list in each line
     while begun:
         *lines, rest = begun.split(b"\n")
         yield [_json_value(line) for line in lines if line.strip()]
@@ -578,11 +575,11 @@ def _json_value(line: bytes) -> Any:
 def _parquet_tables(
     builder: Any, section: SourceSection, part: slice, files: Iterable[str], **_: object
 ) -> Iterator[Any]:
-    """Yield tables of Parquet files' rows, or of a part of each file, some megabytes at a time.
+    """Yield tables of the rows of Parquet files, or of a part of each file, some megabytes at a time.
 
-    A part is every n-th row group; of a file with fewer than n row groups it is every n-th row. The library's own way
-    reads a whole row group at once, and a file of some hundred bytes can hold one of many gigabytes: of one long text
-    that all rows refer to. Raises: DataError when a file becomes that much larger.
+    A part is every n-th row group, or every n-th row of a file with fewer than n row groups. The reader of `datasets`
+    reads a whole row group at once. In a file of some hundred bytes, a row group can hold many gigabytes: one long text
+    to which all rows refer. Raises: DataError if the rows are that much larger than the file.
     """
     import pyarrow as pa
     from datasets import DownloadConfig
@@ -610,7 +607,7 @@ def _parquet_tables(
                     raise DataError(
                         f"data.source = {section.source!r}: the rows of {file} take more than {most:,} bytes, far more "
                         "than the file.",
-                        "Do not trust this data set, or write its files anew with fewer repetitions.",
+                        "Do not trust this data set, or write its files again with fewer repetitions.",
                     )
                 if read - yielded >= TABLE_BYTES:
                     yield Key(number, place), builder._cast_table(pa.Table.from_batches(begun))
@@ -620,10 +617,11 @@ def _parquet_tables(
 
 
 def _tables_of_lines(generate: Callable[..., Iterator[Any]], **files: Any) -> Iterator[Any]:
-    """Yield tables of files with text, of which no line is too long.
+    """Yield tables of text files, with a limit on the length of a line.
 
-    The library's own way reads a line as a whole, and a compressed file of a megabyte can hold one of many gigabytes.
-    Its modules call `open` by name: a function that is patched in there when rows are streamed.
+    The reader of `datasets` reads each line whole, and a compressed file of a megabyte can hold a line of many
+    gigabytes. Its modules call the name `open`, which `datasets` replaces for streaming; so that name is wrapped here.
+
     Raises: _TooLongError.
     """
     module: Any = sys.modules[generate.__module__]
@@ -634,27 +632,27 @@ def _tables_of_lines(generate: Callable[..., Iterator[Any]], **files: Any) -> It
 
 
 class _TooLongError(Exception):
-    """A file from which more would be read at once than memory should hold."""
+    """A file with a line or piece that is too long to hold in memory."""
 
 
 def _too_long(source: str, error: _TooLongError) -> DataError:
     return DataError(
         f"data.source = {source!r}: a file has {error}.",
-        "Do not trust this data set, or write its files anew, with a row of moderate length in each line.",
+        "Do not trust this data set, or write its files again, with a row of moderate length in each line.",
     )
 
 
 def _open_bounded(opening: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return the opened file, of which only so much is read at once."""
+    """Return the opened file with a limit on the size of each read."""
     file = opening(*arguments, **options)
     file.read = partial(_read_some, file.read, PIECE_BYTES)
-    if not hasattr(file, "readuntil"):  # fsspec's, of a file on the hub that is not compressed: it takes no size
+    if not hasattr(file, "readuntil"):  # fsspec's file for uncompressed hub data, whose readline takes no size
         file.readline = partial(_read_some, file.readline, LONGEST_LINE)
     return file
 
 
 def _read_some(read: Callable[[int], Any], most: int, size: int = -1) -> Any:
-    """Return what a method reads, but `most` at the most. Raises: _TooLongError when there is more."""
+    """Return the result of a read method, limited to `most`. Raises: _TooLongError if there is more."""
     if 0 <= size <= most:
         return read(size)
     some = read(most + 1)
@@ -664,19 +662,20 @@ def _read_some(read: Callable[[int], Any], most: int, size: int = -1) -> Any:
 
 
 def _data_files(builder: Any) -> list[str]:
-    """Return the paths or URLs of a builder's files, of all splits."""
+    """Return the paths or URLs of a builder's files, in all splits."""
     return [str(file) for part in (builder.config.data_files or {}).values() for file in part]
 
 
 def _card_names() -> tuple[str, str]:
-    """Return the names of the files in which a data set says which files and types it has."""
+    """Return the names of the files in which a data set declares its files and types."""
     from datasets import config
 
     return config.REPOCARD_FILENAME, config.REPOYAML_FILENAME
 
 
 def _hub_cards(name: str, revision: str | None) -> tuple[str, list[Path]]:
-    """Return the commit that a revision names, and copies of its cards, so that those are checked which are used."""
+    """Return the commit that a revision names, and local copies of its cards. The checked copies are of the same commit
+    that is read."""
     from datasets import config
     from huggingface_hub import HfApi
     from huggingface_hub.errors import EntryNotFoundError

@@ -1,4 +1,4 @@
-"""Folders of pretrained models and tokenizers from the hub: their checks, and how far a download is."""
+"""Downloads of pretrained models and tokenizers from the hub, with progress, and safety checks of their folders."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from opendiloco.stages import at_stage
 CONFIG, TOKENIZER_CONFIG, INDEX = "config.json", "tokenizer_config.json", "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
 CONFIG_BYTES, TOKENIZER_BYTES = 1 << 24, 1 << 28
-"""Of a config, and of a tokenizer.json, at most."""
+"""Most bytes of a config file and of a tokenizer.json."""
 MOST_GROWTH = 1000.0
-"""Times the length of a text, that a tokenizer's replacements may make of it."""
+"""Most times by which a tokenizer's replacements may lengthen a text."""
 MODEL_FILES = (CONFIG, "generation_config.json", INDEX, "*.safetensors")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model")
 
 
 def is_local_path(path: str) -> bool:
-    """Return whether a path leads to a place on this machine, and is not the name of something on the hub.
-
-    A name is the hub's whatever lies in the working directory: no folder there can take its place.
-    """
+    """Return True if the path leads to a place on this machine, and False if it is a name on the hub. A valid hub name
+    always means the hub, so that no folder in the working directory can take its place."""
     return HUB_NAME.fullmatch(path) is None
 
 
 def pretrained_folder(path: str, *wanted: str) -> Path:
-    """Return the folder of a path or hub name, once it has files as `wanted`. Raises: OSError, ValueError."""
+    """Return the folder of a path or hub name; files of a hub name that match `wanted` are downloaded first. Raises:
+    OSError, ValueError."""
     if is_local_path(path):
         if not Path(path).is_dir():
             raise FileNotFoundError("there is no such folder")
@@ -48,7 +47,7 @@ def pretrained_folder(path: str, *wanted: str) -> Path:
 
 
 def model_values(folder: Path) -> dict[str, Any]:
-    """Return what a model's folder has in its config.json. Raises: OSError, ValueError."""
+    """Return the values of the config.json in a model's folder. Raises: OSError, ValueError."""
     _refuse_adapter(folder)
     try:
         return read_model_values(_text_of(folder / CONFIG))
@@ -58,36 +57,37 @@ def model_values(folder: Path) -> dict[str, Any]:
 
 def _refuse_adapter(folder: Path) -> None:
     if (folder / "adapter_config.json").exists():
-        raise ValueError("it is an adapter to another model; merge the two")
+        raise ValueError("the folder has an adapter to another model: merge the adapter into the model")
 
 
 def check_weights(folder: Path) -> None:
-    """Raises: ValueError for a folder whose weights lie elsewhere, or are another model's with changes."""
+    """Raise ValueError if the weights lie outside of the folder, or are an adapter to another model."""
     _refuse_adapter(folder)
     if (folder / INDEX).exists():
         files = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
         elsewhere = next((file for file in files if Path(file).name != file), None)
         if elsewhere is not None:
-            raise ValueError(f"{INDEX} names {elsewhere!r}, which is not a file of its own")
+            raise ValueError(f"{INDEX} names {elsewhere!r}, which is not a file in the same folder")
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises: OSError; ValueError for a tokenizer that would run code, read other files, or make texts very long."""
+    """Refuse a tokenizer that would run code, read other files, or make texts very long. Raises: OSError,
+    ValueError."""
     if (folder / CONFIG).exists():
         model_values(folder)
     if (folder / TOKENIZER).exists():
         growth = _growth(json.loads(_text_of(folder / TOKENIZER, TOKENIZER_BYTES)).get("normalizer"))
         if growth > MOST_GROWTH:
-            raise ValueError(f"{TOKENIZER}: its normalizer makes a text more than {MOST_GROWTH:g} times as long")
+            raise ValueError(f"{TOKENIZER}: its normalizer can lengthen a text more than {MOST_GROWTH:g} times")
     if not (folder / TOKENIZER_CONFIG).exists():
         return
     for key, value in json.loads(_text_of(folder / TOKENIZER_CONFIG)).items():
         if value and (key == "fast_tokenizer_files" or (key.endswith("_file") and key != "special_tokens_map_file")):
-            raise ValueError(f"{TOKENIZER_CONFIG}: {key} names files elsewhere, which are not read; remove it")
+            raise ValueError(f"{TOKENIZER_CONFIG}: {key} names other files, which are never read; remove {key}")
 
 
 def _growth(normalizer: Any) -> float:
-    """Return how many times as long a normalizer's replacements, one after another, can make a text."""
+    """Return the factor by which a normalizer's replacements, applied in order, can lengthen a text."""
     if not isinstance(normalizer, dict):
         return 1.0
     if normalizer.get("type") == "Sequence":
@@ -95,27 +95,28 @@ def _growth(normalizer: Any) -> float:
     if normalizer.get("type") != "Replace":
         return 1.0
     content, pattern = len(normalizer["content"]), normalizer["pattern"]
-    # An expression may match nothing at each place.
+    # A regular expression may match the empty string at every place.
     return 1.0 + content if "Regex" in pattern else max(1.0, content / max(1, len(pattern["String"])))
 
 
 def _text_of(file: Path, most: int = CONFIG_BYTES) -> str:
     if file.stat().st_size > most:
-        raise ValueError(f"{file.name} has more than {most} bytes")
+        raise ValueError(f"{file.name} has more than {most:,} bytes, the limit for it")
     return file.read_text(encoding="utf-8")
 
 
 # Downloads ------------------------------------------------------------------------------------------------------------
-# The libraries that download draw bars of their own, each in its way; so we look at the folder that they write to.
+# Each library draws a progress bar of its own, so the folder that it writes to is watched instead.
 
 LOOK_SECONDS = 1.0  # between two looks at the folder
 
 
 @contextmanager
 def downloading(name: str, kind: Literal["model", "dataset"], wanted: Sequence[str]) -> Iterator[None]:
-    """Say meanwhile how far the files of a model or data set on the hub are here whose names match `wanted`.
+    """Report, until the context ends, the share of a hub model's or data set's files that has been downloaded.
 
-    A data set's files lie among all others'. What is here of these already is taken for not needed.
+    Only files whose names match `wanted` count. All data sets share one download folder, so bytes that are there before
+    count as another data set's.
     """
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
@@ -148,19 +149,20 @@ def downloading(name: str, kind: Literal["model", "dataset"], wanted: Sequence[s
 
 
 def _bytes_of(name: str, kind: str, wanted: Sequence[str]) -> int | None:
-    """Return how many bytes the hub says the files have; None if it does not say, or cannot be reached."""
+    """Return the bytes of the files by the hub's metadata; None if the hub does not report them or cannot be
+    reached."""
     from huggingface_hub import HfApi
 
     try:
         about: Any = HfApi().repo_info(name, repo_type=kind, files_metadata=True, token=False)
-    except Exception:  # no network, or no such thing: the download itself says so better
+    except Exception:  # no network or unknown name: the download itself reports it better
         return None
     matching = [file for file in about.siblings or [] if any(fnmatch(file.rfilename, pattern) for pattern in wanted)]
     return sum(file.size or 0 for file in matching) or None
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the bytes of the files in a folder, as far as they are still there."""
+    """Return the total bytes of the files in a folder. A file that disappears meanwhile does not count."""
     size = 0
     for path in folder.glob("*"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a machine's owner names of this machine for a run whose model or tokenizer is local."""
+"""Files and folders of this machine that its owner names for a run with a local model, tokenizer or data source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OwnFiles:
-    """The model's folder, and the tokenizer's folder or file; None where the owner names none."""
+    """The folder of the model, and the folder or file of the tokenizer; None: not named by the owner."""
 
     model: Path | None = None
     tokenizer: Path | None = None
@@ -31,35 +31,35 @@ FORMAT = re.compile(
     "arrow|audiofolder|conll|csv|eval|fasta|fastq|genbank|harbor|hdf5|iceberg|imagefolder|json|lance|meshfolder|mmcif|"
     "niftifolder|pandas|parquet|pdb|pdffolder|sql|text|tsfile|videofolder|vortex|webdataset|xml"
 )
-"""Names that `datasets` takes for a format: it would read the files of that format in the current folder."""
+"""Names that `datasets` reads as a file format instead: it would read such files in the working directory."""
 
 
 def is_local(source: str) -> bool:
-    """Return whether a source is, or could be, a file or folder of this machine's instead of a data set on the hub."""
-    from opendiloco.config.data import STANDARD_LIBRARY  # imports pydantic, which `--help` has no time for
+    """Return True if the source is, or could be, a file or folder of this machine, and not a data set on the hub."""
+    from opendiloco.config.data import STANDARD_LIBRARY  # imports pydantic, which would slow down `--help`
 
     is_on_the_hub = HUB_NAME.fullmatch(source) and not FORMAT.fullmatch(source) and not os.path.lexists(source)
     return source != STANDARD_LIBRARY and not is_on_the_hub
 
 
 def local_sources(section: DataSection) -> list[str]:
-    """The sources for which each volunteer names a folder of its own."""
+    """Return the sources for which each volunteer names a folder."""
     return [one.source for one in section.all_sources if is_local(one.source)]
 
 
 def volunteered(section: DataSection, folders: Sequence[Path] = ()) -> DataSection:
-    """The section as a volunteer's machine may read it: with `folders` in the places of its local sources.
+    """Return the section as a volunteer's machine may read it, with `folders` in the places of its local sources.
 
-    A run's only source may be replaced by a folder, whatever it is.
+    If the run has a single source, a folder may replace it even if it is not local.
 
-    Raises: DataError when there is not exactly one folder for each local source.
+    Raises: DataError unless there is exactly one folder for each local source.
     """
     sources, local = section.all_sources, local_sources(section)
     if len(sources) == len(folders) == 1:
         return section.with_sources((_replaced(sources[0], folders[0]),))
     given = len(folders)
     if given and not local:
-        raise DataError(f"--data is given {given} times, but none of the run's sources is local.", "Leave it out.")
+        raise DataError(f"--data is given {given} times, but none of the run's sources is local.", "Remove --data.")
     if len(local) == 1 and given != 1:
         raise DataError(
             f"data.source = {local[0]!r} may mean files on this machine; what you have not named is not read.",
@@ -82,10 +82,8 @@ def _replaced(source: SourceSection, folder: Path) -> SourceSection:
 
 
 def check_files(source: str, files: Iterable[str]) -> None:
-    """Whether a data set's files are where they should be. Its README may name others: of this machine's, or any URL.
-
-    Raises: DataError naming a file that is not below the folder `source`, or for a name on the hub, not on the hub.
-    """
+    """Refuse a data set whose README names files outside of it: any other file of this machine, or any URL. Raises:
+    DataError that names a file outside of the folder `source`, or outside of the hub for a hub name."""
     folder = Path(source).resolve() if is_local(source) else None
     for file in files:
         if folder is None:
@@ -94,13 +92,14 @@ def check_files(source: str, files: Iterable[str]) -> None:
             inside = "://" not in file and Path(os.path.normpath(file)).is_relative_to(folder)
         if "::" in file or not inside:
             raise DataError(
-                f"data.source = {source!r} would read {file}, which is not a file of its own.",
+                f"data.source = {source!r} would read {file}, which is outside of the data set.",
                 "Do not trust this data set, or correct the data_files in its README.md.",
             )
 
 
 def check_card(source: str, card: Path) -> None:
-    """Raise DataError when a card names files elsewhere: `datasets` looks for those before it says which they are."""
+    """Raise DataError if a data set's card names files outside of the data set. `datasets` would look for them before
+    it reports their names."""
     import yaml  # type: ignore[import-untyped]
     from huggingface_hub import DatasetCard
 
@@ -110,10 +109,10 @@ def check_card(source: str, card: Path) -> None:
         for path in _paths_of(config):
             if path.startswith(("/", "~")) or re.search(r"[:\\]", path) or ".." in path.split("/"):
                 raise DataError(
-                    f"data.source = {source!r} would read {path}, which is not a file of its own.",
+                    f"data.source = {source!r} would read {path}, which is outside of the data set.",
                     f"Do not trust this data set, or correct data_files and data_dir in its {card.name}.",
                 )
-        version = str(config.get("version", "0"))  # it becomes a folder's name in the cache
+        version = str(config.get("version", "0"))  # `datasets` uses it as the name of a cache folder
         if not re.fullmatch(r"\w[\w.]*", version):
             raise DataError(
                 f"data.source = {source!r} has the version {version!r}, which names another folder.",
@@ -122,7 +121,7 @@ def check_card(source: str, card: Path) -> None:
 
 
 def _paths_of(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the paths and patterns of one of a card's configurations."""
+    """Yield the paths and patterns of one configuration in a card."""
     files = config.get("data_files") or []
     for one in [files] if isinstance(files, str) else files:
         path = one["path"] if isinstance(one, dict) else one

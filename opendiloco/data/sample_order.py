@@ -1,9 +1,9 @@
-"""The run's endless deterministic sample order: which window of which source a sample number is.
+"""The run's endless deterministic sample order: it maps a sample number to a window of a source.
 
-A mixture deals sample numbers to its sources, in exact proportions; another one may follow it from a number on, where
-the log has taken in an amendment. The p-th sample of a source with N windows is
-window `permutation_e(p mod N)` of epoch e = p div N. A sample number is thus all that must be remembered to go on
-exactly where a peer stopped, and lease ranges that are disjoint within an epoch are disjoint in text.
+A mixture deals sample numbers to the sources in exact proportions. An amendment in the log may set another mixture from
+a sample number on. The p-th sample of a source with N windows is window `permutation_e(p mod N)` of epoch e = p div N.
+So a peer only has to remember a sample number to go on exactly where it stopped, and leases that are disjoint within an
+epoch are disjoint in text.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from opendiloco.config.data import MixturePhase
 from opendiloco.data.tokenizer import TokenArray, Tokenizer
 from peers.values.leases import SampleRange
 
-FEISTEL_ROUNDS = 6  # four are enough in theory (Luby, Rackoff 1988); small data sets have few bits to mix
+FEISTEL_ROUNDS = 6  # four suffice in theory (Luby, Rackoff 1988), but small data sets have few bits to mix
 
 Numbers = NDArray[np.int64]
 
 
 def numbers_of(lease: Iterable[SampleRange]) -> Numbers:
-    """The sample numbers in a lease, in its order."""
+    """Return the sample numbers of a lease, in its order."""
     parts = [np.arange(piece.start, piece.stop, dtype=np.int64) for piece in lease]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
@@ -37,8 +37,8 @@ def numbers_of(lease: Iterable[SampleRange]) -> Numbers:
 class _Permutation:
     """A seeded permutation of 0 … size - 1 in O(1) memory, the same on every machine and numpy version.
 
-    A Feistel network over the next even power of two; values that fall outside are sent through again until they
-    fall inside ("cycle walking"), which keeps it a bijection.
+    A Feistel network over the next even power of two. A value outside of the range is permuted again until it falls
+    inside ("cycle walking"), so the result is a bijection.
     """
 
     def __init__(self, size: int, seed: int, epoch: int) -> None:
@@ -49,7 +49,7 @@ class _Permutation:
         self._keys = _mix(root + np.arange(FEISTEL_ROUNDS).astype(np.uint64))
 
     def __call__(self, positions: Numbers) -> Numbers:
-        """Where each of `positions` is sent; any shape."""
+        """Return the images of `positions`, in the same shape."""
         values = self._scramble(positions.astype(np.uint64))
         while np.any(outside := values >= self._size):
             values[outside] = self._scramble(values[outside])
@@ -63,7 +63,7 @@ class _Permutation:
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's output function (Steele, Lea, Flood 2014): 64 bits in, 64 well mixed bits out, modulo 2^64."""
+    """Return 64 well mixed bits for each 64-bit value: SplitMix64's output function (Steele, Lea, Flood 2014)."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -71,17 +71,17 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Mixture:
-    """Deals numbers to sources in exact proportions: of any sum(shares) numbers in a row, source s gets shares[s].
+    """Deals numbers to sources in exact proportions: of any sum(shares) consecutive numbers, source s gets shares[s].
 
-    Within such a cycle each number goes to the source that is furthest behind its share (smooth weighted round robin),
-    so that in any stretch of numbers no source has much more or less than it should.
+    Within such a cycle, each number goes to the source that is furthest behind its share (smooth weighted round robin),
+    so that every stretch of numbers is close to the proportions.
     """
 
     def __init__(self, shares: Sequence[int] = (1,)) -> None:
         self.shares = np.array(shares, np.int64)
         self.cycle = int(self.shares.sum())
         self._source = np.empty(self.cycle, np.int64)
-        self._place = np.empty(self.cycle, np.int64)  # among its source's numbers of the cycle
+        self._place = np.empty(self.cycle, np.int64)  # index among its source's numbers in the cycle
         behind, dealt = np.zeros_like(self.shares), np.zeros_like(self.shares)
         for number in range(self.cycle):
             behind += self.shares
@@ -91,13 +91,13 @@ class Mixture:
             dealt[source] += 1
 
     def assign(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """For each number its source, and how many of that source's numbers come before it; both of the same shape."""
+        """Return each number's source, and its index among that source's numbers, both in the shape of `numbers`."""
         cycles, places = np.divmod(numbers, self.cycle)
         sources = self._source[places]
         return sources, cycles * self.shares[sources] + self._place[places]
 
     def dealt(self, count: int) -> Numbers:
-        """Return how many of the first `count` numbers each source has."""
+        """Return for each source how many of the first `count` numbers it gets."""
         cycles, rest = divmod(count, self.cycle)
         return cycles * self.shares + np.bincount(self._source[:rest], minlength=len(self.shares))
 
@@ -106,21 +106,21 @@ _mixture_of = lru_cache(maxsize=64)(Mixture)
 
 
 class Mixtures:
-    """Deals numbers by one mixture after another. Each phase counts from its first number on, and each source goes on
-    where the phases before have left it: no sample of a source is dealt twice, and none is left out."""
+    """Deals numbers by one mixture after another. Each phase counts from its first number, and each source continues
+    where the phase before stopped: every sample of a source is dealt exactly once."""
 
     def __init__(self, phases: Sequence[MixturePhase]) -> None:
-        """The first phase begins with number 0, and each later one after the one before."""
+        """The phases are in order, and the first one begins with number 0."""
         self.phases = tuple(phases)
         self._firsts = np.array([phase.first for phase in phases], np.int64)
         self._mixtures = [_mixture_of(phase.shares) for phase in phases]
         self._dealt = [np.zeros(len(phases[0].shares), np.int64)]
-        """How many samples of each source come before each phase."""
+        """Samples of each source before each phase."""
         for mixture, (before, after) in zip(self._mixtures, pairwise(phases), strict=False):
             self._dealt.append(self._dealt[-1] + mixture.dealt(after.first - before.first))
 
     def assign(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """For each number its source, and how many of that source's numbers come before it; both of the same shape."""
+        """Return each number's source, and its index among that source's numbers, both in the shape of `numbers`."""
         sources, positions = np.empty_like(numbers), np.empty_like(numbers)
         for phase, here in _groups(np.searchsorted(self._firsts, numbers, side="right") - 1):
             found, places = self._mixtures[phase].assign(numbers[here] - self._firsts[phase])
@@ -129,7 +129,7 @@ class Mixtures:
 
 
 class Windows:
-    """Consecutive windows of sequence_length + 1 tokens; each starts at the last token of the one before."""
+    """Consecutive windows of sequence_length + 1 tokens. Each begins with the last token of the window before."""
 
     def __init__(self, tokens: TokenArray, sequence_length: int) -> None:
         self._tokens = tokens
@@ -137,17 +137,18 @@ class Windows:
         self.count = max(0, (len(tokens) - 1) // sequence_length)
 
     def read(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Token ids, shape (len(numbers), sequence_length + 1)."""
+        """Return token ids of shape (len(numbers), sequence_length + 1)."""
         offsets = numbers[:, None] * self.length + np.arange(self.length + 1)
         return np.asarray(self._tokens[offsets], np.int64)
 
 
 class Shuffled:
-    """Epoch after epoch of a source's shards in permuted order, and within each shard its windows in permuted order.
+    """The endless order of a source: in each epoch its shards in permuted order, and in each shard its windows in
+    permuted order.
 
-    Neighbouring positions are thus mostly in one shard: a peer with a lease needs few of them. A shard with fewer
-    windows than it should have repeats its own. The shard that follows the one that is read is asked for ahead, by
-    `soon`: of what is expected, or else the next one of the epoch.
+    Neighbouring positions are mostly in one shard, so a lease needs few shards. A shard with fewer than
+    `windows_per_shard` windows repeats some. During a read, `soon` is called with the shard that follows: the expected
+    one, or else the next of the epoch.
     """
 
     def __init__(
@@ -163,18 +164,18 @@ class Shuffled:
         self._windows_per_shard = windows_per_shard
         self._seed = seed
         self._soon = soon
-        self._following: dict[int, int] = {}  # which visit comes after which
+        self._following: dict[int, int] = {}  # the expected next visit, by visit
 
     @classmethod
     def whole(cls, windows: Windows, seed: int) -> Shuffled:
-        """Return the order of a source that is one shard."""
+        """Return the order of a source that is a single shard."""
         return cls(lambda _: windows, 1, windows.count, seed)
 
     def read(self, positions: Numbers) -> Numbers:
-        """Return the windows at these positions as token ids, shape (len(positions), sequence_length + 1)."""
+        """Return the windows at these positions as token ids of shape (len(positions), sequence_length + 1)."""
         visits, places = np.divmod(positions, self._windows_per_shard)
 
-        def read(visit: int, here: NDArray[np.bool_]) -> Numbers:  # the v-th visit to a shard, counted over all epochs
+        def read(visit: int, here: NDArray[np.bool_]) -> Numbers:  # visits are counted over all epochs
             windows = self._shard(self._visited(visit))
             chosen = _Permutation(self._windows_per_shard, self._seed, visit)(places[here])
             found = windows.read(chosen % windows.count)
@@ -185,12 +186,12 @@ class Shuffled:
         return _by_group(visits, read)
 
     def expect(self, positions: Numbers) -> None:
-        """Take note of which shard follows which, of positions that are read from now on, in this order."""
+        """Record the order of shards for positions that will be read next, in this order."""
         visits = positions // self._windows_per_shard
         self._following = dict(pairwise(dict.fromkeys(visits.tolist())))
 
     def _visited(self, visit: int) -> int:
-        """Return the number of the shard that is visited then."""
+        """Return the number of the shard of a visit."""
         epoch, place = divmod(visit, self._shards)
         return int(_Permutation(self._shards, self._seed, epoch)(np.array([place]))[0])
 
@@ -202,18 +203,19 @@ class SampleOrder:
         self._sources = sources
         self._mixtures = Mixtures([MixturePhase(0, tuple(mixture.shares.tolist()))])
         self.document_end = document_end
-        """The token that closes a document, where attention and loss stay within documents."""
+        """The end token, if attention and loss stay within documents; else None."""
         self._leased: Numbers = np.empty(0, np.int64)
 
     def mix(self, phases: Sequence[MixturePhase]) -> None:
-        """Deal samples to sources by these mixtures, each from its first sample on; before them by the one that the
-        order has begun with. What a phase says of samples that were read is the same whenever it is said."""
+        """Set the mixtures, each from its first sample on. The original mixture applies before the first of them. A
+        phase gives the same samples whenever it is set, so samples that were already read do not change."""
         wanted = (self._mixtures.phases[0], *phases)
         if wanted != self._mixtures.phases:
             self._mixtures = Mixtures(wanted)
 
     def expect(self, lease: Numbers) -> None:
-        """Say which samples are read from now on. The lease after this one is expected as far on as this one was."""
+        """Prepare to read a lease's samples next. The lease after it is expected at the same distance as between the
+        last two leases."""
         if not len(lease) or np.array_equal(lease, self._leased):
             return
         before, self._leased = self._leased, lease
@@ -223,13 +225,13 @@ class SampleOrder:
             self._sources[source].expect(positions[here])
 
     def read(self, numbers: Numbers) -> Numbers:
-        """The samples with these numbers as token ids, shape (len(numbers), sequence_length + 1)."""
+        """Return the samples with these numbers as token ids of shape (len(numbers), sequence_length + 1)."""
         sources, positions = self._mixtures.assign(numbers)
         return _by_group(sources, lambda source, here: self._sources[source].read(positions[here]))
 
 
 class HeldOutWindows:
-    """The sources' held-out windows, numbered through from the first source's first on."""
+    """The held-out windows of all sources, numbered consecutively from the first source on."""
 
     def __init__(
         self, parts: Sequence[Windows], mixture: Mixture | None = None, document_end: int | None = None
@@ -243,11 +245,12 @@ class HeldOutWindows:
 
     @property
     def count(self) -> int:
-        """Windows in all sources together."""
+        """The number of windows in all sources."""
         return int(self._counts.sum())
 
     def spread(self, windows: int) -> NDArray[np.int64]:
-        """The numbers of at most so many windows in the mixture's proportions, evenly spread over each source."""
+        """Return the numbers of at most `windows` windows, in the mixture's proportions and evenly spread over each
+        source."""
         shares = self._mixture.shares
         is_read = shares > 0
         enough = int(np.min(self._counts[is_read] * self._mixture.cycle // shares[is_read]))
@@ -257,15 +260,13 @@ class HeldOutWindows:
         return chosen
 
     def digest(self, windows: int) -> str:
-        """Return 64 hexadecimal digits, of the tokens that an evaluation on so many windows reads.
-
-        Losses can be compared where it is the same.
-        """
+        """Return 64 hexadecimal digits, a digest of the tokens that an evaluation on `windows` windows reads. Two
+        losses can be compared if their digests are equal."""
         read = self.read(self.spread(windows)).astype("<u4")
         return str(blake3(repr((read.shape, self.document_end)).encode() + read.tobytes()).hexdigest())
 
     def bytes_per_token(self, windows: int, tokenizer: Tokenizer) -> float:
-        """Return how many bytes of text a token stands for that an evaluation on so many windows predicts."""
+        """Return the mean bytes of text in a token that an evaluation on `windows` windows predicts."""
         read = self.read(self.spread(windows))
         inputs, targets = read[:, :-1], read[:, 1:]
         within = np.ones(targets.shape, bool) if self.document_end is None else inputs != self.document_end
@@ -273,19 +274,19 @@ class HeldOutWindows:
         return max(size, 1) / max(int(within.sum()), 1)
 
     def read(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Token ids, shape (len(numbers), sequence_length + 1)."""
+        """Return token ids of shape (len(numbers), sequence_length + 1)."""
         sources = np.searchsorted(self._starts, numbers, side="right") - 1
         return _by_group(sources, lambda source, here: self._parts[source].read(numbers[here] - self._starts[source]))
 
 
 def _groups(keys: Numbers) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-    """Each different key, and where it is."""
+    """Yield each distinct key with a mask of its places."""
     for key in np.unique(keys):
         yield int(key), keys == key
 
 
 def _by_group(keys: Numbers, read: Callable[[int, NDArray[np.bool_]], Numbers]) -> Numbers:
-    """Return windows in their keys' order. `read` returns those of one key, given where these are."""
+    """Return windows in the order of their keys. `read` returns the windows of one key, given a mask of its places."""
     parts = [(here, read(key, here)) for key, here in _groups(keys)]
     if len(parts) == 1:
         return parts[0][1]
@@ -296,16 +297,16 @@ def _by_group(keys: Numbers, read: Callable[[int, NDArray[np.bool_]], Numbers]) 
 
 
 # Batches --------------------------------------------------------------------------------------------------------------
-AHEAD = 2  # batches: one alone would not make up for a slow read
+AHEAD = 2  # batches read in advance: a single one would not cover a slow read
 
 
 class Batches:
-    """The samples with these numbers, `batch_size` windows at a time; the last batch may be smaller.
+    """Batches of the samples with these numbers, `batch_size` windows each; the last batch may be smaller.
 
-    A thread reads up to `AHEAD` batches while the one before them is trained. `waited` is how many seconds training
-    has waited for a batch, the first one included: as a share of the time that training took, `data_wait_share`.
+    A thread reads up to `AHEAD` batches in advance. `waited` is the seconds that training has waited for batches,
+    including the first. Its share of the training time is reported as `data_wait_share`.
 
-    Iterating raises what reading raises, and leaves no thread behind, also when it ends early.
+    Iteration raises the exceptions of reading. It ends the thread, also when it stops early.
     """
 
     def __init__(self, samples: SampleOrder, numbers: NDArray[np.int64], batch_size: int) -> None:
@@ -314,7 +315,7 @@ class Batches:
         self._parts = deque(numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size))
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        """Token ids, shape (windows in the batch, sequence_length + 1). Only once."""
+        """Yield token ids of shape (windows in the batch, sequence_length + 1). Only one iteration is possible."""
         reader = ThreadPoolExecutor(1, "batches")
         reading: deque[Future[NDArray[np.int64]]] = deque()
         try:

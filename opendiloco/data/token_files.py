@@ -1,6 +1,6 @@
-"""Token ids in files: a cache of those that were made here, and folders of those that were made beforehand.
+"""Token ids in files: a cache of this machine's own tokens, and folders that were tokenized beforehand.
 
-There is a file for training and one held out. Each has a BLAKE3 digest, by which they are known.
+Each has a file for training and a held-out file, both with a BLAKE3 digest.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from opendiloco.stages import at_stage, passing
 from peers.values.system import make_private_folder
 
 PARTS = ("training", "held_out")
-"""The files' names."""
+"""Names of the two files."""
 ABOUT = "about.json"
-"""The file beside them, which says what they hold."""
+"""The file that describes them."""
 
 Piece = tuple[bool, TokenArray]
-"""Whether a document is held out, and its tokens."""
+"""True for a held-out document, False for training; and its tokens."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A source's documents, or a shard's, one after another; and `digest_of_tokens`, where it has been read already."""
+    """All tokens of a source or of a shard, concatenated; `known_digest` is their `digest_of_tokens` if it is known
+    already."""
 
     training: TokenArray
     held_out: TokenArray
@@ -53,14 +54,14 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class _AboutPart(Section):
-    """What `about.json` says of one file: how many tokens it has, and the BLAKE3 digest of its bytes."""
+    """The entry of one file in `about.json`: its number of tokens, and the BLAKE3 digest of its bytes."""
 
     tokens: Count
     digest: Digest
 
 
 class _Files(Section):
-    """What `about.json` says of both files."""
+    """The entries of both files in `about.json`."""
 
     dtype: Dtype
     training: _AboutPart
@@ -72,12 +73,12 @@ class _Files(Section):
 
     @property
     def digest(self) -> str:
-        """Return what `digest_of_tokens` does of the tokens."""
+        """The `digest_of_tokens` of these files."""
         return _digest_of_parts((self.dtype, part.tokens, part.digest) for part in self.parts.values())
 
 
 def _write_parts(folder: Path, dtype: Dtype, pieces: Iterable[Piece]) -> _Files:
-    """Write two files of little-endian tokens into a folder that is there. Raises: OSError."""
+    """Write two files of little-endian tokens into an existing folder. Raises: OSError."""
     digests, counts = [blake3(), blake3()], [0, 0]
     with (folder / PARTS[0]).open("wb") as training, (folder / PARTS[1]).open("wb") as held_out:
         files = (training, held_out)
@@ -91,20 +92,18 @@ def _write_parts(folder: Path, dtype: Dtype, pieces: Iterable[Piece]) -> _Files:
 
 
 def _map_part(path: Path, dtype: Dtype, digest: str | None = None) -> TokenArray:
-    """Return a file's tokens, mapped into memory. Raises: OSError; ValueError when it has another digest."""
+    """Return a file's tokens, memory-mapped. Raises: OSError; ValueError if the file's digest is not `digest`."""
     if digest is not None and blake3().update_mmap(path).hexdigest() != digest:
-        raise ValueError(f"{path.name} has another digest")
-    if path.stat().st_size == 0:  # nothing to map
+        raise ValueError(f"{path.name} does not match its digest")
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.empty(0, np.dtype(dtype))
     tokens: TokenArray = np.memmap(path, np.dtype(dtype), mode="r")
     return tokens
 
 
 def digest_of_tokens(tokens: Tokens) -> str:
-    """Return 64 hexadecimal digits, of all tokens of a source and of which of them are held out.
-
-    It is that of the bytes in files, so the same whether the tokens lie in files, in memory, or on another machine.
-    """
+    """Return 64 hexadecimal digits, a digest of a source's training tokens and held-out tokens. It hashes the bytes
+    that files have, so it is the same for tokens in files, in memory and on other machines."""
     if tokens.known_digest is not None:
         return tokens.known_digest
     parts = [part.astype(part.dtype.newbyteorder("<"), copy=False) for part in (tokens.training, tokens.held_out)]
@@ -113,38 +112,39 @@ def digest_of_tokens(tokens: Tokens) -> str:
 
 
 def _digest_of_parts(parts: Iterable[tuple[str, int, str]]) -> str:
-    """Return the same of files by their types, counts and digests."""
+    """Return the digest of a source from the type, count and digest of each file."""
     return str(blake3(repr([tuple(part) for part in parts]).encode()).hexdigest())
 
 
 # The cache ------------------------------------------------------------------------------------------------------------
-# An entry is a folder that appears whole or not at all. Processes of one machine that need the same entry wait for the
-# first of them to write it.
+# An entry is a folder that is written elsewhere and then renamed, so it is never seen incomplete. Of the processes that
+# need the same entry, the first writes it and the others wait.
 
 logger = logging.getLogger(__name__)
 
 FEW_TOKENS = 1 << 24
-"""So many of a source's tokens, and fewer, stay in memory: at most 64 MB."""
+"""A source with at most so many tokens stays in memory, in at most 64 MB."""
 FEW_SHARED_TOKENS = 1 << 20
-"""The same where several workers would make them, each for itself; of bytes, which cost nothing, as many as ever."""
+"""The same limit where each of several workers would have to tokenize the source itself."""
 KEPT_BYTES = 200 << 30
-"""Of all entries together. The one that was just written stays, however large it is."""
+"""Most bytes of all entries together. The newest entry stays at any size."""
 CHECKS_KEPT = 1000
-"""Files without content, each of which says that a folder of tokens was checked."""
+"""Most marker files. Each records that a folder of tokens has passed its check."""
 CHECKED, LOCK, PARTIAL = ".checked", ".lock", ".partial"
 
 
 def few_tokens(section: TokenizerSection, workers: int) -> int:
-    """Return how many tokens each of a machine's workers keeps in its own memory."""
+    """Return the most tokens that each worker of a machine keeps in its own memory. The byte tokenizer is so fast that
+    several workers use the larger limit, too."""
     return FEW_TOKENS if workers == 1 or section.kind == "bytes" else FEW_SHARED_TOKENS
 
 
 class TokenCache:
-    """Tokens under keys. A key names all that determines them.
+    """A cache of tokens. A key stands for everything that determines the tokens.
 
-    Up to `few` tokens stay in memory, unless they are costly to make and the cache is shared, because several processes
-    need the same tokens at once. When an entry is written, the ones that were not opened for longest are removed,
-    until all take at most `kept_bytes`. A process that has a removed entry open reads on.
+    Up to `few` tokens stay in memory, unless they are costly and several processes share the cache. When an entry is
+    written, the least recently opened ones are removed until all take at most `kept_bytes`. A process that has a
+    removed entry open can still read it.
     """
 
     def __init__(
@@ -157,10 +157,8 @@ class TokenCache:
         self._is_shared = is_shared
 
     def tokens(self, key: str, dtype: Dtype, read: Callable[[], Iterator[Piece]], is_costly: bool = False) -> Tokens:
-        """Return what is kept under a key, or else what `read` gives, which is kept from now on if it is much.
-
-        Raises: MachineError when it does not fit on the disk; what `read` raises.
-        """
+        """Return the tokens of a key from the cache, or else those that `read` yields; many tokens are then kept on
+        disk. Raises: MachineError if they do not fit on the disk; exceptions of `read`."""
         if (kept := self._open(key)) is not None:
             return kept
         pieces, few = read(), (bytearray(), bytearray())
@@ -180,10 +178,8 @@ class TokenCache:
         return written
 
     def once(self, key: str, check: Callable[[], None]) -> None:
-        """Run a check that takes long, unless it has passed before on this machine, for what the key names.
-
-        Raises: what `check` raises; MachineError when the folder cannot be written.
-        """
+        """Run a slow check, unless it has passed before for this key on this machine. Raises: exceptions of `check`;
+        MachineError if the folder cannot be written."""
         passed = self._folder / f"{key}{CHECKED}"
         if passed.exists():
             return
@@ -196,7 +192,8 @@ class TokenCache:
             old.unlink(missing_ok=True)
 
     def drop_all_but(self, prefix: str, number: int) -> None:
-        """Remove the entries whose keys begin with `prefix`, but for the newest so many. Who reads them reads on."""
+        """Remove the entries whose keys begin with `prefix`, except the `number` newest. Processes that have one open
+        can still read it."""
         entries = [path for path in self._entries() if path.name.startswith(prefix)]
         for path in sorted(entries, key=_age)[number:]:
             shutil.rmtree(path, ignore_errors=True)
@@ -205,7 +202,7 @@ class TokenCache:
         return [path for path in self._folder.glob("*") if path.is_dir() and not path.suffix]
 
     def _make_room(self, key: str) -> None:
-        """Remove what writers that were killed have left, and the entries that were not opened for longest."""
+        """Remove unfinished entries of killed processes, and the least recently opened entries above the limit."""
         for partial in self._folder.glob(f"*{PARTIAL}"):
             with suppress(BlockingIOError, MachineError), self._locked(partial.stem, waits=False):
                 shutil.rmtree(partial, ignore_errors=True)
@@ -225,21 +222,21 @@ class TokenCache:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            logger.warning("the tokens in %s are damaged (%s); the text is tokenized again", folder, first_line(error))
+            logger.warning("tokens in %s are damaged (%s); the text is tokenized again", folder, first_line(error))
             return None
         with suppress(OSError):
-            os.utime(folder)  # it was opened last now
+            os.utime(folder)  # records the time of the last opening
         return tokens
 
     def _write(self, key: str, dtype: Dtype, pieces: Iterator[Piece]) -> Tokens:
         folder, partial = self._folder / key, self._folder / f"{key}{PARTIAL}"
-        logger.info("tokens are written to %s", folder)
+        logger.info("writing tokens to %s", folder)
         try:
-            shutil.rmtree(partial, ignore_errors=True)  # of somebody who was killed
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
             make_private_folder(partial)
             about = _write_parts(partial, dtype, pieces)
             (partial / ABOUT).write_text(about.model_dump_json(), encoding="utf-8")
-            shutil.rmtree(folder, ignore_errors=True)  # it was damaged
+            shutil.rmtree(folder, ignore_errors=True)  # a damaged entry
             partial.rename(folder)
         except OSError as error:
             raise self._unusable(error) from error
@@ -249,7 +246,7 @@ class TokenCache:
 
     @contextmanager
     def _locked(self, key: str, waits: bool = True) -> Iterator[None]:
-        """Hold a key's lock. Raises: BlockingIOError, unless it `waits`, when another process has it; MachineError."""
+        """Hold a key's lock. Raises: MachineError; BlockingIOError if another process holds it and `waits` is False."""
         path = self._folder / f"{key}{LOCK}"
         file = self._lock(path, waits)
         try:
@@ -276,7 +273,7 @@ class TokenCache:
             with suppress(FileNotFoundError):
                 if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                     return file
-            file.close()  # the one before us has removed it: two processes must not lock two files of one name
+            file.close()  # the last holder has removed this file, and a third process may have locked a new one
 
     def _unusable(self, error: OSError) -> MachineError:
         return MachineError(
@@ -286,7 +283,7 @@ class TokenCache:
 
 
 def _age(path: Path) -> float:
-    """Seconds since it was made or last opened; what is already gone is oldest."""
+    """Return the seconds since the path was written or last opened; infinity if it is gone."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:
@@ -294,17 +291,17 @@ def _age(path: Path) -> float:
 
 
 # Folders made beforehand ----------------------------------------------------------------------------------------------
-# `diloco-peer tokenize` makes them. Their files are mapped into memory as they are, so a run that reads one begins at
-# once. What is wrong with a folder is found when it is opened, once on each machine.
+# `diloco-peer tokenize` writes them. Their files are memory-mapped, so a run that reads one begins at once. A folder is
+# checked when it is first opened on a machine.
 
 FORMAT: Literal["diloco-peer tokens, version 1"] = "diloco-peer tokens, version 1"
-CHECKED_AT_ONCE = 1 << 24  # tokens, so that a check takes no memory to speak of
-ANEW = "Make the folder anew with `diloco-peer tokenize`, or copy it again."
+CHECKED_AT_ONCE = 1 << 24  # tokens in one step of a check, to bound its memory
+ANEW = "Create the folder again with `diloco-peer tokenize`, or copy it again."
 
 
 class _About(_Files):
-    """`about.json`. `vocabulary` is the number of token ids, `end` the one that closes each document, `tokenizer` the
-    digest of the tokenizer. `split` is the fraction of documents that is held out, where it is known."""
+    """The content of `about.json`. `vocabulary` is the number of token ids, `end` the id that ends a document,
+    `tokenizer` the digest of the tokenizer, and `split` the held-out fraction, None if it is not known."""
 
     format: Literal["diloco-peer tokens, version 1"]
     vocabulary: Annotated[int, Field(ge=1, le=2**32)]
@@ -314,7 +311,7 @@ class _About(_Files):
 
 
 def is_token_folder(source: str) -> bool:
-    """Return whether a source is a folder of tokens: it has an `about.json` of ours beside a file of tokens."""
+    """Return True if a source is a folder of tokens: it has an `about.json` and a file of training tokens."""
     return all((Path(source) / name).is_file() for name in (ABOUT, PARTS[0]))
 
 
@@ -326,10 +323,8 @@ def dtype_of_tokens(tokenizer: Tokenizer) -> Dtype:
 def write_token_folder(
     folder: Path, pieces: Iterable[Piece], tokenizer: Tokenizer, split: float | None = None
 ) -> _About:
-    """Write tokens into a new folder, whose `about.json` comes last.
-
-    Raises: MachineError when the folder cannot be written; DataError when an id is not in the tokenizer's vocabulary.
-    """
+    """Write tokens into a new folder, `about.json` last. Raises: MachineError if the folder cannot be written;
+    DataError if an id is not in the tokenizer's vocabulary."""
     checked = ((part, _in_vocabulary(tokens, tokenizer.size, str(folder))) for part, tokens in pieces)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -354,10 +349,8 @@ def write_token_folder(
 
 
 def open_token_folder(source: str, tokenizer: Tokenizer, split: float, cache: TokenCache) -> Tokens:
-    """Map a folder's tokens, of a run with this tokenizer and this fraction held out.
-
-    Raises: DataError when they are not what `about.json` says, or not of this tokenizer.
-    """
+    """Return the memory-mapped tokens of a folder, for a run with this tokenizer and this held-out fraction. Raises:
+    DataError if they do not match `about.json` or the tokenizer."""
     folder = Path(source)
     about = read_about(folder)
     _check_fits(folder, about, tokenizer, split)
@@ -376,7 +369,7 @@ def open_token_folder(source: str, tokenizer: Tokenizer, split: float, cache: To
 
 
 def read_about(folder: Path) -> _About:
-    """Raises: DataError when `about.json` cannot be read, or is not ours."""
+    """Return the content of a folder's `about.json`. Raises: DataError if it cannot be read or is invalid."""
     path = folder / ABOUT
     try:
         return _About.model_validate_json(path.read_bytes())
@@ -398,15 +391,15 @@ def _check_fits(folder: Path, about: _About, tokenizer: Tokenizer, split: float)
     }
     for key, wanted in expected.items():
         if (found := getattr(about, key)) != wanted:
-            what = "data.held_out" if key == "split" else "tokenizer"
+            setting = "data.held_out" if key == "split" else "tokenizer"
             raise DataError(
-                f"{folder / ABOUT}: {key} = {found!r}; with the run's {what} it is {wanted!r}.",
-                "Tokenize the text anew with the run's run.toml: `diloco-peer tokenize`.",
+                f"{folder / ABOUT}: {key} = {found!r}; the run's {setting} needs {wanted!r}.",
+                "Tokenize the text again with the run's run.toml: `diloco-peer tokenize`.",
             )
 
 
 def _check_values(folder: Path, about: _About) -> None:
-    """Read all of it once: ids and digests. Raises: DataError."""
+    """Read the whole folder, and check its ids and digests. Raises: DataError."""
     for name, part in about.parts.items():
         path, digest = folder / name, blake3(max_threads=blake3.AUTO)
         tokens = _map_part(path, about.dtype)
@@ -422,17 +415,17 @@ def _check_values(folder: Path, about: _About) -> None:
 
 
 def _in_vocabulary(tokens: TokenArray, size: int, where: str, start: int = 0) -> TokenArray:
-    """Return the tokens. Raises: DataError when one of them is no token id."""
+    """Return the tokens. Raises: DataError if one of them is not a token id."""
     if len(tokens) and int(tokens.max()) >= size:
         place = int(np.argmax(tokens >= size))
         raise DataError(
             f"{where}: token {start + place} is {int(tokens[place])}; the tokenizer has ids below {size}.",
-            "Use the tokenizer that made these ids, or tokenize the text anew.",
+            "Use the tokenizer that made these ids, or tokenize the text again.",
         )
     return tokens
 
 
 def _state_of(path: Path) -> tuple[str, int, int, int]:
-    """Return what changes when a file does."""
+    """Return a file's path, size, time and inode, which change when the file changes."""
     fact = os.stat(path)
     return str(path.absolute()), fact.st_size, fact.st_mtime_ns, fact.st_ino

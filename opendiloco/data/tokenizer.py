@@ -1,7 +1,7 @@
-"""Text to token ids and back. The default is bytes: id b is byte b, then three special tokens.
+"""Tokenizers: text to token ids and back. The default is bytes: id b is byte b, followed by three special tokens.
 
-The byte tokenizer also exists as a real `tokenizers` object with the same ids, so that an exported model loads with
-`AutoTokenizer` and needs nothing of ours.
+The byte tokenizer also exists as a `tokenizers` object with the same ids, so that an exported model loads with
+`AutoTokenizer` alone.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from opendiloco.config.data import BYTE_TOKENIZER_SIZE, TokenizerSection
 from opendiloco.data.hub import TOKENIZER_FILES, check_tokenizer, pretrained_folder
 from opendiloco.errors import DataError, MachineError, first_line
 
-BEGIN, END, PADDING = 256, 257, 258  # of ByteTokenizer: the numbers after all bytes
+BEGIN, END, PADDING = 256, 257, 258  # special ids of ByteTokenizer, after the 256 bytes
 SPECIAL_TOKENS = {"<|begin|>": BEGIN, "<|end|>": END, "<|padding|>": PADDING}
 
 USUAL_ENDS = frozenset({"<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>", "[EOS]"})
-"""Names under which tokenizers that say no more than their vocabulary have the token that ends a document."""
+"""Usual names of the token that ends a document, for tokenizers that do not declare it."""
 
 PROBES = (
     "It's 1234567 words -- don't  split\tthem,\r\n\n  or do.",
@@ -32,40 +32,41 @@ PROBES = (
     "👩🏽‍🚀🎉\u00a0\u200b\x00\ufeff end",
     "ACGTTGCA",
 )
-"""What tokenizers of the same vocabulary may cut differently: numbers, spaces, scripts, what has two spellings."""
+"""Texts that two tokenizers with one vocabulary may cut differently: numbers, spaces, scripts, Unicode normal forms."""
 
 TokenArray = NDArray[np.uint16] | NDArray[np.uint32]
 
 
 class ByteTokenizer:
-    """Every byte is a token, so every text has one encoding and nothing is out of vocabulary."""
+    """A tokenizer whose tokens are bytes: every text has one encoding, and no text is out of vocabulary."""
 
     size = BYTE_TOKENIZER_SIZE
     end = END
     """The id that closes each document."""
     identity = "bytes"
-    """The same for two tokenizers only if they encode every text alike."""
+    """Two tokenizers have the same identity only if they encode every text alike."""
     special: ClassVar[dict[str, int]] = {"bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": PADDING}
-    """Special ids under the names that a model's config has for them."""
+    """Special ids, under their names in a model's config."""
 
     def encode_document(self, text: bytes) -> TokenArray:
         """Return the token ids of one document, without special tokens."""
         return np.frombuffer(text, np.uint8).astype(np.uint16)
 
     def byte_count(self, ids: NDArray[np.int64]) -> int:
-        """Return the bytes, as UTF-8, of the text that these consecutive tokens are. Special tokens have none."""
+        """Return the UTF-8 bytes of the text of these consecutive tokens. Special tokens have none."""
         return int((ids < BEGIN).sum())
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """Return what `encode_document` does for each text, from all cores of the machine where that helps."""
+        """Return the result of `encode_document` for each text. A pretrained tokenizer uses all cores of the
+        machine."""
         return [self.encode_document(text) for text in texts]
 
     def pretrained(self) -> Any:
-        """Return the same tokenizer as transformers knows it: byte-level BPE without merges."""
+        """Return the same tokenizer as a transformers object: byte-level BPE without merges."""
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        # Printable Latin-1 characters stand for their bytes, the library's other symbols for the other bytes, in order.
+        # The library writes a printable Latin-1 byte as itself, and the other bytes as its other symbols, in order.
         symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
         others = (symbol for symbol in symbols if ord(symbol) > 255)
         vocabulary = {chr(byte) if chr(byte) in symbols else next(others): byte for byte in range(256)}
@@ -84,16 +85,14 @@ class ByteTokenizer:
 
 
 class _PretrainedTokenizer:
-    """A transformers tokenizer, and the special token that closes documents: the one named, or the tokenizer's own.
-
-    Raises: DataError when there is none.
-    """
+    """A transformers tokenizer, with the special token that ends a document: the manifest's, or else the tokenizer's
+    own. Raises: DataError if there is none."""
 
     def __init__(self, tokenizer: Any, section: TokenizerSection) -> None:
         self._tokenizer = tokenizer
         model: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
         if getattr(model, "dropout", None):
-            model.dropout = None  # of BPE's merges, at random: the same text would be other tokens each time
+            model.dropout = None  # BPE dropout would encode the same text differently each time
         self.end = _end_of(tokenizer, section)
         if tokenizer.eos_token_id != self.end:
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(self.end)
@@ -116,25 +115,27 @@ class _PretrainedTokenizer:
         return self._encode_batch(texts)
 
     def _encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """Return each text's ids from the tokenizers library itself, which shares a batch out among threads."""
+        """Return each text's ids. The tokenizers library encodes the batch on several threads."""
         backend = self._tokenizer.backend_tokenizer
         encoded = backend.encode_batch_fast([_text(text) for text in texts], add_special_tokens=False)
         return [self._array(one.ids) for one in encoded]
 
     def _batches_agree(self) -> bool:
-        """Return whether batches have the ids of single texts: some of transformers' classes do more to those."""
+        """Return True if a batch gives the same ids as single texts. Some classes of transformers treat single texts
+        specially."""
         texts = [text.encode() for text in (*PROBES, *self._tokenizer.all_special_tokens)]
         try:
             one_by_one = [self.encode_document(text).tolist() for text in texts]
             return [ids.tolist() for ids in self._encode_batch(texts)] == one_by_one
-        except Exception:  # no such library behind it, or a text that is not in its vocabulary
+        except Exception:  # not a tokenizer of that library, or a text outside of its vocabulary
             return False
 
     def _array(self, ids: Sequence[int]) -> TokenArray:
         return np.asarray(ids, np.uint16) if self.size <= 2**16 else np.asarray(ids, np.uint32)
 
     def byte_count(self, ids: NDArray[np.int64]) -> int:
-        """A character that is cut at either end counts as the character that stands for what is no text."""
+        """Return the UTF-8 bytes of the text of these consecutive tokens. A character that is cut at either end counts
+        as the replacement character."""
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return len(self._tokenizer.decode(ids.tolist(), **options).encode())
 
@@ -150,7 +151,8 @@ def _text(document: bytes) -> str:
 
 
 def _end_of(tokenizer: Any, section: TokenizerSection) -> int:
-    """The id of the token that closes documents. Raises: DataError when there is none, or several could be meant."""
+    """Return the id of the token that ends a document. Raises: DataError if there is none, or more than one
+    candidate."""
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     if section.end is not None:
         candidates = [section.end] if section.end in tokenizer.get_vocab() else []
@@ -162,23 +164,22 @@ def _end_of(tokenizer: Any, section: TokenizerSection) -> int:
         return int(tokenizer.convert_tokens_to_ids(candidates[0]))
     known = f"one of its special tokens: {', '.join(special)}" if special else "a token of its vocabulary"
     if section.end is not None:
-        raise DataError(f"tokenizer.end = {section.end!r} is no token of {section.path!r}.", f"Name {known}.")
+        raise DataError(f"tokenizer.end = {section.end!r} is not a token of {section.path!r}.", f"Name {known}.")
     raise DataError(
         f"tokenizer.path = {section.path!r} does not say which token ends a document.", f"Set tokenizer.end to {known}."
     )
 
 
 def digest_of_tokenizer(tokenizer: Tokenizer) -> str:
-    """64 hexadecimal digits, of the vocabulary, the end of documents, and what becomes of `PROBES`: the same whatever
-    files it came from, and whatever version of the libraries reads them. (`identity` is stricter, and a machine's own.)
-    """
+    """Return 64 hexadecimal digits, a digest of the vocabulary, the end token, and the encodings of `PROBES`. It does
+    not depend on the tokenizer's files or on library versions. (`identity` does, so it serves only one machine.)"""
     vocabulary = sorted(tokenizer.pretrained().get_vocab().items())
     facts = [vocabulary, tokenizer.end, [_ids_if_any(tokenizer, text) for text in PROBES]]
     return blake3(json.dumps(facts).encode()).hexdigest()
 
 
 def _ids_if_any(tokenizer: Tokenizer, text: str) -> list[int] | None:
-    """None for a text that is not in its vocabulary, where it has no token for what it does not know."""
+    """Return the ids of a text; None if the tokenizer has no token for a part of it."""
     try:
         return list(map(int, tokenizer.encode_document(text.encode())))
     except Exception:  # the tokenizers library raises plain Exception
@@ -186,18 +187,15 @@ def _ids_if_any(tokenizer: Tokenizer, text: str) -> list[int] | None:
 
 
 def build_tokenizer(section: TokenizerSection) -> Tokenizer:
-    """The run's tokenizer.
-
-    Raises: DataError when it cannot be loaded, or has no token that ends a document; MachineError when it is not the
-    one that the organiser means.
-    """
+    """Return the run's tokenizer. Raises: DataError if it cannot be loaded, or has no token that ends a document;
+    MachineError if its digest differs from the manifest's."""
     if section.path is None:
         return ByteTokenizer()
     tokenizer = _load(section)
     if section.digest is not None and (found := digest_of_tokenizer(tokenizer)) != section.digest:
         raise MachineError(
             f"the run's tokenizer has the digest {section.digest}; tokenizer.path = {section.path!r} has {found} here.",
-            "Get the tokenizer that the organiser means.",
+            "Get the run's tokenizer from its organiser.",
         )
     return tokenizer
 
@@ -222,5 +220,5 @@ def _load(section: TokenizerSection) -> Tokenizer:
         )
         raise DataError(
             f"tokenizer.path = {section.path!r} cannot be loaded: {first_line(error)}",
-            f"Give {wanted} that is there; on a machine without internet, a local one.",
+            f"Give {wanted} that exists; on a machine without internet, give a local one.",
         ) from error

@@ -1,4 +1,4 @@
-"""What a worker reads: each source's tokens, whole or by the shard, in the order of the run's samples."""
+"""A worker's training data: each source's tokens, whole or by shard, in the run's sample order."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from peers.values.wire import printable
 logger = logging.getLogger(__name__)
 
 TOKENIZING = 2
-"""Raised when the same text is to become other tokens."""
+"""Version of the tokenization. Increase it when the same text gives different tokens."""
 BATCH_BYTES, BATCH_DOCUMENTS = 1 << 22, 1 << 10
-"""Of text that is tokenized at once."""
+"""Limits for one batch of text to tokenize."""
 LONG = 1_000_000
-"""Bytes of a long document, whose end is held out instead of all or nothing of it."""
+"""Bytes from which a document is long: its end is held out, instead of the document being drawn as a whole."""
 SHARDS_OPEN = 4
-"""A lease lies in few shards, and evaluation in the first. So many stay in memory, or on the disk."""
+"""Shards that stay in memory, or on disk. A lease lies in few shards, and evaluation reads the first one."""
 
 
 class TokenizedSource:
-    """A source through the run's tokenizer. Raises: DataError when it cannot be read."""
+    """A source, tokenized by the run's tokenizer. Raises: DataError if it cannot be read."""
 
     def __init__(self, section: SourceSection, held_out: float, tokenizer: Tokenizer, cache: TokenCache) -> None:
         self.section = section
@@ -56,11 +56,12 @@ class TokenizedSource:
         self._dtype = dtype_of_tokens(tokenizer)
 
     def tokens(self) -> Tokens:
-        """Return all of it. Raises: DataError, MachineError."""
+        """Return all tokens. Raises: DataError, MachineError."""
         return self._cache.tokens(self._key(), self._dtype, self.pieces)
 
     def shard(self, number: int, enough: int) -> Tokens:
-        """Return a shard's first documents, up to so many tokens for training. Raises: DataError, MachineError."""
+        """Return the tokens of a shard's first documents, up to `enough` training tokens. Raises: DataError,
+        MachineError."""
         prefix = f"{self._key(enough)}-"
         coming = Coming(tokenizing(self.section, number)) if self._corpus.is_stream else None
         tokens = self._cache.tokens(
@@ -70,10 +71,10 @@ class TokenizedSource:
         return tokens
 
     def held_out(self, enough: int) -> Tokens:
-        """Return the first shard's first documents that are held out, up to so many tokens.
+        """Return the tokens of the first held-out documents of the first shard, up to `enough` tokens.
 
-        However few they are, they go to the disk where several processes need them: many more documents are read to
-        find them. Raises: DataError, MachineError.
+        If several processes need them, they are kept on disk however few they are, because finding them means reading
+        many more documents. Raises: DataError, MachineError.
         """
         return self._cache.tokens(
             self._key(-enough),
@@ -83,10 +84,8 @@ class TokenizedSource:
         )
 
     def pieces(self, shard: int | None = None, only_held_out: bool = False) -> Iterator[Piece]:
-        """Tokenize the documents, or those of a shard, a batch at a time; or of these only the ones that are held out.
-
-        Raises: DataError.
-        """
+        """Yield the tokens of all documents, or of one shard's, tokenized in batches; with `only_held_out`, skip
+        documents that have no held-out part. Raises: DataError."""
         documents = self._full_documents(shard)
         first = list(islice(documents, 2))
         is_only = len(first) == 1
@@ -106,8 +105,8 @@ class TokenizedSource:
                     yield document.is_held_out(self._held_out), tokens
 
     def _full_documents(self, shard: int | None) -> Iterator[Document]:
-        """Yield the documents that have text, and say how many have none or are not UTF-8. Raises: DataError when all
-        of a whole source are empty."""
+        """Yield the documents that are not empty, and log how many are empty or not UTF-8. Raises: DataError if all
+        documents of a whole source are empty."""
         total = empty = foreign = 0
         example = ""
         for document in self._corpus.documents(shard):
@@ -123,16 +122,14 @@ class TokenizedSource:
         if shard is None and total and empty == total:
             raise DataError(
                 f"data.source = {name}: all {total:,} documents are empty or null.",
-                "Give text; of rows, name the column that has it with data.column.",
+                "Give documents with text; for rows, set data.column to the column of text.",
             )
         if empty:
-            logger.info(
-                "data.source = %s: %s of %s documents are empty, and left out", name, f"{empty:,}", f"{total:,}"
-            )
+            logger.info("data.source = %s: skipped %s empty documents of %s", name, f"{empty:,}", f"{total:,}")
         if foreign:
             logger.warning(
-                "data.source = %s: %s of %s documents are not UTF-8, such as %s; convert them, from Latin-1 with "
-                "iconv -f ISO-8859-1 -t UTF-8",
+                "data.source = %s: %s of %s documents are not UTF-8, such as %s; convert them (from Latin-1: iconv -f "
+                "ISO-8859-1 -t UTF-8)",
                 name,
                 f"{foreign:,}",
                 f"{total:,}",
@@ -146,7 +143,7 @@ class TokenizedSource:
         return str(blake3(json.dumps(facts).encode()).hexdigest(16))
 
     def _encode(self, documents: Sequence[Document]) -> Iterator[TokenArray]:
-        """Yield each document's tokens, closed by the end token."""
+        """Yield each document's tokens, followed by the end token."""
         end = np.array([self._tokenizer.end], self._dtype)
         texts = [document.text for document in documents if document.tokens is None]
         encoded = iter(self._tokenizer.encode_documents(texts) if texts else [])
@@ -159,7 +156,8 @@ class TokenizedSource:
                 yield tokens if is_closed else np.concatenate([tokens, end])
 
     def _checked(self, tokens: NDArray[np.int64]) -> TokenArray:
-        """Return the ids of a document that was tokenized before. Raises: DataError when one is no token id."""
+        """Return the ids of a document that was tokenized beforehand. Raises: DataError if one of them is not a token
+        id."""
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._tokenizer.size:
             wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
             raise DataError(
@@ -180,7 +178,7 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Group documents, so that there is work for all cores, and not much waits in memory."""
+    """Group documents into batches that are large enough for all cores and small enough for memory."""
     batch, size = list[Document](), 0
     for document in documents:
         batch.append(document)
@@ -193,7 +191,8 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _until(pieces: Iterable[Piece], enough: int, held_out: bool, coming: Coming | None = None) -> Iterator[Piece]:
-    """Yield pieces until so many tokens were for training, or held out, and say how far that has come."""
+    """Yield pieces until they have `enough` held-out or training tokens, and report the share that is done to
+    `coming`."""
     counted = 0
     for piece in pieces:
         yield piece
@@ -205,9 +204,10 @@ def _until(pieces: Iterable[Piece], enough: int, held_out: bool, coming: Coming 
 
 
 class _ShardedWindows:
-    """A source's shards as windows, each tokenized when it is first needed, or ahead; those needed last are kept open.
+    """The windows of a source's shards. A shard is tokenized when it is first needed, or ahead, and the last shards
+    used stay open.
 
-    `tokenize_ahead` is called with the number of a shard that is soon needed, and returns at once.
+    `tokenize_ahead` is called with the number of a shard that is needed soon, and must return at once.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class _ShardedWindows:
         self._tokenize_ahead = tokenize_ahead
 
     def shard(self, number: int) -> Windows:
-        """Raises: DataError when it has not one window; see `TokenizedSource.shard`."""
+        """Return the windows of a shard. Raises: DataError if it has none; exceptions of `TokenizedSource.shard`."""
         if number not in self._open:
             if len(self._open) == SHARDS_OPEN:
                 self._open.popitem(last=False)
@@ -233,19 +233,20 @@ class _ShardedWindows:
         windows = Windows(self._open[number].training, self._length)
         if windows.count == 0:
             raise DataError(
-                f"shard {number} of data.source = {self._source.section.source!r} has not one window of "
+                f"shard {number} of data.source = {self._source.section.source!r} is shorter than one window of "
                 f"{self._length} tokens.",
                 "Use fewer shards, so that each has more text, or a shorter training.sequence_length.",
             )
         return windows
 
     def soon(self, number: int) -> None:
-        """Have a shard made ready that is needed after the present one, if somebody does so beside us."""
+        """Ask for a shard to be tokenized ahead, unless it is open or no process tokenizes ahead."""
         if self._tokenize_ahead is not None and number not in self._open:
             self._tokenize_ahead(number)
 
     def held_out(self, windows: int) -> Windows:
-        """Return the first held-out windows of the first shard. Its documents are held out wherever they are."""
+        """Return the first held-out windows of the first shard. A document's identity decides whether it is held out,
+        in every shard."""
         return Windows(self._source.held_out(windows * self._length + 1).held_out, self._length)
 
 
@@ -258,12 +259,12 @@ class TrainingData:
 
     @classmethod
     def blank(cls, length: int) -> TrainingData:
-        """Return the data of a worker that opens no text: nothing to train on, and one held-out window of zeros."""
+        """Return data for a worker that opens no text: no training samples, and one held-out window of zeros."""
         return cls(SampleOrder([], Mixture()), HeldOutWindows([Windows(np.zeros(length + 1, np.uint16), length)]))
 
 
 TokenizeAhead = Callable[[int, int], None]
-"""Called with the place of a source and the number of one of its shards that is soon needed; returns at once."""
+"""Called with the index of a source and the number of a shard that is needed soon; must return at once."""
 
 
 def load_data(
@@ -272,10 +273,10 @@ def load_data(
     cache: TokenCache | None = None,
     tokenize_ahead: TokenizeAhead | None = None,
 ) -> TrainingData:
-    """Tokenize what a run reads, or open what was tokenized before. Of a source with shards, only what is held out is
-    read; shards follow when they are needed, or before, if there is somebody who tokenizes ahead.
+    """Tokenize a run's sources, or open them in the cache. For a source with shards, only the held-out text is read
+    now; its shards are tokenized when they are needed, or ahead.
 
-    Raises: DataError when a source cannot be read, or has less than one batch of windows; MachineError.
+    Raises: DataError if a source cannot be read, or has fewer windows than one batch; MachineError.
     """
     data, mixture, length = config.data, Mixture(config.data.shares), config.training.sequence_length
     end = tokenizer.end if config.training.document_mask else None
@@ -285,21 +286,21 @@ def load_data(
         seed = data.shuffle_seed + place
         if section.shards is None:
             tokens = _read_tokens(section, data.held_out, tokenizer, cache)
-            training, apart = Windows(tokens.training, length), Windows(tokens.held_out, length)
+            training, evaluation = Windows(tokens.training, length), Windows(tokens.held_out, length)
             _check_count(section, config, "training", training)
             orders.append(Shuffled.whole(training, seed))
         else:
             ahead = None if tokenize_ahead is None else partial(tokenize_ahead, place)
             shards = shards_of(section, config, tokenizer, cache, ahead)
-            apart = shards.held_out(max(config.evaluation.windows, config.training.batch_size))
+            evaluation = shards.held_out(max(config.evaluation.windows, config.training.batch_size))
             orders.append(Shuffled(shards.shard, section.shards, shards.windows_per_shard, seed, shards.soon))
-        _check_count(section, config, "held-out", apart)
-        held_out.append(apart)
+        _check_count(section, config, "held-out", evaluation)
+        held_out.append(evaluation)
     return TrainingData(SampleOrder(orders, mixture, end), HeldOutWindows(held_out, mixture, end))
 
 
 def _read_tokens(section: SourceSection, held_out: float, tokenizer: Tokenizer, cache: TokenCache) -> Tokens:
-    """Return all tokens of a source without shards. Raises: DataError when they are not those that it names."""
+    """Return all tokens of a source without shards. Raises: DataError if they do not match the source's digest."""
     if is_token_folder(section.source):
         tokens = open_token_folder(section.source, tokenizer, held_out, cache)
     else:
@@ -308,7 +309,7 @@ def _read_tokens(section: SourceSection, held_out: float, tokenizer: Tokenizer, 
     if section.digest is not None and (found := digest_of_tokens(tokens)) != section.digest:
         raise DataError(
             f"the run's data.digest is {section.digest}; the tokens of {section.source!r} have {found}.",
-            "Get the text or tokens that the run means.",
+            "Get the run's text or tokens from its organiser.",
         )
     return tokens
 
@@ -320,11 +321,11 @@ def shards_of(
     cache: TokenCache,
     tokenize_ahead: Callable[[int], None] | None = None,
 ) -> _ShardedWindows:
-    """Return a source's shards. Raises: DataError when it cannot have any."""
+    """Return a source's shards. Raises: DataError if the source is a folder of tokens, which has no shards."""
     assert section.windows_per_shard is not None
     if is_token_folder(section.source):
         raise DataError(
-            f"data.shards = {section.shards} of {section.source!r}, a folder of tokens, which is mapped as it is.",
+            f"data.shards = {section.shards} of {section.source!r}, a folder of tokens, which is mapped whole.",
             "Remove shards and windows_per_shard.",
         )
     source = TokenizedSource(section, config.data.held_out, tokenizer, cache)
@@ -333,29 +334,29 @@ def shards_of(
 
 
 def _check_count(section: SourceSection, config: RunConfig, part: str, windows: Windows) -> None:
-    more = "" if section.shards is None else ", in its first shard"
+    where = "" if section.shards is None else ", in its first shard"
     if windows.count >= config.training.batch_size:
         return
     fraction = config.data.held_out
-    way = (
-        f"Documents are held out whole, each with the probability data.held_out = {fraction}, and long ones by their "
-        f"end. Give more documents (files or rows){more}, a larger data.held_out, or"
+    remedy = (
+        f"Each document is held out with probability data.held_out = {fraction}; of a long one the end is held out. "
+        f"Give more documents (files or rows){where}, a larger data.held_out, or"
         if part == "held-out"
-        else f"Give more text{more}, a smaller data.held_out than {fraction}, or"
+        else f"Give more text{where}, a smaller data.held_out than {fraction}, or"
     )
     raise DataError(
         f"data.source = {section.source!r} has {windows.count} {part} windows of {windows.length} tokens; "
         f"a batch needs {config.training.batch_size}.",
-        f"{way} a shorter training.sequence_length.",
+        f"{remedy} a shorter training.sequence_length.",
     )
 
 
 def check_share(source: str, wanted: float, training: int, held_out: int) -> None:
-    """Warn when far more or fewer of a source's tokens are held out than was wanted, because documents are few."""
+    """Warn if the held-out share of a source's tokens is far from the wanted one, because it has few documents."""
     share = held_out / max(1, training + held_out)
     if not wanted / 3 <= share <= 3 * wanted:
         logger.warning(
-            "data.source = %r: %.1f%% is held out, and data.held_out = %g; cut the text into more documents",
+            "data.source = %r: %.1f%% of tokens are held out, but data.held_out = %g; cut the text into more documents",
             source,
             100 * share,
             wanted,

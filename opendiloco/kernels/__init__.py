@@ -1,10 +1,10 @@
 """The arithmetic of pseudo-gradients: floats to payloads and back, the same bits on every machine.
 
-The one door to the C library in native/, whose formats.h says what each byte of a format means. Operations work on
-numpy arrays and payloads, and on any range of blocks of both: slice the arrays at multiples of the format's
-`block_values`, its payload at multiples of `block_bytes`. Arguments must not overlap; arguments of the wrong kind or
-length raise ValueError. `threads` is the most that a call uses, its own included; they end with it, and the
-interpreter's lock is released meanwhile. After an error, what was to be written is undefined.
+This is the only interface to the C library in native/, whose formats.h defines each byte of a format. Operations work
+on numpy arrays and payloads, and on any range of blocks of both: slice arrays at multiples of the format's
+`block_values`, its payload at multiples of `block_bytes`. Arguments must not overlap. Arguments of the wrong type or
+length raise ValueError. `threads` is the most threads that a call uses, including the calling one. They end with the
+call, and Python's global lock is released meanwhile. After an error, the content of the output is undefined.
 
 Other rooms import:
 the room: FORMATS, Format, NEAREST, NonFiniteError, Payload, Rounding, SPARSE, dequantize, quantize_difference,
@@ -30,7 +30,7 @@ from peers.errors import DilocoPeerError
 
 # Errors ---------------------------------------------------------------------------------------------------------------
 class KernelError(DilocoPeerError):
-    """A block that can't be encoded or decoded. `block` is its index in the arrays that were passed."""
+    """A block that cannot be encoded or decoded. `block` is its index in the arguments of the call."""
 
     exit_code = 8
 
@@ -40,7 +40,7 @@ class KernelError(DilocoPeerError):
 
 
 class NonFiniteError(KernelError):
-    """Values to be encoded hold a NaN, an infinity, or a magnitude beyond the format's."""
+    """Values to encode with a NaN, an infinity, or a magnitude beyond the format's range."""
 
     def __init__(self, block: int, block_values: int) -> None:
         values = f"values {block * block_values} to {(block + 1) * block_values - 1}"
@@ -52,7 +52,7 @@ class NonFiniteError(KernelError):
 
 
 class CorruptPayloadError(KernelError):
-    """A payload that no encoder of ours produces."""
+    """A payload that the encoder does not produce."""
 
     def __init__(self, block: int, defect: str) -> None:
         super().__init__(block, f"payload block {block}: {defect}.", "Drop the payload; fetch it from another peer.")
@@ -61,10 +61,8 @@ class CorruptPayloadError(KernelError):
 # Formats --------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Format:
-    """How floats are encoded: `block_values` of them at a time, in `block_bytes` bytes; the last block may be short.
-
-    `is_stochastic` tells whether it can be rounded by chance. `index` is the C library's number for it.
-    """
+    """A format of encoded floats: `block_values` values are encoded in `block_bytes` bytes; the last block may be
+    short. `is_stochastic`: the format supports stochastic rounding. `index` is the C library's number for it."""
 
     index: int
     name: str
@@ -76,22 +74,23 @@ class Format:
         return self.name
 
     def block_count(self, values: int) -> int:
-        """Return the number of blocks for so many values, the short one included."""
+        """Return the number of blocks for `values` values, including a short one."""
         return -(-values // self.block_values)
 
     def payload_size(self, values: int) -> int:
-        """Return the bytes that so many values take."""
+        """Return the bytes of a payload of `values` values."""
         return _payload_size(self.index, values)
 
     def byte_range(self, first_block: int, last_block: int, values: int) -> tuple[int, int]:
-        """Return where blocks [first_block, last_block) lie in a payload of so many values: bytes [start, stop)."""
+        """Return the bytes [start, stop) of blocks [first_block, last_block) in a payload of `values` values."""
         size = self.payload_size(values)
         return min(first_block * self.block_bytes, size), min(last_block * self.block_bytes, size)
 
 
 @lru_cache
 def _payload_size(index: int, values: int) -> int:
-    """Ask C only once: a call gives the interpreter's lock away, and in a busy process waits long to have it back."""
+    """Return the C library's size, cached: a call releases Python's global lock, and in a busy process waits long to
+    get it back."""
     return lib.diloco_payload_size(index, values)
 
 
@@ -101,7 +100,7 @@ def _format(index: int) -> Format:
 
 
 FORMATS: dict[str, Format] = {each.name: each for each in map(_format, range(7))}
-"""All of them, by name."""
+"""All formats by name."""
 
 INT8, UINT4, E2M1_BLOCK32, E2M1, E3M0, FP16, SPARSE = FORMATS.values()
 
@@ -112,9 +111,9 @@ PayloadBytes: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
 
 class FloatView:
-    """A one-dimensional, contiguous, aligned array of float32, and its address. Raises: ValueError for any other.
+    """A one-dimensional, contiguous, aligned float32 array with its address. Raises: ValueError for any other array.
 
-    To check an array and find its address takes longer than to encode a block of it: code that calls often on the same
+    Checking an array and finding its address takes longer than encoding a block. Code that calls often with the same
     memory keeps a view; other code passes plain arrays.
     """
 
@@ -136,10 +135,11 @@ Floats: TypeAlias = FloatView | FloatArray
 
 
 class Payload:
-    """`values` floats in a format. `buffer` holds its bytes, at any alignment; without one, a bytearray is made.
+    """A payload of `values` floats in a format. `buffer` holds its bytes, at any alignment; the default is a new
+    bytearray.
 
-    While a payload exists, its buffer can't be resized. Raises: ValueError if the buffer is no contiguous bytes,
-    CorruptPayloadError if their number is wrong; it is blamed on the first block that is incomplete or superfluous.
+    While the payload exists, its buffer cannot be resized. Raises: ValueError if the buffer is not contiguous bytes;
+    CorruptPayloadError if it has the wrong length, with the first incomplete or superfluous block.
     """
 
     __slots__ = ("address", "buffer", "format", "is_writable", "values")
@@ -152,14 +152,13 @@ class Payload:
             raise ValueError(f"a payload must be contiguous bytes, not {_kind(buffer)}")
         if view.nbytes != size:
             block = min(view.nbytes // format.block_bytes, format.block_count(values))
-            raise CorruptPayloadError(block, f"{view.nbytes} bytes came for {values} values, which take {size}")
+            raise CorruptPayloadError(block, f"it has {view.nbytes} bytes; {values} values take {size}")
         self.format = format
         self.values = values
         self.buffer = view
         self.is_writable = not view.readonly
-        # The view alone keeps the buffer as it is. What cffi exports from a memoryview must not outlive this call:
-        # Python before 3.12.7 crashes when it collects a cycle of both, and comes by the view first
-        # (python/cpython#77894).
+        # Only the view keeps the buffer alive. An export of it by cffi must not outlive this call: Python before 3.12.7
+        # crashes when it collects a cycle of both and clears the view first (python/cpython#77894).
         self.address = _address(view)
 
     def __bytes__(self) -> bytes:
@@ -167,10 +166,10 @@ class Payload:
 
 
 def _view(name: str, array: Floats, payload: Payload, writable: bool = False) -> FloatView:
-    """Return a checked float32 array of as many values as a payload. Raises: ValueError, which names the argument."""
+    """Return a checked float32 array with as many values as a payload. Raises: ValueError that names the argument."""
     view = array if isinstance(array, FloatView) else FloatView(array, name)
     if writable and not view.is_writable:
-        raise ValueError(f"{name} is written to, but is read-only")
+        raise ValueError(f"{name} is read-only, but must be writable")
     if view.size != payload.values:
         raise ValueError(f"{name} has {view.size} values, the payload {payload.values}")
     return view
@@ -192,17 +191,17 @@ KERNEL_SETS = ("scalar", "avx2", "avx512", "neon")
 
 
 def supported_kernels() -> tuple[str, ...]:
-    """Return the sets that this processor and this build have."""
+    """Return the instruction sets that this processor and this build support."""
     return tuple(name for name in KERNEL_SETS if lib.diloco_kernels_are_supported(name.encode()))
 
 
 def chosen_kernels() -> str:
-    """Return the set that operations use."""
+    """Return the instruction set that operations use."""
     return ffi.string(lib.diloco_kernels_name()).decode()
 
 
 def choose_kernels(name: str) -> None:
-    """Use a set from now on, in the whole process; "" is the fastest. Raises: MachineError."""
+    """Use an instruction set from now on, in the whole process; "" selects the fastest. Raises: MachineError."""
     if name and name not in supported_kernels():
         known = "this machine does not have it" if name in KERNEL_SETS else "there is no such set"
         choices = ", ".join(supported_kernels())
@@ -218,15 +217,15 @@ choose_kernels(os.environ.get(ENVIRONMENT_VARIABLE, ""))
 # Operations -----------------------------------------------------------------------------------------------------------
 _LARGEST_FLOAT, _SMALLEST_FLOAT = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 LARGEST_WEIGHT = 2.0**63
-"""Of all weights of an average together: so no sum of sound payloads overflows."""
+"""Largest sum of the weights of an average, so that no sum of valid payloads overflows."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """To the nearest code, or by chance to one of the two around (`stochastic`).
+    """Rounding to the nearest code, or stochastic rounding to one of the two neighbouring codes.
 
-    The chance is a function of `seed`, of the block's index (that of the first is `first_block`) and of the value's
-    place in its block, so that a payload can be made again, block by block.
+    The random choice depends only on `seed`, on the block's index (the first has `first_block`) and on the value's
+    place in its block, so that a payload can be produced again, block by block.
     """
 
     is_stochastic: bool
@@ -238,12 +237,12 @@ NEAREST = Rounding(is_stochastic=False)
 
 
 def stochastic(seed: int, first_block: int = 0) -> Rounding:
-    """Round by chance. `seed` is taken modulo 2^64."""
+    """Return stochastic rounding. `seed` is taken modulo 2^64."""
     return Rounding(True, seed % 2**64, first_block)
 
 
 def quantize(values: Floats, payload: Payload, rounding: Rounding = NEAREST, threads: int = 1) -> None:
-    """Encode `values`. Raises: NonFiniteError for the first block that can't be encoded."""
+    """Encode `values`. Raises: NonFiniteError for the first block that cannot be encoded."""
     source = _view("values", values, payload)
     _encode(lib.diloco_quantize, payload, rounding, source.address, source.size, payload.address, threads)
 
@@ -258,23 +257,20 @@ def quantize_difference(
 ) -> None:
     """Encode the pseudo-gradient `theta - local`, without a temporary array.
 
-    With error feedback, `residual` is what earlier payloads left out: it is added to the difference, and becomes what
-    this payload leaves out. Raises: NonFiniteError, as `quantize` does, also where only the difference overflows.
+    With error feedback, `residual` holds the error of earlier payloads. It is added to the difference, and becomes the
+    error of this payload. Raises: NonFiniteError as in `quantize`, also if only the difference overflows.
     """
     minuend, subtrahend = _view("theta", theta, payload), _view("local", local, payload)
-    left_out = 0 if residual is None else _view("residual", residual, payload, writable=True).address
-    sources = minuend.address, subtrahend.address, False, left_out, minuend.size  # False: local is not bfloat16
+    feedback = 0 if residual is None else _view("residual", residual, payload, writable=True).address
+    sources = minuend.address, subtrahend.address, False, feedback, minuend.size  # False: local is not bfloat16
     _encode(lib.diloco_quantize_difference, payload, rounding, *sources, payload.address, threads)
 
 
 def finish_average(
     accumulator: Floats, total_weight: float, payload: Payload, rounding: Rounding = NEAREST, threads: int = 1
 ) -> None:
-    """Encode the weighted average `accumulator / total_weight`.
-
-    `total_weight` is the sum of the weights that were accumulated and must be positive. Raises: NonFiniteError, as
-    `quantize` does.
-    """
+    """Encode the weighted average `accumulator / total_weight`. `total_weight` is the sum of the accumulated weights,
+    and must be positive. Raises: NonFiniteError as in `quantize`."""
     if not _SMALLEST_FLOAT <= total_weight <= LARGEST_WEIGHT:
         raise ValueError(f"total_weight is {total_weight}; it must be positive, and at most 2^63")
     source = _view("accumulator", accumulator, payload)
@@ -289,13 +285,14 @@ def average(
     threads: int = 1,
     total_weight: float | None = None,
 ) -> None:
-    """Encode the weighted average of decoded payloads, each with its weight; they are added up in this order.
+    """Encode the weighted average of payloads, each with its weight, added in this order.
 
-    The same bytes as with `accumulate` into zeros and `finish_average`, with no array for the sum. The weights must be
-    at least 0. Their sum is divided by `total_weight`, by default the sum of the weights, which must be positive.
+    The bytes are the same as with `accumulate` into zeros and `finish_average`, but there is no array for the sum.
+    Weights must be at least 0. The sum is divided by `total_weight`, by default the sum of the weights, which must be
+    positive.
 
-    Raises: CorruptPayloadError, as `check_payload` does of the first contribution that doesn't pass; NonFiniteError, as
-    `quantize` does.
+    Raises: CorruptPayloadError for the first corrupt contribution, as in `check_payload`; NonFiniteError as in
+    `quantize`.
     """
     weights = [weight for _, weight in contributions]
     total = sum(weights) if total_weight is None else total_weight
@@ -317,31 +314,28 @@ def average(
 
 
 def check_payload(payload: Payload, threads: int = 1) -> None:
-    """Raises: CorruptPayloadError for the first block that no encoder makes; what passes decodes to finite values."""
+    """Check that the encoder could have produced a payload, so that it decodes to finite values. Raises:
+    CorruptPayloadError for the first corrupt block."""
     _decode(lib.diloco_check_payload, payload, payload.values, threads)
 
 
 def squared_norm(payload: Payload) -> float:
-    """Return the sum of the squares of the decoded values, in double: the same bits on every machine.
-
-    Raises: CorruptPayloadError, as `check_payload` does.
-    """
+    """Return the sum of the squares of the decoded values, in double precision, with the same bits on every machine.
+    Raises: CorruptPayloadError as in `check_payload`."""
     squared = ffi.new("double *")
     _decode(lib.diloco_squared_norm, payload, payload.values, squared)
     return squared[0]
 
 
 def dequantize(payload: Payload, values: Floats, threads: int = 1) -> None:
-    """Decode into `values`. Raises: CorruptPayloadError, as `check_payload` does."""
+    """Decode into `values`. Raises: CorruptPayloadError as in `check_payload`."""
     target = _view("values", values, payload, writable=True)
     _decode(lib.diloco_dequantize, payload, target.size, target.address, threads)
 
 
 def accumulate(payload: Payload, weight: float, accumulator: Floats, threads: int = 1) -> None:
-    """Add the decoded payload times `weight` (tokens, rounded to fp32): `accumulator += weight * decoded`.
-
-    Raises: CorruptPayloadError, as `check_payload` does; the blocks before the corrupt one may have been added.
-    """
+    """Add the decoded payload times `weight` (tokens, rounded to fp32): `accumulator += weight * decoded`. Raises:
+    CorruptPayloadError as in `check_payload`; blocks before the corrupt one may have been added."""
     if not 0 <= weight <= LARGEST_WEIGHT:
         raise ValueError(f"weight is {weight}; it must be between 0 and 2^63")
     target = _view("accumulator", accumulator, payload, writable=True)
@@ -349,10 +343,8 @@ def accumulate(payload: Payload, weight: float, accumulator: Floats, threads: in
 
 
 def gradient_step(payload: Payload, theta: Floats, learning_rate: float, threads: int = 1) -> None:
-    """Plain gradient descent on the decoded pseudo-gradient, in place: `theta = theta - learning_rate * decoded`.
-
-    Raises: CorruptPayloadError, as `outer_step` does.
-    """
+    """Take a step of plain gradient descent on the decoded pseudo-gradient, in place: `theta = theta - learning_rate *
+    decoded`. Raises: CorruptPayloadError as in `outer_step`."""
     _check_scalar("learning_rate", learning_rate)
     parameters = _view("theta", theta, payload, writable=True)
     _decode(lib.diloco_accumulate, payload, -learning_rate, parameters.size, parameters.address, threads)
@@ -371,8 +363,8 @@ def outer_step(
         momentum = momentum_coefficient * momentum + g
         theta    = theta - learning_rate * (g + momentum_coefficient * momentum)
 
-    This is torch.optim.SGD(nesterov=True) with a momentum that starts at zero. Raises: CorruptPayloadError, as
-    `check_payload` does; a step that must be all or nothing is checked before.
+    This is torch.optim.SGD(nesterov=True) with a momentum that starts at zero. Raises: CorruptPayloadError as in
+    `check_payload`; blocks before the corrupt one may have been updated, so check the payload first.
     """
     _check_scalar("learning_rate", learning_rate)
     _check_scalar("momentum_coefficient", momentum_coefficient)
@@ -383,39 +375,39 @@ def outer_step(
 
 
 def _encode(function: Callable[..., int], payload: Payload, rounding: Rounding, *arguments: object) -> None:
-    """Call a C function that fills a payload. Raises: NonFiniteError for the first block that it refuses."""
+    """Call a C function that fills a payload. Raises: NonFiniteError for the first block that it rejects."""
     if not payload.is_writable:
-        raise ValueError("the payload is written to, but its bytes are read-only")
+        raise ValueError("the payload's bytes are read-only, but must be writable")
     format = payload.format
     if rounding.is_stochastic and not format.is_stochastic:
-        raise ValueError(f"{format.name} has no stochastic rounding; use NEAREST")
+        raise ValueError(f"{format.name} has no stochastic rounding: use NEAREST")
     refused = function(format.index, rounding.is_stochastic, rounding.seed, rounding.first_block, *arguments)
     if refused:
         raise NonFiniteError(refused - 1, format.block_values)
 
 
 def _check_scalar(name: str, value: float) -> None:
-    if not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:  # not so for NaN, either
+    if not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:  # False for NaN, too
         raise ValueError(f"{name} is {value}; it must be a finite fp32 number")
 
 
 def _decode(function: Callable[..., int], payload: Payload, *arguments: object) -> None:
-    """Call a C function that reads a payload. Raises: CorruptPayloadError for the first block that it refuses."""
+    """Call a C function that reads a payload. Raises: CorruptPayloadError for the first block that it rejects."""
     refused = function(payload.format.index, payload.address, *arguments)
     if refused:
-        raise CorruptPayloadError(refused - 1, "its header or a code is one that no encoder makes")
+        raise CorruptPayloadError(refused - 1, "its header or a code is one that the encoder does not produce")
 
 
 # Self-test ------------------------------------------------------------------------------------------------------------
-# Whether this machine's results are right to the bit, and how fast they are, in two seconds.
+# It compares this machine's results with the reference, bit for bit, and measures their speed, in two seconds.
 
-COMPARED_VALUES = 100 * 1024 + 77  # whole blocks and a short one, whose length no vector divides
+COMPARED_VALUES = 100 * 1024 + 77  # whole blocks, and a short one that no vector length divides
 TIMED_VALUES = 8 << 20  # 32 MiB of floats, more than most caches hold
-SECONDS_PER_OPERATION = 0.3  # four are timed
+SECONDS_PER_OPERATION = 0.3  # for each of four operations
 
 
 def differing_sets() -> list[str]:
-    """Return those of this machine's sets whose results aren't the scalar one's, bit for bit: there should be none."""
+    """Return this machine's instruction sets whose results differ from the scalar one's. There should be none."""
     before = chosen_kernels()
     values = _values(COMPARED_VALUES)
     try:
@@ -426,7 +418,8 @@ def differing_sets() -> list[str]:
 
 
 def measure_speeds(threads: int) -> dict[str, float]:
-    """Return the GB/s that each operation of the chosen set reads and writes, in int8, on arrays that fit no cache."""
+    """Return the GB/s that each operation reads and writes in int8, with the chosen instruction set, on arrays larger
+    than caches."""
     values, theta, momentum = _values(TIMED_VALUES), _values(TIMED_VALUES), np.zeros(TIMED_VALUES, np.float32)
     payload = Payload(INT8, TIMED_VALUES)
     floats, codes = 4 * TIMED_VALUES, INT8.payload_size(TIMED_VALUES)
@@ -440,7 +433,7 @@ def measure_speeds(threads: int) -> dict[str, float]:
 
 
 def _fastest(operation: Callable[[], None]) -> float:
-    """Seconds of the fastest of the calls that fit into SECONDS_PER_OPERATION, at least one after a first."""
+    """Return the seconds of the fastest call within SECONDS_PER_OPERATION, after a first call to warm up."""
     operation()
     fastest, end = float("inf"), time.perf_counter() + SECONDS_PER_OPERATION
     while fastest == float("inf") or time.perf_counter() < end:

@@ -1,4 +1,4 @@
-"""`python -m opendiloco.kernels`: the instruction set that does the arithmetic, a self-test and its speed."""
+"""`python -m opendiloco.kernels`: shows the instruction set that the kernels use, tests it and measures its speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opendiloco import kernels
 def main(arguments: list[str] | None = None) -> None:
     """Show which instruction set the kernels use, test it against the reference, and measure its speed."""
     parser = argparse.ArgumentParser(prog="python -m opendiloco.kernels", description=main.__doc__)
-    parser.add_argument("--threads", type=int, choices=range(1, 65), default=1, metavar="N", help="of the speed test")
+    parser.add_argument("--threads", type=int, choices=range(1, 65), default=1, metavar="N", help="for the speed test")
     threads = parser.parse_args(arguments).threads
     supported = ", ".join(kernels.supported_kernels())
     print(f"kernels: {kernels.chosen_kernels()} (this machine has: {supported})")
@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> None:
     if differing:
         sys.exit(
             f"error: the kernels {', '.join(differing)} don't give the reference's bits here. "
-            "Set DILOCO_KERNELS=scalar, and report this with the processor's name: it's a bug."
+            "Set DILOCO_KERNELS=scalar, and report this with the processor's name: a bug or broken hardware."
         )
     print("all sets give the same bits in every format")
     print(f"int8, {threads} thread{'s' * (threads > 1)}:")

@@ -1,8 +1,8 @@
-"""The library: DiLoCo around a training loop of one's own, where every step of the inner optimizer counts, and the H-th
-ends the outer step.
+"""The library: DiLoCo around your own training loop. Every step of the inner optimizer counts as an inner step, and the
+H-th ends the outer step.
 
     with DiLoCo(model, inner_optimizer, run="diloco:tiny-qz3h…4a@/ip4/…") as diloco:
-        for windows in diloco.batches():  # the run's text; or text of one's own
+        for windows in diloco.batches():  # the run's text; or use your own
             loss = loss_of(model, windows)
             loss.backward()
             diloco.report(loss)

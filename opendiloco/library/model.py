@@ -1,5 +1,5 @@
-"""The model of a loop of one's own: whether it can be a peer's, the weights that a run begins with, the model as a
-replica of the run's, and the tokens that pass through it."""
+"""The model of the caller's own loop: its checks, the run's initial weights, the model as a replica of the run's, and
+the count of its tokens."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from opendiloco.shared_memory import SharedVectors, Vector
 from peers.errors import ManifestError
 
 EXACT = (torch.float32, torch.float64)
-"""The types that hold theta's values as they are."""
+"""Types that hold theta exactly."""
 ROUNDING = (torch.bfloat16, torch.float16)
-"""The types that theta's values are rounded to."""
+"""Types to which theta is rounded."""
 
 
 def check_own_model(model: torch.nn.Module) -> None:
-    """Raises: LoopError when the model is shared in a way that its parameters do not show, or cannot hold theta."""
+    """Raise LoopError if the model is sharded in an unsupported way, or its parameters cannot hold theta."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise LoopError(
             "the model is wrapped in FSDP.", "Share it by FSDP2: torch.distributed.fsdp.fully_shard(model)."
@@ -55,13 +55,11 @@ def check_own_model(model: torch.nn.Module) -> None:
 
 
 def initial_weights(config: RunConfig, layout: Layout) -> tuple[Layout, SharedVectors]:
-    """Return the weights that the run begins with, and where a model of this layout finds its own in them.
-
-    Raises: ManifestError when the run's model has another; MachineError without memory; see `check_initial_weights`.
-    """
+    """Return the run's initial weights, and the layout of the given model's parameters in them. Raises: ManifestError
+    if the run's model has other parameters; MachineError without memory; see also `check_initial_weights`."""
     model = build_model(config, build_tokenizer(config.tokenizer))
     runs = layout_of(model, config.streaming)
-    remedy = "Build the model as the run's manifest says: `diloco-peer run show` prints it."
+    remedy = "Build the model that the run's manifest names: `diloco-peer run show` prints it."
     for ours, theirs in zip(layout, runs, strict=False):
         if ours.shape != theirs.shape:
             raise ManifestError(
@@ -81,19 +79,19 @@ def initial_weights(config: RunConfig, layout: Layout) -> tuple[Layout, SharedVe
 
 # The replica ----------------------------------------------------------------------------------------------------------
 SAME = 1e-9
-"""How far the sums of two copies may lie apart, as a share of the sum of all magnitudes. GPUs of different kinds may
-round differently; copies that are trained apart differ by more."""
+"""Largest difference between the sums of two copies, as a share of the sum of all magnitudes. Different GPUs may round
+differently; copies that were trained separately differ by more."""
 
 
 class LoopReplica:
-    """A loop's model as a replica of the run's: theta goes into it, and what it has trained comes out.
+    """A loop's model as a replica of the run's model: theta is loaded into it, and trained weights are stored from it.
 
-    Where several processes share the model, all of them load, store and merge together; the first one gives and gets
-    the flat vectors, parameter by parameter, and the others have none.
+    If several processes share the model, they load, store and merge together. Only the first one has flat vectors,
+    which are exchanged parameter by parameter.
 
-    Weights in half precision have a *master* in fp32 in main memory: the values that were loaded. What training has
-    changed since is the difference between the weights now and the rounded master, and counts on top of the master. So
-    theta's rounding never counts as trained.
+    Weights in half precision have a *master* copy in fp32 in main memory: the loaded values. The difference between the
+    present weights and the rounded master is the training's change, and is added to the master. So the rounding of
+    theta never counts as training.
     """
 
     def __init__(self, model: torch.nn.Module, layout: Layout, ranks: Ranks) -> None:
@@ -108,7 +106,7 @@ class LoopReplica:
 
     @property
     def rounds(self) -> bool:
-        """Return whether the model cannot hold theta as it is."""
+        """True if the model cannot hold theta exactly."""
         return bool(self._masters)
 
     @torch.no_grad()
@@ -119,8 +117,8 @@ class LoopReplica:
 
     @torch.no_grad()
     def store(self, flat: Vector | None, fragment: int) -> None:
-        """Write a fragment's weights, as trained, into a flat vector. Raises: LoopError when processes that each have
-        whole weights have others."""
+        """Write the trained weights of a fragment into a flat vector. Raises: LoopError if the processes' copies of the
+        weights differ."""
         tensors = self._tensors()
         self._check_copies([tensors[parameter.name] for parameter in self._layout.fragment(fragment)])
         for parameter in self._layout.fragment(fragment):
@@ -139,8 +137,8 @@ class LoopReplica:
 
     @contextmanager
     def showing(self, flat: Vector | None, comes_back: bool) -> Iterator[torch.nn.Module]:
-        """Have the model show other weights for a while. With `comes_back` it then has those of now again, of which it
-        keeps a copy; else it is to be loaded before it trains."""
+        """Load other weights into the model within the context. With `comes_back`, the present weights are copied and
+        restored; otherwise the caller must load weights before it trains."""
         tensors = {name: local_part(tensor).detach() for name, tensor in self._tensors().items()}
         kept = {name: own.clone() for name, own in tensors.items()} if comes_back else {}
         with torch.no_grad():
@@ -158,19 +156,19 @@ class LoopReplica:
             return
         total = sum(float(copy.sum(dtype=torch.float64)) for copy in copies)
         scale = sum(float(copy.abs().sum(dtype=torch.float64)) for copy in copies)
-        apart = self._ranks.spread(total)
+        difference = self._ranks.spread(total)
         if not math.isfinite(scale):
             raise LoopError("the trained weights hold NaN or infinity.", "Lower the learning rate, or clip gradients.")
-        if not apart <= SAME * scale:
+        if not difference <= SAME * scale:
             raise LoopError(
-                f"the weights of the loop's {self._ranks.size} processes have become different ones.",
+                f"the {self._ranks.size} processes of the loop no longer have the same weights.",
                 "Average gradients: wrap the model in DistributedDataParallel, or share it by FSDP2.",
             )
 
     def _tensors(self) -> dict[str, torch.nn.Parameter]:
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # after a forward pass without a backward pass FSDP2 keeps some weights whole
+                module.reshard()  # FSDP2 keeps weights unsharded after a forward pass without a backward pass
         return trainable(self._model)
 
     def _received(self, flat: Vector | None, layout: Layout) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -186,7 +184,7 @@ class LoopReplica:
                     whole.copy_(values)
                 self._ranks.take_from_first(whole)
                 values = _part(tensor, whole)
-            assert values is not None, "a process that is alone has its flat vectors"
+            assert values is not None, "a single process has the flat vectors"
             yield parameter.name, tensor, values
 
     def _set(self, name: str, tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -195,7 +193,7 @@ class LoopReplica:
             self._masters[name].copy_(values)
 
     def _trained(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this process's part of a parameter's weights as trained, in a precision that holds theta."""
+        """Return this process's part of a parameter's trained weights, in a precision that holds theta."""
         own = local_part(tensor)
         if name not in self._masters:
             return own
@@ -205,14 +203,14 @@ class LoopReplica:
 
 
 def _part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a whole tensor that is shared as another one is."""
+    """Return this process's part of a whole tensor, sharded like `tensor`."""
     if not isinstance(tensor, DTensor):
         return whole
     return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
 
 
 def _whole(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor of which the processes have such parts, as they have of another one."""
+    """Return the whole tensor from the processes' parts, which are sharded like `tensor`."""
     if not isinstance(tensor, DTensor):
         return part
     part, mesh = part.to(tensor.device_mesh.device_type), tensor.device_mesh
@@ -222,28 +220,29 @@ def _whole(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 # Tokens ---------------------------------------------------------------------------------------------------------------
 class TokenCounter:
-    """The tokens of an inner step: those that pass through the model in training mode, unless the loop says how many.
+    """A counter of the tokens of an inner step: those that pass through the model in training mode, unless the loop
+    gives their number.
 
-    Token ids are the model's first argument, or its `input_ids`. Padding, where an `attention_mask` of their shape is
-    0, is not counted.
+    Token ids are the model's first argument, or its `input_ids`. Padding does not count: positions where an
+    `attention_mask` of the same shape is 0.
     """
 
     def __init__(self) -> None:
         self._passed: list[int | torch.Tensor] = []
-        self._said: int | None = None
+        self._given: int | None = None
 
     def watch(self, model: torch.nn.Module) -> RemovableHandle:
-        """Count what passes through a model, until the handle is removed."""
+        """Count the tokens that pass through a model until the handle is removed."""
         return model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def say(self, tokens: int) -> None:
-        """Take the number of tokens of the inner step under way from the loop. The last one counts."""
-        self._said = tokens
+        """Set the number of tokens of the inner step under way. The last call counts."""
+        self._given = tokens
 
     def take(self) -> int:
-        """Return the tokens of the inner step that has ended, and begin to count anew. Waits for the device."""
-        tokens = sum(map(int, self._passed)) if self._said is None else self._said
-        self._passed, self._said = [], None
+        """Return the tokens of the inner step that has ended, and reset the counter. Waits for the device."""
+        tokens = sum(map(int, self._passed)) if self._given is None else self._given
+        self._passed, self._given = [], None
         return tokens
 
     def _count(self, model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -252,6 +251,6 @@ class TokenCounter:
             return
         mask = named.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
-            self._passed.append(mask.count_nonzero())  # read when the inner step ends, so that nothing waits here
+            self._passed.append(mask.count_nonzero())  # read at the inner step's end, to avoid a wait here
         elif not ids.is_floating_point():
             self._passed.append(ids.numel())

@@ -1,6 +1,6 @@
-"""The swarm's part of a loop of one's own: membership, rounds, transfers and the outer step, in a thread of its own, as
-in the peer process of `diloco-peer join`. It lends the training thread theta and takes back what was trained.
-"""
+"""The swarm's side of the caller's own loop, in a thread of its own: membership, rounds, transfers and the outer step,
+as in the peer process of `diloco-peer join`. It passes theta to the training thread and takes back the trained
+weights."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, capt
 
 # Between two threads --------------------------------------------------------------------------------------------------
 class OuterStep:
-    """The inner steps of one outer step. The training thread takes them and stores fragments; the swarm's waits for
-    these.
+    """The inner steps of one outer step. The training thread takes them and stores fragments, for which the swarm's
+    thread waits.
 
-    It is void once the swarm has moved on: then nothing that was trained counts, nor will it be published.
+    It is void once the swarm has moved on. Then its training does not count, and its weights are not published.
     """
 
     def __init__(
@@ -57,17 +57,18 @@ class OuterStep:
         usual_tokens: float,
         on_progress: Callable[[int, Progress], None],
     ) -> None:
-        """It begins with these weights, or without any goes on from where the one before ended. `usual_tokens` are
-        those of an inner step before. `on_progress` takes the inner steps so far, too."""
+        """It begins with these weights; with None, it goes on from the end of the outer step before. `usual_tokens` are
+        the tokens of an earlier inner step. `on_progress` receives the number of inner steps so far, and the
+        progress."""
         self.work = work
         self.begin_with = begin_with
         self.steps_done = 0
         self.is_void = False
         self.waited, self.late = 0.0, 0
-        """Seconds that training has waited for averages, and how many were late."""
+        """Seconds that training has waited for averages, and the number of late averages."""
         self._tokens_done = 0
         self._usual_tokens = usual_tokens
-        self._is_known = False  # what is trained, since the last fragment is stored
+        self._is_known = False  # the last fragment is stored, so the contribution is final
         self._on_progress = on_progress
         self._began = 0.0
         self._loop = asyncio.get_running_loop()
@@ -76,22 +77,22 @@ class OuterStep:
 
     # In the training thread
     def begin(self) -> None:
-        """Note that the loop begins."""
+        """Record that the loop begins this outer step."""
         self._began = time.monotonic()
 
     def planned_steps(self, batch_size: int) -> int:
-        """Return the inner steps of this outer step: one for each of the run's batches in the lease, and at most those
-        that the swarm wants."""
+        """Return the number of inner steps: one for each batch of the run in the lease, and at most as many as the
+        swarm wants."""
         return min(self.work.steps, math.ceil(sample_count(self.work.samples) / batch_size))
 
     @property
     def step_tokens(self) -> float:
-        """Return the tokens of an inner step, on average."""
+        """The mean tokens of an inner step."""
         return self._tokens_done / self.steps_done if self.steps_done else self._usual_tokens
 
     def step_taken(self, tokens: int, loss: float | None, batch_tokens: int) -> None:
-        """Take in that an inner step is taken, and tell the swarm: by its speed it foresees the end of the lease, in
-        which an inner step has the tokens of the run's batch at most."""
+        """Record an inner step, and report it to the swarm. The swarm predicts the end of the lease from its speed, for
+        which a step counts at most the tokens of the run's batch."""
         self.steps_done += 1
         self._tokens_done += tokens
         counted = min(self._tokens_done, self.steps_done * batch_tokens)
@@ -100,16 +101,16 @@ class OuterStep:
         self.report(self._on_progress, self.steps_done, Progress(number, loss, speed, self.step_tokens))
 
     def claim(self, steps: int, tokens_per_sample: int, loss: float | None) -> Trained:
-        """Return what so many inner steps count as, of which some may be still to be taken: their tokens, but no more
-        than the lease has, and the samples that have so many."""
+        """Return the contribution of `steps` inner steps, including steps that are still to be taken: their tokens, but
+        at most those of the lease, and the samples that hold so many tokens."""
         tokens = self._tokens_done + int((steps - self.steps_done) * self.step_tokens)
         samples = prefix(self.work.samples, math.ceil(tokens / tokens_per_sample))
         return Trained(samples, min(tokens, tokens_per_sample * sample_count(samples)), loss or 0.0)
 
     @contextmanager
     def storing(self, fragment: int, trained: Trained, is_last: bool) -> Iterator[bool]:
-        """Have a fragment's weights published in this context, unless it is void, and then say so. With the last one,
-        what is trained is known."""
+        """Publish a fragment's weights at the end of this context. Yield False if the outer step is void. With the last
+        fragment, the contribution is final."""
         with self._storing:
             yield not self.is_void
             self._is_known = is_last
@@ -117,11 +118,11 @@ class OuterStep:
 
     @property
     def seconds(self) -> float:
-        """Return for how long it has been under way."""
+        """The seconds since the loop began this outer step."""
         return time.monotonic() - self._began
 
     def report(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function in the swarm's thread, unless it is void by then."""
+        """Call a function in the swarm's thread, unless the outer step is void by then."""
 
         def call_unless_void() -> None:
             if not self.is_void:
@@ -132,33 +133,34 @@ class OuterStep:
 
     # In the swarm's thread
     async def stored(self) -> tuple[int, Trained]:
-        """Wait for the next fragment that is stored; return it with what is trained by then."""
+        """Wait for the next stored fragment; return it with the contribution at that time."""
         return await self._stored.get()
 
     def void(self) -> None:
-        """Have nothing count. Waits for a fragment that is just being stored."""
+        """Make the outer step void. Waits for a fragment that is being stored."""
         with self._storing:
             self.is_void = True
 
 
 class LoopWorker:
-    """Stands where a worker process would. `run_inner_loop` is the swarm's; `next_outer_step` the training thread's."""
+    """The caller's loop in the role of a worker process. The swarm's thread calls `run_inner_loop`; the training thread
+    calls `next_outer_step`."""
 
     def __init__(self, vectors: SharedVectors, layout: Layout, inner_steps: int, device: torch.device) -> None:
-        """`inner_steps` are those of an outer step; the loop's model is on `device`, and of this layout."""
+        """`inner_steps` is the number in an outer step; `layout` and `device` are those of the loop's model."""
         self.vectors = vectors
         self.layout = layout
         self.fragments: Sequence[slice] = layout.fragments
         self.device = "the caller's loop"
         self.telemetry = Telemetry(inner_steps)
         self.outer_steps_taken = 0
-        """Those of the whole run, once it is over."""
+        """The outer steps of the whole run, once it is over."""
         self._torch_device = device
         self._outer_steps: queue.SimpleQueue[OuterStep | Future[HeldOut | None] | BaseException | None]
         self._outer_steps = queue.SimpleQueue()
         self._newest: OuterStep | None = None
-        self._averages: dict[int, bool] = {}  # of the fragments that are decided: whether each has changed
-        self._news = threading.Condition()
+        self._averages: dict[int, bool] = {}  # by fragment with a decided average: True if its values have changed
+        self._decided = threading.Condition()
 
     async def run_inner_loop(
         self,
@@ -168,7 +170,7 @@ class LoopWorker:
         from_local: bool = False,
         goes_on: bool = False,
     ) -> Trained:
-        """See `Trainer`. What a loop does not say is NaN."""
+        """See `Trainer`. Values that a loop does not report are NaN."""
 
         def progressed(steps_done: int, progress: Progress) -> None:
             taken = InnerStepDone(
@@ -196,50 +198,51 @@ class LoopWorker:
             raise
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
-        """Have the loop go on with a stored fragment: with what is in `vectors.local` now, if it `is_changed`."""
-        with self._news:
+        """Let the loop go on with a stored fragment; if it `is_changed`, from its values in `vectors.local`."""
+        with self._decided:
             self._averages[fragment] = is_changed
-            self._news.notify_all()
+            self._decided.notify_all()
 
     def end_rest(self) -> None:
-        """Have the loop leave what it trains, and wait for no average."""
+        """Let the loop abandon its outer step, and stop waiting for averages."""
         if self._newest is not None:
             self._newest.void()
-            with self._news:
-                self._news.notify_all()
+            with self._decided:
+                self._decided.notify_all()
 
     async def held_out(self, section: EvaluationSection) -> HeldOut | None:
-        """Return theta's loss as the training thread finds it, which knows the run; None if it cannot say."""
-        asked: Future[HeldOut | None] = Future()
-        self._outer_steps.put(asked)
-        return await asyncio.wrap_future(asked)
+        """Return theta's held-out loss, which the training thread measures; None if it cannot."""
+        result: Future[HeldOut | None] = Future()
+        self._outer_steps.put(result)
+        return await asyncio.wrap_future(result)
 
     async def wait_for_death(self) -> WorkerError:
-        """It lives as long as we do."""
+        """Never return: this worker lives as long as its process."""
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets that event")
+        raise AssertionError("this event is never set")
 
     def run_is_over(self, outer_steps: int) -> None:
-        """Take in that the run has taken its last outer step, after so many."""
+        """Record that the run has taken its last outer step; `outer_steps` is their number."""
         self.outer_steps_taken = outer_steps
         self.end()
 
     def end(self, error: BaseException | None = None) -> None:
-        """There are no more outer steps: the run is over, or this went wrong."""
+        """End the outer steps, because the run is over or because of this error."""
         self._outer_steps.put(error)
         self.end_rest()
 
     # In the training thread
     def next_outer_step(self, evaluate: Callable[[], HeldOut | None] = lambda: None) -> OuterStep | None:
-        """Wait for the swarm's next; `evaluate` when it asks; return None at the end. Raises: what went wrong."""
+        """Wait for the swarm's next outer step, calling `evaluate` when the swarm asks for a held-out loss. Return None
+        at the end of the run. Raises: the swarm's error."""
         while True:
             found = self._outer_steps.get()
             if isinstance(found, Future):
-                if found.set_running_or_notify_cancel():  # the swarm may have moved on
+                if found.set_running_or_notify_cancel():  # False if the swarm no longer waits
                     found.set_result(evaluate())
                 continue
             if isinstance(found, BaseException):
-                self.end(found)  # for who asks again
+                self.end(found)  # for the next call
                 raise found
             if found is None:
                 self.end()
@@ -250,24 +253,24 @@ class LoopWorker:
 
     @contextmanager
     def storing(self, outer_step: OuterStep, fragment: int, trained: Trained) -> Iterator[Vector | None]:
-        """Lend `vectors.local`, to write a fragment's weights into it, and then have them averaged; None where the
-        outer step is void."""
-        with self._news:
+        """Yield `vectors.local` to write a fragment's weights into, which are then averaged; None if the outer step is
+        void."""
+        with self._decided:
             self._averages.pop(fragment, None)
         with outer_step.storing(fragment, trained, is_last=fragment == len(self.fragments) - 1) as counts:
             yield self.vectors.local if counts else None
 
     def is_changed(self, outer_step: OuterStep, fragment: int) -> bool:
-        """Wait until it is decided what was averaged of a stored fragment; return whether its new values are in
-        `vectors.local`. False where the outer step is void."""
-        with self._news:
+        """Wait until the average of a stored fragment is decided. Return True if `vectors.local` has its new values;
+        False if it is unchanged, or the outer step is void."""
+        with self._decided:
             began, outer_step.late = time.monotonic(), outer_step.late + (fragment not in self._averages)
-            self._news.wait_for(lambda: fragment in self._averages or outer_step.is_void)
+            self._decided.wait_for(lambda: fragment in self._averages or outer_step.is_void)
             outer_step.waited += time.monotonic() - began
             return not outer_step.is_void and self._averages[fragment]
 
     def all_taken(self, outer_step: OuterStep, trained: Trained) -> None:
-        """Show what an outer step's inner steps come to, now that all are taken."""
+        """Report the results of an outer step, all of whose inner steps are taken."""
         streams = len(self.fragments) > 1 or outer_step.begin_with is None
         done = InnerLoopDone(
             tokens=trained.tokens,
@@ -288,12 +291,12 @@ class LoopWorker:
 # The swarm's thread ---------------------------------------------------------------------------------------------------
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0  # between two looks at whether the training loop is still there
+LOOK_SECONDS = 1.0  # between two checks that the training loop still runs
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What the swarm's thread has to say to the training thread once it is in the run."""
+    """The results of joining that the swarm's thread passes to the training thread."""
 
     run: Run
     worker: LoopWorker
@@ -301,8 +304,8 @@ class Joined:
 
 
 class SwarmThread(threading.Thread):
-    """The swarm's part, from finding the run to leaving it. What goes wrong before it `joined` is raised by that, what
-    goes wrong later by the worker's next outer step."""
+    """The swarm's thread, from finding the run to leaving it. An error before it `joined` is raised by that future, a
+    later one by the worker's next outer step."""
 
     def __init__(
         self,
@@ -313,7 +316,7 @@ class SwarmThread(threading.Thread):
         model: torch.nn.Module,
         is_abandoned: Callable[[], bool],
     ) -> None:
-        """See `DiLoCo`, whose arguments these are."""
+        """The arguments are those of `DiLoCo`."""
         super().__init__(name="diloco-peer", daemon=True)
         self._invite = invite
         self._ticket = None if ticket is None else read_ticket(ticket)
@@ -325,13 +328,13 @@ class SwarmThread(threading.Thread):
         self.joined: Future[Joined] = Future()
 
     def leave(self) -> None:
-        """Leave the run, and wait for the end."""
+        """Leave the run, and wait until the thread ends."""
         self.joined.result().leave()
         self.join()
 
     def give_up(self) -> None:
-        """End, wherever it is."""
-        with suppress(CancelledError):  # it has not come to life
+        """Cancel the thread's work at any stage, and wait until it ends."""
+        with suppress(CancelledError):  # it has failed before its work began
             loop, life = self._living.result()
             _call(loop, life.cancel)
         self.join()
@@ -356,7 +359,7 @@ class SwarmThread(threading.Thread):
     async def _take_part(self) -> None:
         async with connected(self.identity, self._invite.addresses) as transport:
             run = (await find_run(transport, self._invite.run_id)).with_own(self._own)
-            worker = await asyncio.to_thread(self.worker_of, run)  # what is refused is refused before we are a member
+            worker = await asyncio.to_thread(self.worker_of, run)  # raises before this peer becomes a member
             workload = Workload(worker, run.config, run_is_over=worker.run_is_over)
             digest = await workload.state_digest()
             await ask_for_signed_heads(transport, run, self._invite.addresses)
@@ -375,7 +378,7 @@ class SwarmThread(threading.Thread):
                 watching.cancel()
 
     def worker_of(self, run: Run) -> LoopWorker:
-        """Return the loop as a worker of a run, whose initial weights it has. Raises: see `initial_weights`."""
+        """Return the loop as a worker of a run, with the run's initial weights. Raises: see `initial_weights`."""
         layout, vectors = initial_weights(run.config, layout_of(self._model))
         device = next(self._model.parameters()).device
         return LoopWorker(vectors, layout, run.config.training.inner_steps, device)
@@ -383,7 +386,7 @@ class SwarmThread(threading.Thread):
     async def _leave_when_abandoned(self, volunteer: Volunteer) -> None:
         while not self._is_abandoned():
             await asyncio.sleep(LOOK_SECONDS)
-        logger.warning("the training loop has ended without a word: leaving the run")
+        logger.warning("the training loop has ended without leaving the run: leaving it now")
         volunteer.leave()
 
 

@@ -1,4 +1,5 @@
-"""The run's text as a loop reads it: in batches to train on, and what is held out, to evaluate theta in its turn."""
+"""The run's text for a loop: batches to train on, and the held-out part, on which the loop evaluates theta in its
+turn."""
 
 from __future__ import annotations
 
@@ -22,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 class RunsText:
-    """The text of a run, opened when it is first needed."""
+    """The text of a run. It is opened when it is first needed."""
 
     def __init__(self, folders: Sequence[Path], evaluates: bool) -> None:
-        """`folders` are read instead of sources that are local to this machine. With `evaluates`, the loop takes its
-        turns, as long as it can."""
+        """`folders` replace the run's local sources. With `evaluates`, the loop takes its turns, until an evaluation
+        fails."""
         self.folders = folders
         self.evaluates = evaluates
         self.opened: TrainingData | None = None
 
     def open(self, run: Run, worker: LoopWorker, tokenize_ahead: TokenizeAhead | None = None) -> TrainingData:
-        """Open the text of a run, as this machine may read it. Raises: DataError, MachineError."""
+        """Open the run's text, as this machine may read it. Raises: DataError, MachineError."""
         tokenizer = build_tokenizer(run.config.tokenizer)
         self.opened = load_data(run.config, tokenizer, None, tokenize_ahead)
         per_token = self.opened.held_out.bytes_per_token(run.config.evaluation.windows, tokenizer)
@@ -40,13 +41,14 @@ class RunsText:
         return self.opened
 
     def evaluate(self, run: Run, worker: LoopWorker, replica: LoopReplica) -> HeldOut | None:
-        """Return theta's loss on the run's held-out text, read at the first turn; None if the loop takes no turns."""
+        """Return theta's loss on the run's held-out text, which is opened at the first turn; None if the loop takes no
+        turns."""
         if not self.evaluates or replica.rounds:
             return None
         try:
             if self.opened is None:
                 logger.info(
-                    "reading the run's text to evaluate theta on what is held out; evaluates=False leaves it out"
+                    "reading the run's text to evaluate theta on its held-out part; evaluates=False prevents this"
                 )
             run = run.with_data(self.folders)
             section, held_out = run.config.evaluation, (self.opened or self.open(run, worker)).held_out
@@ -56,7 +58,7 @@ class RunsText:
                 loss, _ = held_out_loss(model, held_out, section.windows, EVALUATED_AT_ONCE, precision)
             is_runs_text = run.has_runs_text and section.digest in (None, held_out.digest(section.windows))
             return HeldOut(loss, is_runs_text)
-        except Exception as error:  # a model may be called in other ways than transformers'
-            logger.warning("this loop takes no turns to evaluate theta: %s", first_line(error))
+        except Exception as error:  # the model may need other arguments than transformers' models
+            logger.warning("this loop does not evaluate theta any more: %s", first_line(error))
             self.evaluates = False
             return None

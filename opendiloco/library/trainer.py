@@ -13,9 +13,10 @@ from opendiloco.library.loop import DiLoCo
 
 
 class DiLoCoCallback(TrainerCallback):
-    """Joins the run when training begins, ends training with the run, and leaves when training ends, however it does.
+    """A callback that joins the run when training begins, stops training when the run ends, and leaves when training
+    ends.
 
-    A Trainer that raises calls no callback. So we look now and then whether the call that trains is still under way.
+    A Trainer whose training raises calls no callback. So a check runs every second: is the training call still running?
     """
 
     def __init__(self, run: str, **options: Any) -> None:
@@ -25,7 +26,7 @@ class DiLoCoCallback(TrainerCallback):
         self._diloco: DiLoCo | None = None
 
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
-        self._leave()  # what an earlier training that raised has left
+        self._leave()  # an earlier training may have raised without leaving
         call = _Call.outside_callbacks(sys._getframe())
         diloco = DiLoCo(
             kwargs["model"],
@@ -55,7 +56,7 @@ class DiLoCoCallback(TrainerCallback):
 
 
 class _Call:
-    """A call of a function, in a thread: whether it has not returned or raised yet."""
+    """A function call in a thread, to check that it still runs."""
 
     def __init__(self, frame: FrameType) -> None:
         self._thread = threading.get_ident()
@@ -63,17 +64,17 @@ class _Call:
 
     @classmethod
     def outside_callbacks(cls, frame: FrameType) -> _Call:
-        """Return the innermost call below `frame` that is neither ours nor one of those that call callbacks."""
-        passed_over = {__name__, TrainerCallback.__module__}
-        while frame.f_globals.get("__name__") in passed_over and frame.f_back is not None:
+        """Return the innermost call outside of this module and of transformers' callback code."""
+        skipped = {__name__, TrainerCallback.__module__}
+        while frame.f_globals.get("__name__") in skipped and frame.f_back is not None:
             frame = frame.f_back
         return cls(frame)
 
     def is_under_way(self) -> bool:
-        """Asked from another thread."""
+        """Return True until the call returns or raises. Called from another thread."""
         frame = sys._current_frames().get(self._thread)
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         if frame is None:
-            self._frame = None  # or else its variables would live as long as we do
+            self._frame = None  # frees the variables of the call
         return frame is not None

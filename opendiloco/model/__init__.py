@@ -1,4 +1,4 @@
-"""The model of a run: built, laid out in flat vectors, exported.
+"""The model of a run: its construction, loss, layout in flat vectors, and export.
 
 Build, loss and parameters import torch; export, layout and utilisation need none.
 
@@ -15,4 +15,4 @@ utilisation: Precision, flops_per_token, peak_tokens_per_second
 
 import os
 
-os.environ["USE_HUB_KERNELS"] = "NO"  # some architectures would fetch theirs from the hub by themselves
+os.environ["USE_HUB_KERNELS"] = "NO"  # some architectures would download kernels from the hub

@@ -1,6 +1,6 @@
 """The transformers model of a run, and its initial weights as a flat fp32 vector.
 
-Every peer builds the initial weights itself, so these must be the same bits on every machine, hence `_PortableNormal`.
+Every peer draws the initial weights itself, so they must have the same bits on every machine: hence `_PortableNormal`.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ FOLDERS = (
     "a folder."
 )
 BOTH_WAYS = frozenset({"bert-generation", "xlnet"})
-"""Encoders that transformers has no masked language model of."""
+"""Encoders that are missing in transformers' list of masked language models."""
 _rehearsed: set[str] = set()
-"""What has been found to be buildable in this process."""
+"""Models that this process has already laid out in a rehearsal."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """What a model is made from: the values of its config, and the folder of weights unless the run draws them."""
+    """The source of a model: the values of its config, and the folder of its weights, None if the run draws them.
+    `refusal` and `remedy` are for error messages."""
 
     values: dict[str, Any]
     folder: Path | None
@@ -61,7 +62,7 @@ class _Source:
 
     @classmethod
     def of(cls, config: RunConfig, tokenizer: Tokenizer) -> _Source:
-        """Return that of a run. Of what lies on the hub, only the config is fetched. Raises: ManifestError."""
+        """Return the source of a run's model. From the hub, only the config is downloaded. Raises: ManifestError."""
         path, values = config.model.path, config.model.config or {}
         if path is None:
             refusal = "model.config: transformers refuses it"
@@ -79,7 +80,7 @@ class _Source:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Raises: ManifestError for what goes wrong meanwhile: each architecture has its own ways to object."""
+        """Turn exceptions of transformers into ManifestError: each architecture raises its own types."""
         try:
             yield
         except (MemoryError, DilocoPeerError):
@@ -88,7 +89,7 @@ class _Source:
             raise ManifestError(f"{self.refusal}: {first_line(error)}", self.remedy) from error
 
     def build(self, drawing: TorchDispatchMode) -> Any:
-        """Return the model with the weights that are drawn."""
+        """Return the model with weights drawn by `drawing`."""
         with self.explained(), drawing:
             if self.folder is None:
                 config = AutoConfig.for_model(**self.values)
@@ -97,20 +98,20 @@ class _Source:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
     def load(self, path: str) -> Any:
-        """Return the model with the weights of the folder."""
+        """Return the model with the weights in its folder."""
         with self.explained():
             folder = pretrained_folder(path, *MODEL_FILES)
             check_weights(folder)
             return AutoModelForCausalLM.from_pretrained(
                 folder,
-                use_safetensors=True,
+                use_safetensors=True,  # other formats are pickles
                 trust_remote_code=False,
-                local_files_only=True,  # others: pickles
+                local_files_only=True,
             )
 
     def _known_architecture(self) -> Any:
-        """Return the architecture's default config, and import its modules. Raises: ManifestError without one, or when
-        the model is not causal."""
+        """Return the architecture's default config, and import its modules. Raises: ManifestError for an unknown
+        architecture, or one that is not causal."""
         model_type = str(self.values.get("model_type"))
         key = "model.config.model_type" if self.folder is None else f"{self.folder / CONFIG}: model_type"
         try:
@@ -128,59 +129,55 @@ class _Source:
         return known
 
     def _sees_later_tokens(self, known: Any) -> bool:
-        """Return whether it is an encoder, such as BERT, whose config does not make a decoder of it."""
+        """Return True for an encoder such as BERT, unless its config makes it a decoder."""
         is_encoder = type(known) in MODEL_FOR_MASKED_LM_MAPPING or known.model_type in BOTH_WAYS
         is_causal = self.values.get("is_decoder") or self.values.get("causal") or self.values.get("attn_type") == "uni"
         return is_encoder and not known.is_encoder_decoder and not is_causal
 
 
 def build_skeleton(config: RunConfig, tokenizer: Tokenizer) -> Any:
-    """Return the model without values, on the meta device, which takes neither the memory nor the time of its weights.
-
-    Raises: ManifestError as `build_model` would, or when even this takes too much.
-    """
+    """Return the model without values, on the meta device, which needs no memory or time for its weights. Raises:
+    ManifestError as `build_model` does, or if even the skeleton takes too much memory or time."""
     return _skeleton_of(_Source.of(config, tokenizer), config, tokenizer)
 
 
 def _skeleton_of(source: _Source, config: RunConfig, tokenizer: Tokenizer) -> Any:
-    """Return the skeleton of a source, which a process with limits builds first: it may have any number of layers.
-
-    All that builds a run's model comes through here.
-    """
+    """Return the skeleton of a source. A process with limits builds it first, because a config may name any number of
+    layers. Every construction of a run's model goes through here."""
 
     def lay_out() -> Any:
         with torch.device("meta"):
             return source.build(_PortableNormal(config.model.init_seed))
 
-    tried = json.dumps([str(source.folder), source.values])
-    if tried not in _rehearsed:
+    key = json.dumps([str(source.folder), source.values])
+    if key not in _rehearsed:
         rehearse(lay_out, "model.path" if config.model.path else "model.config")
-        _rehearsed.add(tried)
+        _rehearsed.add(key)
     model = lay_out()
     _check_fit(model, config, tokenizer)
     return model.float()
 
 
 def sized_skeleton(config: RunConfig) -> Any:
-    """Return the model without values, for its size alone: no tokenizer is fetched. Raises: see `build_skeleton`;
-    DataError without the file of the run's tokenizer."""
-    tokenizer: Tokenizer = ByteTokenizer()  # what it is makes no difference to the model's size
+    """Return the model without values, for its size only, without downloading the tokenizer. Raises: see
+    `build_skeleton`; DataError if the file of the run's tokenizer is missing."""
+    tokenizer: Tokenizer = ByteTokenizer()  # the model's size does not depend on it
     if config.tokenizer.kind == "file":
-        tokenizer = build_tokenizer(config.tokenizer)  # but a vocabulary may be smaller than that of bytes
+        tokenizer = build_tokenizer(config.tokenizer)  # its vocabulary may be smaller than that of bytes
     return build_skeleton(config, tokenizer)
 
 
 def build_model(
     config: RunConfig, tokenizer: Tokenizer, weights: int | None = None, draws: bool = True, threads: int | None = None
 ) -> Any:
-    """The run's causal language model in fp32 on the CPU, with its initial weights. If it is known that these are so
-    many values, whoever watches is told how many have been drawn.
+    """Return the run's causal language model in fp32 on the CPU, with its initial weights. If the number of `weights`
+    is given, the share that has been drawn is reported.
 
-    Unless it `draws`, zeros stand where values would be drawn: for who loads theta into it, all of whose parameters are
-    trained. To draw 10 billion takes two minutes of CPU time, shared out among `threads` (None: see `_draw`).
+    Without `draws`, drawn values are zeros, for callers that load theta into a model all of whose parameters are
+    trained. Drawing 10 billion values takes two minutes of CPU time, divided among `threads` (None: see `_draw`).
 
-    Raises: ManifestError when transformers does not know such a model, or it does not fit the windows and tokens, or
-    cannot keep documents apart where it should.
+    Raises: ManifestError if transformers does not know the model, if it does not fit the windows or the tokens, or if
+    it cannot keep documents apart for a document mask.
     """
     source = _Source.of(config, tokenizer)
     check_available("Building this model", _bytes_to_build(_skeleton_of(source, config, tokenizer)))
@@ -196,18 +193,16 @@ def build_model(
 
 
 def _bytes_to_build(skeleton: Any) -> int:
-    """Return the memory in which a model is built: that of its parameters and of its buffers, such as the masks of some
-    architectures with the square of the positions, and of two copies of the largest, as constructors make them."""
+    """Return the memory needed to build a model: its parameters, its buffers (some architectures keep a mask of
+    positions squared), and two copies of the largest buffer, which constructors make."""
     buffers = [each.nbytes for each in skeleton.buffers()]
     parameters = VALUE_BYTES * sum(each.numel() for each in skeleton.parameters())
     return int(parameters + sum(buffers) + 2 * max(buffers, default=0))
 
 
 def initial_theta(config: RunConfig) -> Vector:
-    """The weights that a run begins with, as every peer has them before the first entry.
-
-    Raises: see `build_model`; DataError when the tokenizer cannot be had.
-    """
+    """Return the run's initial weights, as every peer has them before the first entry. Raises: see `build_model`;
+    DataError if the tokenizer is not available."""
     model = build_model(config, build_tokenizer(config.tokenizer))
     layout = layout_of(model, config.streaming)
     theta: Vector = np.zeros(layout.size, np.float32)
@@ -224,31 +219,27 @@ def _check_fit(model: Any, config: RunConfig, tokenizer: Tokenizer) -> None:
     fragments, steps = len(layout_of(model, config.streaming).fragments), config.training.inner_steps
     if fragments > steps:
         raise ManifestError(
-            f"the model's {fragments} fragments are more than training.inner_steps = {steps}, and each is synchronised "
-            "at an inner step of its own.",
+            f"the model's {fragments} fragments are more than training.inner_steps = {steps}, but each needs an inner "
+            "step of its own.",
             "Raise streaming.layers_per_fragment or training.inner_steps.",
         )
 
 
 def _refuse_unknown_keys(known: Any, values: dict[str, Any]) -> None:
-    """Raise ManifestError for a key that transformers keeps and never reads: a misspelt size would be the default.
-
-    Some keys that its configs lack it reads all the same, such as `rope_theta`, whose place has changed.
-    """
+    """Raise ManifestError for a key that transformers stores but never reads: a misspelt size would silently be the
+    default. Some keys that are missing in the default config are still read, such as `rope_theta`, which has moved."""
     model_type = known.model_type
     for key in values.keys() - {"model_type"}:
         if not hasattr(known, key) and key in vars(AutoConfig.for_model(model_type, **{key: values[key]})):
             close = difflib.get_close_matches(key, list(vars(known)), n=1)
             remedy = f"Did you mean {close[0]}?" if close else "Remove it."
-            said = printable(f"model.config.{key} = {values[key]!r}")
-            raise ManifestError(f"{said}: {model_type} has no such setting.", remedy)
+            setting = printable(f"model.config.{key} = {values[key]!r}")
+            raise ManifestError(f"{setting}: {model_type} has no such setting.", remedy)
 
 
 def with_sizes_named(config: RunConfig) -> RunConfig:
-    """Return the run with the sizes of its fragments, if it has several.
-
-    Raises: ManifestError when it names others, or the model has no blocks; see also `sized_skeleton`.
-    """
+    """Return the run's configuration with the sizes of its fragments, if it has several. Raises: ManifestError if it
+    names other sizes, or the model has no blocks; see also `sized_skeleton`."""
     if config.streaming.layers_per_fragment is None:
         return config
     layout = layout_of(sized_skeleton(config), config.streaming)
@@ -258,27 +249,27 @@ def with_sizes_named(config: RunConfig) -> RunConfig:
 
 
 # Rehearsal ------------------------------------------------------------------------------------------------------------
-# A model's construction is tried out in a process that may take only so much memory and time. What a config costs
-# follows from nothing but building it: each architecture makes other things of its numbers.
+# A model is first built without values in a process with limits on memory and time. Only building shows the cost of a
+# config, because each architecture uses its numbers differently.
 
 MOST_BYTES = 1 << 30
-"""For modules without values: of the largest models that are known they take a tenth of it."""
+"""Memory for modules without values. The largest known models need a tenth of it."""
 MOST_SECONDS = 10
-"""Of the processor's time; whatever else runs on the machine makes no difference to it."""
+"""Limit on processor time, which does not depend on the machine's other load."""
 STILLNESS = 10.0
-"""Seconds without any of the processor's time, though it does not wait for a core, after which a child hangs."""
+"""Seconds without processor time, and without waiting for a core, after which a child counts as hanging."""
 ATTEMPTS = 3
-"""A child hangs if another thread held a lock at the fork: nothing there lets go of it. The next one need not."""
+"""Tries. A child hangs if another thread held a lock at the fork, which is never released there."""
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 NEARLY = 1 << 24
-"""Bytes below the limit at which whatever goes wrong does so for want of memory: libraries say it in many ways."""
+"""Bytes below the limit from which any error counts as too little memory: libraries raise many types for that."""
 
 
 def rehearse(build: Callable[[], object], origin: str) -> None:
-    """Call a function in a process of its own, forked so that what is imported here is there, too.
+    """Call a function in a forked process, which has the parent's imports.
 
-    Raises: ManifestError that begins with the field `origin` for one that fails, or takes more memory than this process
-    may or `MOST_BYTES`, or more time than `MOST_SECONDS`; MachineError when all `ATTEMPTS` hang.
+    Raises: ManifestError that begins with the field `origin` if the function fails, needs more memory than this process
+    may use or than `MOST_BYTES`, or more time than `MOST_SECONDS`; MachineError if all `ATTEMPTS` hang.
     """
     limit = min(MOST_BYTES, available_memory())
     answers = (_attempt(build, origin, limit) for _ in range(ATTEMPTS))
@@ -292,7 +283,7 @@ def rehearse(build: Callable[[], object], origin: str) -> None:
         raise ManifestError(
             f"{origin}: to lay out this model, without any values, takes more than {limit >> 20} MiB of memory or "
             f"{MOST_SECONDS} s.",
-            "Lower its counts: of layers, experts or heads; where --max-memory leaves no more, raise that.",
+            "Lower its numbers of layers, experts or heads, or raise --max-memory.",
         )
     error = json.loads(answer)
     if error is not None:
@@ -300,7 +291,7 @@ def rehearse(build: Callable[[], object], origin: str) -> None:
 
 
 def _attempt(build: Callable[[], object], origin: str, limit: int) -> bytes | None:
-    """Return what the child writes: nothing when it hit a limit. None if it hangs."""
+    """Return the child's output, empty if it hit a limit; None if it hangs."""
     reading, writing = os.pipe()
     with signals_held_back():
         child = os.fork()
@@ -319,63 +310,65 @@ def _attempt(build: Callable[[], object], origin: str, limit: int) -> bytes | No
             process = psutil.Process(child)
             times = process.cpu_times()
             before, used = used, times.user + times.system
-            if used == before and process.status() != psutil.STATUS_RUNNING:  # a busy machine lets it wait
+            if used == before and process.status() != psutil.STATUS_RUNNING:  # RUNNING also means: waits for a core
                 return None
     finally:
         os.close(reading)
-        os.kill(child, signal.SIGKILL)  # in case that it is not about to end, or that we are interrupted
+        os.kill(child, signal.SIGKILL)  # the child may hang, or this call may be interrupted
         os.waitpid(child, 0)
 
 
 def _build_and_end(build: Callable[[], object], origin: str, limit: int, writing: int) -> NoReturn:
-    """Never return: what is open here is the parent's."""
+    """Build the model in the child, write the error or null, and end without returning, because open files belong to
+    the parent."""
     try:
-        gc.freeze()  # to look through what is the parent's would copy its memory
+        gc.freeze()  # a collection would copy the parent's memory
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
         most = _bytes_of("VmSize") + limit
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
-        said = None
+        report = None
         try:
             build()
         except Exception as error:
             if isinstance(error, MemoryError) or _bytes_of("VmPeak") > most - NEARLY:
                 os._exit(1)
             known = error if isinstance(error, DilocoPeerError) else None
-            said = [known.message, known.remedy] if known else [f"{origin}: {first_line(error)}", "Correct it."]
-        os.write(writing, json.dumps(said).encode())
+            report = [known.message, known.remedy] if known else [f"{origin}: {first_line(error)}", "Correct it."]
+        os.write(writing, json.dumps(report).encode())
     finally:
         os._exit(0)
 
 
 def _bytes_of(name: str) -> int:
-    """Return a figure of this process's memory."""
+    """Return a memory figure of this process from /proc, in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 # Initial weights ------------------------------------------------------------------------------------------------------
-# torch's `normal_` is not the same everywhere: its vectorised path, taken on CPUs with AVX2, rounds differently, as do
-# the logarithms and cosines of C libraries. Here a value is the sum of 12 uniform draws, less 6 (Irwin-Hall). The draws
-# are integers of 16 bits from Philox (Salmon et al., SC 2011), whose stream numpy keeps as it is. Their sums are exact,
-# and what follows are elementwise fp32 operations, in which IEEE 754 leaves nothing open. Philox counts: each block of
-# values has a counter of its own, so that it does not matter who draws it, or when.
+# torch's `normal_` differs between machines: its vectorised path for CPUs with AVX2 rounds differently, and so do the
+# logarithms and cosines of C libraries. Here a value is the sum of 12 uniform draws, minus 6 (Irwin-Hall). The draws
+# are 16-bit integers from Philox (Salmon et al., SC 2011), whose stream is stable across numpy versions. Their sums are
+# exact, and the elementwise fp32 operations that follow are fully determined by IEEE 754. Philox is counter-based: each
+# block of values has its own counter, so any thread may draw it at any time.
 
 BLOCK = 1 << 20
-"""Values that one thread draws at once."""
-DRAWS = 12  # of one value: the variance of their sum is 1
+"""Values in the block that a thread draws at once."""
+DRAWS = 12  # draws for a value, so that the variance of their sum is 1
 HIGHEST = (1 << 16) - 1  # the largest draw of 16 bits
 DRAWS_A_WORD = 4
-"""Draws in a word of Philox."""
+"""Draws in a 64-bit word of Philox."""
 THREADS_AT_MOST = 16
-"""Each takes 28 MiB while it draws a block."""
+"""Limit on threads. Each needs 28 MiB to draw a block."""
 
 
 class _PortableNormal(TorchDispatchMode):
-    """Makes `normal_` give such values, by a seed and the number of calls before; without a seed, zeros."""
+    """A dispatch mode in which `normal_` gives these values, determined by the seed and the number of earlier calls;
+    without a seed, zeros."""
 
     def __init__(self, seed: int | None, total: int | None = None, threads: int | None = None) -> None:
-        """Of `total` values to be drawn, if that is known, it tells how many have been. For `threads` see `_draw`."""
+        """With `total`, the number of values to be drawn, progress is reported. For `threads`, see `_draw`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
         self._total = total
@@ -398,10 +391,10 @@ class _PortableNormal(TorchDispatchMode):
 
 
 def _draw(seed: int, call: int, out: Vector, threads: int | None = None) -> None:
-    """Fill a vector with the values of one call, of mean 0 and standard deviation 1. They do not depend on `threads`
-    (None: one for each core that we may use, up to a number)."""
+    """Fill a vector with the values of one call, of mean 0 and standard deviation 1. The values do not depend on
+    `threads` (None: the usable cores, up to THREADS_AT_MOST)."""
     blocks = range(-(-out.size // BLOCK))
-    if len(blocks) == 1:  # a small model has many such calls, and to start a thread takes longer than to draw
+    if len(blocks) == 1:  # for few values, starting a thread takes longer than drawing
         _draw_block(seed, call, 0, out)
         return
     with ThreadPoolExecutor(threads or min(usable_cores(), THREADS_AT_MOST)) as pool:
@@ -431,7 +424,7 @@ def _fill(
     generator: Any = None,
     threads: int | None = None,
 ) -> torch.Tensor:
-    """What `normal_` does; a generator of the caller's is passed over."""
+    """Do the work of `normal_`, ignoring the caller's generator."""
     if tensor.is_meta:
         return tensor
     values = torch.empty(tensor.numel(), dtype=torch.float32)

@@ -1,4 +1,5 @@
-"""The finished model as a folder that transformers loads, with a card: its run, its loss, and how to make it again."""
+"""The export of a finished model: a folder that transformers loads, with a card that names its run, its loss and the
+commands to export it again."""
 
 from __future__ import annotations
 
@@ -20,16 +21,14 @@ from opendiloco.errors import MachineError
 from peers.values.wire import printable
 
 Dtype = Literal["float32", "bfloat16"]
-"""What an exported model's weights are stored as."""
+"""The type of an exported model's weights."""
 
 
 def export_model(
     model: Any, tokenizer: Tokenizer, folder: Path, config: RunConfig, facts: RunFacts, dtype: Dtype = "float32"
 ) -> None:
     """Write weights (safetensors), config, generation config, tokenizer and model card into a new or empty folder.
-
-    Raises: MachineError when the folder has something in it or cannot be written.
-    """
+    Raises: MachineError if the folder is not empty or cannot be written."""
     remedy = "Give a new folder on a disk with space, e.g. --out model-2/."
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +36,7 @@ def export_model(
             raise MachineError(f"{folder} is not empty.", remedy)
         with _rounded_to(dtype, model):
             model.save_pretrained(folder)
-        mode = S_IMODE((folder / CONFIG).stat().st_mode)  # safetensors lets only their owner read the weights
+        mode = S_IMODE((folder / CONFIG).stat().st_mode)  # safetensors makes weights readable only by their owner
         for path in folder.glob("*.safetensors"):
             path.chmod(mode)
         tokenizer.pretrained().save_pretrained(folder)
@@ -48,18 +47,18 @@ def export_model(
 
 @contextmanager
 def _rounded_to(dtype: Dtype, model: Any) -> Iterator[None]:
-    """Round a model's parameters to this type, and give it its own back in the end. Buffers stay as they are."""
+    """Round a model's parameters to a type within the context, then restore them. Buffers do not change."""
     import torch
 
     parameters = [parameter for parameter in model.parameters() if parameter.dtype != getattr(torch, dtype)]
     own = [parameter.data for parameter in parameters]
-    said = model.config.dtype
+    config_dtype = model.config.dtype
     try:
         for parameter in parameters:
             parameter.data = parameter.data.to(getattr(torch, dtype))
         yield
     finally:
-        model.config.dtype = said  # which `save_pretrained` has changed
+        model.config.dtype = config_dtype  # `save_pretrained` has changed it
         for parameter, values in zip(parameters, own, strict=True):
             parameter.data = values
 
@@ -67,18 +66,18 @@ def _rounded_to(dtype: Dtype, model: Any) -> Iterator[None]:
 # The model card -------------------------------------------------------------------------------------------------------
 CARD = "README.md"
 ROWS = 100
-"""Of the curve, that the card shows as a table at most."""
+"""Most rows of the curve's table in the card."""
 STANDS_FOR = {
     "ADDRESS": "the address of one of the run's bootstrap nodes",
-    "FOLDER": "what a volunteer or an archive has kept of the run",
+    "FOLDER": "a volunteer's or an archive's folder of the run",
 }
-"""Words in the card's commands, which name no place of anybody's."""
+"""Placeholders in the card's commands, which must not name places on a machine."""
 MARKS = "`|<>"
-"""With which words between backticks, in a table, would end these or their cell, or begin a tag."""
+"""Characters that could end backticks or a table cell, or begin an HTML tag."""
 
 
 class CurvePoint(BaseModel):
-    """The held-out loss of theta after an outer step; `tokens` are those trained by then, None: not known."""
+    """The held-out loss of theta after an outer step; `tokens` are those trained until then, None if not known."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -88,11 +87,11 @@ class CurvePoint(BaseModel):
 
 
 class RunFacts(BaseModel):
-    """What the model card says about the run that made the model.
+    """The facts in the model card about the run that made the model.
 
-    `peers` took the last outer step, `contributors` any that is known: all of them, if `knows_all`. `sources` are those
-    of the manifest (none: those that are read here). Each line of `command` makes the model again; `versions` are those
-    of the libraries that made it.
+    `peers` took part in the last outer step; `contributors` counts the peers that are known to have contributed, all of
+    them if `knows_all`. `sources` are those of the manifest (empty: those that are read here). The lines of `command`
+    export the model again, and `versions` are those of the libraries that made it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -126,7 +125,7 @@ tags: [diloco, distributed-training]
 
 # {_plain(about.title or config.name)}
 
-{_told(about)}A language model trained by volunteers over the internet with [DiLoCo](https://arxiv.org/abs/2311.08105).
+{_about(about)}A language model trained by volunteers over the internet with [DiLoCo](https://arxiv.org/abs/2311.08105).
 
 | fact | value |
 | --- | --- |
@@ -150,18 +149,18 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 
 
 def _licence(licence: str) -> str:
-    """Return a licence as YAML: quoted, since it is in a stranger's words."""
+    """Return a licence as a quoted YAML string, because it is untrusted text."""
     return json.dumps(_plain(licence))
 
 
-def _told(about: AboutSection) -> str:
-    """Return what the organiser says of the run."""
-    said = [about.description, about.contact and f"Contact: {about.contact}", about.link]
-    return "".join(f"{_plain(words)}\n\n" for words in said if words)
+def _about(about: AboutSection) -> str:
+    """Return the organiser's description of the run as paragraphs."""
+    paragraphs = [about.description, about.contact and f"Contact: {about.contact}", about.link]
+    return "".join(f"{_plain(words)}\n\n" for words in paragraphs if words)
 
 
 def _curve(points: Sequence[CurvePoint]) -> str:
-    """Return the curve as a table, if there is one."""
+    """Return the curve as a table; empty with less than two points."""
     if len(points) < 2:
         return ""
     shown = min(len(points), ROWS)  # the first and the last among them
@@ -173,8 +172,8 @@ def _curve(points: Sequence[CurvePoint]) -> str:
     return f"""\
 ## Training curve
 
-Loss on the run's held-out text, in nats per token, as its peers found it; the last point was found when this model was
-exported.
+Loss on the run's held-out text, in nats per token, as its peers measured it. The last point was measured at the export
+of this model.
 
 {table}
 
@@ -192,7 +191,7 @@ def _data(config: RunConfig, facts: RunFacts) -> str:
     path = config.tokenizer.path
     is_local = config.tokenizer.kind == "file" or (path is not None and is_local_path(path))
     tokenizer = "bytes" if path is None else "in this folder" if is_local else f"`{path}`"
-    apart = "; no token attends to another document than its own" if training.document_mask else ""
+    apart = "; tokens attend only to their own document" if training.document_mask else ""
     return f"""\
 ## Data
 
@@ -208,13 +207,13 @@ def _name(source: SourceSection) -> str:
     if source.source == STANDARD_LIBRARY:
         return "Python's standard library"
     if is_local(source.source):
-        return "text that each volunteer had"
+        return "local text of each volunteer"
     details = [f"{key} `{_plain(value)}`" for key in ("subset", "split", "revision") if (value := getattr(source, key))]
     return f"`{_plain(source.source)}` ({', '.join(details)})"
 
 
 def _plain(words: str) -> str:
-    """Return a stranger's words without what Markdown and HTML would read in them."""
+    """Return untrusted words without characters that Markdown or HTML would interpret."""
     return printable(words).translate(dict.fromkeys(map(ord, MARKS)))
 
 
@@ -223,10 +222,10 @@ def _training(config: RunConfig, facts: RunFacts) -> str:
     return f"""\
 ## How it was made
 
-{_contributors(facts)} peers trained {facts.tokens:,} tokens in {facts.outer_steps} outer steps. As the run's manifest
-says, each peer made up to {training.inner_steps} inner steps at a time with {inner.kind}, in batches of
-{training.batch_size} windows, at a learning rate of up to {inner.learning_rate:g}. What they had learned was sent as
-{config.codec.kind}; its average was applied at a learning rate of {outer.learning_rate:g}, with a momentum of
+{_contributors(facts)} peers trained {facts.tokens:,} tokens in {facts.outer_steps} outer steps. By the run's manifest,
+each peer made up to {training.inner_steps} inner steps at a time with {inner.kind}, in batches of
+{training.batch_size} windows, at a learning rate of up to {inner.learning_rate:g}. Pseudo-gradients were sent as
+{config.codec.kind}; their average was applied at a learning rate of {outer.learning_rate:g}, with a momentum of
 {outer.momentum:g}.
 
 """
@@ -248,5 +247,5 @@ def _origin(facts: RunFacts) -> str:
 {facts.command}
 ```
 
-with {versions}. Here {meanings}. The run's log leads to the same weights, bit for bit, wherever it is followed.
+with {versions}. Here {meanings}. Following the run's log gives the same weights, bit for bit, on every machine.
 """

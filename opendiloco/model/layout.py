@@ -1,4 +1,4 @@
-"""Where each trainable parameter lies in a flat fp32 vector. Layouts stay on one machine; vectors travel."""
+"""The place of each trainable parameter in a flat fp32 vector. Layouts stay on one machine; peers exchange vectors."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Parameter:
 class Layout:
     """The model's trainable parameters, in the model's order; tied weights appear once.
 
-    Each fragment's lie together, without gaps. Between two fragments there are up to `ALIGNMENT` - 1 values of padding,
-    which belong to no fragment: they are zeros in theta and in momentum, and never travel in a payload.
+    The parameters of a fragment are contiguous. Between two fragments there may be up to `ALIGNMENT` - 1 values of
+    padding, which belong to no fragment: they are zero in theta and momentum, and payloads do not contain them.
     """
 
     def __init__(self, shapes: Sequence[tuple[str, tuple[int, ...]]], fragment_of: Sequence[int] | None = None) -> None:
-        """`fragment_of` has each parameter's fragment: 0, 1, … without gaps; by default there is one fragment."""
+        """`fragment_of` is the fragment of each parameter: 0, 1, … without gaps. The default is a single fragment."""
         self.fragment_of = tuple(fragment_of or [0] * len(shapes))
         places: dict[int, Parameter] = {}
         fragments: list[slice] = []
@@ -49,23 +49,23 @@ class Layout:
             fragments.append(slice(start, end))
         self._parameters = [places[place] for place in range(len(shapes))]
         self.fragments = tuple(fragments)
-        """Where each fragment lies in the flat vector."""
+        """The slice of each fragment in the flat vector."""
         self.size: int = fragments[-1].stop
-        """Length of the flat vector, padding included."""
+        """Length of the flat vector, including padding."""
 
     @property
     def parameter_count(self) -> int:
-        """Return how many values are trained."""
+        """The number of trained values."""
         return sum(parameter.size for parameter in self)
 
     def part(self, names: Container[str]) -> Self:
-        """Return the same layout of these parameters alone: the others leave gaps."""
+        """Return the layout of these parameters only, at the same places."""
         part = copy(self)
         part._parameters = [parameter for parameter in self if parameter.name in names]
         return part
 
     def fragment(self, number: int) -> Self:
-        """Return the same layout of one fragment's parameters alone."""
+        """Return the layout of one fragment's parameters only, at the same places."""
         whole = self.fragments[number]
         return self.part({each.name for each in self if whole.start <= each.offset < whole.stop})
 

@@ -1,4 +1,4 @@
-"""The loss of a batch of windows, in which documents are packed, computed some positions at a time."""
+"""The loss of a batch of windows of packed documents, computed for some positions at a time to save memory."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ from opendiloco.stages import NOT_COMPILING_THE_LOSS, at_stage
 from peers.errors import ManifestError
 
 # Packed documents -----------------------------------------------------------------------------------------------------
-# Documents packed into windows: where each begins, and the loss of a batch of windows.
-#
-# Windows are cut from documents that follow one another, each closed by the token `end`. With a document mask no token
-# attends to another document than its own, positions begin anew with each, and the first token of a document is not
-# predicted from the one before. transformers' models see that a sequence is packed by positions that begin anew.
+# A window may hold several documents, or parts of them, each closed by the token `end`. With a document mask, a token
+# attends only to its own document, positions restart with each document, and the first token of a document is not
+# predicted from the document before. transformers' models recognise a packed sequence by positions that restart.
 
 IGNORED = -100
-"""The target that torch's cross-entropy leaves out."""
+"""The target that torch's cross-entropy ignores."""
 
 FINDS_DOCUMENTS, WARNS_OF_PADDING = "find_packed_sequence_indices", "warn_if_padding_and_no_attention_mask"
-"""What transformers looks with: a function at positions, and a method of its models at tokens."""
+"""transformers' names for its checks of a batch: a function that reads positions, and a method that reads tokens."""
 _known: ContextVar[bool | None] = ContextVar("_known", default=None)
-"""Whether the windows of the present forward pass have several documents; None if the model is to find out."""
+"""True if the windows of the present forward pass are packed, False if not; None if the model should check."""
 
 
 def window_loss(
@@ -49,14 +47,15 @@ def window_loss(
     slope: float | None = None,
     compiled: CompiledLoss | None = None,
 ) -> torch.Tensor:
-    """Return the mean cross-entropy, in nats per token, of predicting tokens 1 … L of each window from those before.
+    """Return the mean cross-entropy, in nats per token, of predicting tokens 1 … L of each window from the tokens
+    before.
 
-    `windows` has shape (batch, L + 1). With `end`, documents are kept apart, and the mean is over the tokens predicted
-    within one. With `z_loss`, so many times the mean of log(sum(exp(logits)))² is added; with `router_loss`, so many
-    times what the model's routers lose by using its experts unevenly (see `router_loss_weight`).
+    `windows` has shape (batch, L + 1). With `end`, documents are kept apart, and the mean is over the tokens that are
+    predicted within a document. `z_loss` is the weight of an added mean of log(sum(exp(logits)))²; `router_loss` is the
+    weight of the routers' loss for an uneven use of experts (see `router_loss_weight`).
 
-    With `slope`, the loss is to be multiplied by this number before its backward pass, and by nothing else: a gradient
-    that is computed with the loss has it already. With `compiled`, what is computed of logits goes through that.
+    With `slope`, the caller must multiply the loss by exactly this number before the backward pass: gradients that are
+    computed together with the loss already include it. With `compiled`, the loss of the logits is computed by that.
     """
     inputs, targets = windows[:, :-1], windows[:, 1:]
     options: dict[str, Any] = {} if end is None else {"position_ids": _document_positions(inputs, end)}
@@ -71,7 +70,8 @@ def window_loss(
 def _summed_loss(
     logits: torch.Tensor, targets: torch.Tensor, z_loss: float, changes: tuple[Change, ...] = ()
 ) -> torch.Tensor:
-    """Return the sum over the targets that are not ignored, computed in fp32, of the loss of logits after `changes`."""
+    """Return the sum of the losses of all targets that are not ignored, computed in fp32 from the logits after
+    `changes`."""
     for operation, numbers in changes:
         logits = operation(logits, *numbers)
     values = logits.float()
@@ -82,9 +82,9 @@ def _summed_loss(
 
 
 def router_loss_weight(model: Any) -> float:
-    """Return the weight of the routers' loss in training, as the configuration of a mixture of experts says it.
+    """Return the weight of the routers' loss in training, from the configuration of a mixture of experts.
 
-    transformers computes that loss when it is asked for it, and adds it to a loss that it computes itself. It is 0 for
+    transformers computes that loss on request, but adds it only to a loss that it computes itself. The weight is 0 for
     other models, and for mixtures whose routers are balanced without a loss.
     """
     weight = getattr(model, "router_aux_loss_coef", None) or getattr(model, "aux_loss_coef", None)
@@ -92,19 +92,16 @@ def router_loss_weight(model: Any) -> float:
 
 
 def predicted_tokens(windows: NDArray[np.int64], end: int | None = None) -> int:
-    """Return how many tokens `window_loss` is the mean of; at least 1."""
+    """Return the number of tokens over which `window_loss` takes the mean; at least 1."""
     inputs = windows[:, :-1]
     return inputs.size if end is None else max(1, int((inputs != end).sum()))
 
 
 @contextmanager
 def packing_known(is_packed: bool) -> Iterator[None]:
-    """Have transformers' models take it from us whether windows are packed, and that they have no padding.
-
-    By themselves they look at each batch, for which the host waits until the device is done with all that it was given
-    before.
-    """
-    _take_what_is_known()
+    """Within the context, let transformers' models use `is_packed` instead of checking each batch, and skip their check
+    for padding. Their own checks make the host wait until the device has finished all its queued work."""
+    _patch_transformers()
     before = _known.set(is_packed)
     try:
         yield
@@ -113,8 +110,8 @@ def packing_known(is_packed: bool) -> Iterator[None]:
 
 
 @cache
-def _take_what_is_known() -> None:
-    """Have transformers ask `_known` first, if its version looks at all, for as long as the process lives."""
+def _patch_transformers() -> None:
+    """Make transformers read `_known` before its own checks, if its version has them, for the life of the process."""
     masks, models = (importlib.import_module(f"transformers.{name}") for name in ("masking_utils", "modeling_utils"))
     find: Callable[[torch.Tensor], torch.Tensor | None] | None = getattr(masks, FINDS_DOCUMENTS, None)
     warn: Callable[..., None] | None = getattr(models.PreTrainedModel, WARNS_OF_PADDING, None)
@@ -122,15 +119,15 @@ def _take_what_is_known() -> None:
         setattr(masks, FINDS_DOCUMENTS, lambda positions: _documents(positions, find))
     if warn is not None:
 
-        def warn_of_others(*arguments: Any, **options: Any) -> None:
+        def warn_unless_known(*arguments: Any, **options: Any) -> None:
             if _known.get() is None:
                 warn(*arguments, **options)
 
-        setattr(models.PreTrainedModel, WARNS_OF_PADDING, warn_of_others)
+        setattr(models.PreTrainedModel, WARNS_OF_PADDING, warn_unless_known)
 
 
 def _documents(positions: torch.Tensor, find: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the number of each token's document in its window; None where there is one document in each."""
+    """Return the number of each token's document in its window; None if each window has one document."""
     is_packed = _known.get()
     if is_packed is None:
         return find(positions)
@@ -141,7 +138,8 @@ def _documents(positions: torch.Tensor, find: Callable[[torch.Tensor], torch.Ten
 
 
 def _document_positions(inputs: torch.Tensor, end: int) -> torch.Tensor:
-    """Each token's position in its document, or in the part of it that the window has. Same shape as `inputs`."""
+    """Return each token's position in its document, or in the part of it that the window has. Same shape as
+    `inputs`."""
     places = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     begins = torch.zeros_like(inputs, dtype=torch.bool)
     begins[:, 1:] = inputs[:, :-1] == end
@@ -150,14 +148,12 @@ def _document_positions(inputs: torch.Tensor, end: int) -> torch.Tensor:
 
 @torch.no_grad()
 def check_document_mask(model: Any) -> None:
-    """Whether the model keeps documents apart when positions begin anew: not every architecture does.
-
-    Raises: ManifestError when what it says of a document depends on the one before.
-    """
+    """Check that the model keeps documents apart when positions restart; not every architecture does. Raises:
+    ManifestError if a document's logits depend on the document before."""
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
     ids = torch.arange(6, device=device) % model.config.vocab_size
-    packed = torch.stack([ids, torch.cat([ids.flip(0)[:3], ids[3:]])])  # two first documents, one second document
+    packed = torch.stack([ids, torch.cat([ids.flip(0)[:3], ids[3:]])])  # both windows have the same second document
     positions = (torch.arange(6, device=device) % 3).expand(2, -1)
     first, second = model(input_ids=packed, position_ids=positions, use_cache=False).logits[:, 3:].float()
     model.train(was_training)
@@ -165,49 +161,49 @@ def check_document_mask(model: Any) -> None:
         raise ManifestError(
             f"training.document_mask = true: {model.config.model_type} does not keep packed documents apart with this "
             "version of transformers.",
-            "Choose another architecture, such as llama, qwen2 or gpt2, or leave the mask out.",
+            "Choose another architecture, such as llama, qwen2 or gpt2, or remove training.document_mask.",
         )
 
 
 # Pieces ---------------------------------------------------------------------------------------------------------------
-# The loss of many positions without all of their logits: the model's head and the softmax, some positions at a time.
+# The loss of many positions, without the logits of all of them in memory.
 #
-# A vocabulary is much wider than a model, and the logits of all positions are what would fill a device's memory. So the
-# model computes hidden states only. Of each piece of these the logits, the loss and, in training, the gradient are
-# computed at once, and nothing but the loss and the gradient is kept. It takes no more arithmetic than whole logits do.
+# A vocabulary is much wider than a model's hidden states, so the logits of all positions would fill a device's memory.
+# So the model computes only hidden states. For each piece of them, the logits, the loss and, in training, the gradient
+# are computed, and only the loss and the gradient are kept. This takes no more arithmetic than whole logits do.
 #
-# torch.nn.functional.linear_cross_entropy goes by pieces, too, but it has no z-loss and no place for what a model does
-# with its logits, and torch.compile leaves it as it is.
+# torch.nn.functional.linear_cross_entropy also works by pieces, but it has no z-loss, cannot apply a model's changes to
+# its logits, and torch.compile does not fuse it.
 
 LOGITS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
-"""Logits of a piece, at most. For each piece the gradient of the head's weight goes through memory once. Beside what
-else a GPU has to do that takes long, so its pieces are larger, where it has room for them."""
+"""Most logits of a piece, by device. Each piece reads and writes the gradient of the head's weight once. That is slow
+compared with the rest of a GPU's work, so its pieces are larger, if they fit its memory."""
 LEAST_LOGITS = 1 << 24
-"""Logits of the pieces that a GPU with little room has."""
+"""Logits of a piece on a GPU with little free memory."""
 ONE_BY_ONE = (torch.Tensor.mul, torch.Tensor.div, torch.Tensor.float, torch.Tensor.tanh, torch.tanh)
-"""What models do with logits: they scale them (cohere, granite), and keep them between bounds (gemma2)."""
+"""Operations that models apply to logits: scaling (cohere, granite) and soft-capping (gemma2)."""
 
 Change = tuple[Callable[..., torch.Tensor], tuple[float, ...]]
-"""One of these operations, and the numbers that it is given beside the logits."""
+"""One of these operations, and its numeric arguments beside the logits."""
 
 _most: ContextVar[int] = ContextVar("_most", default=sys.maxsize)
 _without_pieces: WeakSet[Any] = WeakSet()
-"""Models whose head cannot be left out."""
+"""Models whose head cannot be skipped."""
 
 
 class CompiledLoss:
-    """The loss of logits as torch.compile makes it: few passes over them, instead of one for each operation. When that
-    fails for the first time, it is given up, and the loss is computed as it is written."""
+    """The loss of logits, compiled by torch.compile: few passes over them, instead of one for each operation. After a
+    first failure, the loss is computed without compilation."""
 
     def __init__(self) -> None:
         self.compute: Callable[..., torch.Tensor] = torch.compile(_summed_loss)
         self.error: Exception | None = None
-        """Why it was given up."""
+        """The error after which compilation was given up."""
         self.is_tried = False
 
     @contextmanager
     def tried(self) -> Iterator[None]:
-        """Have gradients by logits computed meanwhile, also where none are wanted, so that all is compiled."""
+        """Within the context, also compute gradients where none are needed, so that everything is compiled."""
         self.is_tried = True
         try:
             yield
@@ -215,7 +211,7 @@ class CompiledLoss:
             self.is_tried = False
 
     def give_up(self, error: Exception) -> None:
-        """Compute without it from now on. Raises: torch.OutOfMemoryError, which is no fault of the compiler."""
+        """Stop using the compiled loss. Raises: torch.OutOfMemoryError, which is not the compiler's fault."""
         if isinstance(error, torch.OutOfMemoryError):
             raise error
         self.error = error
@@ -223,13 +219,13 @@ class CompiledLoss:
             self.say_why_not()
 
     def say_why_not(self) -> None:
-        """Say why it was given up, if it was."""
+        """Report the reason why compilation was given up, if it was."""
         if self.error is not None:
             at_stage(f"{NOT_COMPILING_THE_LOSS}: {first_line(self.error)}")
 
 
 class _LogitsLoss(NamedTuple):
-    """The summed loss of what a model makes of logits, of shape (positions, vocabulary)."""
+    """The summed loss of logits, of shape (positions, vocabulary), after the model's own `changes` to them."""
 
     z_loss: float
     compiled: CompiledLoss | None
@@ -237,7 +233,7 @@ class _LogitsLoss(NamedTuple):
 
     @property
     def in_use(self) -> CompiledLoss | None:
-        """Return the compiled loss; None if there is none, or it was given up."""
+        """The compiled loss; None if there is none, or it was given up."""
         return None if self.compiled is None or self.compiled.error is not None else self.compiled
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -246,11 +242,12 @@ class _LogitsLoss(NamedTuple):
     def with_slope(
         self, logits: Callable[[], torch.Tensor], targets: torch.Tensor, scale: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss of the logits that are computed by a call, and `scale` times its gradient by these."""
+        """Return the loss of the logits that the call `logits` computes, and `scale` times its gradient with respect to
+        them."""
         if (compiled := self.in_use) is not None:
             try:
                 return self._with_slope(compiled.compute, logits, targets, scale)
-            except Exception as error:  # PyTorch's compiler, Triton and a C compiler each have their own
+            except Exception as error:  # PyTorch's compiler, Triton and C compilers raise many types
                 compiled.give_up(error)
         return self._with_slope(_summed_loss, logits, targets, scale)
 
@@ -263,7 +260,7 @@ class _LogitsLoss(NamedTuple):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.enable_grad():
             logits = logits_of()
-            edge = get_gradient_edge(logits)  # where the gradient by them is found when they are gone
+            edge = get_gradient_edge(logits)  # gives their gradient after the logits are freed
             value = compute(logits, targets, self.z_loss, self.changes)
         del logits
         return value.detach(), torch.autograd.grad(value, edge, scale)[0]
@@ -272,16 +269,16 @@ class _LogitsLoss(NamedTuple):
 def _model_and_loss(
     model: Any, inputs: Mapping[str, Any], targets: torch.Tensor, loss: _LogitsLoss, slope: float | None
 ) -> tuple[Any, torch.Tensor]:
-    """Return what a model makes of its inputs, and the mean loss of its logits, which are not to be read from the
-    former. For `slope` see `window_loss`.
+    """Return the model's output and the mean loss of its logits. The output's logits must not be used. For `slope`, see
+    `window_loss`.
 
-    There is one of the `targets` for each position. A sharded model keeps its head whole until the backward pass.
+    There is one target for each position. A sharded model keeps its head whole until the backward pass.
     """
     flat, head = targets.flatten(), _linear_head(model)
-    count = (flat != IGNORED).sum().clamp(min=1)  # there may be nothing but empty documents
+    count = (flat != IGNORED).sum().clamp(min=1)  # a batch may have only empty documents
     compiled = loss.in_use
     if head is not None and (compiled is not None or flat.numel() > positions_at_once(head.out_features, flat.device)):
-        with _head_left_out(head) as calls:
+        with _head_skipped(head) as calls:
             output = model(**inputs)
         if len(calls) == 1 and calls[0].stand_for(output.logits):
             hidden = output.logits.flatten(0, 1)
@@ -289,7 +286,7 @@ def _model_and_loss(
             changed = loss._replace(changes=tuple(calls[0].changes))
             pieces = hidden, head.weight, head.bias, flat, count, changed, learns, slope
             return output, _LossByPieces.apply(*pieces)  # type: ignore[no-untyped-call]
-        _give_up_pieces(model)  # and what it has computed is of no use
+        _give_up_pieces(model)  # its output is of hidden states, so it runs again
     output = model(**inputs)
     logits = output.logits.flatten(0, 1)
     if len(logits) > positions_at_once(logits.shape[-1], flat.device):
@@ -300,30 +297,30 @@ def _model_and_loss(
 def _give_up_pieces(model: Any) -> None:
     if model not in _without_pieces:
         _without_pieces.add(model)
-        at_stage("all logits are computed at once, which takes much memory: this model makes them in its own way")
+        at_stage("all logits are computed at once, which takes much memory: this model computes them in its own way")
 
 
 def positions_at_once(vocabulary: int, device: torch.device) -> int:
-    """Return how many positions a piece has, at most."""
-    at_once = LOGITS_AT_ONCE.get(device.type, LOGITS_AT_ONCE["cpu"])  # one's own loop may train on any device
+    """Return the most positions in a piece."""
+    at_once = LOGITS_AT_ONCE.get(device.type, LOGITS_AT_ONCE["cpu"])  # a library user's loop may train on any device
     return min(max(1, at_once // vocabulary), _most.get())
 
 
 def fitting_logits(device: torch.device, room: int) -> int:
-    """Return the logits of a piece that take no more than `room` bytes of a device, but are not fewer than is
-    sensible: a power of two."""
+    """Return the logits of a piece that fit into `room` bytes of a device: a power of two, and at least
+    LEAST_LOGITS."""
     fitting: int = 1 << max(1, room // LOGIT_BYTES).bit_length() - 1
     return min(max(LEAST_LOGITS, fitting), LOGITS_AT_ONCE[device.type])
 
 
 def limit_logits(device: torch.device, logits: int) -> None:
-    """Have pieces with no more logits than these on such a device, for as long as the process lives."""
+    """Limit the logits of a piece on this type of device, for the life of the process."""
     LOGITS_AT_ONCE[device.type] = logits
 
 
 @contextmanager
 def in_pieces_of(positions: int) -> Iterator[None]:
-    """Have pieces with no more positions than these."""
+    """Limit the positions of a piece within the context."""
     before = _most.set(positions)
     try:
         yield
@@ -332,7 +329,7 @@ def in_pieces_of(positions: int) -> Iterator[None]:
 
 
 def _linear_head(model: Any) -> torch.nn.Linear | None:
-    """Return the layer that makes logits of hidden states, if it is as PyTorch has it."""
+    """Return the layer that computes logits from hidden states; None unless it is a plain torch.nn.Linear."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if isinstance(head, torch.nn.Linear) and type(head).forward is torch.nn.Linear.forward:
         return None if model in _without_pieces else head
@@ -340,27 +337,25 @@ def _linear_head(model: Any) -> torch.nn.Linear | None:
 
 
 @contextmanager
-def _head_left_out(head: torch.nn.Linear) -> Iterator[list[_Notes]]:
-    """Meanwhile a head returns the hidden states that it is given, as if they were logits.
-
-    What the model then does with each of them alone is noted, for each time that it calls its head, to be done with
-    logits later.
-    """
-    calls: list[_Notes] = []
+def _head_skipped(head: torch.nn.Linear) -> Iterator[list[_LogitsRecord]]:
+    """Within the context, let the head return its input, the hidden states, in place of logits. Each call of the head
+    yields a record of the model's later operations on that result, which are then applied to the real logits."""
+    calls: list[_LogitsRecord] = []
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        notes = _Notes(_without_view(hidden))
-        calls.append(notes)
-        stack.enter_context(notes)
-        return notes.hidden
+        record = _LogitsRecord(_without_view(hidden))
+        calls.append(record)
+        stack.enter_context(record)
+        return record.hidden
 
     with ExitStack() as stack:
         stack.enter_context(with_forward(head, forward))
         yield calls
 
 
-class _Notes(TorchFunctionMode):
-    """Notes what is done with each of some hidden states alone, instead of doing it."""
+class _LogitsRecord(TorchFunctionMode):
+    """A record of a model's operations on hidden states that stand for logits. It records them instead of running
+    them."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
@@ -368,7 +363,7 @@ class _Notes(TorchFunctionMode):
         self.changes: list[Change] = []
 
     def stand_for(self, logits: torch.Tensor) -> bool:
-        """Return whether the model returned these hidden states as its logits, and did nothing else with them."""
+        """Return True if the model returned these hidden states as its logits, after recorded operations only."""
         return logits is self.hidden and logits._version == self.version
 
     def __torch_function__(
@@ -383,7 +378,7 @@ class _Notes(TorchFunctionMode):
 
 
 def _without_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a tensor is a view of, if it is a view of all of it: FSDP2 warns of models that return views."""
+    """Return the base of a tensor that views all of it, else the tensor: FSDP2 warns of models that return views."""
     base = tensor._base
     is_same = base is not None and (base.shape, base.stride()) == (tensor.shape, tensor.stride())
     return base if base is not None and is_same and base.data_ptr() == tensor.data_ptr() else tensor
@@ -391,7 +386,7 @@ def _without_view(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def with_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Have a module's forward pass replaced. One of its own, such as a compiled one, is there again afterwards."""
+    """Replace a module's forward method within the context. An own one, such as a compiled one, is restored."""
     before = vars(module).get("forward")
     module.forward = forward
     try:
@@ -403,8 +398,8 @@ def with_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 class _LossByPieces(torch.autograd.Function):
-    """The loss of hidden states, as the mean over `count` targets. Its gradients come of the forward pass; the backward
-    pass only multiplies them, unless they have its slope already."""
+    """The mean loss of hidden states over `count` targets. The forward pass also computes its gradients; the backward
+    pass only multiplies them, unless they already include the slope."""
 
     @staticmethod
     def forward(
@@ -450,21 +445,21 @@ class _LossByPieces(torch.autograd.Function):
         if ctx.slope is None:
             gradient = [None if one is None else one.mul_(slope) for one in gradient]
         else:
-            torch._assert_async(slope == torch.full_like(slope, ctx.slope), "this loss has another slope than was said")
+            torch._assert_async(slope == torch.full_like(slope, ctx.slope), "the loss has another slope than given")
         by_hidden, *by_head = gradient
         return by_hidden, *(None if one is None else one.to(ctx.dtype) for one in by_head), *[None] * 5
 
 
 class _Gradient(NamedTuple):
-    """By hidden states, and by a head's weight and bias, what is wanted of it. The latter two are sums over pieces, in
-    fp32: in bf16 they would lose most of what each of many pieces adds."""
+    """The gradients with respect to the hidden states, and to the head's weight and bias, if needed. The latter two are
+    sums over pieces in fp32: bf16 sums of many pieces would lose most of each piece."""
 
     by_hidden: torch.Tensor | None
     by_weight: torch.Tensor | None
     by_bias: torch.Tensor | None
 
     def add(self, piece: slice, slope: torch.Tensor, states: torch.Tensor, matrix: torch.Tensor) -> None:
-        """Add that of a piece, from the gradient by its logits."""
+        """Add a piece, given the gradient with respect to its logits."""
         if self.by_hidden is not None:
             self.by_hidden[piece] = slope @ matrix
         if self.by_weight is not None:
@@ -474,18 +469,20 @@ class _Gradient(NamedTuple):
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add a product of matrices to a sum in fp32. The product is not rounded to the matrices' dtype where torch can."""
+    """Add a matrix product to a sum in fp32. If torch supports it, the product is not rounded to the matrices' dtype
+    before."""
     if left.dtype != total.dtype and _multiplies_into_fp32(left.device, left.dtype):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     elif left.dtype == total.dtype or left.device.type == "cpu":
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
-    else:  # an older torch, with which a GPU multiplies in fp32 many times slower
+    else:  # an older torch, in which a product in fp32 is many times slower on a GPU
         total.add_(left @ right)
 
 
 @cache
 def _multiplies_into_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch adds products of this dtype to fp32 on a device: since torch 2.10, on CUDA alone."""
+    """Return True if torch can add products of this dtype to an fp32 tensor on the device: from torch 2.10 on, on CUDA
+    only."""
     total, one = torch.zeros(8, 8, device=device), torch.zeros(8, 8, dtype=dtype, device=device)
     try:
         torch.addmm(total, one, one, out_dtype=total.dtype, out=total)
@@ -495,8 +492,8 @@ def _multiplies_into_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _loss_of_whole(logits: torch.Tensor, targets: torch.Tensor, loss: _LogitsLoss) -> torch.Tensor:
-    """Return the summed loss of logits that are there. Of many, the softmax is computed some at a time, and again in
-    the backward pass, since it takes them twice more in fp32."""
+    """Return the summed loss of existing logits. The softmax of many logits is computed in pieces, and again in the
+    backward pass, because in fp32 it needs twice their memory."""
     rows = positions_at_once(logits.shape[-1], logits.device)
     if len(targets) <= rows:
         return loss(logits, targets)

@@ -1,9 +1,9 @@
-"""Model FLOPs utilisation (MFU): the training speed as a share of what the devices could do at most.
+"""Model FLOPs utilisation (MFU): the training speed as a share of the devices' peak.
 
-The convention: matrix products alone count, forwards once and backwards twice; attention is causal, so a token attends
-to itself and to those before it, in windows that are taken for one document each. What is computed again to save memory
-does not count. PaLM's convention (arXiv 2204.02311, appendix B) also counts the look-up of input embeddings, and
-attention to a whole window: figures by it are higher, for the 150M preset by 23 %.
+Only matrix products count, once forwards and twice backwards. Attention is causal: a token attends to itself and to the
+tokens before it, and each window counts as one document. Recomputation to save memory does not count. PaLM's convention
+(arXiv 2204.02311, appendix B) also counts the look-up of input embeddings, and attention to a whole window, so its
+figures are higher: by 23 % for the 150M preset.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 Precision = Literal["fp32", "bf16", "tf32"]
 
-# What the makers promise, in TFLOP/s without sparsity: bf16 with sums in fp32, and fp32 without TF32, which torch does
-# not use unless told to. The names are torch's. Other variants (Ti, Laptop, slices of a GPU) have other peaks.
-# TF32's are on no page beside them: there MFU is not known.
+# The makers' peaks, in TFLOP/s without sparsity: bf16 with sums in fp32, and fp32 without TF32, which torch does not
+# use by default. The names are torch's. Other variants (Ti, Laptop, slices of a GPU) have other peaks. These sources
+# give no peaks for TF32, so its MFU is not known.
 PEAKS: tuple[tuple[str, dict[Precision, float]], ...] = (
     # NVIDIA A100 data sheet
     (r"A100-(SXM4|PCIE)-\d+GB|A100 80GB PCIe", {"bf16": 312.0, "fp32": 19.5}),
@@ -40,10 +40,11 @@ PEAKS: tuple[tuple[str, dict[Precision, float]], ...] = (
 def flops_per_token(settings: Any, multiplied: int, sequence_length: int) -> float | None:
     """Return the FLOPs of the matrix products for one token: 6·N + 6·layers·width·(sequence_length + 1).
 
-    N are the `multiplied` weights (see `multiplied_weights`): each multiplies and adds once forwards, twice backwards.
-    The rest is causal attention: queries by keys and shares by values, each over (sequence_length + 1) / 2 tokens on
-    average and over a `width` of all heads together. `settings` are the model's, a transformers configuration; None if
-    they do not say how large it is. For a mixture of experts, or a model that is frozen in part, this is an estimate.
+    N is the number of `multiplied` weights (see `multiplied_weights`): each multiplies and adds once forwards, twice
+    backwards. The rest is causal attention: queries times keys, and attention weights times values, each over
+    (sequence_length + 1) / 2 tokens on average and over the `width` of all heads together. `settings` is the model's
+    transformers configuration; return None if it does not name the model's size. For a mixture of experts, or a partly
+    frozen model, this is an estimate.
     """
     settings = settings.get_text_config()
     layers: int | None = getattr(settings, "num_hidden_layers", None)
@@ -58,7 +59,8 @@ def flops_per_token(settings: Any, multiplied: int, sequence_length: int) -> flo
 def peak_tokens_per_second(
     device_name: str, devices: int, precision: Precision, token_flops: float | None
 ) -> float | None:
-    """Return what so many devices of this name, as torch has it, could train at most; None if it is not known."""
+    """Return the most tokens a second that the devices could train; None if their peak is not known. `device_name` is
+    torch's name."""
     names = (peaks for pattern, peaks in PEAKS if re.fullmatch(rf"((NVIDIA|AMD) )?({pattern})", device_name))
     peak = next(names, {}).get(precision)
     return None if peak is None or token_flops is None else devices * peak * 1e12 / token_flops

@@ -1,4 +1,4 @@
-"""The owner's say over a volunteer: when it pauses, when it leaves, and how much of the machine it may take.
+"""The owner's control over a volunteer: when it pauses or leaves, and the limits on its monthly traffic.
 
 Other rooms import:
 conditions: Condition, parse_conditions, parse_hours, parse_until

@@ -1,4 +1,4 @@
-"""When an owner wants a volunteer to pause: conditions on facts, each with its reason in words."""
+"""Conditions under which a volunteer pauses. Each checks facts of the machine and gives its reason in words."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from opendiloco.owner.facts import Facts
 
-BUSY_PERCENT, HOT_CELSIUS = 50, 85  # where the owner names no limit
+BUSY_PERCENT, HOT_CELSIUS = 50, 85  # defaults of busy and hot
 PERCENTS, DEGREES = range(1, 100), range(30, 121)
-"""What these conditions may be said with: others would hold always, or never."""
+"""Values that the owner may give to busy and hot. With other values the condition would hold always or never."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """When to pause. `name` is what the owner calls it; `reason` says why to pause, None while there is no reason. One
-    that `is_long` lasts longer than others wait, so the volunteer leaves at once."""
+    """A condition under which the volunteer pauses.
+
+    `name` is the owner's word for it. `reason` returns in words why to pause, or None while the condition does not
+    hold. `is_long`: a pause for it outlasts the grace that other peers give, so the volunteer leaves the run at once.
+    """
 
     name: str
     reason: Callable[[Facts], str | None]
@@ -27,15 +30,15 @@ class Condition:
 
 
 def parse_hours(text: str) -> Condition:
-    """Read 22-07 or 21:30-7:15: the condition that it is not in these hours. Raises: ValueError."""
+    """Return the condition that pauses outside of hours such as 22-07 or 21:30-7:15. Raises: ValueError."""
     hours = text.strip()
     found = re.fullmatch(r"(\d\d?)(?::(\d\d))?-(\d\d?)(?::(\d\d))?", hours)
     if found is None:
-        raise ValueError(f"{text!r} is no range of hours such as 22-07 or 21:30-07:15.")
+        raise ValueError(f"{text!r} is not a range of hours: give one such as 22-07 or 21:30-07:15.")
     hour, minute, last_hour, last_minute = (int(part or 0) for part in found.groups())
     begin, end = time(hour % 24, minute), time(last_hour % 24, last_minute)
     if max(hour, last_hour) > 24 or begin == end:
-        raise ValueError(f"{text!r}: begin and end are two times of one day, 00:00 to 24:00.")
+        raise ValueError(f"{text!r}: give two different times of day, 00:00 to 24:00.")
 
     def reason(facts: Facts) -> str | None:
         now = facts.now.time()
@@ -46,7 +49,7 @@ def parse_hours(text: str) -> Condition:
 
 
 def _parse_condition(text: str) -> Condition:
-    """Read one word of --pause-when. Raises: ValueError."""
+    """Return the condition that one word of --pause-when names. Raises: ValueError."""
     kind, _, value = text.strip().partition(":")
     if kind == "process" and value:
         name = value.casefold()
@@ -64,31 +67,34 @@ def _parse_condition(text: str) -> Condition:
     if kind == "hot":
         limit = _number(text, value, DEGREES, "degrees Celsius") if value else HOT_CELSIUS
         return Condition(kind, lambda facts: f"{facts.celsius:.0f} °C" if (facts.celsius or 0.0) >= limit else None)
-    raise ValueError(f"{text!r} is none of battery, busy, busy:PERCENT, hot, hot:CELSIUS and process:NAME.")
+    raise ValueError(
+        f"{text!r} is unknown: give battery, busy, busy:PERCENT, hot, hot:CELSIUS or process:NAME, separated by commas."
+    )
 
 
 def _number(text: str, value: str, allowed: range, unit: str) -> int:
     if not (value.isascii() and value.isdigit() and len(value) < 4 and int(value) in allowed):
-        raise ValueError(f"{text!r}: {value!r} is no number of {unit} from {allowed[0]} to {allowed[-1]}.")
+        raise ValueError(f"{text!r}: {value!r} must be a whole number of {unit} from {allowed[0]} to {allowed[-1]}.")
     return int(value)
 
 
 def parse_conditions(text: str) -> tuple[Condition, ...]:
-    """Read what --pause-when says, separated by commas. Raises: ValueError."""
+    """Return the conditions that --pause-when names, separated by commas. Raises: ValueError."""
     found = tuple(_parse_condition(word) for word in text.split(",") if word.strip())
     names = [condition.name for condition in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"{text!r} has {twice} twice: leave one out.")
+        raise ValueError(f"{text!r} names {twice} twice: remove one.")
     return found
 
 
 def parse_until(text: str, now: datetime) -> datetime:
-    """Return the next 07:30 after `now`, or the moment 2026-11-24 07:30. Local time. Raises: ValueError."""
+    """Return the local time that a text names: for 07:30 the next one after `now`, for 2026-11-24 07:30 that moment.
+    Raises: ValueError."""
     try:
         if re.fullmatch(r"\d\d?:\d\d", text.strip()):
             moment = datetime.combine(now, datetime.strptime(text.strip(), "%H:%M").time())
             return moment if moment > now else moment + timedelta(days=1)
         return datetime.fromisoformat(text.strip()).astimezone().replace(tzinfo=None)
     except ValueError as error:
-        raise ValueError(f"{text!r} is no time such as 07:30 or 2026-11-24 07:30.") from error
+        raise ValueError(f"{text!r} is not a time: give one such as 07:30 or 2026-11-24 07:30.") from error

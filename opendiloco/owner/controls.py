@@ -1,7 +1,7 @@
-"""The socket through which an owner's commands reach a volunteer on the same machine: one question, one answer.
+"""The control socket of a volunteer: takes one request of the owner a connection, and returns one answer.
 
-It is a file in the run's folder that only its owner may use. Long paths do not fit into a socket's address, so it is
-bound and dialled through the folder's descriptor.
+The socket is a file in the run's folder that only the owner may open. A socket address holds only a short path, so both
+sides name the folder through its descriptor.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from opendiloco.errors import MachineError
 from peers.values.system import make_private_folder
 
 NAME = "control"
-ANSWER_SECONDS = 5.0  # for a request and its answer, on one machine; the volunteer may be busy
-LINE_LIMIT = 4096  # bytes of a request, or of its answer
+ANSWER_SECONDS = 5.0  # limit for a request and its answer: a busy volunteer answers late
+LINE_LIMIT = 4096  # most bytes of a request or an answer
 
 
 class Request(BaseModel):
-    """What the owner wants, or wants to know. `anyway` overrules conditions that hold."""
+    """A command of the owner. `anyway` resumes the training although conditions to pause hold."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -34,7 +34,8 @@ class Request(BaseModel):
 
 
 class Answer(BaseModel):
-    """What the volunteer says. It is paused while there are `reasons`. `month` has its traffic beside its limits."""
+    """The volunteer's answer. It is paused while there are `reasons`. `month` is the month's traffic and its limits, in
+    words."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -46,10 +47,10 @@ class Answer(BaseModel):
 
 @asynccontextmanager
 async def serve_controls(folder: Path, answer: Callable[[Request], Answer]) -> AsyncIterator[None]:
-    """Answer requests until the context ends. Raises: MachineError when the socket cannot be made."""
+    """Answer requests until the context ends. Raises: MachineError if the socket cannot be created."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, TimeoutError, ValidationError, ValueError):  # whoever asks is gone, or is none of us
+        with suppress(OSError, TimeoutError, ValidationError, ValueError):  # the client has gone, or sends garbage
             async with asyncio.timeout(ANSWER_SECONDS):
                 request = Request.model_validate_json(await reader.readline())
                 writer.write(answer(request).model_dump_json().encode() + b"\n")
@@ -60,7 +61,7 @@ async def serve_controls(folder: Path, answer: Callable[[Request], Answer]) -> A
     try:
         make_private_folder(folder)
         with _short(folder) as near:
-            path.unlink(missing_ok=True)  # of a process that was killed: the identity's lock keeps two from running
+            path.unlink(missing_ok=True)  # left by a killed process: the lock on the identity excludes a living one
             listener = socket.socket(socket.AF_UNIX)
             mask = os.umask(0o177)
             try:
@@ -70,7 +71,7 @@ async def serve_controls(folder: Path, answer: Callable[[Request], Answer]) -> A
         server = await asyncio.start_unix_server(serve, sock=listener, limit=LINE_LIMIT)
     except OSError as error:
         raise MachineError(
-            f"the control socket {path} cannot be made: {error.strerror}.", "Name another folder with --state."
+            f"the control socket {path} cannot be created: {error.strerror}.", "Name another folder with --state."
         ) from error
     try:
         yield
@@ -80,7 +81,7 @@ async def serve_controls(folder: Path, answer: Callable[[Request], Answer]) -> A
 
 
 def ask(path: Path, request: Request) -> Answer | None:
-    """Return what the volunteer of a socket answers; None: nobody is there."""
+    """Return the answer of the volunteer at this socket; None if no volunteer answers."""
     try:
         with _short(path.parent) as near, socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(ANSWER_SECONDS)
@@ -93,14 +94,14 @@ def ask(path: Path, request: Request) -> Answer | None:
 
 
 def volunteers(state: Path, run: str | None = None) -> dict[Path, Answer]:
-    """Return what the volunteers below a state folder say, of all runs or of one, by their sockets."""
-    asked = {path: ask(path, Request(do="look")) for path in sorted(state.glob(f"{run or '*'}/*/{NAME}"))}
-    return {path: answer for path, answer in asked.items() if answer is not None}
+    """Return the answers of all volunteers in a state folder, by socket; with `run`, only those in that run."""
+    answers = {path: ask(path, Request(do="look")) for path in sorted(state.glob(f"{run or '*'}/*/{NAME}"))}
+    return {path: answer for path, answer in answers.items() if answer is not None}
 
 
 @contextmanager
 def _short(folder: Path) -> Iterator[str]:
-    """An address of the socket in this folder that is never too long."""
+    """Yield a short path of the socket in this folder, valid while the context lasts."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/{NAME}"

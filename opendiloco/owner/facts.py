@@ -1,6 +1,6 @@
-"""What is true of this machine now: its heat, its GPUs' power, its battery, and what other programs use.
+"""Facts about this machine: its temperature, its GPUs' power, its battery, and the processor use of other programs.
 
-Temperatures come from psutil, what concerns NVIDIA's GPUs from NVML. What cannot be read is left out.
+psutil reads temperatures, and NVML reads NVIDIA's GPUs. A value that cannot be read is left out.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import psutil
 
 POWER_SUPPLIES = Path("/sys/class/power_supply")
 PROCESSORS = frozenset({"coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal", "acpitz", "x86_pkg_temp"})
-"""What Linux calls the sensors of processors; others belong to disks and network cards."""
+"""Linux's names for processor sensors; other sensors belong to disks and network cards."""
 PLAUSIBLE = range(1, 126)
-"""Degrees Celsius. Sensors that are not connected say other numbers."""
+"""Degrees Celsius that a working sensor reports; an unconnected one reports other numbers."""
 
 
 @dataclass(frozen=True)
 class Sensor:
-    """A temperature of the machine itself; `critical` is where its hardware says that it is too hot."""
+    """A temperature of the machine. `critical` is the limit that the hardware names, in degrees Celsius."""
 
     name: str
     celsius: float
@@ -33,7 +33,7 @@ class Sensor:
 
 @dataclass(frozen=True)
 class GpuState:
-    """What a GPU's driver says of heat and power, in watts; None: it does not say."""
+    """A GPU's temperature in degrees Celsius and its power in watts, as its driver reports them; None: not reported."""
 
     name: str
     celsius: float | None
@@ -45,17 +45,18 @@ class GpuState:
 
 
 def read_sensors() -> tuple[Sensor, ...]:
-    """Return the temperatures of the hardware monitors; without any, those of thermal zones."""
+    """Return the temperatures of the hardware monitors; if there are none, those of the thermal zones."""
     return tuple(
         Sensor(name, reading.current, reading.critical or None)
         for name, readings in psutil.sensors_temperatures().items()
         for reading in readings
-        if -50 < reading.current < 200  # what is not connected says other numbers
+        if -50 < reading.current < 200  # an unconnected sensor reports other numbers
     )
 
 
 def is_on_battery(root: Path = POWER_SUPPLIES) -> bool:
-    """Return whether a battery of this machine itself is being used up. psutil takes a wireless mouse's for it."""
+    """Return True if a battery of this machine is discharging. psutil is not used, because it also counts the battery
+    of a wireless mouse."""
     return any(
         _text(supply / "type") == "Battery"
         and _text(supply / "scope") != "Device"
@@ -65,7 +66,7 @@ def is_on_battery(root: Path = POWER_SUPPLIES) -> bool:
 
 
 def read_gpus() -> tuple[GpuState, ...]:
-    """Return what NVIDIA's driver says of each GPU; nothing where there is no driver."""
+    """Return the state of each NVIDIA GPU; nothing without a driver."""
     import pynvml
 
     found = []
@@ -80,23 +81,23 @@ def read_gpus() -> tuple[GpuState, ...]:
 
 
 def _state_of(gpu: Any) -> GpuState:
-    """Raises: pynvml.NVMLError when the GPU is lost."""
+    """Return the state of one GPU. Raises: pynvml.NVMLError if the GPU is lost."""
     import pynvml
 
-    def asked(question: Callable[..., int], *about: int) -> int | None:
-        with suppress(pynvml.NVMLError):  # this GPU does not say
-            return question(gpu, *about)
+    def query(function: Callable[..., int], *arguments: int) -> int | None:
+        with suppress(pynvml.NVMLError):  # this GPU does not report the value
+            return function(gpu, *arguments)
         return None
 
-    def watts(question: Callable[..., int]) -> float | None:
-        found = asked(question)
-        return None if found is None else found / 1000  # it says milliwatts
+    def watts(function: Callable[..., int]) -> float | None:
+        milliwatts = query(function)
+        return None if milliwatts is None else milliwatts / 1000
 
-    slowed = asked(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
+    slowed = query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
     by_heat = pynvml.nvmlClocksThrottleReasonSwThermalSlowdown | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
     return GpuState(
         pynvml.nvmlDeviceGetName(gpu),
-        celsius=asked(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
+        celsius=query(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
         watts=watts(pynvml.nvmlDeviceGetPowerUsage),
         limit=watts(pynvml.nvmlDeviceGetPowerManagementLimit),
         default_limit=watts(pynvml.nvmlDeviceGetPowerManagementDefaultLimit),
@@ -113,10 +114,10 @@ def _text(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """One look at a machine. `others` is the share of its cores that programs other than ours use, 0 to 1.
+    """The facts of one look at this machine.
 
-    `celsius` has the hottest processor or GPU; None: no sensor can be read. `programs` are the names of all processes,
-    casefolded.
+    `others` is the share of its processor cores that other programs use, 0 to 1. `celsius` is the temperature of the
+    hottest processor or GPU, None if no sensor can be read. `programs` are the casefolded names of all processes.
     """
 
     now: datetime
@@ -127,15 +128,15 @@ class Facts:
 
 
 class Observer:
-    """Looks at this machine; at its heat only if somebody asks, since that wakes GPUs. What programs use is told as of
-    the look before."""
+    """Reads the facts of this machine. It reads temperatures only with `with_heat`, because that wakes GPUs. The
+    processor use of other programs is their mean since the look before."""
 
     def __init__(self, with_heat: bool = True) -> None:
         self._with_heat = with_heat
         self._before: tuple[float, float, float] | None = None
 
     def look(self) -> Facts:
-        """Return the facts. It takes some tens of milliseconds."""
+        """Return the facts. This takes some tens of milliseconds."""
         names = (process.info["name"] for process in psutil.process_iter(["name"]))
         return Facts(
             now=datetime.now(),
@@ -158,18 +159,18 @@ class Observer:
 
 
 def machine_line() -> str:
-    """Return what can be read of this machine's temperature and its GPUs' power, in words; it may be nothing."""
+    """Return the temperature of this machine and the power of its GPUs in words; empty if neither can be read."""
     gpus = read_gpus()
     celsius = _hottest_of(gpus)
-    said = [] if celsius is None else [f"{celsius:.0f} °C"]
+    parts = [] if celsius is None else [f"{celsius:.0f} °C"]
     watts, limits = ([getattr(gpu, name) or 0.0 for gpu in gpus] for name in ("watts", "limit"))
-    said += [f"GPUs {sum(watts):.0f} of {sum(limits):.0f} W"] if any(watts) else []
-    return ", ".join(said)
+    parts += [f"GPUs {sum(watts):.0f} of {sum(limits):.0f} W"] if any(watts) else []
+    return ", ".join(parts)
 
 
 def _seconds_of_family() -> float:
-    """Return the processor time that this process and its descendants have taken, also those that have ended: whoever
-    waits for a child's end has its time."""
+    """Return the processor seconds of this process and its descendants. A parent's count includes children that have
+    ended and were waited for."""
     found = 0.0
     me = psutil.Process()
     for process in (me, *me.children(recursive=True)):

@@ -1,4 +1,4 @@
-"""The bulk data of a calendar month (UTC): counted, kept across restarts, and held to the owner's limits."""
+"""The bulk traffic of a calendar month (UTC): counted, kept across restarts, and held within the owner's limits."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "traffic.json"
 KEEP_SECONDS = 30.0
-"""Between two writings of the file: a crash loses the count of no more."""
+"""Seconds between two writes of the file. A crash loses at most the count of this time."""
 PACE_SECONDS = SECONDS_A_DAY
-"""Over which the pace is taken: hours without training count, and the download of the state is no pace of a month."""
-NEAR = 0.9  # of a limit, from which on contributions are thinner whatever the pace
+"""Seconds over which the pace is averaged. A whole day includes hours without training, and keeps one download of the
+state from counting as a pace for the month."""
+NEAR = 0.9  # share of a limit above which contributions become smaller at any pace
 SPENT = 0.98
-"""Of a limit, at which the volunteer pauses: what is left is for the round under way, which is finished first."""
+"""Share of a limit at which the volunteer pauses. The rest is for the round under way, which is finished first."""
 KEPT_MONTHS = 4
-"""Counted last: a clock that is set moves to another month."""
+"""Months in the file, those counted last. A clock that is wrong for a while adds another month."""
 LEAST_SHARE = 1e-6
-"""Of a contribution's bytes, which asks for the thinnest format."""
-DIRECTIONS, MEASURED_AS = ("up", "down"), ("sent", "received")  # in words, and as metrics are labelled
+"""The smallest share of a contribution's bytes. It selects the thinnest format."""
+DIRECTIONS, MEASURED_AS = ("up", "down"), ("sent", "received")  # for people, and as labels of metrics
 
 
 _Bytes = Annotated[int, Field(ge=0, le=1 << 63)]
@@ -43,7 +44,10 @@ _Rate = Annotated[float, Field(ge=0, le=1e15)]
 
 class _Count(BaseModel):
     """The bytes that one volunteer has sent and received in each of the last months, its pace in bytes a second, and
-    when it was last counted, in seconds since the epoch. A clock that was wrong for a while loses no month."""
+    the time of the last count in seconds since the epoch.
+
+    Several months are kept, so that a clock that was wrong for a while loses none.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -52,16 +56,16 @@ class _Count(BaseModel):
     pace: tuple[_Rate, _Rate] = (0.0, 0.0)
 
     def in_month(self, now: datetime) -> tuple[int, int]:
-        """Return the bytes of the present month."""
+        """Return the bytes sent and received in the present month."""
         return self.months.get(_name(now), (0, 0))
 
     def pace_at(self, now: datetime) -> tuple[float, float]:
-        """Return the pace, which falls while nothing is moved."""
-        rest = math.exp(-max(now.timestamp() - self.at, 0.0) / PACE_SECONDS)
-        return self.pace[0] * rest, self.pace[1] * rest
+        """Return the pace at this time. It decays while there is no traffic."""
+        decay = math.exp(-max(now.timestamp() - self.at, 0.0) / PACE_SECONDS)
+        return self.pace[0] * decay, self.pace[1] * decay
 
     def and_more(self, more: Sequence[int], now: datetime) -> _Count:
-        """Return the count with more bytes."""
+        """Return the count plus these bytes, sent and received."""
         moved = [before + new for before, new in zip(self.in_month(now), more, strict=True)]
         pace = [before + new / PACE_SECONDS for before, new in zip(self.pace_at(now), more, strict=True)]
         others = [each for each in self.months.items() if each[0] != _name(now)]
@@ -71,7 +75,8 @@ class _Count(BaseModel):
 
 @dataclass(frozen=True)
 class _Use:
-    """The use of one direction: bytes so far, those by the month's end at the present pace, and the owner's limit."""
+    """The traffic of one direction in this month: bytes so far, bytes by the month's end at the present pace, and the
+    owner's limit."""
 
     direction: str
     moved: int
@@ -80,7 +85,7 @@ class _Use:
 
     @property
     def share(self) -> float:
-        """Return the share of the present pace that the limit leaves until the month's end; below 1: it is near."""
+        """The share of the present pace that fits the limit until the month's end; below 1 the limit is near."""
         if self.limit is None:
             return 1.0
         left, to_come = self.limit - self.moved, self.foreseen - self.moved
@@ -95,10 +100,8 @@ class _Use:
 
 
 class MonthlyTraffic:
-    """The bulk data that the volunteers of this machine have moved in the present month, beside the owner's limits.
-
-    Each volunteer keeps its own count in its folder, and adds those beside it in the same state folder.
-    """
+    """The bulk traffic of all volunteers on this machine in the present month, with the owner's limits. Each volunteer
+    keeps its own count in its folder, and reads the counts of the others in the same state folder."""
 
     def __init__(
         self,
@@ -106,12 +109,12 @@ class MonthlyTraffic:
         limits: tuple[float | None, float | None] = (None, None),
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """`folder` is the volunteer's own. `limits` are in bytes, up and down; None: no limit."""
+        """`folder` is the volunteer's own. `limits` are bytes a month, up and down; None: no limit."""
         self._file, self._limits, self._clock = folder / FILE_NAME, limits, clock
         self._own = _read(self._file)
         self._others = list(self._read_others())
         self._transport: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        self._seen = (0, 0)  # bytes of the transport that are counted
+        self._seen = (0, 0)  # the transport's bytes at the last count
         self._can_write = True
         self._writing = Lock()
         for direction, limit in zip(MEASURED_AS, limits, strict=True):
@@ -121,7 +124,7 @@ class MonthlyTraffic:
     # Counting ---------------------------------------------------------------------------------------------------------
     @asynccontextmanager
     async def counting(self, transport: Callable[[], tuple[int, int]]) -> AsyncIterator[None]:
-        """Count what a new transport moves until the context ends, and keep the count. `transport` returns the bytes
+        """Count a new transport's traffic until the context ends, and save the count. `transport` returns the bytes
         that it has sent and received so far."""
         self._transport, self._seen = transport, (0, 0)
         keeping = start_task(self._keep_on())
@@ -141,7 +144,7 @@ class MonthlyTraffic:
             self._others = await asyncio.to_thread(lambda: list(self._read_others()))
 
     def _count(self) -> None:
-        """Add what the transport has moved since the last count."""
+        """Add the transport's traffic since the last count."""
         moved = self._transport()
         more = [after - before for after, before in zip(moved, self._seen, strict=True)]
         self._seen = moved
@@ -149,31 +152,31 @@ class MonthlyTraffic:
             self._own = self._own.and_more(more, self._clock())
 
     def _keep(self, count: _Count) -> None:
-        """Write a count to the file, unless nothing was ever counted."""
+        """Write a count to the file, unless it is empty."""
         if not count.months:
             return
         try:
-            with self._writing:  # a session that ends does not wait for the thread that writes
+            with self._writing:  # a thread may still be writing when the session ends
                 write_whole(self._file, [count.model_dump_json().encode()], is_durable=True)
             self._can_write = True
         except OSError as error:
             if self._can_write:
                 reason = error.strerror or str(error)
                 logger.warning(
-                    "%s cannot be written, so the month's traffic is lost at a restart: %s. Free some space.",
+                    "%s cannot be written, so a restart loses the month's traffic: %s. Free some space.",
                     *(self._file, reason),
                 )
             self._can_write = False
 
     def _read_others(self) -> Iterator[_Count]:
-        """Yield the counts of the other volunteers in the state folder, of whichever run."""
+        """Yield the counts of the other volunteers in the state folder, in any run."""
         state = self._file.parent.parent.parent
         paths = (path for path in sorted(state.glob(f"*/*/{FILE_NAME}")) if path != self._file)
-        yield from (_read(path, logging.DEBUG) for path in paths)  # its own volunteer warns
+        yield from (_read(path, logging.DEBUG) for path in paths)  # each volunteer warns of its own file
 
     # Limits -----------------------------------------------------------------------------------------------------------
     def uses(self) -> tuple[_Use, ...]:
-        """Return the use of the uplink and of the downlink in the present month."""
+        """Return the traffic of the uplink and of the downlink in the present month."""
         self._count()
         now, found = self._clock(), list[_Use]()
         seconds = (_end_of_month(now) - now).total_seconds()
@@ -186,11 +189,11 @@ class MonthlyTraffic:
         return tuple(found)
 
     def share(self) -> float:
-        """Return the share of a whole contribution's bytes that the limit on uploads leaves; 1: all of them."""
+        """Return the share of a full contribution's bytes that the upload limit leaves; 1: all."""
         return self.uses()[0].share
 
     def lines(self) -> list[str]:
-        """Return the month's traffic in words, and whether a limit is near; nothing where there is no limit."""
+        """Return the month's traffic in words, and a line if a limit is near; nothing without limits."""
         if not any(self._limits):
             return []
         up, down = self.uses()
@@ -202,7 +205,7 @@ class MonthlyTraffic:
         return lines
 
     def conditions(self) -> tuple[Condition, ...]:
-        """Return the conditions to pause: one for each limit, which holds once the limit is spent."""
+        """Return a condition to pause for each limit. It holds when the limit is spent."""
 
         def condition(place: int, limit: float) -> Condition:
             def reason(_: object) -> str | None:
@@ -216,13 +219,13 @@ class MonthlyTraffic:
 
 
 def _read(path: Path, level: int = logging.WARNING) -> _Count:
-    """Return the count in a file; nothing counted where there is none."""
+    """Return the count in a file; an empty count if there is none."""
     try:
         return _Count.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         pass
     except (OSError, ValidationError) as error:
-        logger.log(level, "%s is passed over, so the month's traffic before now is not counted: %s", path, error)
+        logger.log(level, "%s cannot be read, so the month's traffic so far is not counted: %s", path, error)
     return _Count()
 
 

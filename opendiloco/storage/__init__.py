@@ -1,4 +1,4 @@
-"""What a machine keeps of a run on its disk or elsewhere, and what can be made of it again.
+"""Storage of a run, on this machine's disk or at a remote: logs, checkpoints, moments, archives and audits.
 
 Needs no torch, except to audit a log from its first entry on.
 

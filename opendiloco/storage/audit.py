@@ -1,6 +1,7 @@
-"""Whether a log on disk is what its digests and signatures say: headers, payloads, and the states that they lead to.
+"""The audit of a log on disk: headers, signatures, payloads, and the states that they lead to are checked against their
+digests.
 
-Nothing on the disk is changed. Neither torch nor the model is needed, except for the states from the manifest on.
+It changes nothing on the disk. Only states from the manifest on need torch and the model.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ from peers.values.workload import BadBlocksError, Blocks
 
 @dataclass
 class Findings:
-    """Findings in words, with the indices of their entries, and what is wrong by index."""
+    """Findings in words, with the indices of their entries; and errors, each with the index of its entry."""
 
     verified: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     unverified: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     wrong: list[tuple[int, str]] = field(default_factory=list)
     not_understood: AmendmentError | None = None
-    """Why states are not computed from some entry on, though all is here that they follow from."""
+    """The reason why states are not computed from some entry on, although all payloads are there."""
 
-    def is_verified(self, what: str, index: int) -> None:
-        self.verified[what].add(index)
+    def add_verified(self, finding: str, index: int) -> None:
+        self.verified[finding].add(index)
 
-    def is_unverified(self, what: str, index: int) -> None:
-        self.unverified[what].add(index)
+    def add_unverified(self, finding: str, index: int) -> None:
+        self.unverified[finding].add(index)
 
     def facts(self) -> dict[str, object]:
-        """For scripts: the same, as JSON can say it."""
+        """Return the findings as JSON values, for scripts."""
         verified, unverified = (
             {what: sorted(indices) for what, indices in found.items()} for found in (self.verified, self.unverified)
         )
@@ -61,14 +62,14 @@ class Findings:
         return {"verified": verified, "not_verified": unverified, "wrong": wrong}
 
     def lines(self) -> Iterable[str]:
-        """For people."""
+        """Yield the findings as lines, for people."""
         for heading, found in (("verified", self.verified), ("not verified", self.unverified)):
             yield from (f"{heading}: {what}: {_entries(sorted(indices))}" for what, indices in found.items())
         yield from (f"wrong: entry {index}: {what}" for index, what in sorted(self.wrong))
 
 
 def _entries(indices: Iterable[int]) -> str:
-    """Ascending indices in words: "entries 0 to 3, 7"."""
+    """Return ascending indices in words, such as "entries 0 to 3, 7"."""
     runs = [list(run) for _, run in groupby(enumerate(indices), lambda placed: placed[1] - placed[0])]
     ends = [(run[0][1], run[-1][1]) for run in runs]
     text = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in ends)
@@ -76,42 +77,42 @@ def _entries(indices: Iterable[int]) -> str:
 
 
 class _States:
-    """Computes the state after each outer step again, from where there is one."""
+    """A replay of the run's states: computes the state after each outer step, from a starting state on."""
 
     def __init__(
         self, config: RunConfig, start: OuterState, index: int, origin: str, amendment: Amendment | None = None
     ) -> None:
-        """The state after `index` outer steps, which is the checkpoint's or whatever `origin` says. `amendment` is in
-        force there."""
+        """`start` is the state after `index` outer steps, from a checkpoint or the manifest, as `origin` names it;
+        `amendment` is the one in force there."""
         self._state = start
         self._codecs = [BlockCodec.of(config.codec, part.stop - part.start) for part in start.fragments]
         self._config, self._next = config, index
         self._amendment = amendment
         self._origin = origin
-        self._broken = ""  # why there is no state any more
+        self._broken = ""  # the reason why the state is unknown from here on
 
     def follow(self, entry: Entry, payload: Blocks | None, findings: Findings) -> None:
         index = entry.index
         if index < self._next:
-            if index < self._next - 1:  # that one has been held against the checkpoint
-                findings.is_unverified(f"states, which come before {self._origin}", index)
+            if index < self._next - 1:  # that entry was compared with the checkpoint
+                findings.add_unverified(f"states before {self._origin}", index)
             return
         self._apply(entry, payload, findings)
         if entry.fragment < len(self._codecs) - 1:
             return
-        self._amendment = newest(self._amendment, entry.content.amendment)  # an outcome has only what it takes in
+        self._amendment = newest(self._amendment, entry.content.amendment)  # None, unless the entry brings one
         if self._broken:
-            findings.is_unverified(f"states, {self._broken}", index)
+            findings.add_unverified(f"states, {self._broken}", index)
         elif entry.state_digest is None:
-            findings.is_unverified("states whose digest was not recorded", index)
+            findings.add_unverified("states whose digest was not recorded", index)
         elif entry.state_digest == self._state.digest():
-            findings.is_verified(f"states, from {self._origin} on", index)
+            findings.add_verified(f"states, from {self._origin} on", index)
         else:
             findings.wrong.append((index, "its payload leads to another state than the recorded one"))
             self._broken = f"which follow from the wrong entry {index}"
 
     def _apply(self, entry: Entry, payload: Blocks | None, findings: Findings) -> None:
-        """Take a fragment's outer step, unless it has none or the state before it is not known."""
+        """Apply a fragment's outer step, unless it has no payload or the state before it is unknown."""
         if self._broken or not _has_payload(entry):
             return
         if payload is None:
@@ -130,12 +131,12 @@ class _States:
 
 
 def _check_signatures(entry: Entry, header: Header, before: LogState, findings: Findings) -> None:
-    """Hold an entry's certificate against the log before it."""
+    """Check an entry's certificate against the log before it."""
     if before.position.head != header.previous:
-        findings.is_unverified("signatures, since what came before is not here", entry.index)
+        findings.add_unverified("signatures, because the entries before are missing", entry.index)
         return
     if entry.proof is None:
-        findings.is_unverified("signatures, which are not here", entry.index)
+        findings.add_unverified("signatures, which are missing", entry.index)
         return
     try:
         proof = prove(entry.proof, before.of(header.fragment), header, verify)
@@ -143,13 +144,13 @@ def _check_signatures(entry: Entry, header: Header, before: LogState, findings: 
         findings.wrong.append((header.index, str(error)))
         return
     if proof.is_certified:
-        findings.is_verified("signatures of a quorum of the voters before", header.index)
+        findings.add_verified("signatures of a quorum of the voters before", header.index)
     else:
-        findings.is_unverified("entries that a minority made", header.index)
+        findings.add_unverified("entries that a minority made", header.index)
 
 
 class _Proofs:
-    """Proofs of the faults in annexes, beside a log in a folder, held against what was signed."""
+    """The checks of stored proofs of the faults that headers name."""
 
     def __init__(self, folder: Path, run: Run, findings: Findings) -> None:
         self._folder = folder
@@ -159,18 +160,18 @@ class _Proofs:
         self._findings = findings
 
     def check(self, header: Header, before: LogState) -> None:
-        """Check an entry's annex, if it has one, beside the log before it. Raises: OSError."""
+        """Check the proof of each fault in an entry, given the log before the entry. Raises: OSError."""
         self._heads[before.position.index] = before.position.head
         for fault in header.faults:
             path = proof_path(self._folder, fault.proof)
             if path.exists():
                 self._check_proof(fault, path.read_bytes(), header.index)
             else:
-                self._findings.is_unverified(f"the proof that {fault.peer} lied, which is not here", header.index)
+                self._findings.add_unverified(f"the proof that {fault.peer} lied, which is missing", header.index)
 
     def _check_proof(self, fault: Fault, data: bytes, index: int) -> None:
-        """Check what is kept as proof of a fault that entry `index` names, as a member does before it signs."""
-        findings, wrong = self._findings, f"what is kept as proof does not convict {fault.peer}"
+        """Check the stored proof of a fault in entry `index`, as a member does before it signs."""
+        findings, wrong = self._findings, f"the stored proof does not convict {fault.peer}"
         try:
             proof = read_proof(fault.kind, data)
         except WireError:
@@ -181,21 +182,21 @@ class _Proofs:
         if proof.fault != fault or head != place.head:
             findings.wrong.append((index, wrong))
         elif not may_be_named(place.index, index, self._exclusion):
-            told = f"it names {fault.peer} for a lie told for entry {place.index}"
-            findings.wrong.append((index, f"{told}, when no entry could name that"))
+            problem = f"it names {fault.peer} for a lie at entry {place.index}, which this entry may not name"
+            findings.wrong.append((index, problem))
         elif isinstance(proof, BadContribution):
-            findings.is_unverified("proofs of false contributions, which need the model", index)
+            findings.add_unverified("proofs of false contributions, which need the model", index)
         elif not proof.convicts(Verifier(self._run, verify, payloads=())):
             findings.wrong.append((index, wrong))
         elif place.index not in self._heads:
-            findings.is_unverified("proofs of faults, since what came before is not here", index)
+            findings.add_unverified("proofs of faults, because the entries before are missing", index)
         else:
-            findings.is_verified("proofs of faults", index)
+            findings.add_verified("proofs of faults", index)
 
 
 def audit(folder: Path, run: Run, checkpoint: Checkpoint | None, own: OwnFiles) -> Findings:
-    """Verify all that can be verified of a log. Raises: LogFolderError, AmendmentError, and what building the model
-    raises."""
+    """Verify as much of a log as possible. Raises: LogFolderError, AmendmentError, and the exceptions of building the
+    model."""
     findings = Findings()
     try:
         chain = _check_chain(folder / ENTRIES, run, findings)
@@ -207,13 +208,13 @@ def audit(folder: Path, run: Run, checkpoint: Checkpoint | None, own: OwnFiles) 
                 states.follow(entry, payload, findings)
     except OSError as error:
         raise LogFolderError(
-            f"the log in {folder} cannot be read: {error.strerror or error}.", "Name one that this user may read."
+            f"the log in {folder} cannot be read: {error.strerror or error}.", "Name a log that this user may read."
         ) from error
     return findings
 
 
 def _check_chain(file: Path, run: Run, findings: Findings) -> Chain:
-    """The entries that follow from each other. Raises: OSError."""
+    """Return the entries that follow from one another, after checking their signatures and proofs. Raises: OSError."""
     proofs = _Proofs(file.parent, run, findings)
 
     def see(entry: Entry, header: Header, before: LogState) -> None:
@@ -221,57 +222,57 @@ def _check_chain(file: Path, run: Run, findings: Findings) -> Chain:
         proofs.check(header, before)
 
     chain, problem = read_chain(file, run.settings.empty_log, see)
-    origin = "the first that is here" if chain.first else "the manifest"
+    origin = "the first stored one" if chain.first else "the manifest"
     for entry in chain.entries:
-        findings.is_verified(f"headers, from {origin} on", entry.index)
+        findings.add_verified(f"headers, from {origin} on", entry.index)
     if problem:
         findings.wrong.append((chain.next_index, problem))
     return chain
 
 
 def _check_signed_heads(folder: Path, run: Run, chain: Chain, findings: Findings) -> None:
-    """Hold the log against what the run's archives have signed, as far as its peer has heard. Raises: OSError."""
+    """Check the log against the heads of the run's archives that this machine has stored. Raises: OSError."""
     path = RunFolder(folder.absolute().parent).signed_heads
     if not path.exists():
         return
     try:
         signed = SignedHeads(run.run_id, run.manifest.archives).taking(unpack_heads(path.read_bytes()))
     except SignedHeadsError as error:
-        findings.wrong.append((0, f"{path} is not what the run's archives have signed: {error}"))
+        findings.wrong.append((0, f"{path} was not signed by the run's archives: {error}"))
         return
     heads = {index: head for index in signed.indices if (head := chain.head(index - 1)) is not None}
     if (other := signed.contradiction(heads)) is not None:
-        findings.wrong.append((other.index - 1, f"the archive {other.archive} has signed another one"))
+        findings.wrong.append((other.index - 1, f"the archive {other.archive} has signed another entry"))
     for index in sorted(signed.indices & heads.keys()):
         if any(one.head == heads[index] for one in signed.believed):
-            findings.is_verified("heads that the run's archives have signed", index - 1)
+            findings.add_verified("heads that the run's archives have signed", index - 1)
 
 
 def _check_payload(folder: Path, run: Run, entry: Entry, findings: Findings) -> Blocks | None:
-    """The payload, if it is here and the right one. Raises: OSError."""
+    """Return the payload if it is stored and has the right digest. Raises: OSError."""
     wanted = entry.content.payload
     path = payload_path(folder / PAYLOADS, entry.index, wanted)
     try:
         payload = read_payload(path, block_bytes(run.config.codec))
     except FileNotFoundError:
-        findings.is_unverified("payloads, which are not here", entry.index)
+        findings.add_unverified("payloads, which are missing", entry.index)
         return None
     if payload.digest != wanted:
         findings.wrong.append((entry.index, f"{path} is not the payload that its header names"))
         return None
-    findings.is_verified("payloads", entry.index)
+    findings.add_verified("payloads", entry.index)
     return payload.data
 
 
 def _start_states(
     folder: Path, run: Run, chain: Chain, checkpoint: Checkpoint | None, findings: Findings, own: OwnFiles
 ) -> _States | None:
-    """Where states can be computed from: the given checkpoint, the run's initial model, or else a checkpoint beside the
-    log. None, and noted why, if from nowhere.
+    """Return a replay that begins at the given checkpoint, at the run's initial model, or else at a checkpoint beside
+    the log. If there is no start, add a finding and return None.
 
-    Raises: CheckpointError when the folder of checkpoints is unreadable.
+    Raises: CheckpointError if the folder of checkpoints is unreadable.
     """
-    has_first = len(chain) > 0 and chain.first == 0 and all(_is_here(folder, one) for one in chain.cycles(0, 1))
+    has_first = len(chain) > 0 and chain.first == 0 and all(_can_apply(folder, one) for one in chain.cycles(0, 1))
     if checkpoint is None and has_first:
         from opendiloco.model.build import initial_theta
 
@@ -283,29 +284,27 @@ def _start_states(
     if checkpoint is not None:
         return _states_from(checkpoint, run, chain, findings)
     for entry in chain.entries:
-        findings.is_unverified("states, since neither the first payload nor a checkpoint is here", entry.index)
+        findings.add_unverified("states, because the first payload and a checkpoint are missing", entry.index)
     return None
 
 
 def _find_checkpoint(folder: Path, run: Run, chain: Chain) -> Checkpoint | None:
-    """Return the oldest good checkpoint beside a log with all payloads after it, or else the newest; None without any.
-
-    Raises: CheckpointError.
-    """
+    """Return the oldest good checkpoint beside a log that has all payloads after it, or else the newest good one; None
+    without any. Raises: CheckpointError."""
     beside = Checkpoints(RunFolder(folder.absolute().parent).checkpoints, run.run_id)
-    gaps = (entry.index + 1 for entry in reversed(chain.entries) if not _is_here(folder, entry))
+    gaps = (entry.index + 1 for entry in reversed(chain.entries) if not _can_apply(folder, entry))
     first = next(gaps, chain.first)
     indices = [index for index in beside.indices() if index <= chain.next_index]
     return beside.load_first(sorted(indices, key=lambda index: (index < first, abs(index - first))))
 
 
 def _has_payload(entry: Entry) -> bool:
-    """Return whether there is anything to apply: nobody may have trained a fragment."""
+    """Return True if the entry has a payload; it has none if no peer trained its fragment."""
     return entry.content.payload != NO_PAYLOAD
 
 
-def _is_here(folder: Path, entry: Entry) -> bool:
-    """Return whether the disk has what an entry's outer step takes."""
+def _can_apply(folder: Path, entry: Entry) -> bool:
+    """Return True if an entry needs no payload or its payload is stored."""
     return not _has_payload(entry) or payload_path(folder / PAYLOADS, entry.index, entry.content.payload).exists()
 
 
@@ -315,13 +314,13 @@ def _states_from(checkpoint: Checkpoint, run: Run, chain: Chain, findings: Findi
     before, after = chain.entry(place.index - 1), chain.entry(place.index, 0)
     if chain.head(place.index - 1) != place.head and not (after and after.content.previous == place.head):
         for entry in chain.entries:
-            findings.is_unverified(f"states, since the log lacks the last entry of {origin}", entry.index)
+            findings.add_unverified(f"states, because the log does not have the last entry of {origin}", entry.index)
         return None
     if before is not None:
         if before.state_digest is None:
-            findings.is_unverified("states whose digest was not recorded", before.index)
+            findings.add_unverified("states whose digest was not recorded", before.index)
         elif before.state_digest == checkpoint.state_digest:
-            findings.is_verified(f"states, as {origin} has them", before.index)
+            findings.add_verified(f"states, as in {origin}", before.index)
         else:
             findings.wrong.append((before.index, f"the recorded state is not that of {origin}"))
     momentum, theta = np.frombuffer(checkpoint.data, np.float32).reshape(2, -1).copy()

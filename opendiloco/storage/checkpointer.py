@@ -1,4 +1,4 @@
-"""A volunteer's side of checkpoints: hands frozen states to the process that writes them, and logs what it says."""
+"""A volunteer's checkpoints: frozen states are passed to a writer process, and its outcome is logged."""
 
 from __future__ import annotations
 
@@ -25,38 +25,36 @@ from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 5.0  # for what is being written when the volunteer leaves
+CLOSE_SECONDS = 5.0  # limit for a write under way when the volunteer leaves
 OUTCOMES = {SAVED: "saved", NOT_SENT: "not_sent", NOT_SAVED: "not_saved"}
 CHECKPOINTS = Counter("diloco_peer_checkpoints", "Checkpoints by outcome", ["outcome"])
 
 
 class Checkpointer:
-    """Writes one checkpoint at a time, in a process of its own. Nothing that goes wrong here reaches the training."""
+    """Writes one checkpoint at a time, in a separate process. Failures are logged and never reach the training."""
 
     def __init__(self, plan: KeepingPlan) -> None:
         self.on_saved: Callable[[], None] = lambda: None
         self.workers: Supervisor | None = None
-        """Whose moments are kept, if anybody's."""
+        """The workers whose moments are kept; None: no moments are kept."""
         self._plan = plan
         self._waiting: FrozenSnapshot | None = None
         self._writing: asyncio.Task[None] | None = None
 
     def take(self, state: FrozenSnapshot) -> None:
-        """Write it now, or once the one before is written, if no newer one has come by then.
-
-        Called on the event loop; returns at once. The state's memory is held until it is written.
-        """
+        """Write the state now, or after the write under way, unless a newer state replaces it before. Called on the
+        event loop; returns at once. The state's memory is held until it is written."""
         if not self._plan.keeps(state.index):
             return
         if self._waiting is not None:
             CHECKPOINTS.labels("skipped").inc()
-            logger.info("no checkpoint of outer step %d: those before take too long", self._waiting.index)
+            logger.info("skipped the checkpoint of outer step %d: the one before is still written", self._waiting.index)
         self._waiting = state
         if self._writing is None or self._writing.done():
             self._writing = start_task(self._write_waiting())
 
     async def idle(self) -> None:
-        """Wait until all that was taken is written or given up."""
+        """Wait until all states are written or have failed."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
 
@@ -64,14 +62,14 @@ class Checkpointer:
         return self
 
     async def __aexit__(self, *raised: object) -> None:
-        """Give what was taken some seconds more; then end our process, which leaves the checkpoints that were there."""
+        """Wait up to `CLOSE_SECONDS` for the write under way, then kill the writer. Earlier checkpoints stay."""
         if self._writing is None:
             return
         try:
             await asyncio.wait([self._writing], timeout=CLOSE_SECONDS)
         finally:
             if self._writing.cancel():
-                logger.warning("the last checkpoint was not finished; the one before is in %s", self._plan.folder)
+                logger.warning("the last checkpoint was not finished; earlier ones are in %s", self._plan.folder)
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _write_waiting(self) -> None:
@@ -79,51 +77,53 @@ class Checkpointer:
             state, self._waiting = self._waiting, None
             try:
                 job = checkpoint_job(self._plan, state)
-                status, said = await _run_writer(job, job.descriptor)
-            except OSError as error:  # not even a process can be had
-                status, said = NOT_SAVED, f"the process that writes checkpoints cannot be started: {error.strerror}"
+                status, report = await _run_writer(job, job.descriptor)
+            except OSError as error:  # the process could not start
+                status, report = NOT_SAVED, f"the process that writes checkpoints cannot be started: {error.strerror}"
             outcome = OUTCOMES.get(status, "not_saved")
             CHECKPOINTS.labels(outcome).inc()
-            what = f"the checkpoint of outer step {state.index}"
+            name = f"the checkpoint of outer step {state.index}"
             if outcome == "saved":
-                logger.info("%s is saved: %s", what, said)
+                logger.info("%s is saved: %s", name, report)
                 self.on_saved()
             else:
-                logger.warning("%s failed: %s", what, said or f"its process ended with {status}")
+                logger.warning("%s failed: %s", name, report or f"its process ended with {status}")
             if self.workers is not None and self._plan.moments != "none" and status in (SAVED, NOT_SENT):
                 await self._keep_moments(self.workers, state.index)
 
     async def _keep_moments(self, workers: Supervisor, index: int) -> None:
-        """Have the workers write them beside the checkpoint, and a process finish the file. There is one at a time."""
+        """Let the workers write their moments beside the checkpoint, and finish the file in a process. One file is
+        kept."""
         job = MomentsJob(self._plan, index)
         partial = job.path.with_name(job.path.name + PARTIAL)
         try:
             await workers.keep_moments(partial, self._plan.run, index)
-            status, said = await _run_writer(job)
-        except (SnapshotError, DilocoPeerError, OSError) as error:  # whoever trains with workers hears of their death
-            status, said = NOT_SAVED, str(error)
+            status, report = await _run_writer(job)
+        except (SnapshotError, DilocoPeerError, OSError) as error:  # the trainer handles the death of its workers
+            status, report = NOT_SAVED, str(error)
         finally:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
         if status in (SAVED, NOT_SENT):
             workers.kept_moments = job.path, self._plan.run
         if status == SAVED:
-            logger.info("the moments of outer step %d are saved: %s", index, said)
-        elif said == NO_STEP:
-            logger.info("no moments of outer step %d: %s", index, said)
+            logger.info("the moments of outer step %d are saved: %s", index, report)
+        elif report == NO_STEP:
+            logger.info("no moments of outer step %d: %s", index, report)
         else:
-            logger.warning("the moments of outer step %d: %s", index, said or f"their process ended with {status}")
+            reason = report or f"their process ended with {status}"
+            logger.warning("the moments of outer step %d are not saved: %s", index, reason)
 
 
 def checkpoint_job(plan: KeepingPlan, state: FrozenSnapshot) -> CheckpointJob:
-    """Return what is to be done with a frozen state."""
+    """Return the job that writes a frozen state."""
     metadata = metadata_of(plan.run, state.last, state.state_digest, state.ends)
     return CheckpointJob(plan, state.index, metadata, state.memory.descriptor, state.memory.data.nbytes)
 
 
 async def _run_writer(job: CheckpointJob | MomentsJob, *descriptors: int) -> tuple[int, str]:
-    """The exit status of a process that does the job, and its last line. Cancelled, it is killed. Raises: OSError."""
-    with signals_held_back():  # Ctrl-C is ours to hear; what is being written has a few seconds more
+    """Run a job in a process. Return its exit status and its last line. A cancellation kills it. Raises: OSError."""
+    with signals_held_back():  # Ctrl-C must not end the writer, which gets a few more seconds
         process = await asyncio.create_subprocess_exec(
             *module_command("opendiloco.storage.writer"),
             pass_fds=descriptors,
@@ -133,10 +133,10 @@ async def _run_writer(job: CheckpointJob | MomentsJob, *descriptors: int) -> tup
             env=child_environment(),
         )
     try:
-        _, said = await process.communicate(json.dumps([type(job).__name__, asdict(job)], default=str).encode())
+        _, errors = await process.communicate(json.dumps([type(job).__name__, asdict(job)], default=str).encode())
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-    return process.returncode or 0, last_line(said.decode(errors="replace"))
+    return process.returncode or 0, last_line(errors.decode(errors="replace"))

@@ -1,4 +1,5 @@
-"""A run's state from this machine's disk: checkpoints and moments, checked, and the log that leads on from there."""
+"""The run's state on this machine's disk: checkpoints and moments, with their checks, and the replay of the log from a
+checkpoint on."""
 
 from __future__ import annotations
 
@@ -35,16 +36,14 @@ FIELDS = {"format", "run", "last", "head", "ends", "state_digest"}
 
 @dataclass(eq=False)
 class Checkpoint(Snapshot):
-    """A snapshot in the file at `path`, from which its bytes are mapped: momentum's, then theta's.
-
-    They are those that its digest was taken of. Whether the values are finite has not been checked.
-    """
+    """A snapshot that is mapped from the file at `path`: the bytes of the momentum, then those of theta. Its bytes
+    match its digest. Its values may still be infinite or NaN."""
 
     path: Path = field(kw_only=True)
 
 
 def metadata_of(run: str, last: Header | None, state_digest: bytes, ends: Sequence[bytes] = ()) -> dict[str, str]:
-    """Return what a checkpoint says of itself; `ends` are the digests of the last cycle's entries."""
+    """Return the metadata of a checkpoint; `ends` are the digests of the last cycle's entries."""
     head = b"" if last is None else cycle_head(ends or (last.digest,))
     return {
         "format": FORMAT,
@@ -58,13 +57,14 @@ def metadata_of(run: str, last: Header | None, state_digest: bytes, ends: Sequen
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Those of one run (by its id) in a folder, which need not exist."""
+    """The checkpoints of one run, by its id, in a folder that need not exist."""
 
     folder: Path
     run: str
 
     def indices(self) -> list[int]:
-        """Of all that are there, good or not, the newest first. Raises: CheckpointError: the folder is unreadable."""
+        """Return the indices of all checkpoints, intact or not, newest first. Raises: CheckpointError if the folder is
+        unreadable."""
         try:
             return indices_in(path.name for path in self.folder.iterdir())
         except FileNotFoundError:
@@ -75,11 +75,13 @@ class Checkpoints:
             ) from error
 
     def load_newest(self, at_most: int | None = None) -> Checkpoint | None:
-        """Return the newest good one, or the newest after at most so many outer steps. Raises: see `indices`."""
+        """Return the newest intact checkpoint, or the newest up to outer step `at_most`; None without one. Raises: see
+        `indices`."""
         return self.load_first(index for index in self.indices() if at_most is None or index <= at_most)
 
     def load_first(self, indices: Iterable[int]) -> Checkpoint | None:
-        """Return the first good one of these; each that is not good is named in the log. None: none is good."""
+        """Return the first intact checkpoint of these, and log a warning for each damaged one; None if none is
+        intact."""
         for index in indices:
             try:
                 return load_checkpoint(self.folder / file_name(index), self.run)
@@ -89,7 +91,8 @@ class Checkpoints:
 
 
 def load_checkpoint(path: Path, run: str) -> Checkpoint:
-    """Raises: CheckpointError when it is unreadable, damaged, or not what its name says, of the run with this id."""
+    """Return a run's checkpoint. Raises: CheckpointError if the file is unreadable, damaged, or does not match its name
+    or the run's id."""
     try:
         with path.open("rb") as file:
             metadata, offset = read_file_header(file)
@@ -97,9 +100,9 @@ def load_checkpoint(path: Path, run: str) -> Checkpoint:
             state = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))[offset:]
         found = Checkpoint(last, state_digest, chunk_digests([state]), state, ends, path=path)
         if index_of(path.name) not in (None, found.index):
-            raise DamagedFileError(f"holds the state after {found.index} outer steps, not what its name says")
+            raise DamagedFileError(f"holds the state after {found.index} outer steps, which its name contradicts")
         if digest_of_chunks(found.chunk_digests) != state_digest:
-            raise DamagedFileError("holds values that are not those it was written with")
+            raise DamagedFileError("holds values that do not match its digest")
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read: {error.strerror}.", "Correct its name or permissions."
@@ -118,10 +121,10 @@ def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None
     try:
         state_digest, packed = bytes.fromhex(metadata["state_digest"]), bytes.fromhex(metadata["last"])
         last = unpack(Header, packed, MESSAGE_LIMIT) if packed else None
-        told = bytes.fromhex(metadata["ends"])
+        digests = bytes.fromhex(metadata["ends"])
     except (WireError, ValueError) as error:
         raise DamagedFileError(f"has metadata that cannot be read ({error})") from error
-    ends = tuple(told[at : at + DIGEST_BYTES] for at in range(0, len(told), DIGEST_BYTES))
+    ends = tuple(digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
     is_of_run = last is None or (last.run == run and ends[-1:] in ((), (last.digest,)))
     if metadata_of(run, last, state_digest, ends) != metadata or not is_of_run:
         raise DamagedFileError("has metadata that contradicts itself")
@@ -130,18 +133,18 @@ def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None
 
 # Moments --------------------------------------------------------------------------------------------------------------
 MOMENTS_NAME = re.compile(r"outer-step-(\d{6,18})\.(\w+)\.moments\.safetensors")
-CHECKED_AT_ONCE = 1 << 22  # values, so that a check takes no memory to speak of
+CHECKED_AT_ONCE = 1 << 22  # values in one step of a check, to bound its memory
 
 
 def newest_moments(folder: Path, peer_id: str) -> Path | None:
-    """Return a peer's newest file; None if there is none."""
+    """Return a peer's newest file of moments; None if there is none."""
     paths = folder.glob(f"*.{peer_id}.moments.safetensors")
     found = {int(match[1]): path for path in paths if (match := MOMENTS_NAME.fullmatch(path.name))}
     return found[max(found)] if found else None
 
 
 def check_moments_file(path: Path) -> None:
-    """Check a file's digest, and that its values are finite. Raises: SnapshotError, OSError."""
+    """Check the digest of a file of moments, and that its values are finite. Raises: SnapshotError, OSError."""
     with path.open("rb") as file:
         try:
             metadata, _, start = read_header(file)
@@ -154,22 +157,22 @@ def check_moments_file(path: Path) -> None:
             if not np.isfinite(np.frombuffer(data, np.float32)).all():
                 raise SnapshotError("it holds NaN or infinity")
     if digest.hexdigest() != metadata.get("digest"):
-        raise SnapshotError("it holds values that are not those it was written with")
+        raise SnapshotError("it holds values that do not match its digest")
 
 
 # Replay ---------------------------------------------------------------------------------------------------------------
 async def resume(
     workload: Workload, log: RunLog, checkpoint: Snapshot | None = None, until: int | None = None
 ) -> LogState:
-    """Bring a workload that has the run's initial state as far as a checkpoint and the payloads after it lead; at most
-    to the state after `until` outer steps, if the checkpoint's is not later.
+    """Load a checkpoint into a workload that has the run's initial state, and replay the log after it; at most up to
+    the state after `until` outer steps, unless the checkpoint is later.
 
-    Each state is held against the digest that was recorded when it was first reached. The first entry that is missing,
-    or whose payload is missing or gives another state, is named in a warning, and the workload has the state before it.
+    Each state is compared with the digest that was recorded when it was first reached. If an entry or its payload is
+    missing, or gives another state, a warning names the entry, and the workload keeps the state before it.
 
-    Returns the log as it ends there, which may be before `log` does.
+    Return the log at the state that was reached, which may be before the end of `log`.
 
-    Raises: SnapshotError, and changes nothing, when the checkpoint is not a state of this model.
+    Raises: SnapshotError, with the workload unchanged, if the checkpoint is not a state of this model.
     """
     stop = log.next_index if until is None else min(log.next_index, until)
     if checkpoint is None:
@@ -185,19 +188,20 @@ async def resume(
         if wrong is None:
             return reached
         stop = wrong
-        await workload.restore(checkpoint.data, checkpoint.state_digest)  # there is no way back from a wrong state
+        await workload.restore(checkpoint.data, checkpoint.state_digest)  # a wrong state cannot be undone, so restart
 
 
 async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> tuple[LogState, int | None]:
-    """Apply the cycles before `stop`, as far as they are sound.
+    """Apply the cycles before `stop`, until one is missing or damaged.
 
-    Returns the log as it ends there; and if a cycle has led to a wrong state, which the workload now has, its index.
+    Return the log at the state that was reached, and the index of a cycle that led to a wrong state, or None. After a
+    wrong cycle, the workload has the wrong state.
     """
     while at.position.index < stop:
         index = at.position.index
         headers = log.headers(index, index + 1)
         if not headers:
-            logger.warning("entry %d is not in this machine's log: nothing after it is replayed", index)
+            logger.warning("entry %d is not in this machine's log: the replay ends before it", index)
             break
         try:
             after = at
@@ -207,7 +211,7 @@ async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> t
             kept = {one.fragment: await asyncio.to_thread(log.payload, one.payload) for one in named}
             payloads = {fragment: payload.data for fragment, payload in kept.items() if payload}
             if len(payloads) < len(named):
-                logger.warning("the payload of entry %d is not here: nothing from there on is replayed", index)
+                logger.warning("the payload of entry %d is missing: the replay ends before it", index)
                 break
             await step(workload, index, payloads, at.amendment)
             state_digest = await workload.state_digest()
@@ -215,7 +219,7 @@ async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> t
             logger.warning("entry %d of this machine's log cannot be replayed: %s", index, error)
             break
         if log.state_digest_at(index) not in (None, state_digest):
-            logger.warning("entry %d gives another state than it did before: the run goes on from before it", index)
+            logger.warning("entry %d leads to another state than the recorded one: the replay ends before it", index)
             return at, index
         at = after
     return at, None

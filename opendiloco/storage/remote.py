@@ -1,6 +1,6 @@
-"""A folder somewhere else, at any URL that fsspec knows: s3://, gs://, hf://, sftp://, or a path on this machine.
+"""A remote folder at any URL that fsspec supports: s3://, gs://, hf://, sftp://, or a path on this machine.
 
-Storage of each kind raises errors of its own kind, so here, as nowhere else, any exception becomes ours.
+Each kind of storage raises exceptions of its own, so any exception here becomes RemoteError.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from opendiloco.errors import RemoteError, first_line
 from opendiloco.storage.files import file_name, indices_in, kept
 from peers.values.system import PARTIAL, make_private_folder
 
-PIECE = 1 << 20  # bytes sent at once, between two waits for the rate
+PIECE = 1 << 20  # bytes sent between two waits of the rate limit
 
 
 class RateLimit:
-    """Keeps to a rate by waiting: `done` bytes take at least so many seconds from when this was made."""
+    """A rate limit that waits: `done` bytes take at least `done / rate` seconds since its creation."""
 
     def __init__(self, rate: float | None, wait: Callable[[float], None] = time.sleep) -> None:
-        """`rate` in bytes a second; None: as fast as it goes."""
+        """`rate` is in bytes a second; None: no limit."""
         self._rate = rate
         self._wait = wait
         self._began = time.monotonic()
 
     def piece(self, limit: int) -> int:
-        """Bytes to handle at once: a tenth of a second's worth, so that no wait is long, and at most `limit`."""
+        """Return the bytes to handle at once: those of a tenth of a second, so that no wait is long, and at most
+        `limit`."""
         return limit if self._rate is None else max(1, min(limit, int(self._rate / 10)))
 
     def passed(self, done: int) -> None:
-        """Wait until so many bytes may be done."""
+        """Wait until the rate allows `done` bytes."""
         if self._rate is not None:
             self._wait(max(0.0, self._began + done / self._rate - time.monotonic()))
 
     def read(self, file: BinaryIO, limit: int) -> Iterator[bytes]:
-        """Yield the rest of a file in pieces of `limit` bytes at most."""
+        """Yield the rest of a file in pieces of at most `limit` bytes."""
         done = 0
         while piece := file.read(self.piece(limit)):
             yield piece
@@ -47,7 +48,7 @@ class RateLimit:
 
 
 def check_url(url: str) -> None:
-    """Raise RemoteError unless fsspec and its package for this URL are here. Connects to nothing."""
+    """Raise RemoteError unless fsspec and its package for this URL are installed. This does not connect."""
     import fsspec
 
     with _as_remote_error(url):
@@ -55,7 +56,7 @@ def check_url(url: str) -> None:
 
 
 class Remote:
-    """The folder at a URL, made if need be."""
+    """The folder at a URL, created if it does not exist."""
 
     def __init__(self, url: str) -> None:
         """Raises: RemoteError."""
@@ -68,24 +69,24 @@ class Remote:
             self._make_folder(self._root)
 
     def names(self) -> list[str]:
-        """Of what is in it now. Raises: RemoteError."""
+        """Return the names of the files in it. Raises: RemoteError."""
         with _as_remote_error(self._url):
             self._files.invalidate_cache()
             try:
                 found = self._files.ls(self._root, detail=False)
-            except FileNotFoundError:  # where folders are but a part of names, one that is empty is not there
+            except FileNotFoundError:  # in object storage an empty folder does not exist
                 return []
         return [str(path).rstrip("/").rpartition("/")[2] for path in found]
 
     def send(self, path: Path, name: str) -> None:
-        """Copy a file into it, the way that its kind of storage does it best. Raises: RemoteError."""
+        """Copy a file into it by the storage's fastest method. Raises: RemoteError."""
         with _as_remote_error(self._url):
             self._make_folder(self._path(name).rpartition("/")[0])
             self._files.put_file(str(path), self._path(name))
 
     def send_whole(self, path: Path, name: str, owner: str, rate: float | None = None) -> None:
-        """Copy a file so that it is either all there under its name, or not at all, at no more than a rate in bytes a
-        second. What is left by a sender that died is removed by the next with the same `owner`. Raises: RemoteError."""
+        """Copy a file at a limited rate in bytes a second. The file gets its name only when it is complete. It also
+        removes partial files of earlier senders with the same `owner`. Raises: RemoteError."""
         suffix = f".{owner}{PARTIAL}"
         for left in self.names():
             if left.endswith(suffix):
@@ -103,14 +104,14 @@ class Remote:
                 raise
 
     def prune(self, keep_newest: int, keep_every: int, last: int) -> None:
-        """Remove the checkpoints that are not to be kept, but not `last`, which was just sent: those after it may be of
-        a peer that is ahead. Raises: RemoteError."""
+        """Remove the checkpoints that need not be kept, except `last`, which was just sent. Later checkpoints may be
+        another peer's, which is ahead. Raises: RemoteError."""
         indices = indices_in(self.names())
         for index in set(indices) - kept(indices, keep_newest, keep_every) - {last}:
             self.remove(file_name(index))
 
     def remove(self, name: str) -> None:
-        """Raises: RemoteError."""
+        """Remove a file if it exists. Raises: RemoteError."""
         with _as_remote_error(self._url), suppress(FileNotFoundError):
             self._files.rm_file(self._path(name))
 
@@ -127,7 +128,7 @@ class Remote:
 
 
 def push_folder(folder: Path, url: str) -> None:
-    """Copy a folder to a URL, its README last: where that is new, all the rest is there. Raises: RemoteError."""
+    """Copy a folder to a URL, its README last, so that a new README means a complete copy. Raises: RemoteError."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     remote = Remote(url)
     for path in sorted(paths, key=lambda path: (path.name == "README.md", path.stat().st_size)):
@@ -135,7 +136,7 @@ def push_folder(folder: Path, url: str) -> None:
 
 
 def without_secrets(url: str) -> str:
-    """The URL as it may be shown: without the password that it may have."""
+    """Return the URL without its password, for display."""
     return re.sub(r"(//[^/@:]*):[^/@]*@", r"\1@", url)
 
 

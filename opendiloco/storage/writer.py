@@ -1,9 +1,9 @@
-"""The process that brings a checkpoint from memory to the disk, or finishes a file of moments, and sends it to a remote
-folder.
+"""The process that writes a checkpoint from shared memory to disk, or finishes a file of moments, and sends the file to
+a remote folder.
 
-Started as `python -m opendiloco.storage.writer`, with a job, as JSON, on its standard input, and a checkpoint's state
-as an inherited descriptor. It says in one line on stderr what came of it, and in its exit status (SAVED and so on).
-Killed at any moment, it leaves the files that were there before, and perhaps a partial one that the next one removes.
+It is started as `python -m opendiloco.storage.writer`, with a job as JSON on its standard input and a checkpoint's
+state as an inherited descriptor. It reports its outcome in one line on stderr and in its exit status (SAVED and so on).
+If it is killed, the earlier files stay, and the next writer removes its partial file.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ from peers.values.system import PARTIAL, make_private_folder, sync_folder
 
 SAVED, NOT_SENT, NOT_SAVED = 0, 5, 6  # exit statuses; the interpreter's own are 1 and 2
 PIECE = 4 << 20  # bytes copied at once
-FLUSH = 64 << 20  # bytes of a checkpoint that are written before it is made sure that they are on the disk
+FLUSH = 64 << 20  # bytes of a checkpoint between two flushes to the disk
 
 
 @dataclass(frozen=True)
 class KeepingPlan:
-    """What is kept of a run and where. Rates are in bytes a second; None: as fast as it goes."""
+    """The plan for checkpoints and moments of a run: how many are kept, and where. Rates are in bytes a second; None:
+    no limit."""
 
     folder: Path
-    """That of a `RunFolder`."""
+    """The path of a `RunFolder`."""
     keep_newest: int = 2
     keep_every: int = 0
     rate: float | None = None
     remote: str | None = None
     remote_rate: float | None = None
     moments: Literal["none", "local", "remote"] = "local"
-    """Where the inner optimizer's state is kept, too."""
+    """Places where the inner optimizer's moments are kept: nowhere, on this machine, or also at the remote."""
     disk_limit: int | None = None
-    """Bytes that the folder may take; None: as many as there are."""
+    """Most bytes that the folder may take; None: no limit."""
 
     @property
     def run(self) -> str:
@@ -71,12 +72,12 @@ class KeepingPlan:
         return self.folder / CHECKPOINTS_FOLDER
 
     def keeps(self, index: int) -> bool:
-        """Return whether a checkpoint after `index` outer steps is worth writing."""
+        """Return True if the plan keeps a checkpoint after `index` outer steps."""
         return index in kept([index], self.keep_newest, self.keep_every)
 
 
 def main() -> int:
-    """Do the job that is on the standard input. Returns the exit status."""
+    """Run the job on the standard input. Return the exit status."""
     kind, values = json.load(sys.stdin)
     plan = values.pop("plan")
     job = JOBS[kind](KeepingPlan(**plan | {"folder": Path(plan["folder"])}), **values)
@@ -97,7 +98,7 @@ def main() -> int:
 
 
 def _end(status: int, line: str) -> int:
-    with suppress(OSError):  # nobody may be there to read it
+    with suppress(OSError):  # the parent process may have ended
         print(line, file=sys.stderr, flush=True)
     return status
 
@@ -122,11 +123,12 @@ class CheckpointJob:
         return self.plan.remote
 
     def write(self) -> int:
-        """Write it, and remove those not to be kept. Returns its bytes. Raises: OSError; ValueError without room."""
+        """Write the checkpoint, and remove those that the plan does not keep. Return its bytes. Raises: OSError;
+        ValueError if it exceeds the limit on disk space."""
         plan, limit = self.plan, self.plan.disk_limit
         if limit is not None and folder_bytes(plan.folder) + self.state_bytes > limit:
             raise ValueError(
-                f"{self.state_bytes / 1e6:.0f} MB more are more than the {limit / 1e9:g} GB of --max-disk. "
+                f"{self.state_bytes / 1e6:.0f} MB more exceed --max-disk, {limit / 1e9:g} GB. "
                 "Keep fewer with --keep, or raise --max-disk"
             )
         _write_checkpoint(self.path, self.descriptor, self.state_bytes, self.metadata, plan.rate)
@@ -134,7 +136,8 @@ class CheckpointJob:
         return self.state_bytes
 
     def send(self, remote: Remote) -> None:
-        """Send it to the run's remote folder, which is then pruned by the same rule. Raises: RemoteError."""
+        """Send the checkpoint to the run's remote folder, and prune that folder by the same rule. Raises:
+        RemoteError."""
         plan, manifest = self.plan, self.plan.folder / MANIFEST
         if manifest.exists():
             remote.send(manifest, MANIFEST)
@@ -142,10 +145,10 @@ class CheckpointJob:
         remote.prune(plan.keep_newest, plan.keep_every, self.index)
 
     def cause(self, error: Exception) -> str:
-        """Return why it was not written, and what to do."""
+        """Return the reason why the checkpoint was not written, and the remedy."""
         if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            said = getattr(error, "strerror", None) or error
-            return f"{said}. Training goes on; without checkpoints the run lives in its peers alone."
+            reason = getattr(error, "strerror", None) or error
+            return f"{reason}. Training goes on; without checkpoints only the run's peers have its state."
         free = shutil.disk_usage(self.path.parent).free
         return (
             f"{self.path.parent} has no room: a checkpoint needs {self.state_bytes / 1e6:.0f} MB, {free / 1e6:.0f} MB "
@@ -154,10 +157,10 @@ class CheckpointJob:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the bytes that the files of a folder take on the disk."""
+    """Return the bytes of disk that the files in a folder take."""
     found = 0
     for path in folder.rglob("*"):
-        with suppress(OSError):  # it was removed meanwhile
+        with suppress(OSError):  # the file was removed meanwhile
             found += path.lstat().st_blocks * 512
     return found
 
@@ -165,26 +168,24 @@ def folder_bytes(folder: Path) -> int:
 def _write_checkpoint(
     path: Path, descriptor: int, state_bytes: int, metadata: Mapping[str, str], rate: float | None = None
 ) -> None:
-    """Write the state that begins at offset 0 of `descriptor`. It is on the disk, whole, when the name is there.
-
-    The kernel copies from memory file to file: no second copy of the state is ever in memory. Raises: OSError.
-    """
+    """Write the state that begins at offset 0 of `descriptor`. The file gets its name only when it is complete on disk.
+    The kernel copies between the two descriptors, so memory never holds a second copy of the state. Raises: OSError."""
     header = file_header(state_bytes, metadata)
     make_private_folder(path.parent)
     sweep(path.parent)
     if shutil.disk_usage(path.parent).free < len(header) + state_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # now, and not once the disk is full for everybody
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before the disk is full for all programs
     partial = path.with_name(path.name + PARTIAL)
     try:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)  # not before it is ours
+            file.truncate(0)  # only once this process holds the lock
             file.write(header)
             _copy(descriptor, file.fileno(), state_bytes, RateLimit(rate))
             os.fsync(file.fileno())
             os.replace(partial, path)
     except BlockingIOError:
-        raise  # another process is writing it
+        raise  # another process is writing the file
     except OSError:
         partial.unlink(missing_ok=True)
         raise
@@ -192,7 +193,8 @@ def _write_checkpoint(
 
 
 def _copy(source: int, target: int, count: int, limit: RateLimit) -> None:
-    """The first `count` bytes of a file to where another one is. Offsets are ours: both processes share the file's."""
+    """Copy the first `count` bytes of a file to another file's current position. The source offset is explicit, because
+    both processes share the file's own offset."""
     done = flushed = 0
     while done < count:
         copied = os.sendfile(target, source, done, min(limit.piece(PIECE), count - done))
@@ -209,10 +211,8 @@ def _copy(source: int, target: int, count: int, limit: RateLimit) -> None:
 # Moments --------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class MomentsJob:
-    """One file of moments to finish, which workers have written with PARTIAL at its name's end: digest, disk, name.
-
-    The peer's older ones are removed.
-    """
+    """One file of moments to finish, which the workers have written with the suffix PARTIAL: add its digest, flush it
+    to disk, and rename it. The peer's older files of moments are removed."""
 
     plan: KeepingPlan
     index: int
@@ -227,11 +227,11 @@ class MomentsJob:
 
     @property
     def _ending(self) -> str:
-        """Return what the names of all of the peer's moments end in."""
+        """The common suffix of the names of all of the peer's moments."""
         return self.path.name.removeprefix(f"outer-step-{self.index:06}")
 
     def write(self) -> int:
-        """Finish it, and remove the owner's others. Returns its bytes. Raises: OSError, ValueError."""
+        """Finish the file, and remove the peer's older ones. Return its bytes. Raises: OSError, ValueError."""
         size = _finish(self.path, self.plan.rate)
         for old in self.plan.checkpoints.glob(f"*{self._ending}"):
             if old != self.path:
@@ -239,7 +239,7 @@ class MomentsJob:
         return size
 
     def send(self, remote: Remote) -> None:
-        """Send it to the run's remote folder, where it takes the place of the owner's last one. Raises: RemoteError."""
+        """Send the file to the run's remote folder, where it replaces the peer's last one. Raises: RemoteError."""
         remote.send_whole(self.path, self.path.name, self.plan.peer_id, self.plan.remote_rate)
         for name in remote.names():
             if name.endswith(self._ending) and name != self.path.name:
@@ -250,7 +250,7 @@ class MomentsJob:
 
 
 def _finish(path: Path, rate: float | None) -> int:
-    """Write the digest into the partial file, and give it its name. Returns its bytes. Raises: OSError, ValueError."""
+    """Write the digest into the partial file, and rename it. Return its bytes. Raises: OSError, ValueError."""
     from blake3 import blake3
 
     partial, digest = path.with_name(path.name + PARTIAL), blake3()

@@ -1,4 +1,4 @@
-"""What an organiser or a volunteer decides by: checks of a machine, plans of a run, and a demo.
+"""Tools to try and plan a run: the doctor, which checks a machine, the planner, and the demo.
 
 Other rooms import:
 demo: DemoScreen, run_demo

@@ -1,7 +1,7 @@
-"""A swarm on this machine, start to end, as `make demo` shows it: a bootstrap node and volunteers as processes of their
-own, one of which is killed half way while a new one joins.
+"""A complete swarm on this machine, as `make demo` shows it. A bootstrap node and volunteers run as separate processes;
+half way, one is killed and a new one joins.
 
-What is shown comes from the DHT, as any onlooker could see it. The demo itself needs no torch: its children do.
+The display reads only the DHT, as any observer could. The demo itself needs no torch: its child processes do.
 """
 
 from __future__ import annotations
@@ -45,22 +45,23 @@ from peers.presence.membership import PARTICIPATING
 from peers.values.identity import Identity
 from peers.values.system import cancel_and_wait, make_private_folder, start_task
 
-LINES_SHOWN = 10  # of a process that did not start, the last ones; its log has all
-LOG_SECONDS = 0.1  # between two looks for a line
-STOP_SECONDS = 20.0  # a polite leave may finish a round first
-EVENTS_SHOWN = 8  # the newest ones, so that the picture fits a small terminal
-PLAIN_SECONDS = 10.0  # between two lines about a peer, where there is no terminal
+LINES_SHOWN = 10  # last log lines that are shown of a process that did not start
+LOG_SECONDS = 0.1  # between two reads of a log
+STOP_SECONDS = 20.0  # limit for a process to end: it may finish a round before it leaves
+EVENTS_SHOWN = 8  # newest events on the screen, which must fit a small terminal
+PLAIN_SECONDS = 10.0  # between two lines about a peer, without a terminal
 DEFAULT_RUN = Path(__file__).parents[1] / "demo.toml"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-START_SECONDS = 60.0  # for the bootstrap node, which takes a few on an idle machine
-WRAP_UP_SECONDS = 10.0  # kept for the end: fetching the state, evaluating, exporting, leaving
-LOOK_SECONDS = 0.5  # between two pictures
+START_SECONDS = 60.0  # limit for the bootstrap node's start, which takes a few on an idle machine
+WRAP_UP_SECONDS = 10.0  # reserved for the end: fetching the state, evaluating, exporting, leaving
+LOOK_SECONDS = 0.5  # between two updates of the screen
 LONGER = "Give it more time: --minutes, or make demo MINUTES=…"
-SAMPLE_TOKENS = 160  # that the model writes at the end: a few lines
+SAMPLE_TOKENS = 160  # length of the sample that the model generates at the end
 
 
 class _Child:
-    """One command, whose output goes to the file `log`. Made by `start`; `send` it a signal, then await `ended`."""
+    """A child process, whose output goes to the file `log`. Create it with `start`; to end it, `send` a signal and
+    await `ended`."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
         self.name = name
@@ -69,7 +70,8 @@ class _Child:
 
     @classmethod
     async def start(cls, name: str, arguments: list[str], folder: Path) -> _Child:
-        """Start it in a session of its own, so that Ctrl-C reaches only the demo, which ends it politely."""
+        """Start the process in a session of its own, so that Ctrl-C reaches only the demo, which then ends its children
+        in order."""
         ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
         log = folder / f"{name.replace(' ', '-')}.log"
         with log.open("wb") as file:
@@ -88,30 +90,31 @@ class _Child:
         return self._process.returncode
 
     async def line(self, pattern: str, seconds: float) -> str:
-        """Return the first match in the lines of the log. Raises: DemoError when none comes in time, or it ends."""
+        """Return the first match of the pattern in the log's lines. Raises: DemoError if the process ends or the time
+        is up before."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 has_ended = False
                 while not has_ended:
                     has_ended = self.exit_code is not None
-                    whole_lines, _, _ = self._said().rpartition("\n")
+                    whole_lines, _, _ = self._output().rpartition("\n")
                     if match := re.search(pattern, whole_lines):
                         return match[0]
                     await asyncio.sleep(LOG_SECONDS)
-        raise DemoError(f"{self.name} did not start: {self.last_words()}", f"{self.log} says more.")
+        raise DemoError(f"{self.name} did not start: {self.last_words()}", f"See {self.log}.")
 
-    def _said(self) -> str:
+    def _output(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def last_words(self) -> str:
-        return " | ".join(map(str.strip, self._said().splitlines()[-LINES_SHOWN:])) or "it said nothing"
+        return " | ".join(map(str.strip, self._output().splitlines()[-LINES_SHOWN:])) or "it wrote nothing"
 
     def send(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     async def ended(self) -> None:
-        """Wait until the process is gone; it is killed if it takes too long."""
+        """Wait for the process to end; kill it after `STOP_SECONDS`."""
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await self._process.wait()
@@ -121,7 +124,8 @@ class _Child:
 
 
 class DemoScreen:
-    """A live picture on a terminal; otherwise, or when `plain`, lines. A context manager."""
+    """The display of the demo, a context manager: a live picture on a terminal; with `plain`, or without a terminal,
+    lines."""
 
     def __init__(self, seconds: float, plain: bool) -> None:
         self.console = Console()
@@ -143,11 +147,11 @@ class DemoScreen:
 
     @property
     def elapsed(self) -> float:
-        """Return the seconds since the demo began."""
+        """The seconds since the demo began."""
         return time.monotonic() - self._started
 
     def event(self, text: str) -> None:
-        """Show what happened."""
+        """Show an event."""
         line = f"{_clock(self.elapsed)}  {text}"
         self._events.append(line)
         if self._live is None:
@@ -156,7 +160,7 @@ class DemoScreen:
             self._draw()
 
     def show(self, rows: Sequence[Row]) -> None:
-        """Show how the peers are now."""
+        """Show the present rows of the peers."""
         self._rows = rows
         if self._live is not None:
             self._draw()
@@ -166,7 +170,7 @@ class DemoScreen:
                 self.say(f"{_clock(self.elapsed)}  {plain_line(row)}")
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line above the picture."""
         self.console.print(Text(text), soft_wrap=True)
 
     def _draw(self) -> None:
@@ -182,7 +186,8 @@ def _clock(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The outcome of a demo. `before` is the fresh model's held-out loss; `problems` should not have happened."""
+    """The outcome of a demo. `before` is the fresh model's held-out loss; `problems` are events that should not
+    happen."""
 
     before: float
     facts: RunFacts
@@ -203,7 +208,7 @@ class _Volunteer:
 
 @dataclass
 class _Swarm:
-    """The processes of the demo, and what is known of them."""
+    """The processes of the demo, and their state as the demo has observed it."""
 
     run: Run
     address: str
@@ -211,12 +216,12 @@ class _Swarm:
     screen: DemoScreen
     children: list[_Child]
     threads: int = 1
-    """Of each volunteer: they share this machine."""
+    """Threads of each volunteer, which share this machine."""
     agreement: Agreement = field(default_factory=Agreement)
     volunteers: dict[str, _Volunteer] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     newcomer: _Volunteer | None = None
-    """The volunteer that came in the middle."""
+    """The volunteer that joined half way."""
 
     async def add_volunteer(self) -> _Volunteer:
         name = f"volunteer {len(self.volunteers) + 1}"
@@ -232,12 +237,12 @@ class _Swarm:
         return self.volunteers[identity.peer_id]
 
     def observe(self, heartbeats: list[Heartbeat]) -> None:
-        """Take in what the DHT says, and what has become of the processes."""
+        """Record heartbeats from the DHT, and processes that have ended."""
         self.agreement.observe(heartbeats)
         for beat in heartbeats:
             volunteer = self.volunteers.get(beat.peer)
             if volunteer is not None and volunteer.fate is None:
-                self._tell_of_progress(volunteer, beat)
+                self._report_progress(volunteer, beat)
                 volunteer.heartbeat = beat
         for volunteer in self.live():
             if volunteer.child.exit_code is not None:
@@ -246,14 +251,14 @@ class _Swarm:
                 self.screen.event(self.problems[-1])
         self.screen.show([self._row(volunteer) for volunteer in self.volunteers.values()])
 
-    def _tell_of_progress(self, volunteer: _Volunteer, beat: Heartbeat) -> None:
+    def _report_progress(self, volunteer: _Volunteer, beat: Heartbeat) -> None:
         if volunteer.heartbeat is None:
-            self.screen.event(f"{volunteer.name} is there")
+            self.screen.event(f"{volunteer.name} has joined")
         if not volunteer.trains and beat.state in PARTICIPATING:
             volunteer.trains = True
             if beat.index > 0:
                 trains = "" if is_finished(beat, self.run.config) else ", and trains"
-                self.screen.event(f"{volunteer.name} has taken over the state after outer step {beat.index}{trains}")
+                self.screen.event(f"{volunteer.name} has fetched the state after outer step {beat.index}{trains}")
 
     def live(self) -> list[_Volunteer]:
         return [volunteer for volunteer in self.volunteers.values() if volunteer.fate is None]
@@ -262,7 +267,7 @@ class _Swarm:
         return max((one.heartbeat.index for one in self.live() if one.heartbeat), default=0)
 
     def finished(self) -> bool:
-        """Return whether everybody has been through the whole run."""
+        """Return True if every live volunteer has been through the whole run."""
         return all(one.heartbeat is not None and is_finished(one.heartbeat, self.run.config) for one in self.live())
 
     def _row(self, volunteer: _Volunteer) -> Row:
@@ -274,10 +279,8 @@ class _Swarm:
 
 
 async def run_demo(peers: int, run_toml: Path | None, out: Path | None, screen: DemoScreen) -> DemoResult:
-    """Run a swarm of so many peers in a new folder, by default a temporary one. Leaves no process behind.
-
-    Raises: DilocoPeerError when it cannot go on.
-    """
+    """Run a swarm of `peers` volunteers in a new folder, by default a temporary one. It leaves no process behind.
+    Raises: DilocoPeerError if the demo cannot continue."""
     config = RunConfig.from_toml(run_toml or DEFAULT_RUN)
     folder = _prepare_folder(out)
     children: list[_Child] = []
@@ -297,17 +300,17 @@ async def run_demo(peers: int, run_toml: Path | None, out: Path | None, screen: 
                 await swarm.add_volunteer()
             return await _train_and_export(swarm, transport)
     finally:
-        for child in reversed(children):  # the bootstrap node last: it was the first
+        for child in reversed(children):  # the bootstrap node last
             child.send(signal.SIGINT)
         for child in children:
             await child.ended()
-        sweep_sockets()  # of the volunteer that was killed
+        sweep_sockets()  # the killed volunteer left sockets behind
 
 
 async def _train_and_export(swarm: _Swarm, transport: HivemindTransport) -> DemoResult:
-    """Watch the volunteers from their start to the exported model."""
+    """Watch the volunteers from their start to the export of the model."""
     async with AsyncExitStack() as stack:
-        # An onlooker's own worker, which evaluates the model before and after and does nothing in between.
+        # A worker of the demo itself, which evaluates the model before and after the training.
         starting = start_task(stack.enter_async_context(working(swarm.run)))
         try:
             while not starting.done():
@@ -322,21 +325,21 @@ async def _train_and_export(swarm: _Swarm, transport: HivemindTransport) -> Demo
 
 
 async def _train(swarm: _Swarm, transport: HivemindTransport) -> None:
-    """Watch until the time is up or the run is over; half way, kill a volunteer and start another."""
+    """Watch the training until the time is up or the run is over; half way, kill a volunteer and start another."""
     seconds = swarm.screen.seconds - WRAP_UP_SECONDS
     total = swarm.run.config.total_outer_steps
     while swarm.screen.elapsed < seconds and not swarm.finished():
         await _look(swarm, transport)
         if not swarm.live():
-            raise DemoError("no volunteer is alive any more.", f"See {swarm.folder / 'logs'}.")
+            raise DemoError("all volunteers have ended.", f"See {swarm.folder / 'logs'}.")
         half_way = max(swarm.screen.elapsed / seconds, swarm.outer_step() / total) >= 0.5
         if half_way and swarm.newcomer is None and (outer_step := swarm.outer_step()) > 0:
             victim = swarm.live()[-1]
             victim.fate = "killed"
-            victim.child.send(signal.SIGKILL)  # as machines vanish without a word
+            victim.child.send(signal.SIGKILL)  # without a farewell, as a machine that loses power
             swarm.screen.event(f"{victim.name} was killed (SIGKILL) at outer step {outer_step}; the others go on")
             swarm.newcomer = await swarm.add_volunteer()
-            swarm.screen.event(f"{swarm.newcomer.name} starts; it is to take over the run's state from a peer")
+            swarm.screen.event(f"{swarm.newcomer.name} starts; it will fetch the run's state from a peer")
 
 
 async def _look(swarm: _Swarm, transport: HivemindTransport) -> None:
@@ -345,7 +348,7 @@ async def _look(swarm: _Swarm, transport: HivemindTransport) -> None:
 
 
 async def _finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWorkload, before: float) -> DemoResult:
-    """Fetch the state while a volunteer has it, have all leave, and see what has become of the model."""
+    """Fetch the state from a volunteer, end all volunteers, and export and evaluate the model."""
     if swarm.outer_step() == 0:
         raise DemoError(f"the demo was too short: no outer step was taken in {duration(swarm.screen.elapsed)}.", LONGER)
     past = past_of(swarm.run, await fetch_state(swarm.run, transport, workload), {})
@@ -367,29 +370,29 @@ async def _finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWo
 
 
 def _judge(swarm: _Swarm, facts: RunFacts, before: float) -> tuple[str, ...]:
-    """Return what should not have happened, and what was not shown."""
+    """Return the problems of the demo, and the parts that it was too short to show."""
     problems = list(swarm.problems)
     if swarm.agreement.disagreements or (not swarm.agreement.compared and len(swarm.volunteers) > 2):
         problems.append(str(swarm.agreement))
     if facts.held_out_loss >= before:
         problems.append("the held-out loss has not fallen")
-    lacking = None
+    missing = None
     if swarm.newcomer is None:
-        lacking = "no volunteer was killed, and none joined in the middle"
+        missing = "no volunteer was killed, and none joined half way"
     elif not swarm.newcomer.trains:
-        lacking = f"{swarm.newcomer.name}, which came in the middle, had not taken over the run's state when it ended"
-    if lacking:
-        problems.append(f"the demo was too short: {lacking}. {LONGER}")
+        missing = f"{swarm.newcomer.name}, which joined half way, had not fetched the run's state at the end"
+    if missing:
+        problems.append(f"the demo was too short: {missing}. {LONGER}")
     return tuple(problems)
 
 
 def _prepare_folder(out: Path | None) -> Path:
-    """Raises: MachineError."""
+    """Return a new folder with a subfolder for logs. Raises: MachineError."""
     if out is not None:
         make_folder(out)
     try:
         folder = Path(tempfile.mkdtemp(prefix="diloco-demo-")) if out is None else out.absolute()
         make_private_folder(folder / "logs")
     except OSError as error:
-        raise MachineError(f"cannot use {out}: {error.strerror}.", "Give a new folder with --out.") from error
+        raise MachineError(f"{out} cannot be created: {error.strerror}.", "Give a new folder with --out.") from error
     return folder

@@ -1,5 +1,7 @@
-"""The planner: what a run would come to with given machines and links, before anybody rents them: utilisation, tokens,
-bytes, money, joining, bandwidth needed. Needs no torch but to size a model. docs/runs.md has the assumptions.
+"""The planner: a forecast of a run for given machines and links, before they are rented: utilisation, tokens, traffic,
+cost, joining times and the bandwidth needed.
+
+Only sizing a model needs torch. docs/runs.md lists the assumptions.
 """
 
 from __future__ import annotations
@@ -41,15 +43,13 @@ Megabits = Annotated[float, Field(gt=0, le=1e7)]
 Amount = Annotated[float, Field(gt=0, le=1e30)]
 Milliseconds = Annotated[float, Field(ge=0, le=60_000)]
 PEERS_LIMIT = 1000
-"""That a swarm is built for."""
+"""Most peers of a plan."""
 
 
 class PeerSection(Section):
-    """So many equal peers. `latency_ms` is what ping shows to a well-connected server: a round trip.
-
-    How fast each trains is one of `step_seconds` (an inner step of its whole batch), `tokens_per_second`, and `gpu`:
-    what torch calls it, of which there are `gpus`. `optimizer_state` is what each gives `join` by that name.
-    """
+    """A number of equal peers. `latency_ms` is a round trip to a well-connected server, as ping shows it. Exactly one
+    of these gives the speed of each: `step_seconds` (an inner step of its whole batch), `tokens_per_second`, or `gpu`
+    (torch's name of it) with the number `gpus`. `optimizer_state` is the option of `join`."""
 
     name: Name | None = None
     count: Positive = 1
@@ -69,15 +69,15 @@ class PeerSection(Section):
     def check_speed(self) -> Self:
         given = [key for key in ("step_seconds", "tokens_per_second", "gpu") if getattr(self, key) is not None]
         if len(given) != 1:
-            named = " and ".join(given) or "none of them"
-            raise ValueError(f"{named} given; say with one of step_seconds, tokens_per_second and gpu how fast it is")
+            named = " and ".join(given) or "no speed"
+            raise ValueError(f"{named} given: give exactly one of step_seconds, tokens_per_second and gpu")
         if self.gpus == 0 and (self.gpu is not None or self.gpu_memory_gb is not None):
-            raise ValueError("gpus = 0 has neither a gpu nor gpu_memory_gb; remove these, or say how many there are")
+            raise ValueError("gpus = 0 excludes gpu and gpu_memory_gb: remove them, or set gpus to the number of GPUs")
         return self
 
 
 class Links(Section):
-    """A whole `links.toml`."""
+    """The content of a `links.toml`."""
 
     peers: Annotated[tuple[PeerSection, ...], Field(strict=False, min_length=1, max_length=PEERS_LIMIT)]
 
@@ -90,7 +90,7 @@ class Links(Section):
 
     @classmethod
     def from_toml(cls, path: Path) -> Self:
-        """Read and check a file. Raises: ManifestError, with one line for each problem."""
+        """Read and check a file. Raises: ManifestError with a line for each problem."""
         content = read_toml(path, "Give a file that exists.")
         try:
             return cls.model_validate(content)
@@ -100,25 +100,23 @@ class Links(Section):
 
 # Plan -----------------------------------------------------------------------------------------------------------------
 LINK_SHARE = 0.95
-"""Of a link's bits, that are data: a packet of 1,514 bytes carries 1,448, less what TLS and chunk headers take."""
+"""Share of a link's bits that carry data: a packet of 1,514 bytes carries 1,448, minus TLS and chunk headers."""
 DELAYS, DELAYS_OF_MORE = 8, 10
-"""One way, in a round: Ready, Begin, a block to its reducer, its average back, Part, Propose, Vote 1, Vote 2; among
-more than `OPEN_LIMIT` peers also a certificate after each vote (docs/protocol.md, Liveness)."""
+"""One-way delays in a round: Ready, Begin, a block to its reducer, its average back, Part, Propose, Vote 1, Vote 2.
+Above `OPEN_LIMIT` peers, also a certificate after each vote (docs/protocol.md, Liveness)."""
 QUANTIZED, QUANTIZED_SPARSE = 1.67e9, 0.37e9
-"""Values a second that one thread encodes, and as sparse payloads with error feedback (docs/codecs.md)."""
+"""Values a second that one thread encodes: in int8, and as sparse payloads with error feedback (docs/codecs.md)."""
 SETTLING = 8
-"""Rounds at most, after which members have the formats that they keep: each goes by how long the one before took."""
+"""Most rounds until the formats are settled. A round's formats follow from the duration of the round before."""
 STEPPED = 1.69e9
-"""Values a second for which one thread takes the outer step (docs/codecs.md)."""
+"""Values a second to which one thread applies the outer step (docs/codecs.md)."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """So many equal peers. Bits a second, the seconds of a round trip to a well-connected server, and of an inner step.
-
-    `gpus` 0 trains on the CPU. Bytes and prices are None where nobody has said them. `main_needed` are the bytes of
-    main memory that it must have, `gpu_needed` those of each GPU beside activations.
-    """
+    """A number of equal peers. Bandwidths are bits a second, `latency` is the seconds of a round trip to a
+    well-connected server. With `gpus` 0, they train on the CPU. Memory in bytes and prices are None if not given.
+    `main_needed` is the main memory that the run needs, `gpu_needed` the memory of each GPU, without activations."""
 
     name: str
     count: int
@@ -135,19 +133,19 @@ class Peer:
 
     @property
     def rate(self) -> float:
-        """Return the bits of data that its link carries in a second, both ways at once."""
+        """The bits of data a second that its link carries, both ways at once."""
         return LINK_SHARE * min(self.up, self.down)
 
     @property
     def uplink(self) -> float:
-        """Return the bytes of data that its link carries away in a second."""
+        """The bytes of data a second that its uplink carries."""
         return LINK_SHARE * self.up / 8
 
 
 @dataclass(frozen=True)
 class _Round:
-    """One round: its seconds, and of each kind of peers how many payloads it gets and sends, for how many seconds its
-    link is busy, and how its contribution goes."""
+    """One round, in seconds; and for each kind of peer: the payloads received (`moved`) and `sent`, the seconds for
+    which its link is busy, and the format of its contribution."""
 
     arithmetic: float
     delays: float
@@ -160,7 +158,7 @@ class _Round:
 
     @property
     def lag(self) -> float:
-        """Return the seconds that it takes beside its transfer; meanwhile the link is free for the next round."""
+        """The seconds of the round beside its transfer. During them the link is free for the next round."""
         return self.arithmetic + self.delays
 
     @property
@@ -177,9 +175,9 @@ def round_of(
     timing: Timing | None = None,
     overlaps: Sequence[float] = (),
 ) -> _Round:
-    """Return the round that averages so many values at so many bits each, of which each peer encodes `encoded` a
-    second. Parts are dealt, and contributions go in `thinner` formats of so many bits, as in the protocol. `overlaps`
-    are the seconds for which each kind of peers trains on meanwhile; by default none does."""
+    """Return the round that averages `values` values of `bits` bits each; a peer encodes `encoded` values a second.
+    Chunks are dealt to reducers, and contributions may use the `thinner` formats (bits a value), as in the protocol.
+    `overlaps` are the seconds for which each kind of peer keeps training meanwhile; the default is none."""
     timing, overlaps = timing or Timing(), overlaps or [0.0] * len(peers)
     kinds = [kind for kind, peer in enumerate(peers) for _ in range(peer.count)]
     names = [str(place) for place in range(len(kinds))]
@@ -229,12 +227,10 @@ def round_of(
 
 @dataclass(frozen=True)
 class Plan:
-    """A run as far as the planner needs to know it. What has a default is the manifest's, too.
-
-    `fragments` are the numbers of values in each; `bits` are those of a value on its way, of which `encoded` a second
-    become payload. Contributions may also have the bits of `thinner` formats; `formats` are all names, the run's own
-    first. Training goes on for `overlap` inner steps (the papers' tau) without the result; with 0 it waits.
-    """
+    """The properties of a run that the planner needs. The defaults are those of the manifest. `fragments` are the
+    numbers of values in each fragment. `bits` are the bits of a transferred value, and a peer encodes `encoded` values
+    a second. Contributions may also have the bits of `thinner` formats; `formats` has the names of all, the run's own
+    first. Training continues for `overlap` inner steps (tau in the papers) without the result; with 0 it waits."""
 
     fragments: tuple[int, ...]
     peers: tuple[Peer, ...]
@@ -257,12 +253,12 @@ class Plan:
 
     @property
     def count(self) -> int:
-        """Return the number of peers."""
+        """The number of peers."""
         return sum(peer.count for peer in self.peers)
 
     @property
     def pace(self) -> Pace:
-        """Return the pace that peers keep."""
+        """The pace of the run's peers."""
         return Pace(
             self.inner_steps,
             self.inner_steps * self.tokens_per_step,
@@ -275,7 +271,7 @@ class Plan:
 
     @cached_property
     def rounds(self) -> tuple[_Round, ...]:
-        """Return the round of each fragment."""
+        """The round of each fragment."""
         speeds = [self.tokens_per_step / peer.step_seconds for peer in self.peers]
         overlaps = list(map(self.pace.overlap_seconds, speeds))
         return tuple(
@@ -284,28 +280,30 @@ class Plan:
         )
 
     def own_steps(self, peer: Peer) -> int:
-        """Return the inner steps that a peer makes while the fastest makes all, as its leases are sized."""
+        """Return a peer's inner steps in the time in which the fastest peer makes all of them: the size of its
+        leases."""
         fastest = min(each.step_seconds for each in self.peers)
         return self.pace.steps(self.tokens_per_step / peer.step_seconds, self.tokens_per_step / fastest)
 
     def training_seconds(self, peer: Peer) -> float:
-        """Return the seconds for which a peer trains its lease."""
+        """Return the seconds that a peer needs to train its lease."""
         return self.own_steps(peer) * peer.step_seconds
 
     @property
     def closes_after(self) -> float:
-        """Return the seconds after which nobody is waited for any more: the grace begins when most are ready; in an
-        asynchronous run the slack, when enough are."""
+        """The seconds after which the leader waits for no more peers. The grace begins when most are ready; in an
+        asynchronous run, the slack begins when enough are."""
         trainings = sorted(self.training_seconds(peer) for peer in self.peers for _ in range(peer.count))
-        most = len(trainings) // 2
+        majority = len(trainings) // 2
         if self.contributions is None:
-            return trainings[most] + self.pace.grace(trainings[0])
+            return trainings[majority] + self.pace.grace(trainings[0])
         enough = math.ceil(self.contributions * len(trainings)) - 1
-        return trainings[max(most, enough)] + self.pace.slack(trainings[0])
+        return trainings[max(majority, enough)] + self.pace.slack(trainings[0])
 
 
 def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
-    """Return the plan. Raises: ManifestError where a machine's speed does not follow from its GPU."""
+    """Return the plan of a run. Raises: ManifestError if a peer's GPU is unknown, so that its speed does not follow
+    from it."""
     from opendiloco.model.parameters import layout_of  # this and the next import torch
     from opendiloco.workers.needs import UTILISATION, needs_of
 
@@ -340,20 +338,20 @@ def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
 
 
 def _bits_of(codec: str) -> float:
-    """Return the bits that a codec takes for a value, its blocks' headers included."""
+    """Return the bits a value of a codec, including block headers."""
     return 8 * FORMATS[codec].block_bytes / FORMATS[codec].block_values
 
 
 def _peer(section: PeerSection, place: int, tokens: int, rate: float | None, needs: Needs) -> Peer:
-    """Return the peers of a section, whose inner step has so many tokens, of which they train `rate` a second."""
+    """Return the peers of a section. An inner step has `tokens` tokens, and each peer trains `rate` tokens a second."""
     if section.step_seconds is not None:
         seconds = section.step_seconds
     elif rate is not None:
         seconds = tokens / rate
     else:
         raise ManifestError(
-            f"peers.{place}.gpu = {section.gpu!r}: its peak is not known here.",
-            "Give step_seconds or tokens_per_second instead, or torch's name of it, e.g. NVIDIA H100 80GB HBM3.",
+            f"peers.{place}.gpu = {section.gpu!r} is not in the table of GPUs.",
+            "Give step_seconds or tokens_per_second instead, or torch's name for the GPU, e.g. NVIDIA H100 80GB HBM3.",
         )
     return Peer(
         name=section.name or f"peer {place + 1}",
@@ -373,21 +371,21 @@ def _peer(section: PeerSection, place: int, tokens: int, rate: float | None, nee
 
 # Forecast -------------------------------------------------------------------------------------------------------------
 LEAST_IDLE = 0.01
-"""Share of a link's time that joiners need at least; with less they never catch up."""
+"""Least share of a link's time that must be idle: with less, joiners never catch up."""
 SLOWEST_LINK, FASTEST_LINK = 1e4, 1e13
-"""Bits a second between which a bandwidth is looked for."""
+"""Bits a second between which the needed bandwidth is searched."""
 HALVINGS = 12
-"""Times that this interval is halved: to less than one percent."""
+"""Bisection steps, which narrow the interval to less than one percent."""
 CYCLES = 2
-"""Cycles that are simulated before one is measured, and while it is: from the second on, all are alike."""
+"""Cycles simulated to warm up, and again to measure. From the second on, all cycles are alike."""
 
 
 @dataclass(frozen=True)
 class _PeerForecast:
-    """Of each of some equal peers: inner steps that it makes for an entry, how many cycles there are from one of its
-    entries to the next (0: its work never counts), shares of its time that it computes for them and its link is busy,
-    the formats of its contributions, the thinnest last; seconds until a newcomer among them has the state, None if it
-    never has."""
+    """The forecast for each of a number of equal peers. `inner_steps` for an entry; `cycles` from one entry with its
+    work to the next (0: its work never counts); `utilisation`, the share of its time spent computing for them;
+    `link_share`, the share of time in which its link is busy; `formats` of its contributions, thinnest last; `joining`,
+    seconds until a newcomer has the state, None if it never catches up."""
 
     name: str
     count: int
@@ -402,10 +400,8 @@ class _PeerForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of a run. A cycle is one outer step. `round_seconds` are those of the longest round.
-
-    Costs are None unless all prices are known.
-    """
+    """The forecast of a run. A cycle is one outer step. `round_seconds` is the longest round. Costs are None unless all
+    prices are known."""
 
     cycle_seconds: float
     round_seconds: float
@@ -416,7 +412,7 @@ class Forecast:
 
     @property
     def sent_bits(self) -> float:
-        """Return the bits that the busiest peer sends in a cycle."""
+        """The bits that the busiest peer sends in a cycle."""
         return max(peer.sent_bits for peer in self.peers)
 
     @property
@@ -425,7 +421,7 @@ class Forecast:
 
     @property
     def joining(self) -> float | None:
-        """Return the seconds of the slowest joiner; None if one of them never catches up."""
+        """The seconds of the slowest joiner; None if a joiner never catches up."""
         each = [peer.joining for peer in self.peers]
         return None if None in each else max(seconds for seconds in each if seconds is not None)
 
@@ -435,8 +431,8 @@ class Forecast:
 
 
 def forecast(plan: Plan) -> Forecast:
-    """Return what a run comes to. Peers wait for one another at each cycle's end, but for nobody that is late: its
-    work counts in a later entry, for as long as its lease lasts."""
+    """Return the forecast of a run. Peers wait for one another at each cycle's end, but not for late peers. A late
+    peer's work counts in a later entry, while its lease lasts."""
     kinds = plan.peers
     steps = [plan.own_steps(peer) for peer in kinds]
     waited_for = [peer for peer in kinds if plan.training_seconds(peer) <= plan.closes_after]
@@ -474,15 +470,13 @@ def forecast(plan: Plan) -> Forecast:
 
 
 def _cycle_seconds(plan: Plan, peer: Peer) -> float:
-    """Return how long a peer's cycle takes in a long run, with its waiting for rounds but none for other peers.
-
-    Each fragment has a round of its own, which begins after an inner step and ends before one. What a round that began
-    earlier has to send goes first; while it waits for anything else, the link is free for the next one.
-    """
+    """Return the mean seconds of a peer's cycle in a long run. It waits for rounds, but not for other peers. Each
+    fragment has a round of its own, which begins after an inner step and ends before one. The transfer of an earlier
+    round goes first. During the rest of a round, the link is free for the next one."""
     steps = plan.own_steps(peer)
     overlap = min(plan.overlap, steps - 1)
     taken = sorted(zip(_taken_after(plan, steps, overlap), plan.rounds, strict=True), key=lambda each: each[0])
-    due = deque[tuple[int, float]]()  # the inner step that needs a result, and when it is there
+    due = deque[tuple[int, float]]()  # the inner step that needs a result, and the time of the result
     done, now, link_free, all_there, ends = 0, 0.0, 0.0, 0.0, list[float]()
 
     def train(until: int) -> None:
@@ -506,25 +500,24 @@ def _cycle_seconds(plan: Plan, peer: Peer) -> float:
 
 
 def _taken_after(plan: Plan, steps: int, overlap: int) -> Sequence[int]:
-    """Return after how many of a peer's inner steps in a cycle each fragment is taken: `overlap` before it is due."""
+    """Return for each fragment the inner steps in a cycle after which it is taken: `overlap` steps before it is due."""
     whole, fragments = plan.inner_steps, len(plan.fragments)
     due = [-(-(place + 1) * whole // fragments) for place in range(fragments)]
     return [max(0, max(1, each * steps // whole) - overlap) or steps for each in due]
 
 
 def _cycles(plan: Plan, peer: Peer, seconds: float) -> int:
-    """Return from how many cycles of so many seconds to the next a peer is in an entry; 0: its lease is over before."""
+    """Return the number of cycles, of so many seconds, from one entry with a peer's work to the next; 0 if its lease
+    ends before."""
     trained = plan.training_seconds(peer)
     cycles = 1 if trained <= plan.closes_after else math.ceil(trained / seconds)
     return cycles if cycles <= 1 + plan.staleness else 0
 
 
 def _joining(plan: Plan, peer: Peer, seconds: float, busy: float) -> float | None:
-    """Return the seconds until a newcomer has the state: a snapshot, and the entries since, replayed.
-
-    It fetches in the time that rounds leave, from all others at once. The snapshot may be as old as two snapshots are
-    apart, and more entries are made meanwhile. None if it never catches up.
-    """
+    """Return the seconds until a newcomer has the state: it fetches a snapshot, then the entries since, and replays
+    them. It fetches from all other peers at once, in the time that rounds leave idle. The snapshot may be as old as the
+    interval between snapshots, and more entries are made meanwhile. Return None if it never catches up."""
     idle = 1 - busy / seconds
     if idle < LEAST_IDLE:
         return None
@@ -537,7 +530,8 @@ def _joining(plan: Plan, peer: Peer, seconds: float, busy: float) -> float | Non
 
 
 def least_bandwidth(plan: Plan, target: float) -> float | None:
-    """Return the bits a second that every link needs, up and down, for this utilisation; None: no link is enough."""
+    """Return the bits a second that every link needs, up and down, for this utilisation; None if no bandwidth
+    suffices."""
 
     def reaches(bandwidth: float) -> bool:
         peers = tuple(replace(peer, up=bandwidth, down=bandwidth) for peer in plan.peers)
@@ -554,14 +548,14 @@ def least_bandwidth(plan: Plan, target: float) -> float | None:
 
 # Report ---------------------------------------------------------------------------------------------------------------
 FULL = 0.85
-"""Share of its time from which on a link may be too busy for rounds that overlap. Chosen, between what was measured: at
-a half they were in time, at 95 % they were not."""
+"""Share of a link's time above which overlapping rounds may be late. It was chosen between two measurements: at a half
+they were in time, at 95 % they were late."""
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
-"""Utilisations for which the bandwidth is named that they need."""
+"""Utilisations for which the report shows the needed bandwidth."""
 
 
 def show(console: Console, plan: Plan, found: Forecast, needed: Mapping[float, float | None]) -> None:
-    """Print all figures, the cost if all prices are known, and what is wrong with the plan."""
+    """Print the forecast, the cost if all prices are known, and warnings."""
     slowest = bandwidth_in_words(min(peer.rate for peer in plan.peers))
     console.print(
         f"{plan.values:,} parameters in {len(plan.fragments)} fragment{'s' * (len(plan.fragments) > 1)}, {plan.count}"
@@ -591,14 +585,14 @@ def show(console: Console, plan: Plan, found: Forecast, needed: Mapping[float, f
     console.print(bandwidths)
     if None in needed.values():
         console.print(
-            "-: no bandwidth does it, since what else a round takes, delays above all, takes too long beside so little"
-            f" training. Raise training.inner_steps = {plan.inner_steps}, or train a larger model.",
+            "-: no bandwidth suffices, because the rest of a round, mostly delays, is too long for so little training."
+            f" Raise training.inner_steps = {plan.inner_steps}, or train a larger model.",
             soft_wrap=True,
         )
 
 
 def _peers_table(plan: Plan, found: Forecast) -> Table:
-    """Return a row for each kind of peer."""
+    """Return a table with a row for each kind of peer."""
     table = _table("peers", "count", "steps", "counts", "computes", "link busy", "sends", "memory", "per GPU")
     for peer, each in zip(plan.peers, found.peers, strict=True):
         table.add_row(
@@ -616,16 +610,17 @@ def _peers_table(plan: Plan, found: Forecast) -> Table:
 
 
 def _how_often(cycles: int) -> str:
-    """Return in how many entries a peer's work counts, in words."""
+    """Return in words the entries in which a peer's work counts."""
     return {0: "never", 1: "each time", 2: "every 2nd", 3: "every 3rd"}.get(cycles, f"every {cycles}th")
 
 
 def _warnings(plan: Plan, found: Forecast) -> list[str]:
-    """Return which machines are too small, which peers train in vain, and whether a link is too full."""
-    lines = [f"too small: {lack}" for lack in map(_lacks, plan.peers) if lack]
+    """Return warnings about machines that are too small, peers whose work does not count, and links that are too slow
+    or too busy."""
+    lines = [f"too small: {shortage}" for shortage in map(_shortage, plan.peers) if shortage]
     lines += [
         f"too slow: {each.name} takes {duration(plan.training_seconds(peer))} for {each.inner_steps} inner"
-        f" steps, an outer step takes {duration(found.cycle_seconds)}: its work does not count. Leave it out, lower"
+        f" steps, an outer step takes {duration(found.cycle_seconds)}: its work does not count. Remove it, lower"
         f" rounds.smallest_share = {plan.smallest_share:g}, or raise rounds.staleness = {plan.staleness}."
         for peer, each in zip(plan.peers, found.peers, strict=True)
         if not each.cycles
@@ -635,20 +630,20 @@ def _warnings(plan: Plan, found: Forecast) -> list[str]:
         if sending.seconds > sending.allowed:
             lines.append(
                 f"too thin: the uplink of {peer.name} takes {duration(sending.seconds)} for a contribution in"
-                f" {plan.formats[sending.format]}, and has {duration(sending.allowed)}: what comes later is left out. A"
-                " thinner format in codec.contributions or more rounds.round_timeout_seconds help."
+                f" {plan.formats[sending.format]}, and has {duration(sending.allowed)}: later blocks do not count. Add"
+                " a thinner format to codec.contributions, or raise rounds.round_timeout_seconds."
             )
     busiest = max(found.peers, key=lambda peer: peer.link_share)
     if plan.overlap and busiest.link_share >= FULL:
         lines.append(
-            f"too full: the link of {busiest.name} is busy for {busiest.link_share:.0%} of the time. TCP does not fill"
-            " it so far: expect peers to wait. More inner steps or fewer bits help."
+            f"too full: the link of {busiest.name} is busy for {busiest.link_share:.0%} of the time. TCP does not reach"
+            " that, so peers will wait. Use more inner steps or fewer bits."
         )
     return lines
 
 
-def _lacks(peer: Peer) -> str | None:
-    """Return what a machine has too little of, in words."""
+def _shortage(peer: Peer) -> str | None:
+    """Return in words the memory that a machine needs and does not have; None if it has enough."""
     main, gpu = (peer.main_memory, peer.main_needed), (peer.gpu_memory, peer.gpu_needed)
     for where, (there, needed) in (("main memory", main), ("each GPU", gpu)):
         if there is not None and needed is not None and there < needed:
@@ -657,7 +652,7 @@ def _lacks(peer: Peer) -> str | None:
 
 
 def plain(plan: Plan, found: Forecast, needed: Mapping[float, float | None]) -> dict[str, Any]:
-    """Return all of it as JSON can say it: seconds, bits, bytes."""
+    """Return the forecast as JSON values, in seconds, bits and bytes."""
     return {
         "parameters": plan.values,
         "inner_steps": plan.inner_steps,
@@ -680,7 +675,7 @@ def plain(plan: Plan, found: Forecast, needed: Mapping[float, float | None]) -> 
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in the unit in which it is easiest to read."""
+    """Return a duration in its most readable unit."""
     for factor, unit in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * factor:
             return f"{seconds / factor:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""What a run looks like, for all that show it: the volunteer's screen, `status`, `runs`, the dashboard, trackers.
+"""The present view of a run, shared by the volunteer's screen, `status`, `runs`, the dashboard and trackers.
 
 Other rooms import:
 amended: amendment_in_words, changed_values, changes_in_words, outer_steps_in_force, plain_amendment,

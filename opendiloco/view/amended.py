@@ -1,7 +1,7 @@
-"""The organiser's amendments of a run, in words and as JSON: what is in force, what waits for an entry, what changes.
+"""The organiser's amendments of a run, in words and as JSON: those in force, those proposed, and their changes.
 
-An amendment that this version does not understand is named as such. Nothing is trained, followed or checked by it:
-`Overrides.of` stops that.
+An amendment that this version does not understand is marked as such. `Overrides.of` keeps this version from training,
+following or checking entries under it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ NOT_UNDERSTOOD = "this version does not understand it: upgrade diloco-peer"
 
 @dataclass(frozen=True)
 class Amended:
-    """The amendment that is `in_force` at the peer that has trained most, and a newer one that is `proposed`: peers
-    know it, and no entry of that log has it yet."""
+    """The amendments of a run: the one `in_force` at the peer that has trained most, and a newer one that is
+    `proposed`: peers know it, but no entry of that peer's log contains it yet."""
 
     in_force: Amendment | None
     proposed: Amendment | None
 
     @classmethod
     def seen_in(cls, run: Run, heartbeats: Iterable[Heartbeat], chronicle: Chronicle | None = None) -> Amended:
-        """Read heartbeats, and from a log, if there is one, what is in force.
-
-        What the run's organiser has not signed is passed over.
-        """
+        """Return the amendments that heartbeats name; if there is a log, the log decides which one is in force. An
+        amendment without the organiser's signature is ignored."""
         beats = sorted(heartbeats, key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         organiser = run.manifest.organiser
         known = {
@@ -43,23 +41,23 @@ class Amended:
             for one in (beat.amendment, beat.proposed)
             if one is not None and one.is_signed(run.run_id, organiser)
         }
-        said = beats[0].amendment if beats else None
-        in_force = chronicle.amendment if chronicle is not None else said if said in known else None
+        claimed = beats[0].amendment if beats else None
+        in_force = chronicle.amendment if chronicle is not None else claimed if claimed in known else None
         latest = newest(in_force, *known)
         return cls(in_force, latest if latest is not in_force else None)
 
     @property
     def latest(self) -> Amendment | None:
-        """Return the newest amendment that peers know."""
+        """The newest amendment that peers know."""
         return self.proposed or self.in_force
 
     def lines(self) -> list[str]:
-        """Return what is to be told to people: nothing, where the manifest's values are in force."""
+        """Return lines for people; nothing while the manifest's values are in force."""
         lines = [f"in force: {amendment_in_words(self.in_force)}"] if self.in_force else []
         return [*lines, f"waits for an entry: {amendment_in_words(self.proposed)}"] if self.proposed else lines
 
     def plain(self, config: RunConfig) -> dict[str, Any]:
-        """Return the same as JSON can say it, with all values in force that amendments can change."""
+        """Return all values that amendments can change, and the amendments, as JSON values."""
         return values_in_force(config, self.in_force) | {
             "amendment": plain_amendment(self.in_force),
             "proposed": plain_amendment(self.proposed),
@@ -67,7 +65,7 @@ class Amended:
 
 
 def plain_amendment(amendment: Amendment | None) -> dict[str, Any] | None:
-    """Return an amendment as JSON can say it: its number, and the values that it sets."""
+    """Return an amendment as JSON values: its number, and the values that it sets."""
     if amendment is None:
         return None
     overrides = _overrides(amendment)
@@ -76,24 +74,25 @@ def plain_amendment(amendment: Amendment | None) -> dict[str, Any] | None:
 
 
 def amendment_in_words(amendment: Amendment) -> str:
-    """Return an amendment for people: its number, and the values that it sets."""
+    """Return an amendment in words: its number, and the values that it sets."""
     overrides = _overrides(amendment)
     return f"amendment {amendment.number} ({NOT_UNDERSTOOD if overrides is None else overrides})"
 
 
 def values_in_force(config: RunConfig, amendment: Amendment | None) -> dict[str, Any]:
-    """Return all values that amendments can change, as they are with this one in force, as JSON can say them."""
+    """Return, as JSON values, all values that amendments can change, with this amendment in force."""
     return (_overrides(amendment) or NO_OVERRIDES).values(config)
 
 
 def changed_values(config: RunConfig, old: Amendment | None, new: Amendment | None) -> dict[str, list[Any]]:
-    """Return the values that two amendments in force (None: the manifest's values) differ in, each old and new."""
+    """Return the values that differ between two amendments in force, each as [old, new]. None stands for the manifest's
+    values."""
     before, after = values_in_force(config, old), values_in_force(config, new)
     return {name: [before[name], value] for name, value in after.items() if value != before[name]}
 
 
 def changes_in_words(changed: Mapping[str, Sequence[Any]]) -> str:
-    """Return such values for people."""
+    """Return changed values in words."""
     words = (
         f"{value_in_words(name, new)} instead of {bare_in_words(name, old)}" for name, (old, new) in changed.items()
     )
@@ -101,12 +100,13 @@ def changes_in_words(changed: Mapping[str, Sequence[Any]]) -> str:
 
 
 def outer_steps_in_force(config: RunConfig, amendment: Amendment | None) -> int:
-    """Return the length of the run with this amendment in force; the manifest's if that is not understood."""
+    """Return the run's number of outer steps with this amendment in force. An amendment that this version does not
+    understand does not change it."""
     return (_overrides(amendment) or NO_OVERRIDES).total_outer_steps(config)
 
 
 def _overrides(amendment: Amendment | None) -> Overrides | None:
-    """Return what an amendment sets; None: nothing that this version understands."""
+    """Return the values that an amendment sets; None if this version does not understand it."""
     try:
         return Overrides.read(amendment)
     except AmendmentError:

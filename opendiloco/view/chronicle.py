@@ -1,5 +1,5 @@
-"""What a log says of a run, entry by entry: who was in each, who was not and why, who signed it, and what peers have
-contributed."""
+"""The history of a run from its log: who took part in each entry, who did not and why, who signed it, and each peer's
+contribution."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from peers.log.state import LogState
 from peers.values.manifest import Amendment
 
 SLICE_SECONDS = 0.02
-"""For which a log is read at once: a long one must not hold up what else the process does."""
-KEPT = 240  # entries that are shown: the newest
-UNSIGNED = 8  # entries of which more may become known: the newest that lack something
+"""Seconds for which one call reads. A long log must not hold up the process's other tasks."""
+KEPT = 240  # newest entries that are shown
+UNSIGNED = 8  # newest incomplete entries whose signatures or digest may still arrive
 
 
 class _Absence(NamedTuple):
-    """A peer that had a lease, and of whose work most does not count in an entry. `kind` is one word for `why`."""
+    """A peer that had a lease and most of whose work is missing in an entry. `kind` is one word for `why`."""
 
     peer: str
     kind: str
@@ -31,8 +31,8 @@ class _Absence(NamedTuple):
 
 @dataclass(frozen=True)
 class Signatures:
-    """How many of an entry's voters have signed it, and whether they are a quorum; else a minority went on alone. None:
-    not known."""
+    """The number of an entry's voters that have signed it. `certified` is True if they are a quorum, and False if a
+    minority made the entry alone. None: not known."""
 
     signed: int | None = None
     voters: int | None = None
@@ -40,7 +40,7 @@ class Signatures:
 
 
 class Change(NamedTuple):
-    """The amendment that an entry takes in, and the one that was in force before (None: the manifest's values were)."""
+    """The amendment that takes effect with an entry, and the one in force before; None: the manifest's values."""
 
     amendment: Amendment
     before: Amendment | None
@@ -48,7 +48,7 @@ class Change(NamedTuple):
 
 @dataclass
 class Record:
-    """One entry. What is not known of it yet is None."""
+    """One entry, for display. A value that is not known yet is None."""
 
     index: int
     digest: bytes
@@ -65,7 +65,7 @@ class Record:
 
 @dataclass
 class Contribution:
-    """What one peer has brought into the entries that were read."""
+    """The contribution of one peer to the entries that were read; `last` is the newest entry with a part of it."""
 
     tokens: int = 0
     entries: int = 0
@@ -74,8 +74,8 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Standing:
-    """What one peer has contributed beside the others: tokens in so many rounds, a `share` of all tokens, and its
-    `rank` among `peers`, 1 the largest. A log that begins in the middle of the run counts from there."""
+    """One peer's contribution beside those of the others: its tokens and rounds, its `share` of all tokens, and its
+    `rank` among `peers`, 1 for the largest. If the log begins in the middle of the run, they count from there."""
 
     tokens: int
     rounds: int
@@ -85,14 +85,15 @@ class Standing:
 
 
 class Chronicle:
-    """One lineage, read up to entry `next_index`. A log that has gone over to another lineage is read anew."""
+    """The history of one lineage up to entry `next_index`. If the log changes to another lineage, the history is read
+    again from its beginning."""
 
     def __init__(self) -> None:
         self._begin(0)
 
     def _begin(self, first: int) -> None:
         self.first = first
-        """Index of the first entry that was read: a peer that joined in the middle may not have what came before."""
+        """Index of the first entry of the log. A peer that joined in the middle may not have earlier entries."""
         self.records = deque[Record](maxlen=KEPT)
         self.contributions: dict[str, Contribution] = {}
         self.tokens = 0  # of all contributions
@@ -105,26 +106,26 @@ class Chronicle:
 
     @property
     def amendment(self) -> Amendment | None:
-        """Return the amendment that is in force where reading has come to."""
+        """The amendment that is in force after the last entry that was read."""
         return None if self._end is None else self._end.amendment
 
     def read(self, log: RunLog) -> bool:
-        """Read on, for `SLICE_SECONDS`. Return whether there may be more. Raises: LogError."""
+        """Read more entries, for `SLICE_SECONDS`. Return True if there may be more. Raises: LogError."""
         at, end = self.next_index, self._end
         if end is None or log.first != self.first or log.heads_at([at]).get(at) != end.position.head:
-            self._begin(log.first)  # another lineage, or entries have come before the first that was read
-        enough = time.monotonic() + SLICE_SECONDS
+            self._begin(log.first)  # another lineage, or the log now has earlier entries
+        deadline = time.monotonic() + SLICE_SECONDS
         for entry, state in log.states_after(self._end or log.empty_log):
             if state.last is not None:
                 self._take(entry, state.last, log)
             self._end = state
-            if time.monotonic() >= enough:
+            if time.monotonic() >= deadline:
                 break
         self._complete(log)
         return self.next_index < log.next_index
 
     def standing(self, peer: str) -> Standing | None:
-        """Return what a peer has contributed beside the others; None where nobody has."""
+        """Return the contribution of one peer beside the others; None if no entry has contributions."""
         if not self.tokens:
             return None
         own = self.contributions.get(peer, Contribution())
@@ -159,14 +160,14 @@ class Chronicle:
         self.tokens += record.tokens
 
     def _complete(self, log: RunLog) -> None:
-        """Take up what has become known of the newest entries since they were read."""
+        """Fill in signatures and state digests that have arrived since their entries were read."""
         for record, before, header in self._unsigned:
             record.signatures = record.signatures or _signatures(log.certificate_at(record.index), before, header)
             record.state_digest = record.state_digest or log.state_digest_at(record.index)
 
 
 def _signatures(certificate: Certificate | None, before: LogState, header: Header) -> Signatures | None:
-    """Return what a certificate shows that was checked when it was taken into the log."""
+    """Return the signatures of a certificate, which was verified when it entered the log."""
     if certificate is None:
         return None
     proof = weigh(certificate, before, header)
@@ -175,20 +176,20 @@ def _signatures(certificate: Certificate | None, before: LogState, header: Heade
 
 
 def _absences(before: LogState, header: Header, certificate: Certificate | None) -> tuple[_Absence, ...]:
-    """Return the peers that had work to bring into an entry, and do not count in it."""
+    """Return the peers that had work for an entry and do not count in it."""
     faults = {fault.peer: fault.kind for fault in header.faults}
     gone, leases = set(before.gone_in(header)), {lease.peer for lease in header.leases}
     voters = electorate(before, header, certificate.group).voters if certificate else ()
     left = {voters[farewell.place][0] for farewell in certificate.farewells} if certificate else set()
-    again = "most of its blocks came too late: its samples are trained again"
-    found = [_Absence(member.peer, "partly", again) for member in header.roster if not before.has_trained(member)]
+    partly = "most of its blocks came too late: its samples are trained again"
+    found = [_Absence(member.peer, "partly", partly) for member in header.roster if not before.has_trained(member)]
     for peer in dict.fromkeys((*before.ring, *faults)):
         if peer in faults:
             found.append(_Absence(peer, "lied", f"excluded for a proven lie: {faults[peer]}"))
         elif peer in header.peers:
             continue
         elif peer in left:
-            found.append(_Absence(peer, "left", "said goodbye"))
+            found.append(_Absence(peer, "left", "left with a farewell"))
         elif peer in gone:
             found.append(_Absence(peer, "gone", "has left, fell silent, or started again"))
         elif peer in leases:

@@ -1,4 +1,4 @@
-"""What a peer's curves show beside its own training: each outer step, and what other peers find of theta."""
+"""The curves of a peer beside its own training: values of each outer step, and held-out losses of other peers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VERSIONED = ("diloco-peer", "torch", "transformers", "hivemind")
 
 
 class Curves:
-    """Tells `telemetry` of outer steps and of held-out losses. `held_out` has those that were told before."""
+    """Sends outer steps and held-out losses to `telemetry`. `held_out` has the losses that were sent before."""
 
     def __init__(self, telemetry: Telemetry, held_out: HeldOutCurve | None = None) -> None:
         self._telemetry = telemetry
@@ -30,7 +30,7 @@ class Curves:
         self._before = RoundCosts()
 
     def taken(self, step: OuterStepTaken, costs: RoundCosts) -> None:
-        """Draw an outer step that has been taken; `costs` are those of all rounds until now."""
+        """Send the values of an outer step. `costs` are the costs of all rounds until now."""
         statistics = step.statistics
         values = {
             "learning_rate": step.learning_rate,
@@ -50,16 +50,16 @@ class Curves:
         self._telemetry.outer_step(step.index, values)
 
     def heard(self, own: Heartbeat, view: RunView) -> None:
-        """Take up what heartbeats say of theta: each outer step's first loss, whether it is true or not."""
-        if own.held_out is not None:  # telemetry has it
+        """Send the held-out losses that heartbeats claim: the first loss for each outer step, unverified."""
+        if own.held_out is not None:  # telemetry already has this peer's own loss
             self.held_out.add(own.held_out.index, own.held_out.loss)
-        for said in view.held_out:
-            if self.held_out.add(said.index, said.loss):
-                self._telemetry.heard(said)
+        for loss in view.held_out:
+            if self.held_out.add(loss.index, loss.loss):
+                self._telemetry.heard(loss)
 
 
 def configuration_of(run: Run, peer_id: str, device: str, options: WorkerOptions | None = None) -> dict[str, Any]:
-    """Return what curves are of, as JSON can say it: the run's manifest, and this machine."""
+    """Return the configuration that the curves belong to, as JSON values: the run's manifest and this machine."""
     machine: dict[str, Any] = {"device": device, "python": sys.version.split()[0]}
     if options is not None:
         machine["options"] = asdict(replace(options, compile_cache=None))  # a folder of this machine
@@ -73,7 +73,7 @@ def configuration_of(run: Run, peer_id: str, device: str, options: WorkerOptions
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the libraries that decide what is computed here, as far as they are installed."""
+    """Return the versions of the libraries that affect the training's numbers, if they are installed."""
     found = {}
     for name in VERSIONED:
         with suppress(PackageNotFoundError):

@@ -1,6 +1,5 @@
-"""The progress of a volunteer: its phase and all that its owner may want to know, as values, in words, and as `join`
-shows them: a live screen on a terminal, or plain lines of a log.
-"""
+"""A volunteer's progress: its phase and figures as values, in words, and as `join` shows them, on a live screen or as
+log lines."""
 
 from __future__ import annotations
 
@@ -67,32 +66,35 @@ OF_STATES: Mapping[State, str] = {
 """The phase that each state of the protocol belongs to."""
 ROUTINE = frozenset({TRAINING, SYNCHRONISING, OF_STATES[State.READY]})  # phases of every outer step
 ABOUT_DATA = ("tokenizing ", "downloading ", "checking ", "waiting for tokens")
-"""How the names of those stages begin that prepare data."""
-LOSSES = 2000  # inner steps whose loss the curve has
-RATE_SECONDS = 5.0  # over which a rate is taken
-REASON_LENGTH = 78  # characters of what a compiler says, so that its line fits a terminal of 80
+"""Beginnings of the names of stages that prepare data."""
+LOSSES = 2000  # inner steps in the loss curve
+RATE_SECONDS = 5.0  # seconds over which a rate is averaged
+REASON_LENGTH = 78  # characters of a compiler's error, so that the line fits 80 columns
 BARS = "▁▂▃▄▅▆▇█"
-CURVE_WIDTH = 40  # characters, so that its line fits a terminal of 80
+CURVE_WIDTH = 40  # characters, so that the line fits 80 columns
 
 
 @dataclass(frozen=True)
 class _Work:
-    """How far something has come: `share` of it is done, after so many seconds. None: nobody knows."""
+    """The progress of one phase: `share` of it is done after `seconds`; None: not known."""
 
     share: float | None = None
     seconds: float = 0.0
 
     @property
     def left(self) -> float | None:
-        """Return the seconds that remain if it goes on at this speed; None where nobody knows."""
+        """The estimated seconds to the end at the present speed; None: not known."""
         return self.seconds * (1 - self.share) / self.share if self.share else None
 
 
 @dataclass(frozen=True)
 class Fragments:
-    """Of a run that streams: how many fragments there are, how many of this cycle's are being averaged and how many are
-    done, and after how many inner steps an average is merged here. Of the last training: how many averages it waited
-    for, for which share of its time, and how many seconds the slowest took; None: none was awaited yet."""
+    """The state of a run that streams: the number of fragments, those of this cycle that are being averaged and that
+    are done, and the inner steps after which an average is merged.
+
+    Of the last training phase: the averages that it waited for, the share of its time spent waiting, and the seconds of
+    the slowest average; None: none yet.
+    """
 
     count: int
     averaging: int
@@ -105,11 +107,13 @@ class Fragments:
 
 @dataclass(frozen=True)
 class OwnFacts:
-    """What a volunteer's own process knows of its run. Of the heartbeats the first is its own. `trains_on`: workers
-    still take the last inner steps of what is being averaged. `reach` has the ways to other peers, `purposes` what was
-    sent and received for what, `download` the last download of the state, and `bytes_per_token` how much of the
-    held-out text a token stands for. `uncompiled` says why training is not compiled, where it should be. `sending` is
-    the format of the last contribution."""
+    """A volunteer's own knowledge of its run. The first of `heartbeats` is its own.
+
+    `trains_on`: workers still train the last inner steps before the average that is under way. `reach` is the path to
+    each other peer. `purposes` are the bytes sent and received by purpose. `download` is the last download of the
+    state. `bytes_per_token` is the mean number of bytes of held-out text in a token. `uncompiled` is the reason why
+    training is not compiled although it should be. `sending` is the format of the last contribution.
+    """
 
     heartbeats: Sequence[Heartbeat]
     log: RunLog
@@ -129,9 +133,12 @@ class OwnFacts:
 
 @dataclass(frozen=True)
 class Progress:
-    """One moment of a volunteer, in its view of the run. `up` and `down` are bytes of bulk data a second. It is paused
-    while there are `pause_reasons`, and leaves at `until`. `month` has the month's traffic beside its limits, if there
-    are any, and `machine` says which temperature and power can be read, both in words."""
+    """One volunteer at one moment.
+
+    `up` and `down` are bytes of bulk data a second. The volunteer is paused while there are `pause_reasons`, and leaves
+    at `until`. `month` is the month's traffic with its limits, if there are any, and `machine` the temperature and
+    power, both in words.
+    """
 
     view: RunView
     facts: OwnFacts
@@ -148,23 +155,23 @@ class Progress:
 
     @property
     def own(self) -> Heartbeat:
-        """Return this machine's own heartbeat."""
+        """This machine's own heartbeat."""
         return self.facts.heartbeats[0]
 
     @property
     def others(self) -> list[Heartbeat]:
-        """Return the heartbeats of the other peers."""
+        """The heartbeats of the other peers."""
         return [beat for beat in self.view.peers if beat.peer != self.own.peer]
 
     @property
     def links(self) -> dict[str, int]:
-        """Return the number of other peers by the way to them, the best way first. Unknown ways are left out."""
+        """The number of other peers by the path to them, best path first, without peers whose path is unknown."""
         reach = self.facts.reach
         counts = Counter(reach[beat.peer] for beat in self.others if beat.peer in reach)
         return {str(way): counts[way] for way in Reach if counts[way]}
 
     def plain(self) -> dict[str, Any]:
-        """Return the progress as JSON can say it, for log lines that programs read."""
+        """Return the progress as JSON values, for log lines that programs read."""
         return {
             "phase": self.phase,
             "outer_steps": self.view.outer_steps,
@@ -187,7 +194,7 @@ class Progress:
 
 
 class ProgressReader:
-    """Reads one volunteer's progress, again and again. `pause_reasons` says why the volunteer is paused; it leaves at
+    """Reads a volunteer's progress repeatedly. `pause_reasons` returns why the volunteer is paused; it leaves at
     `until`."""
 
     def __init__(
@@ -199,13 +206,13 @@ class ProgressReader:
         month: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._until, self._month = until, month
-        self.machine = ""  # what is known of this machine's temperature and power, in words
+        self.machine = ""  # this machine's temperature and power, in words
         self._run = run
         self._facts = facts
         self._pause_reasons = pause_reasons
         self._chronicle = Chronicle()
         self._losses = deque[float](maxlen=LOSSES)
-        self._last_step = (0, 0)  # the outer and the inner step of the newest loss
+        self._last_step = (0, 0)  # outer and inner step of the newest loss
         self._phase, self._since = "", time.monotonic()
         self._up, self._down = _GrowthMeter(), _GrowthMeter()
 
@@ -241,23 +248,23 @@ class ProgressReader:
         )
 
     def _contribution(self, peer: str, log: RunLog) -> Standing | None:
-        """Return what this peer has contributed; None until the log has been read to its end."""
+        """Return the contribution of this peer; None until the whole log has been read."""
         try:
             is_behind = self._chronicle.read(log)
         except DilocoPeerError as error:
-            logger.debug("the log cannot be read for contributions: %s", error)
+            logger.debug("contributions cannot be read from the log: %s", error)
             return None
         return None if is_behind else self._chronicle.standing(peer)
 
 
 class _GrowthMeter:
-    """Measures how fast a count grows."""
+    """A meter of the speed at which a count grows."""
 
     def __init__(self) -> None:
         self._seen = deque[tuple[float, int]]()
 
     def rate(self, count: int, now: float) -> float:
-        """Take in a count; return by how much a second it has grown lately."""
+        """Record a count; return its growth a second over the last `RATE_SECONDS`."""
         self._seen.append((now, count))
         while len(self._seen) > 2 and self._seen[1][0] <= now - RATE_SECONDS:
             self._seen.popleft()
@@ -266,7 +273,7 @@ class _GrowthMeter:
 
 
 def _phase_of_stage(stage: str) -> str:
-    """Return which phase a stage of the start belongs to."""
+    """Return the phase that a stage of the start belongs to."""
     if stage in (FINDING, CHECKING):
         return stage
     if stage in WITH_A_COMPILER:
@@ -276,13 +283,13 @@ def _phase_of_stage(stage: str) -> str:
 
 # In words --------------------------------------------------------------------------------------------------------
 def _stage_line(stage: str, work: _Work) -> str:
-    """Return a stage of the start on one line, with its phase and how far it has come."""
+    """Return one line for a stage of the start: its phase, its name and its progress."""
     phase = _phase_of_stage(stage)
     return f"{phase if stage == phase else f'{phase}: {stage}'} {_how_far(work)}".rstrip()
 
 
 def _how_far(work: _Work) -> str:
-    """Return how far something has come, in words; nothing where there is nothing to say."""
+    """Return the progress of a phase in words; empty if there is none to report."""
     if work.share is None:
         return f"({duration(work.seconds)})" if work.seconds >= 1 else ""
     left = f", about {duration(work.left)} left" if work.left is not None and work.share < 1 else ""
@@ -290,31 +297,31 @@ def _how_far(work: _Work) -> str:
 
 
 def _healthy_line(progress: Progress) -> str:
-    """Return all that matters on one line of a log."""
+    """Return the progress as one log line."""
     own, facts, fragments = progress.own, progress.facts, progress.facts.fragments
-    said = [f"outer step {own.index}/{progress.view.outer_steps}", _activity(progress)]
+    parts = [f"outer step {own.index}/{progress.view.outer_steps}", _activity(progress)]
     if own.loss is not None:
-        said.append(f"loss {own.loss:.3f}")
+        parts.append(f"loss {own.loss:.3f}")
     if own.tokens_per_second:
-        said.append(f"{own.tokens_per_second:,.0f} tokens/s")
+        parts.append(f"{own.tokens_per_second:,.0f} tokens/s")
     if fragments is not None:
-        said.append(_averages(fragments))
+        parts.append(_averages(fragments))
     if facts.uncompiled:
-        said.append("not compiled")
-    said += [counted(1 + len(progress.others), "peer"), _reach(progress)]
+        parts.append("not compiled")
+    parts += [counted(1 + len(progress.others), "peer"), _reach(progress)]
     if progress.contribution is not None:
-        said.append(_contributed(progress.contribution))
-    said.append(f"{_rate(progress.up, facts.caps.upload)} up, {_rate(progress.down, facts.caps.download)} down")
-    said += progress.month
+        parts.append(_contributed(progress.contribution))
+    parts.append(f"{_rate(progress.up, facts.caps.upload)} up, {_rate(progress.down, facts.caps.download)} down")
+    parts += progress.month
     if progress.machine:
-        said.append(progress.machine)
+        parts.append(progress.machine)
     if progress.phase == FINISHED:
-        said.append(_whether_to_stay(progress))
-    return ", ".join(said)
+        parts.append(_whether_to_stay(progress))
+    return ", ".join(parts)
 
 
 def _progress_lines(progress: Progress) -> list[str]:
-    """Return the same on a few lines of a terminal, with the curve of the loss."""
+    """Return the progress as a few lines of a terminal, with the loss curve."""
     own, facts, fragments = progress.own, progress.facts, progress.facts.fragments
     lines = [f"outer step {own.index}/{progress.view.outer_steps} · {_activity(progress)}"]
     if progress.losses:
@@ -342,7 +349,7 @@ def _progress_lines(progress: Progress) -> list[str]:
 
 
 def _explanations(progress: Progress) -> list[str]:
-    """Return what a person may do, and what the traffic was for."""
+    """Return lines about the traffic by purpose and the commands that the owner may use."""
     moved = [f"{name} ↑{in_words(out)} ↓{in_words(back)}" for name, (out, back) in progress.facts.purposes.items()]
     lines = [" · ".join(moved)] if moved else []
     if progress.until is not None:
@@ -353,13 +360,13 @@ def _explanations(progress: Progress) -> list[str]:
 
 
 def _sending(sending: Sending, codec: CodecSection) -> str:
-    """Return the format of the last contribution, and the reason for it."""
+    """Return the format of the last contribution, with the uplink and the times that decided it."""
     kind, time = codec.contributions[sending.format], f"{duration(sending.seconds)} of {duration(sending.allowed)}"
     return f"uplink {8e-6 * sending.uplink:,.0f} Mbit/s: sending {kind}, {time}"
 
 
 def _activity(progress: Progress) -> str:
-    """Return what the volunteer is doing, how far it has come, and when the next round is."""
+    """Return the volunteer's activity, its progress, and the time to the next round."""
     if progress.pause_reasons:
         return f"paused: {', '.join(progress.pause_reasons)}"
     if progress.phase == TRAINING:
@@ -374,13 +381,13 @@ def _activity(progress: Progress) -> str:
 
 
 def _whether_to_stay(progress: Progress) -> str:
-    """Return which others have the model of a run that is over."""
-    having = holders(progress.others, progress.own.index)
-    return f"you may leave: {having} have the model" if having else "please stay: no other machine has the model yet"
+    """Return the advice to stay or leave after the run's end, by the other peers that have the model."""
+    present = holders(progress.others, progress.own.index)
+    return f"you may leave: {present} have the model" if present else "please stay: no other machine has the model yet"
 
 
 def _averages(fragments: Fragments) -> str:
-    """Return when averages come, and whether training waits for them."""
+    """Return the time that averages take, and the share of training time spent waiting for them."""
     merged = f"merged after {counted(fragments.overlap, 'step')}"
     if fragments.longest is None:
         return f"averages {merged}"
@@ -389,24 +396,24 @@ def _averages(fragments: Fragments) -> str:
 
 
 def _reach(progress: Progress) -> str:
-    """Return whether others can dial this machine, and the ways to the others."""
+    """Return whether other peers can dial this machine, and the number of links by path."""
     links = ", ".join(f"{count} {way}" for way, count in progress.links.items())
     return f"reachable: {reachability(progress.own)}" + (f" (links: {links})" if links else "")
 
 
 def _contributed(own: Standing) -> str:
-    """Return what a peer has contributed."""
+    """Return a peer's contribution in words."""
     tokens = in_words(own.tokens).removesuffix("B").rstrip() if own.tokens >= 1000 else own.tokens
     return f"{tokens} tokens in {counted(own.rounds, 'round')}: {own.share:.0%}, rank {own.rank} of {own.peers}"
 
 
 def _rate(rate: float, cap: float | None) -> str:
-    """Return bytes a second as megabits a second, beside the cap on them."""
+    """Return a rate in bytes a second as megabits a second, with its cap."""
     return f"{rate / MEGABIT:.1f}{'' if cap is None else f' of {cap / MEGABIT:g}'} Mbit/s"
 
 
 def _curve(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
-    """Return a curve of values as bars. Where they do not fit, each bar is the mean of several."""
+    """Return a curve of values as bars. If there are more values than characters, each bar is the mean of several."""
     count = min(width, len(values))
     means = [fmean(values[len(values) * at // count : len(values) * (at + 1) // count]) for at in range(count)]
     low, high = min(means), max(means)
@@ -415,20 +422,20 @@ def _curve(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
     return "".join(BARS[min(int((mean - low) / (high - low) * len(BARS)), len(BARS) - 1)] for mean in means)
 
 
-# How join shows it ----------------------------------------------------------------------------------------------------
-SCREEN_SECONDS = 0.5  # between two pictures
-HEALTHY_SECONDS = 60.0  # between two lines in a log that all is well
-MACHINE_SECONDS = 10.0  # between two looks at its heat and power, which change slowly
+# Screens of join ------------------------------------------------------------------------------------------------------
+SCREEN_SECONDS = 0.5  # between two updates of the screen
+HEALTHY_SECONDS = 60.0  # between two progress lines in the log
+MACHINE_SECONDS = 10.0  # between two reads of temperature and power, which change slowly
 THIS_MACHINE = "this machine"
 STEERING = "Ctrl-C leaves; in another terminal: diloco-peer pause, resume, finish"
 LEGEND = "equal digests: equal models · reach open: others can dial this peer"
 LEAST_ROWS, LINES_BESIDE, ROOMY = 3, 5, 24
-"""Peers that the picture of a volunteer has at least, its lines beside those of progress and peers, and the lines of a
-terminal that has room for explanations."""
+"""The least peers on the screen, its lines beside those of progress and peers, and the height of a terminal from which
+on explanations are shown."""
 
 
 class JoinView(ABC):
-    """Shows a person how it goes. `phase` is what the volunteer is doing."""
+    """The display of `join`. `phase` is the volunteer's present activity."""
 
     def __init__(self) -> None:
         self.phase = "starting"
@@ -442,18 +449,19 @@ class JoinView(ABC):
 
     @abstractmethod
     def show_stage(self, is_new: bool) -> None:
-        """Show what comes before training: the same phase as before, or a new one."""
+        """Show a stage before training. `is_new`: it belongs to another phase than the stage before."""
 
     @abstractmethod
     async def show(self, reader: ProgressReader) -> None:
-        """Show how training goes, until cancelled."""
+        """Show the training's progress until cancelled."""
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         self.phase = "ended"
 
     def stage(self, stage: str, share: float | None) -> None:
-        """Hear what comes before training, and how much of it is done. Workers that start again say so in the log."""
+        """Record a stage before training, and the share of it that is done. While training, workers that restart report
+        to the log instead."""
         if self._is_training:
             return
         if stage != self._stage:
@@ -463,21 +471,19 @@ class JoinView(ABC):
 
     @asynccontextmanager
     async def showing(self, reader: ProgressReader) -> AsyncIterator[None]:
-        """Show how training goes, for as long as the context lasts."""
+        """Show the training's progress until the context ends."""
         self._is_training = True
-        beside = [start_task(self.show(reader)), start_task(_read_machine(reader))]
+        tasks = [start_task(self.show(reader)), start_task(_read_machine(reader))]
         try:
             yield
         finally:
-            await cancel_and_wait(*beside)
+            await cancel_and_wait(*tasks)
             self.phase, self._is_training = "starting", False
 
 
 class Lines(JoinView):
-    """Log lines: one that says how it goes each minute, and each phase but those of every outer step.
-
-    What is said to a person is printed, or a line of the log like all others where programs read it: `is_json`.
-    """
+    """Log lines: one a minute with the progress, and one for each phase except those of every outer step. Messages for
+    a person are printed. With `is_json` they are log lines, so that programs can read the whole output."""
 
     def __init__(self, is_json: bool = False) -> None:
         super().__init__()
@@ -487,7 +493,7 @@ class Lines(JoinView):
         if self._is_json:
             logger.info("%s", text)
             return
-        with suppress(OSError):  # nobody may be there to read it, and what we are about to do is done all the same
+        with suppress(OSError):  # the reader of the output may have closed it
             print(text, flush=True)
 
     def show_stage(self, is_new: bool) -> None:
@@ -510,7 +516,7 @@ class Lines(JoinView):
 
 
 class Screen(JoinView):
-    """A picture on a terminal, above which lines scroll past."""
+    """A live picture at the bottom of a terminal, above which log lines scroll."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -533,14 +539,14 @@ class Screen(JoinView):
             with suppress(OSError):
                 self._starting.start()
         with suppress(OSError):
-            self._starting.refresh()  # so that each stage is seen, however short it is
+            self._starting.refresh()  # shows even a short stage
 
     def close(self) -> None:
         self._stop_starting()
         super().close()
 
     def _stop_starting(self) -> None:
-        """Take the line away that shows the start."""
+        """Remove the line that shows the start."""
         live, self._starting = self._starting, None
         if live is not None:
             with suppress(OSError):
@@ -559,7 +565,7 @@ class Screen(JoinView):
 
 
 async def _read_machine(reader: ProgressReader) -> None:
-    """Read the machine's temperature and power now and then, until cancelled."""
+    """Read the machine's temperature and power every `MACHINE_SECONDS` until cancelled."""
     from opendiloco.owner.facts import machine_line
 
     while True:
@@ -568,7 +574,7 @@ async def _read_machine(reader: ProgressReader) -> None:
 
 
 def _volunteer_picture(progress: Progress, height: int) -> Group:
-    """Return what `join` shows on a terminal of so many lines: this machine's progress, and the peers that fit."""
+    """Return the screen of `join` for a terminal of this height: this machine's progress, and the peers that fit."""
     from rich.console import Group
     from rich.text import Text
 

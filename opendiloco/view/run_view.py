@@ -1,7 +1,7 @@
-"""The view of a run at one moment: what its peers' heartbeats and its log say together, the same for all that show it.
+"""The view of a run at one moment, from its peers' heartbeats and its log, shared by everything that shows the run.
 
-Heartbeats are signed, but what they claim may be false. So numbers are brought into bounds, and less than half of the
-peers cannot decide how far the run has come.
+Heartbeats are signed, but their claims may be false. So numbers are clamped, and less than half of the peers cannot
+change the outer step that is shown.
 """
 
 from __future__ import annotations
@@ -32,32 +32,33 @@ if TYPE_CHECKING:
 
 FINISHED = "finished"
 OPEN, BEHIND_NAT, UNKNOWN = "open", "NAT", "-"
-LARGEST_LOSS = 100.0  # others may claim any
-LARGEST_RATE = 1e12  # tokens a second, far more than any machine has; the sum of all rates has to stay finite
-LARGEST_STEP = 2**50  # that a page can count to: an organiser may say that a run has any number of outer steps
+LARGEST_LOSS = 100.0  # limit for claimed losses
+LARGEST_RATE = 1e12  # limit for claimed tokens a second, so that the sum of all rates stays finite
+LARGEST_STEP = 2**50  # limit for outer steps, which JavaScript still counts exactly
 
 
 # One peer ---------------------------------------------------------------------------------------------------------
 def _shown_state(beat: Heartbeat, config: RunConfig) -> str:
-    """Return what a peer is doing, in one word."""
+    """Return a peer's state in one word."""
     return FINISHED if is_finished(beat, config) else str(beat.state)
 
 
 def is_finished(beat: Heartbeat, config: RunConfig) -> bool:
-    """Return whether the peer has been through the whole run, and is there to hand out its result."""
+    """Return True if the peer has taken the run's last outer step and stays to hand out the result."""
     return beat.state is PeerState.TRAINING and beat.index >= outer_steps_in_force(config, beat.amendment)
 
 
 def holders(beats: Iterable[Heartbeat], step: int) -> str:
-    """Return how many archives and volunteers have an outer step, in words; empty: none."""
+    """Return in words how many archives and other volunteers have reached an outer step; empty if none has."""
     states = [beat.state for beat in beats if beat.index >= step]
     archives, volunteers = states.count(PeerState.ARCHIVING), sum(state in PARTICIPATING for state in states)
-    said = [counted(archives, "archive")] * bool(archives) + [counted(volunteers, "other volunteer")] * bool(volunteers)
-    return " and ".join(said)
+    parts = [counted(archives, "archive")] if archives else []
+    parts += [counted(volunteers, "other volunteer")] if volunteers else []
+    return " and ".join(parts)
 
 
 def reachability(beat: Heartbeat) -> str:
-    """Return whether others can dial a peer: "open"; "NAT" where only nodes that introduce it can be; "-": unknown."""
+    """Return "open" if other peers can dial the peer, "NAT" if they reach it only through a relay, "-" if not known."""
     hosts = [parse_endpoint(endpoint)[0] for endpoint in beat.endpoints]
     if any(map(_is_on_the_internet, hosts)) or (
         hosts and not any(_is_on_the_internet(host_of(relay)) for relay in beat.relays)
@@ -67,12 +68,12 @@ def reachability(beat: Heartbeat) -> str:
 
 
 def _is_on_the_internet(host: str | None) -> bool:
-    """Return whether it is a public address, or a name: nobody else has one."""
+    """Return True if the host is a public address or a DNS name."""
     return host is not None and (is_public(host) or not is_numeric(host))
 
 
 def plain_peer(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
-    """Return what a peer says of itself as JSON can say it, in the words that all surfaces share."""
+    """Return a peer's claims about itself as JSON values, in the words that all displays share."""
     return {
         "peer": beat.peer,
         "name": beat.name,
@@ -87,7 +88,7 @@ def plain_peer(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
 
 
 def _bounded(beat: Heartbeat, last_step: int) -> Heartbeat:
-    """Return the same heartbeat with numbers that can be added up and drawn, in a run of so many outer steps."""
+    """Return the heartbeat with its numbers clamped, in a run of `last_step` outer steps."""
     return beat.model_copy(
         update={
             "index": min(beat.index, last_step),
@@ -98,46 +99,46 @@ def _bounded(beat: Heartbeat, last_step: int) -> Heartbeat:
 
 
 def bounded_loss(loss: float) -> float:
-    """Return the loss, or the largest that is believed, of either sign."""
+    """Return the loss clamped to ±LARGEST_LOSS."""
     return max(-LARGEST_LOSS, min(loss, LARGEST_LOSS))
 
 
-# Whether peers agree ----------------------------------------------------------------------------------------------
+# Agreement --------------------------------------------------------------------------------------------------------
 class Agreement:
-    """The digests that peers have named, by place in the log. Two peers at one place must name the same, whenever they
-    were there."""
+    """The digests that peers have named at each outer step. Two peers at one step must name the same digests."""
 
     def __init__(self) -> None:
-        self._said: dict[int, dict[tuple[bytes, bytes], set[str]]] = defaultdict(lambda: defaultdict(set))
+        self._digests: dict[int, dict[tuple[bytes, bytes], set[str]]] = defaultdict(lambda: defaultdict(set))
 
     def observe(self, heartbeats: Iterable[Heartbeat]) -> None:
-        """Take in heartbeats."""
+        """Record the digests of heartbeats."""
         for beat in heartbeats:
-            if beat.state is not PeerState.ARCHIVING:  # it has no state to compare
-                self._said[beat.index][beat.head, beat.state_digest].add(beat.peer)
+            if beat.state is not PeerState.ARCHIVING:  # an archive has no state to compare
+                self._digests[beat.index][beat.head, beat.state_digest].add(beat.peer)
 
     @property
     def compared(self) -> int:
-        """Return the number of places in the log at which more than one peer has been seen."""
-        return sum(len(set().union(*groups.values())) > 1 for groups in self._said.values())
+        """The number of outer steps at which more than one peer has been seen."""
+        return sum(len(set().union(*groups.values())) > 1 for groups in self._digests.values())
 
     @property
     def disagreements(self) -> tuple[int, ...]:
-        """Return the places at which different digests were named."""
-        return tuple(sorted(index for index, groups in self._said.items() if len(groups) > 1))
+        """The outer steps at which peers named different digests."""
+        return tuple(sorted(index for index, groups in self._digests.items() if len(groups) > 1))
 
     @property
     def minorities(self) -> set[str]:
-        """Return the peers that name other digests than most others at their place: of two peers, both."""
+        """The peers whose digests differ from the majority's at their outer step. If there is no majority, both
+        sides."""
         found = set[str]()
         for index in self.disagreements:
-            most, second, *others = sorted(self._said[index].values(), key=len, reverse=True)
+            most, second, *others = sorted(self._digests[index].values(), key=len, reverse=True)
             found |= second.union(*others, most if len(most) == len(second) else ())
         return found
 
     @property
     def verdict(self) -> bool | None:
-        """Return whether the peers agree; None: no two of them have been seen at one place."""
+        """True if all peers agree, False if some disagree; None if no two have been seen at one outer step."""
         if self.disagreements:
             return False
         return True if self.compared else None
@@ -156,9 +157,9 @@ class Agreement:
 class RunView:
     """A run at one moment.
 
-    `peers` are those that have not said goodbye, in the order in which they came, with numbers in bounds. `chronicle`
-    is the log as far as it was read here, None without one; `step_before` the outer step that was seen before.
-    `agreement` remembers what peers have said before.
+    `peers` are those that have not sent a farewell, in the order of the heartbeats, with numbers clamped. `chronicle`
+    is the part of the log that was read, if there is a log; `step_before` is the outer step of the view before.
+    `agreement` keeps the digests of earlier views.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class RunView:
         beats = [beat for beat in heartbeats if beat.state is not PeerState.LEAVING]
         self.run = run
         self.amended = Amended.seen_in(run, beats, chronicle)
-        """The amendments in force: by the log where there is one, by what peers say elsewhere."""
+        """The amendments: those in force by the log, or without a log by the heartbeats."""
         last = min(self.outer_steps, LARGEST_STEP)
         self.peers = tuple(_bounded(beat, last) for beat in beats)
         self.agreement = agreement or Agreement()
@@ -182,17 +183,17 @@ class RunView:
 
     @cached_property
     def trainers(self) -> tuple[Heartbeat, ...]:
-        """Return all peers but archives."""
+        """All peers except archives."""
         return tuple(beat for beat in self.peers if beat.state is not PeerState.ARCHIVING)
 
     @cached_property
     def working(self) -> tuple[Heartbeat, ...]:
-        """Return the peers that hold the run's state and work on the next entry."""
+        """The peers that hold the run's state and work on the next entry."""
         return tuple(beat for beat in self.peers if beat.state in PARTICIPATING)
 
     @cached_property
     def outer_step(self) -> int:
-        """Return the outer steps that half of the peers have taken; if none is at work, the most that are known."""
+        """The lower median of the outer steps of peers at work; if none is at work, the largest known outer step."""
         if self.working:
             return statistics.median_low(beat.index for beat in self.working)
         archived = [beat.index for beat in self.peers if beat.state is PeerState.ARCHIVING]
@@ -200,50 +201,50 @@ class RunView:
 
     @property
     def outer_steps(self) -> int:
-        """Return the outer steps of the whole run."""
+        """The number of outer steps of the whole run."""
         return outer_steps_in_force(self.run.config, self.amended.in_force)
 
     @property
     def is_finished(self) -> bool:
-        """Return whether the run has taken its last outer step."""
+        """True if the run has taken its last outer step."""
         return 0 < self.outer_steps <= self.outer_step
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the speed of all peers together."""
+        """The sum of all peers' speeds."""
         return sum(beat.tokens_per_second for beat in self.trainers)
 
     @property
     def lineage_tokens(self) -> int:
-        """Return the tokens that were trained in the run until now."""
+        """The tokens trained in the run until now."""
         logged = self.chronicle.records[-1].lineage_tokens if self.chronicle and self.chronicle.records else 0
         return max(logged, statistics.median_low(beat.lineage_tokens for beat in self.working) if self.working else 0)
 
     @property
     def held_out(self) -> list[HeldOutLoss]:
-        """Return what peers last found of theta on held-out text, the newest last. Only losses count that were due by
-        now, so that peers cannot claim more of them than the run is long."""
+        """The last held-out losses that peers report, newest last. Only losses at outer steps that the manifest
+        evaluates and that the run has reached count, so that peers cannot claim more."""
         every = self.run.config.evaluation.every
-        said = [beat.held_out for beat in self.peers if beat.held_out is not None]
-        due = [one for one in said if every and one.index % every == 0 and one.index <= self.outer_step]
+        claimed = [beat.held_out for beat in self.peers if beat.held_out is not None]
+        due = [one for one in claimed if every and one.index % every == 0 and one.index <= self.outer_step]
         return sorted(due, key=lambda held_out: held_out.index)
 
     @property
     def model(self) -> str:
-        """Return what kind of model the run trains, or where the organiser says that it comes from."""
-        model = self.run.manifest.values["model"]  # in a stranger's words, which may leave defaults out
+        """The type of the run's model, or the path that the organiser gives for it."""
+        model = self.run.manifest.values["model"]  # as the organiser wrote it: defaults may be missing
         return model.get("path") or str((model.get("config") or {}).get("model_type", "unknown model"))
 
     @property
     def sources(self) -> list[str]:
-        """Return where the run's text comes from."""
+        """The sources of the run's text."""
         return [source.source for source in self.run.config.data.all_sources]
 
 
 # On a terminal --------------------------------------------------------------------------------------------------------
 COLUMNS = ("peer", "state", "inner step", "tokens/s", "loss", "outer step", "log digest", "reach")
 HEADINGS = ("peer", "state", "inner", "tokens/s", "loss", "outer", "digest", "reach")
-"""The same in the table, which has to fit 80 columns."""
+"""Short names of the columns, so that the table fits 80 columns."""
 NUMBERS = {"inner", "tokens/s", "loss", "outer"}
 STYLES = {
     PeerState.TRAINING: "green",
@@ -251,12 +252,12 @@ STYLES = {
     PeerState.AVERAGING: "magenta",
     PeerState.LEAVING: "red",
 }
-LARGEST_EXPONENT = 100.0  # others may claim any loss
+LARGEST_EXPONENT = 100.0  # keeps the perplexity of a claimed loss finite
 
 
 @dataclass(frozen=True)
 class Row:
-    """What the table says of one peer; `cells` may be fewer than the columns."""
+    """One peer's row of the table; `cells` may be fewer than the columns."""
 
     name: str
     cells: tuple[str, ...]
@@ -264,12 +265,12 @@ class Row:
 
 
 def _short_name(peer: str) -> str:
-    """Return the end of a peer id; its beginning is the same for all."""
+    """Return the last 8 characters of a peer id; all ids begin alike."""
     return f"…{peer[-8:]}"
 
 
 def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> Row:
-    """Return a peer's row from its heartbeat."""
+    """Return a peer's row."""
     cells = (
         _shown_state(beat, config),
         f"{beat.inner_step}/{config.training.inner_steps}",
@@ -284,8 +285,8 @@ def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> Row:
 
 
 def peers_table(rows: Iterable[Row], title: str | None = None) -> Table:
-    from rich.markup import escape  # a nickname may look like rich's own
-    from rich.table import Table  # a bootstrap node has no terminal to draw on, and does without
+    from rich.markup import escape  # a nickname may contain rich's markup
+    from rich.table import Table  # a bootstrap node does not need rich
 
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:
@@ -296,50 +297,48 @@ def peers_table(rows: Iterable[Row], title: str | None = None) -> Table:
 
 
 def held_out_lines(view: RunView, bytes_per_token: float | None = None) -> list[str]:
-    """Return how good theta is, as the peers last found; nothing while none of them has looked.
-
-    In bits per byte, too, if it is known how much text a token stands for.
-    """
+    """Return a line with the newest held-out loss; nothing while no peer has measured one. It includes bits per byte if
+    `bytes_per_token` is known."""
     if not view.held_out:
         return []
     found = view.held_out[-1]
     perplexity = math.exp(min(found.loss, LARGEST_EXPONENT))
-    said = f"perplexity {perplexity:,.1f}"
+    details = f"perplexity {perplexity:,.1f}"
     if bytes_per_token is not None:
-        said += f", {bits_per_byte(found.loss, bytes_per_token):.3f} bits per byte"
-    return [f"held-out loss {found.loss:.3f} ({said}) after outer step {found.index}"]
+        details += f", {bits_per_byte(found.loss, bytes_per_token):.3f} bits per byte"
+    return [f"held-out loss {found.loss:.3f} ({details}) after outer step {found.index}"]
 
 
 def plain_line(row: Row) -> str:
-    """Return the same as one line for a log."""
-    said = ", ".join(f"{column} {cell}" for column, cell in zip(COLUMNS[1:], row.cells, strict=False))
-    return f"{row.name}: {said}"
+    """Return a row as one log line."""
+    cells = ", ".join(f"{column} {cell}" for column, cell in zip(COLUMNS[1:], row.cells, strict=False))
+    return f"{row.name}: {cells}"
 
 
 def reach_lines(heartbeats: Iterable[Heartbeat]) -> list[str]:
-    """Return a line for each peer that reaches others only through relays, or not at all, or whose work is in vain."""
+    """Return a line for each peer that uses relays, cannot reach some peers, or whose work does not count."""
     lines = []
     for beat in heartbeats:
-        said = [f"relayed to {_count(beat.relayed)}"] if beat.relayed else []
-        said += [f"cannot reach {_count(beat.unreached)} ({', '.join(beat.unreached)})"] if beat.unreached else []
-        said += [beat.trouble] if beat.trouble else []
-        if said:
-            lines.append(f"{_short_name(beat.peer)}: {'; '.join(said)}")
+        parts = [f"relayed to {_count(beat.relayed)}"] if beat.relayed else []
+        parts += [f"cannot reach {_count(beat.unreached)} ({', '.join(beat.unreached)})"] if beat.unreached else []
+        parts += [beat.trouble] if beat.trouble else []
+        if parts:
+            lines.append(f"{_short_name(beat.peer)}: {'; '.join(parts)}")
     return lines
 
 
 def _count(tails: Sequence[str]) -> str:
-    """Return a count of peers in words: a heartbeat names only so many."""
+    """Return a count of peers in words. A heartbeat names at most NAMED_PEERS, so that number means "or more"."""
     return f"{len(tails)}{' or more' if len(tails) == NAMED_PEERS else ''}"
 
 
 def signed_lines(signed: SignedHeads) -> list[str]:
-    """Return a line about the newest signed head, if there is one."""
+    """Return a line about the newest head that archives have signed, if there is one."""
     newest = signed.newest
     return [] if newest is None else [f"archives have signed outer step {newest.index} ({newest.head.hex()[:8]})"]
 
 
 def plain_signed(signed: SignedHeads) -> dict[str, object] | None:
-    """Return the newest signed head as JSON can say it."""
+    """Return the newest signed head as JSON values."""
     newest = signed.newest
     return None if newest is None else {"outer_step": newest.index, "log_digest": newest.head.hex()}

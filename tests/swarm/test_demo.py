@@ -30,7 +30,7 @@ def test_from_start_to_end(site: Site) -> None:
         shown = demo.finish(180 + SECONDS)
     assert shown.code == 0, shown.out + shown.err
     assert "was killed (SIGKILL)" in shown.out
-    assert "volunteer 3 has taken over the state after outer step" in shown.out
+    assert "volunteer 3 has fetched the state after outer step" in shown.out
     assert re.search(r"all log and state digests agree \(\d+ outer steps? compared\)", shown.out)
     before, after = re.findall(r"[\d.]+(?= before| after)", shown.out)[-2:]
     assert float(after) < float(before)
@@ -52,13 +52,13 @@ def test_ctrl_c(site: Site) -> None:
 @pytest.mark.thorough
 def test_a_death_that_is_not_part_of_it(site: Site) -> None:
     with site.start("demo", "--plain", "--peers", "1", "--run", "run.toml", "--out", "demo") as demo:
-        demo.line("volunteer 1 is there", "the volunteer does not join")
+        demo.line("volunteer 1 has joined", "the volunteer does not join")
         [volunteer] = [pid for pid, said in site.processes().items() if " join " in said and "p2pd" not in said]
         os.kill(volunteer, signal.SIGKILL)
         finished = demo.finish()
     assert finished.code == 1
     assert "volunteer 1 ended with -9: " in finished.out
-    assert "error: no volunteer is alive any more." in finished.err
+    assert "error: all volunteers have ended." in finished.err
 
 
 @pytest.mark.thorough

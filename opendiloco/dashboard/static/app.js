@@ -1,4 +1,4 @@
-// Shows a list of runs, or one run, as this node tells of them by server-sent events.
+// Shows the list of runs, or one run, from the node's server-sent events.
 
 import { LossChart } from "./charts.js";
 import { ago, clock, count, duration, element, percent, shortName, size } from "./format.js";
@@ -12,16 +12,16 @@ const STATES = {
 const SECTIONS = ["run", "peers", "losses", "rounds", "contributions"];
 const LOG_ROWS = 12;
 
-let source = null; // the events that are listened to
+let source = null; // the event stream of the present page
 let logRows = LOG_ROWS;
 let selected = null; // index of the entry that the timeline shows; null: the newest
 let skew = 0; // seconds that the node's clock is ahead of ours
-let known = {}; // the newest of each section
+let known = {}; // the newest data of each section
 
 const chart = new LossChart(byId("loss-chart"), byId("loss-value"));
 const now = () => Date.now() / 1000 + skew;
 
-// Where we are ---------------------------------------------------------------------------------------------------
+// Navigation -----------------------------------------------------------------------------------------------------
 function route() {
   const run = location.hash.startsWith("#/runs/") ? decodeURIComponent(location.hash.slice(7)) : null;
   source?.close();
@@ -75,14 +75,14 @@ function showList() {
   byId("list-rows").replaceChildren(...runs.map((run) => {
     const bar = element("div");
     bar.style.width = size(run.outer_step / run.outer_steps);
-    const said = run.looked_at === null ? "not looked at yet" : run.peers
+const status = run.looked_at === null ? "not looked at yet" : run.peers
       ? `${plural(run.peers, "peer")}, ${count(run.tokens_per_second)} tokens/s, ${count(run.lineage_tokens)} tokens in all`
-      : "nobody is there now";
+      : "no peer is live";
     return element("li", {}, element("a", { href: `#/runs/${encodeURIComponent(run.run)}` },
       element("strong", { textContent: run.name }),
       element("p", { className: "id", textContent: run.run }),
       element("div", { className: "progress" }, bar),
-      element("p", { textContent: `Outer step ${count(run.outer_step)} of ${count(run.outer_steps)}: ${said}` })));
+      element("p", { textContent: `Outer step ${count(run.outer_step)} of ${count(run.outer_steps)}: ${status}` })));
   }));
   if (focused) [...document.querySelectorAll(".runs a")].find((link) => link.getAttribute("href") === focused)?.focus();
 }
@@ -109,7 +109,7 @@ function showHead() {
   byId("run-join").textContent = run.join && `To train in it: ${run.join}`;
   const [word, kind] = run.is_finished ? ["finished", "good"]
     : run.looked_at === null ? ["looking", "warn"]
-    : run.peers ? ["training", "good"] : ["nobody is there", "warn"];
+    : run.peers ? ["training", "good"] : ["no live peer", "warn"];
   byId("run-state").className = `pill ${kind}`;
   byId("run-state").textContent = word;
   byId("progress").setAttribute("aria-valuemax", run.outer_steps);
@@ -251,18 +251,18 @@ byId("timeline").addEventListener("keydown", (event) => {
 });
 
 function summary(row) {
-  const said = [`Outer step ${row.index + 1}`];
-  said.push(row.seconds ? duration(row.seconds) : "time not seen");
-  if (row.members) said.push(plural(row.members, "peer"));
-  if (row.absent_count) said.push(`${row.absent_count} did not count`);
-  if (row.change) said.push(`amendment ${row.change.number}`);
-  return said.join(", ");
+const parts = [`Outer step ${row.index + 1}`];
+  parts.push(row.seconds ? duration(row.seconds) : "time not seen");
+  if (row.members) parts.push(plural(row.members, "peer"));
+  if (row.absent_count) parts.push(`${row.absent_count} did not count`);
+  if (row.change) parts.push(`amendment ${row.change.number}`);
+  return parts.join(", ");
 }
 
 function detail(row) {
   const facts = [];
   if (row.at) facts.push(`made at ${clock(row.at)}`);
-  facts.push(row.seconds ? `${duration(row.seconds)} after the one before` : "the time that it took was not seen from here");
+  facts.push(row.seconds ? `${duration(row.seconds)} after the step before` : "this node did not see its duration");
   if (row.round_seconds) facts.push(`about ${duration(row.round_seconds)} of it in the round`);
   if (row.members) facts.push(`${plural(row.members, "peer")}, ${count(row.tokens)} tokens`);
   else if (row.present) facts.push(`${plural(row.present, "peer")} there`);
@@ -270,12 +270,12 @@ function detail(row) {
   if (row.absent_count > lines.length) lines.push(element("li", { textContent: `and ${row.absent_count - lines.length} more` }));
   if (row.change) lines.push(element("li", {}, changeOf(row)));
   if (row.joined_count) lines.push(element("li", {}, "new: ", ...row.joined.flatMap((peer) => [nameOf(peer), " "])));
-  if (row.digest && !row.absent_count) lines.push(element("li", { className: "quiet", textContent: "Everybody's work counts." }));
+  if (row.digest && !row.absent_count) lines.push(element("li", { className: "quiet", textContent: "The work of all peers counts." }));
   return [element("h3", { textContent: `Outer step ${row.index + 1}` }),
     element("p", { textContent: `${capital(facts.join("; "))}.` }), element("ul", {}, ...lines)];
 }
 
-// What the organiser's amendment changes with an entry.
+// Words for the organiser's amendment in an entry.
 const changeOf = ({ index, change }) =>
   `Amendment ${change.number} of the organiser, from outer step ${index + 2} on: ${change.values}.`;
 
@@ -309,7 +309,7 @@ const amendmentPill = (row) =>
 function signatures(row) {
   if (row.signed === null) return element("span", { className: "quiet", textContent: "not known here" });
   const kind = row.certified ? "good" : "warn";
-  const title = row.certified ? "A quorum of the voters has signed." : "A minority went on alone.";
+  const title = row.certified ? "A quorum of the voters has signed." : "A minority made this entry alone, without a quorum.";
   return element("span", { className: `pill ${kind}`, textContent: `${row.signed} of ${row.voters}`, title });
 }
 
@@ -335,7 +335,7 @@ function showBoard() {
     element("span", { textContent: `${row.team} (${plural(row.peers, "peer")})` }),
     element("span", { textContent: `${count(row.tokens)} tokens, ${percent(row.tokens / Math.max(1, tokens))}` }))));
   const notes = [];
-  if (first) notes.push(`Counted from entry ${count(first)} on: this node does not have what came before.`);
+  if (first) notes.push(`Counted from entry ${count(first)} on: this node does not have the entries before it.`);
   if (more) notes.push(`And ${plural(more, "more peer")}.`);
   byId("board-note").textContent = notes.join(" ");
   show("board-note", notes.length);

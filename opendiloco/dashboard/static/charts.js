@@ -1,4 +1,4 @@
-// The curve of losses, as SVG that is drawn anew for the width that there is.
+// The loss chart: an SVG that is redrawn when its data or its width changes.
 
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 240;
@@ -17,7 +17,7 @@ export function ticks(low, high, most) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= rough);
   const found = [];
-  // Where numbers are too large for their difference to count, a tick would never get past the one before.
+  // The limit on ticks ends the loop when adding a step to a huge number does not change it.
   for (let tick = Math.ceil(low / step) * step; tick <= high + step / 1e6 && found.length < MOST_TICKS; tick += step) {
     found.push(tick);
   }
@@ -118,10 +118,10 @@ export class LossChart {
     this.line.setAttribute("x1", this.scale.x(step));
     this.line.setAttribute("x2", this.scale.x(step));
     const before = (points) => points.filter(([at]) => at <= step).at(-1);
-    const said = [`outer step ${step}`];
+    const parts = [`outer step ${step}`];
     const training = before(this.data.training), heldOut = before(this.data.held_out);
-    if (training) said.push(`training ${training[1].toFixed(3)}`);
-    if (heldOut) said.push(`held-out ${heldOut[1].toFixed(3)}`);
-    this.output.textContent = said.join(", ");
+    if (training) parts.push(`training ${training[1].toFixed(3)}`);
+    if (heldOut) parts.push(`held-out ${heldOut[1].toFixed(3)}`);
+    this.output.textContent = parts.join(", ");
   }
 }

@@ -1,4 +1,4 @@
-// Numbers, times and names as people read them, and elements without any HTML: what peers say stays text.
+// Readable numbers, times and names; and DOM elements built without HTML, so that text from peers stays text.
 
 export function element(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
@@ -33,7 +33,7 @@ export const ago = (seconds) => (seconds < 3 ? "now" : `${duration(Math.max(0, M
 
 export const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
 
-// The same for a style: how much of its place something takes.
+// A share as a CSS size, clamped to 0–100 %.
 export const size = (share) => `${(100 * Math.max(0, Math.min(1, share))).toFixed(2)}%`;
 
 export const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });

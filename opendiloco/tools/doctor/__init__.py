@@ -1,1 +1,1 @@
-"""Whether this machine can train, how others reach it, and what a run would take of it: checked and explained."""
+"""The doctor: checks whether this machine can train, how others reach it, and what a run needs of it."""

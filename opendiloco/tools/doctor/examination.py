@@ -1,4 +1,5 @@
-"""One examination: all checks in the order of what they need, and those of a run against this machine."""
+"""An examination of this machine: runs all checks in the order of their dependencies, and those of a run if there is
+one."""
 
 from __future__ import annotations
 
@@ -55,24 +56,24 @@ if TYPE_CHECKING:
     from opendiloco.workers.needs import Needs
 
 TRIAL_SECONDS = 8.0
-"""Of training, from the first inner step on, which takes longer than the others."""
+"""Duration of the trial training, counted from the end of the first inner step, which is slower than the others."""
 FIRST_SECONDS = 120.0
-"""For the first inner steps."""
+"""Limit for the whole trial. The first inner step may take most of it."""
 MEGABITS = 1e-3, 1e6
-"""Between which the planner wants the rates of links."""
+"""Range of link rates that the planner accepts."""
 NO_NODE = "no bootstrap node is given: add --run with an invite, or --initial-peer"
 OF_RUNS = ("run", "admission", "data", "peers", "speed", "round")
-"""Checks that there are only with a run."""
+"""Checks that need a run."""
 NEEDED_TO_TRAIN = ("torch", "gpu", "kernels", "data", "memory")
-"""Checks without which a trial would only fail for the same reason."""
+"""Checks whose failure would also make the trial fail."""
 LATENCY = 0.05
-"""Seconds of a round trip, where none could be measured."""
+"""Seconds of a round trip, if none could be measured."""
 
 
 @dataclass(frozen=True)
 class _Speed:
-    """Tokens a second. `steps` inner steps were measured; 0: it is estimated. `uncompiled` says why training was not
-    compiled, where it should be."""
+    """The training speed in tokens a second, measured over `steps` inner steps; 0 steps: estimated. `uncompiled` is the
+    reason why training is not compiled although it should be."""
 
     tokens_per_second: float
     steps: int
@@ -80,23 +81,23 @@ class _Speed:
 
 
 def _check_run(view: RunView) -> Finding:
-    """Return how far a run is, as its peers and archives say."""
+    """Return the progress of a run, by its peers and archives."""
     run, outer_steps, peers = view.run, view.outer_steps, len(view.trainers)
     outer_step = max((beat.index for beat in view.peers), default=0)
     archives = len(view.peers) - peers
-    there = f"{peers} peer{'s' * (peers != 1)}" + f" and {archives} archive{'s' * (archives > 1)}" * bool(archives)
+    present = f"{peers} peer{'s' * (peers != 1)}" + f" and {archives} archive{'s' * (archives > 1)}" * bool(archives)
     values = {"peers": peers, "outer_step": outer_step, "outer_steps": outer_steps}
-    found = f"{run.run_id}: {there} there, outer step {outer_step} of {outer_steps}"
+    found = f"{run.run_id}: {present}, outer step {outer_step} of {outer_steps}"
     found = "; ".join([found, *run.config.about.lines()])
     if view.peers and outer_step >= outer_steps:
-        return warned("run", f"{found}: it is finished", "There is nothing more to train in it.", **values)
+        return warned("run", f"{found}: it is finished", "Join another run.", **values)
     return passed("run", found, **values)
 
 
 def _check_speed(speed: _Speed | None, why_not: str = "") -> Finding:
-    """`why_not` says why the speed is not measured."""
+    """Return the finding on the training speed. `why_not` is the reason why it was not measured."""
     if speed is None:
-        return skipped("speed", why_not or "of CPUs, and of GPUs whose peak is not known, only a trial tells it")
+        return skipped("speed", why_not or "only a trial can measure CPUs and GPUs that are not in the table of peaks")
     how = f"measured over {speed.steps} inner steps"
     if not speed.steps:
         how = "estimated from the GPU's peak" + (f"; {why_not}" if why_not else "")
@@ -109,18 +110,21 @@ def _check_speed(speed: _Speed | None, why_not: str = "") -> Finding:
 
 
 def _check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
-    """`plan` has this machine first (see `_plan_among`). `is_supposed`: no others are there, and one like us is
-    supposed. `is_measured`: our speed is, and so it is certain enough that a machine is too slow."""
-    outlook, ourselves, peers = forecast(plan), plan.peers[0], plan.count
-    own, training = outlook.peers[0], plan.training_seconds(ourselves)
+    """Return the finding on a round in which this machine takes part; it is the first peer of `plan`.
+
+    `is_supposed`: the run has no other peers, and the plan assumes one like this machine. `is_measured`: this machine's
+    speed was measured, so a machine that is too slow is a failure, not a warning.
+    """
+    outlook, peers = forecast(plan), plan.count
+    own, training = outlook.peers[0], plan.training_seconds(plan.peers[0])
     sent, sent_a_day = own.sent_bits / 8, own.sent_bits / 8 / outlook.cycle_seconds * SECONDS_A_DAY
     received = sum(each.payload_bits * each.moved[0] for each in plan.rounds) / 8
     if is_supposed:
-        with_whom = "with one peer like this machine, since nobody is there"
+        others = "with one peer like this machine, since the run has no peer now"
     else:
-        with_whom = f"with {peers - 1} other{'s' * (peers != 2)}, if their links are like this one"
+        others = f"with {peers - 1} other{'s' * (peers != 2)}, if their links are like this one"
     found = (
-        f"an outer step takes {duration(outlook.cycle_seconds)} {with_whom}: {duration(training)}"
+        f"an outer step takes {duration(outlook.cycle_seconds)} {others}: {duration(training)}"
         f" for {own.inner_steps} inner steps, {duration(outlook.round_seconds)} to average;"
         f" {in_words(round(sent))} up and {in_words(round(received))} down in each,"
         f" {in_words(round(sent_a_day))} up a day"
@@ -152,16 +156,16 @@ def _check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
         return wrong("round", found, "Use a faster machine, or more GPUs.", **values)
     if own.cycles > 1:
         found = f"{found}; its work counts in one of {own.cycles} outer steps"
-        return warned("round", found, "A faster machine would count in each.", **values)
+        return warned("round", found, "Use a faster machine to count in each.", **values)
     if is_late:
-        remedy = "What comes later is left out: use a faster uplink, or one that nothing else uses."
+        remedy = "Later blocks do not count: use a faster uplink, or stop other uploads."
         return warned("round", f"{found}; the uplink is too thin", remedy, **values)
     return passed("round", found, **values)
 
 
-# What they are made of, for which torch is needed ---------------------------------------------------------------------
+# Sizes and speeds, which need torch ----------------------------------------------------------------------------------
 def _size(config: RunConfig, gpus: int, options: WorkerOptions) -> tuple[Any, Needs]:
-    """Return a run's model as a skeleton, and its needs with so many GPUs (0: on the CPU). Raises: DilocoPeerError."""
+    """Return a run's model as a skeleton, and its needs with `gpus` GPUs (0: on the CPU). Raises: DilocoPeerError."""
     from opendiloco.model.build import sized_skeleton
     from opendiloco.workers.needs import needs_of
 
@@ -170,7 +174,7 @@ def _size(config: RunConfig, gpus: int, options: WorkerOptions) -> tuple[Any, Ne
 
 
 def _estimated_speed(needs: Needs, gpus: Sequence[Gpu]) -> _Speed | None:
-    """Return what arithmetic says of GPUs whose peak is known; None of others, and of CPUs."""
+    """Return the estimated speed of GPUs whose peak is known; None for other GPUs and for CPUs."""
     from opendiloco.model.utilisation import peak_tokens_per_second
     from opendiloco.workers.needs import UTILISATION
 
@@ -181,20 +185,18 @@ def _estimated_speed(needs: Needs, gpus: Sequence[Gpu]) -> _Speed | None:
 
 
 async def _measured_speed(config: RunConfig, options: WorkerOptions) -> _Speed | None:
-    """Train a few inner steps as `join` would; None if none is done in time. Nothing of it is kept.
-
-    Raises: DilocoPeerError when this machine cannot train in the run.
-    """
+    """Train a few inner steps as `join` would, without keeping their result. Return None if no step ends in time.
+    Raises: DilocoPeerError if this machine cannot train in the run."""
     from opendiloco.workers.group import WorkerGroup
 
     training = config.training
     work = InnerLoop(0, (SampleRange(0, training.inner_steps * training.batch_size),), training.inner_steps, 0)
     times: list[float] = []
-    told: list[Progress] = []
+    reports: list[Progress] = []
 
     def progressed(progress: Progress) -> None:
         times.append(time.monotonic())
-        told.append(progress)
+        reports.append(progress)
         if len(times) > 1 and times[-1] - times[0] >= TRIAL_SECONDS:
             trying.cancel()
 
@@ -208,24 +210,25 @@ async def _measured_speed(config: RunConfig, options: WorkerOptions) -> _Speed |
         await group.close()
     if isinstance(ended, Exception):
         raise ended
-    speed = _speed_of(times, told, training.batch_size * training.sequence_length)
+    speed = _speed_of(times, reports, training.batch_size * training.sequence_length)
     return None if speed is None else replace(speed, uncompiled=group.supervisor.uncompiled)
 
 
-def _speed_of(times: Sequence[float], told: Sequence[Progress], tokens_per_step: int) -> _Speed | None:
-    """Return the speed of all inner steps but the first, which ended at these times; of the first if it is alone."""
+def _speed_of(times: Sequence[float], reports: Sequence[Progress], tokens_per_step: int) -> _Speed | None:
+    """Return the speed of the inner steps that ended at these times, without the first; if only one ended, the speed
+    that it reported."""
     if len(times) > 1 and times[-1] > times[0]:
         return _Speed((len(times) - 1) * tokens_per_step / (times[-1] - times[0]), len(times) - 1)
-    return _Speed(told[0].tokens_per_second, 1) if told and told[0].tokens_per_second > 0 else None
+    return _Speed(reports[0].tokens_per_second, 1) if reports and reports[0].tokens_per_second > 0 else None
 
 
 def _plan_among(
     config: RunConfig, skeleton: Any, speed: _Speed, bandwidth: Bandwidth, latency: float, others: Sequence[float]
 ) -> Plan:
-    """Return the run as it would be for this machine among others, of which it is given the tokens a second.
+    """Return the plan of the run with this machine and others, given the tokens a second of each other peer.
 
-    0 stands for one that has not said how fast it is, and trains as fast as we do. Their links are taken to be like
-    ours. Where nobody is there, one peer like ourselves is supposed.
+    0 stands for a peer that has not reported its speed, and is taken to be as fast as this machine. The others' links
+    are taken to be like this machine's. If there are no others, one peer like this machine is assumed.
     """
     speeds = [speed.tokens_per_second, *(other or speed.tokens_per_second for other in others or [0.0])]
     up, down = (min(max(rate / 1e6, MEGABITS[0]), MEGABITS[1]) for rate in (bandwidth.up, bandwidth.down))
@@ -237,10 +240,10 @@ def _plan_among(
 
 
 class Examination:
-    """One examination of this machine, as `join` would be started with these settings by this key.
+    """An examination of this machine, for a `join` with these settings and this key.
 
-    Without an invite it is of the machine, and of the bootstrap nodes that the settings name; without `tries` nothing
-    is trained. `tell` hears each finding, `at` what is being done meanwhile.
+    Without an invite it covers the machine and the bootstrap nodes that the settings name. Without `tries`, it does not
+    train. `report` receives each finding, and `at` the present activity.
     """
 
     def __init__(
@@ -249,10 +252,10 @@ class Examination:
         invite: Invite | None,
         key: Identity,
         tries: bool,
-        tell: Callable[[Finding], None],
+        report: Callable[[Finding], None],
         at: Callable[[str], None],
     ) -> None:
-        """Raises: AdmissionError for a ticket that is none."""
+        """Raises: AdmissionError for an invalid ticket."""
         self._findings: list[Finding] = []
         self._settings = settings
         self._run_id = invite.run_id if invite else None
@@ -260,7 +263,7 @@ class Examination:
         self._ticket = None if settings.ticket is None else read_ticket(settings.ticket)
         self._key = key
         self._tries = tries
-        self._listener = tell
+        self._listener = report
         self._at = at
         self._nodes: list[Node] = []
         self._latency = LATENCY
@@ -269,35 +272,35 @@ class Examination:
         self._run: Run | None = None
         self._has_volunteer = False
 
-    def _tell(self, *findings: Finding) -> None:
+    def _report(self, *findings: Finding) -> None:
         for finding in findings:
             self._findings.append(finding)
             self._listener(finding)
 
     async def run(self) -> list[Finding]:
-        """Make all checks. Return what they find, also what goes wrong. Raises: ManifestError for addresses that are
-        none; LocalNetworkError when libp2p's daemon dies."""
+        """Run all checks, and return their findings. A check that fails is a finding, too. Raises: ManifestError for an
+        invalid address; LocalNetworkError if libp2p's daemon dies."""
         self._at("looking at this machine")
         torch = await asyncio.to_thread(probed_torch, installed_torch())
-        self._tell(*await asyncio.to_thread(machine_findings, torch, self._settings.workers))
+        self._report(*await asyncio.to_thread(machine_findings, torch, self._settings.workers))
         state = self._settings.state or default_state_folder()
         self._has_volunteer = bool(await asyncio.to_thread(volunteers, state))
         self._at("testing the kernels")
-        self._tell(await asyncio.to_thread(check_kernels))
+        self._report(await asyncio.to_thread(check_kernels))
         await self._examine_network()
         await self._examine_training(torch)
-        self._skip_until(None, "what the run takes is not known")
+        self._skip_until(None, "the run's needs are not known")
         return self._findings
 
     def _skip_until(self, end: str | None, why: str) -> None:
-        """Tell that what comes before the check of this name, and was not made, is not made any more."""
+        """Report as skipped every check before the check `end` that has no finding yet; with None, every such check."""
         for name in CHECKS:
             if name == end:
                 break
-            if not self._is_told(name) and not (self._run_id is None and name in OF_RUNS):
-                self._tell(skipped(name, why))
+            if not self._is_reported(name) and not (self._run_id is None and name in OF_RUNS):
+                self._report(skipped(name, why))
 
-    def _is_told(self, name: str) -> bool:
+    def _is_reported(self, name: str) -> bool:
         return any(finding.name == name for finding in self._findings)
 
     # The network ------------------------------------------------------------------------------------------------------
@@ -307,7 +310,7 @@ class Examination:
         self._at("starting libp2p's daemon")
         p2pd = await check_p2pd()
         ports = check_ports(listen, settings.data_port, self._has_volunteer)
-        self._tell(p2pd, ports, check_ipv6())
+        self._report(p2pd, ports, check_ipv6())
         starts = p2pd.verdict is Verdict.PASS
         if not starts or not self._addresses:
             self._skip_until("memory", NO_NODE if starts else "libp2p's daemon does not start")
@@ -316,23 +319,23 @@ class Examination:
         self._nodes = await answering_nodes(self._addresses)
         if ports.verdict is Verdict.PASS:
             links = LinkSettings(settings.data_port)
-        else:  # a `join` may use them: any others do
+        else:  # a running `join` may hold the chosen ports, so use any free ones
             listen, links = everywhere(0), LinkSettings()
         try:
             async with connected(self._key, self._addresses, listen, settings.announce, links=links) as transport:
                 await self._examine_swarm(transport)
         except DilocoPeerError as lost:
-            if self._is_told("bootstrap") or isinstance(lost, ManifestError):  # which is about what was typed
+            if self._is_reported("bootstrap") or isinstance(lost, ManifestError):  # the user typed an invalid address
                 raise
-            self._tell(check_bootstrap(self._nodes, lost))
+            self._report(check_bootstrap(self._nodes, lost))
             self._skip_until("memory", "the swarm is out of reach")
 
     async def _examine_swarm(self, transport: HivemindTransport) -> None:
         self._nodes = await asyncio.gather(*(with_clock(transport, node) for node in self._nodes))
         self._latency = min((node.seconds for node in self._nodes if node.seconds is not None), default=LATENCY)
-        self._tell(check_bootstrap(self._nodes, None), check_clock(self._nodes))
+        self._report(check_bootstrap(self._nodes, None), check_clock(self._nodes))
         self._at("asking how this machine is seen")
-        self._tell(await check_reach(transport, self._nodes))
+        self._report(await check_reach(transport, self._nodes))
         ways: dict[str, Reach] = {}
         if self._run_id is not None:
             self._at("looking for the run")
@@ -340,87 +343,89 @@ class Examination:
         if self._run is not None:
             self._at("looking for ways to its peers")
             ways, sought = await ways_to_peers(transport, {beat.peer for beat in self._others})
-            self._tell(check_peers(ways, sought, len(self._others)))
+            self._report(check_peers(ways, sought, len(self._others)))
         self._at("measuring the link")
         self._bandwidth = await measured_bandwidth(transport, ways, self._nodes)
-        self._tell(check_bandwidth(self._bandwidth))
+        self._report(check_bandwidth(self._bandwidth))
 
     async def _find(self, transport: HivemindTransport, run_id: str) -> Run | None:
-        """Return the run as this machine would train in it; None when it is unknown, or its model not to be opened."""
+        """Return the run with this machine's own files; None if the run is unknown, or its files may not be opened
+        here."""
         try:
             run = await find_run(transport, run_id)
         except DilocoPeerError as error:
-            self._tell(failed_with("run", error))
+            self._report(failed_with("run", error))
             return None
         folder = None if self._ticket else RunFolder.at(run.run_id, self._key.peer_id, self._settings.state)
-        try:  # as `join` would, with the ticket that is given or one that was kept
+        try:  # as `join` does, with the given ticket or a stored one
             entered = await enter(transport, run, self._key, self._addresses, folder, self._ticket)
-            found = "the run is open to everybody" if entered is None else "its ticket is good"
+            found = "the run is open to all" if entered is None else "the run accepts the ticket"
             admission = passed("admission", found)
         except DilocoPeerError as error:
             admission = failed_with("admission", error)
         beats = [beat for beat in await transport.heartbeats(run_id) if beat.peer != self._key.peer_id]
         view = RunView(run, beats)
         self._others = list(view.trainers)
-        self._tell(_check_run(view), admission)
+        self._report(_check_run(view), admission)
         opened: Run | None = None
         try:
             opened = run.with_own(self._settings.own_files)
             opened = opened.with_data(self._settings.data)
         except DilocoPeerError as error:
-            self._tell(failed_with("data", error))
+            self._report(failed_with("data", error))
         else:
             sources = ", ".join(source.source for source in opened.config.data.all_sources)
-            self._tell(passed("data", f"it reads {sources}"))
+            self._report(passed("data", f"the run reads {sources}"))
         return opened
 
-    # What a run would take, and give ----------------------------------------------------------------------------------
+    # A run's needs and speed ------------------------------------------------------------------------------------------
     async def _examine_training(self, torch: Torch | None) -> None:
         state = self._settings.state
         if self._run is None:
-            self._tell(check_memory(), check_disk(state))
+            self._report(check_memory(), check_disk(state))
             return
         self._at("importing torch and transformers")
         try:
             gpus = self._gpus(torch)
             skeleton, needs = await asyncio.to_thread(_size, self._run.config, len(gpus), self._settings.workers)
         except DilocoPeerError as error:
-            self._tell(failed_with("memory", error), check_disk(state))
+            self._report(failed_with("memory", error), check_disk(state))
             return
-        self._tell(check_memory(gpus, needs), check_disk(state, needs))
+        self._report(check_memory(gpus, needs), check_disk(state, needs))
         speed = await self._examine_speed(self._run.config, needs, gpus)
         if speed is None or self._bandwidth is None:
-            self._tell(skipped("round", f"the {'speed' if speed is None else 'bandwidth'} is not known"))
+            self._report(skipped("round", f"the {'speed' if speed is None else 'bandwidth'} is not known"))
             return
         others = [beat.speed for beat in self._others]
         bandwidth = self._bandwidth.within(self._settings.upload_limit, self._settings.download_limit)
         plan = _plan_among(self._run.config, skeleton, speed, bandwidth, self._latency, others)
-        self._tell(_check_round(plan, is_supposed=not others, is_measured=bool(speed.steps)))
+        self._report(_check_round(plan, is_supposed=not others, is_measured=bool(speed.steps)))
 
     def _gpus(self, torch: Torch | None) -> tuple[Gpu, ...]:
-        """Return the GPUs that would train; none: the CPU would. Raises: MachineError."""
-        there = (torch.gpus if torch else None) or ()
-        devices = choose_devices(self._settings.workers, len(there))
+        """Return the GPUs that would train; none if the CPU would. Raises: MachineError."""
+        present = (torch.gpus if torch else None) or ()
+        devices = choose_devices(self._settings.workers, len(present))
         if devices[0] == "cpu":
             return ()
         numbers = [int(device.partition(":")[2] or 0) for device in devices]
-        return tuple(there[number] for number in numbers if number < len(there))
+        return tuple(present[number] for number in numbers if number < len(present))
 
     async def _examine_speed(self, config: RunConfig, needs: Needs, gpus: Sequence[Gpu]) -> _Speed | None:
-        """Train a little, if nothing is in the way, and nobody else trains here; else estimate."""
+        """Return the speed measured in a trial, unless a failed check or a running volunteer prevents it; then the
+        estimated one."""
         why = ""
         if self._tries and self._has_volunteer:
             why = "a volunteer runs on this machine, and a trial would take memory and time from it"
-        lacking = [one.name for one in self._findings if one.verdict is Verdict.FAIL and one.name in NEEDED_TO_TRAIN]
+        failing = [one.name for one in self._findings if one.verdict is Verdict.FAIL and one.name in NEEDED_TO_TRAIN]
         speed: _Speed | None = None
-        if self._tries and not lacking and not self._has_volunteer:
+        if self._tries and not failing and not self._has_volunteer:
             self._at("training a little, as `join` would")
             try:
                 speed = await _measured_speed(config, self._settings.workers)
             except DilocoPeerError as error:
-                self._tell(failed_with("speed", error))
+                self._report(failed_with("speed", error))
                 return None
             why = f"no inner step was done within {FIRST_SECONDS:.0f} s"
         speed = speed or _estimated_speed(needs, gpus)
-        self._tell(_check_speed(speed, f"not measured: see {', '.join(lacking)}" if lacking else why))
+        self._report(_check_speed(speed, f"not measured: see {', '.join(failing)}" if failing else why))
         return speed

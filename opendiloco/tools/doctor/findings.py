@@ -1,4 +1,4 @@
-"""The findings of checks: a verdict, what was seen, what to do about it; shown as lines, a sentence, or JSON."""
+"""The findings of checks: a verdict, an observation and a remedy, shown as lines, as a sentence, or as JSON."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 Value = str | int | float | bool | None
 
 CHECKS: Mapping[str, str] = {
-    "python": "Python's version, and for how many cores there is work",
-    "torch": "torch can be imported; for which GPUs it was built",
+    "python": "Python's version, and the cores to train on",
+    "torch": "torch can be imported; the GPUs that it was built for",
     "gpu": "torch can compute on the GPUs that this machine has",
-    "compiler": "a C compiler is there where torch.compile needs one",
+    "compiler": "there is a C compiler, if torch.compile needs one",
     "shm": "/dev/shm has room for several GPUs",
     "heat": "temperatures of processors and GPUs",
     "power": "batteries, and limits of the GPUs' power",
-    "kernels": "the C kernels give the reference's bits, and how fast",
+    "kernels": "the C kernels give the reference's bits; their speed",
     "p2pd": "libp2p's daemon starts",
     "ports": "the ports of `--listen` and `--data-port` are free",
     "ipv6": "this machine has an address of its own on the internet",
     "bootstrap": "a bootstrap node answers, and takes this machine into the swarm",
     "clock": "this machine's clock against that of the bootstrap node",
     "reach": "how others reach this machine: a bootstrap node dials it back",
-    "run": "somebody knows the run, and this version can train in it",
+    "run": "a node knows the run, and this version can train in it",
     "admission": "the run admits this machine",
-    "data": "what the run reads can be read here",
+    "data": "the run's data can be read here",
     "peers": "how this machine reaches the peers of the run",
-    "bandwidth": "what the link carries, to a peer or to a bootstrap node",
-    "memory": "free main memory, and that of GPUs, against what the run takes",
-    "disk": "the folder for checkpoints can be written to, and has room",
+    "bandwidth": "the bandwidth of the link, to a peer or to a bootstrap node",
+    "memory": "free main memory and GPU memory, compared with the run's needs",
+    "disk": "the folder for checkpoints can be written, and has space",
     "speed": "how fast this machine trains the run's model",
     "round": "how long an outer step takes, and what it costs in traffic a day",
 }
@@ -46,7 +46,7 @@ CHECKS: Mapping[str, str] = {
 
 
 class Verdict(StrEnum):
-    """What a check says. A machine with a `FAIL` cannot train, one with a `WARN` can, and could do better."""
+    """The result of a check. With a `FAIL`, the machine cannot train; with a `WARN`, it can, but could do better."""
 
     PASS = "pass"
     WARN = "warn"
@@ -56,10 +56,8 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found. `found` is a sentence for people, or the reason why the check was skipped.
-
-    `values` are the same for programs: bytes, seconds, bits a second.
-    """
+    """The finding of one check. `found` is a sentence for people, or the reason why the check was skipped. `values` are
+    the same for programs, in bytes, seconds and bits a second."""
 
     name: str
     verdict: Verdict
@@ -88,12 +86,12 @@ def skipped(name: str, reason: str) -> Finding:
 
 
 def failed_with(name: str, error: DilocoPeerError) -> Finding:
-    """Return the finding that says what an error says."""
+    """Return a failed finding with the message and the remedy of an error."""
     return failed(name, error.message, error.remedy)
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:
-    """Return the verdict on all of them together. What was skipped counts for nothing."""
+    """Return the worst verdict of all findings. Skipped checks do not count."""
     verdicts = {finding.verdict for finding in findings}
     return next((verdict for verdict in (Verdict.FAIL, Verdict.WARN) if verdict in verdicts), Verdict.PASS)
 
@@ -103,14 +101,14 @@ VERDICT_WIDTH, NAME_WIDTH = max(map(len, Verdict)), max(map(len, CHECKS))
 
 
 def show(console: Console, finding: Finding) -> None:
-    """Print a finding: in columns on a terminal, else as one line, and its remedy as another one."""
+    """Print a finding and its remedy: in columns on a terminal, otherwise as plain lines."""
     finding = replace(finding, found=fit_for_terminal(finding.found), remedy=fit_for_terminal(finding.remedy))
     if not console.is_terminal:
         line = f"{finding.verdict:<{VERDICT_WIDTH}} {finding.name:<{NAME_WIDTH}} {finding.found}"
         remedy = f"\n{'':<{VERDICT_WIDTH + NAME_WIDTH + 2}}-> {finding.remedy}" if finding.remedy else ""
         console.out(line + remedy, highlight=False)
         return
-    from rich.markup import escape  # `join` needs findings, and need not wait for rich
+    from rich.markup import escape  # imported here, because `join` uses findings without rich
     from rich.table import Table
 
     table = Table.grid(padding=(0, 1))
@@ -124,16 +122,16 @@ def show(console: Console, finding: Finding) -> None:
 
 
 def conclusion(findings: Sequence[Finding], run_id: str | None) -> str:
-    """Return the verdict in a sentence."""
-    what = f"take part in {run_id}" if run_id else "train"
+    """Return the verdict on the machine in a sentence."""
+    goal = f"take part in {run_id}" if run_id else "train"
     failing, warning = (
         [finding.name for finding in findings if finding.verdict is verdict] for verdict in (Verdict.FAIL, Verdict.WARN)
     )
     if failing:
-        return f"This machine cannot {what} as it is: see {', '.join(failing)}."
+        return f"This machine cannot {goal} as it is: see {', '.join(failing)}."
     if warning:
-        return f"This machine can {what}, and could do better: see {', '.join(warning)}."
-    return f"This machine can {what}."
+        return f"This machine can {goal}, and could do better: see {', '.join(warning)}."
+    return f"This machine can {goal}."
 
 
 def as_json(findings: Sequence[Finding], run_id: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Checks of the machine itself; among them those that take no time, which `join` makes before anything else."""
+"""Checks of the machine itself. `join` makes the fast ones before it starts anything."""
 
 from __future__ import annotations
 
@@ -32,28 +32,25 @@ logger = logging.getLogger(__name__)
 SHM = Path("/dev/shm")
 LEAST_PYTHON = (3, 11)  # `requires-python` of pyproject.toml
 LITTLE_MEMORY = 2 * 10**9
-"""Bytes: Python's libraries, the peer process and a small model."""
+"""Bytes for Python's libraries, the peer process and a small model."""
 FULL_DISK, LITTLE_DISK = 10**8, 5 * 10**9  # bytes: for the log and identity; for a small model's checkpoints
 LEAST_SHM, LITTLE_SHM = 64 << 20, 1 << 30
-"""Bytes that NCCL wants in /dev/shm for GPUs of one machine: with less than Docker's 64 MiB it fails."""
+"""Bytes of /dev/shm that NCCL needs for several GPUs: with less than Docker's 64 MiB it fails."""
 HOT, HOT_GPU, NEARLY = 95.0, 87.0, 5.0
-"""Degrees Celsius: of a sensor that names no limit of its own, of a GPU, and below a limit."""
+"""Degrees Celsius: the limit of a sensor that names none, the limit of a GPU, and the margin below a sensor's limit."""
 SLOW_KERNELS = 0.5
-"""GB/s of the slowest operation. A billion parameters would take half a minute of each outer step."""
+"""GB/s of the slowest operation. With it, a billion parameters take half a minute in each outer step."""
 LIMITED = 0.6
-"""Share of a GPU's usual power below which it is said that it is limited."""
+"""Share of a GPU's default power limit below which a lower limit is reported."""
 
 
-# What `join` looks at first ------------------------------------------------------------------------------------------
+# The quick checks of `join` ------------------------------------------------------------------------------------------
 def check_quickly(state: Path | None, options: WorkerOptions) -> None:
-    """Log what could be better on this machine. Nothing is imported, started or asked for it, unless a GPU's driver
-    seems too old; how much memory and disk the run takes is not known yet.
-
-    Raises: MachineError for what would keep it from training.
-    """
+    """Log what could be better on this machine. torch is not imported, unless a GPU's driver seems too old. The run's
+    needs of memory and disk are not known yet. Raises: MachineError for a problem that prevents training."""
     torch, cards = installed_torch(), _cards_for(options)
     if torch is not None and cards.are_reachable and cards.are_too_old_for(torch.platform):
-        torch = probed_torch(torch)  # NVIDIA's package for compatibility may make up for it
+        torch = probed_torch(torch)  # NVIDIA's compatibility package may make an old driver usable
     gpus = _gpus_in_use(torch, options)
     findings = [
         _check_python(),
@@ -64,18 +61,18 @@ def check_quickly(state: Path | None, options: WorkerOptions) -> None:
         _check_power(()),
     ]
     disk = check_disk(state)
-    if "free" not in disk.values:  # nothing can be written there at all
+    if "free" not in disk.values:  # the folder cannot be written
         findings.append(disk)
     for finding in findings:
         if finding.verdict is Verdict.FAIL:
-            raise MachineError(f"{finding.found}.", f"{finding.remedy} `diloco-peer doctor` explains more.")
+            raise MachineError(f"{finding.found}.", f"{finding.remedy} Run `diloco-peer doctor` for details.")
         if finding.verdict is Verdict.WARN:
             logger.warning("%s. %s", finding.found, finding.remedy)
 
 
 # The checks -----------------------------------------------------------------------------------------------------------
 def machine_findings(torch: Torch | None, options: WorkerOptions) -> list[Finding]:
-    """Return what the checks find that need no kernels, no network and no run."""
+    """Return the findings of the checks that need no kernels, network or run."""
     gpus, cards, states = _gpus_in_use(torch, options), _cards_for(options), read_gpus()
     return [
         _check_python(),
@@ -98,7 +95,8 @@ def _check_python() -> Finding:
 
 
 def _check_torch(torch: Torch | None, cards: Cards, optimizer_state: OptimizerState = "device") -> Finding:
-    """Return whether torch is there, and was built for the GPUs that are; and torchao, where it is needed."""
+    """Check that torch is installed and was built for the present GPUs, and that torchao is installed if it is
+    needed."""
     if torch is None:
         return failed("torch", "torch is not installed", "Install it into this environment: pip install torch")
     values = {"version": torch.version, "platform": torch.platform}
@@ -114,29 +112,29 @@ def _check_torch(torch: Torch | None, cards: Cards, optimizer_state: OptimizerSt
 
 
 def _check_gpu(torch: Torch | None, cards: Cards, device: str = "auto") -> Finding:
-    """Whether torch can compute on this machine's GPUs. `device` is what the owner wants to train on."""
-    there = ", ".join(cards.names)
+    """Check that torch can compute on this machine's GPUs. `device` is the owner's choice of device."""
+    names = ", ".join(cards.names)
     if torch is None:
-        return skipped("gpu", "torch is not there to ask")
+        return skipped("gpu", "torch is not installed")
     if torch.gpus:
         broken = [gpu for gpu in torch.gpus if gpu.error]
         if broken and device != "cpu":
-            said = [unusable(gpu.name, gpu.capability, torch.version, gpu.error) for gpu in broken]
-            return failed("gpu", "; ".join(found for found, _ in said), said[0][1], gpus=len(torch.gpus))
+            problems = [unusable(gpu.name, gpu.capability, torch.version, gpu.error) for gpu in broken]
+            return failed("gpu", "; ".join(found for found, _ in problems), problems[0][1], gpus=len(torch.gpus))
         return _about_gpus(torch.gpus)
     wants_gpu = device.startswith("cuda")
-    if torch.gpus is None:  # nobody has asked torch
-        return skipped("gpu", f"not asked; on this machine: {there or 'none'}")
-    if not there and wants_gpu:
+    if torch.gpus is None:  # torch was not probed
+        return skipped("gpu", f"not tried; on this machine: {names or 'none'}")
+    if not names and wants_gpu:
         return failed("gpu", f"there is no GPU for --device {device}", "Train on the CPU: --device cpu.", gpus=0)
-    if not there:
+    if not names:
         return passed("gpu", "no GPU here: it trains on the CPU", gpus=0)
     if not cards.is_driven:
-        found = f"{there} is here, but no driver of it can be seen"
+        found = f"{names} is here, but has no visible driver"
         remedy = "Install NVIDIA's driver; start a container with --gpus all."
         return (failed if wants_gpu else warned)("gpu", found, remedy, gpus=0)
     found, remedy = cards.hidden_from(torch.version, torch.platform, torch.error)
-    is_chosen = torch.platform is None and not wants_gpu  # a build for CPUs alone, which trains on them
+    is_chosen = torch.platform is None and not wants_gpu  # a CPU build of torch, chosen to train on the CPU
     return (warned if is_chosen else failed)("gpu", found, remedy, gpus=0)
 
 
@@ -146,7 +144,7 @@ def _about_gpus(gpus: tuple[Gpu, ...]) -> Finding:
         return passed("gpu", f"{names}, with bf16", gpus=len(gpus), bf16=True)
     found, remedy = (
         f"{names}: without bf16",
-        "Runs in bf16 are computed in fp16 here (since Volta) or fp32, which takes longer.",
+        "A run in bf16 trains in fp16 (from Volta on) or fp32 here, which is slower.",
     )
     return warned("gpu", found, remedy, gpus=len(gpus), bf16=False)
 
@@ -156,11 +154,12 @@ def _check_compiler(has_gpu: bool) -> Finding:
         return skipped("compiler", "no GPU: models are compiled only on GPUs")
     if not any(map(shutil.which, [*filter(None, [os.environ.get("CC")]), "gcc", "clang"])):
         return warned("compiler", "there is no C compiler: the model is not compiled, which is slower", "Install gcc.")
-    return passed("compiler", "a C compiler is there for torch.compile")
+    return passed("compiler", "torch.compile has a C compiler")
 
 
 def _check_shm(gpus: int) -> Finding:
-    """Only several GPUs of one machine need /dev/shm: NCCL's. Ours is memory without a name."""
+    """Check the size of /dev/shm. Only NCCL uses it, for several GPUs; the project's own shared memory has no file
+    there."""
     free = _free_shm()
     found = "there is no /dev/shm" if free is None else f"{in_words(free)} free in /dev/shm"
     if gpus < 2:
@@ -180,7 +179,7 @@ def _check_heat(gpus: Sequence[GpuState]) -> Finding:
     if not readings and not slowed:
         return skipped("heat", "no temperature can be read here")
     if slowed:
-        return warned("heat", f"too hot, and slowed down: {', '.join(slowed)}", "Give it more air; clean its fans.")
+        return warned("heat", f"slowed down by heat: {', '.join(slowed)}", "Give it more air; clean its fans.")
     name, celsius, limit = max(readings, key=lambda reading: reading[1] - reading[2])
     found = f"{name} is at {celsius:.0f} °C"
     if celsius >= limit:
@@ -190,38 +189,38 @@ def _check_heat(gpus: Sequence[GpuState]) -> Finding:
 
 def _check_power(gpus: Sequence[GpuState]) -> Finding:
     if is_on_battery():
-        return warned("power", "this machine is on battery", "Plug it in: training takes all the power there is.")
+        return warned("power", "this machine is on battery", "Plug it in: training drains a battery fast.")
     slowed = [gpu.name for gpu in gpus if gpu.is_slowed_by_power]
     if slowed:
-        return warned("power", f"slowed down for want of power: {', '.join(slowed)}", "Check the power supply.")
+        return warned("power", f"slowed down by too little power: {', '.join(slowed)}", "Check the power supply.")
     limits = [(gpu, gpu.limit, gpu.default_limit) for gpu in gpus if gpu.limit and gpu.default_limit]
     for gpu, limit, default in limits:
         if limit < LIMITED * default:
             found = f"{gpu.name} is limited to {limit:.0f} of {default:.0f} W"
-            return warned("power", found, f"Raise it unless you mean it: nvidia-smi -pl {default:.0f}.", limit=limit)
+            return warned("power", found, f"Raise it, unless you set it: nvidia-smi -pl {default:.0f}.", limit=limit)
     if not limits:
-        return skipped("power", "not on battery; no GPU says what its limit is")
+        return skipped("power", "not on battery; no GPU reports a power limit")
     return passed("power", ", ".join(f"{gpu.name}: {limit:.0f} of {default:.0f} W" for gpu, limit, default in limits))
 
 
 def check_kernels() -> Finding:
-    """Run the kernels' self-test: two seconds."""
+    """Run the kernels' self-test, for two seconds."""
     try:
         from opendiloco import kernels
 
         speeds = kernels.measure_speeds(threads=1)
         chosen, differing = kernels.chosen_kernels(), kernels.differing_sets()
-    except Exception as error:  # whatever an extension that does not load, or a wrong DILOCO_KERNELS, raises
+    except Exception as error:  # a broken extension and a wrong DILOCO_KERNELS raise many types
         why = " ".join(str(error).split())
         return failed("kernels", f"the C kernels cannot be used: {why}", "Install diloco-peer again.")
     if differing:
         return failed(
             "kernels",
             f"the kernels {', '.join(differing)} do not give the reference's bits here",
-            "Set DILOCO_KERNELS=scalar, and report this with the processor's name: it is a bug, or broken hardware.",
+            "Set DILOCO_KERNELS=scalar, and report this with the processor's name: a bug or broken hardware.",
         )
     listed = ", ".join(f"{name} {speed:.1f} GB/s" for name, speed in speeds.items())
-    found = f"{chosen}: right to the bit; {listed}"
+    found = f"{chosen}: equal to the reference, bit for bit; {listed}"
     values: dict[str, Value] = {"set": chosen, **speeds}
     if min(speeds.values()) < SLOW_KERNELS:
         return warned("kernels", f"{found}: slow", "Stop other programs; unset DILOCO_KERNELS.", **values)
@@ -229,7 +228,7 @@ def check_kernels() -> Finding:
 
 
 def check_memory(gpus: Sequence[Gpu] = (), needs: Needs | None = None) -> Finding:
-    """Compare free memory with what a run takes on these GPUs (none: on the CPU), or the smallest run."""
+    """Compare free memory with the needs of a run on these GPUs (none: on the CPU), or of the smallest run."""
     free = available_memory()
     found, values = f"{in_words(free)} of main memory free", {"free": free}
     if needs is None:
@@ -237,18 +236,18 @@ def check_memory(gpus: Sequence[Gpu] = (), needs: Needs | None = None) -> Findin
             return warned("memory", found, "Stop other programs: the smallest run takes about 2 GB.", **values)
         return passed("memory", found, **values)
     needed = needs.main_memory if gpus else needs.main_memory_on_cpu
-    found, values = f"{found}; the run takes {in_words(needed)}", values | {"needed": needed}
+    found, values = f"{found}; the run needs {in_words(needed)}", values | {"needed": needed}
     if free < needed:
         return failed("memory", found, "Stop other programs, or use a machine with more memory.", **values)
     if gpus:
         least, each = min(gpu.free for gpu in gpus), needs.device_memory
-        found = f"{found}; of each GPU {in_words(each)} and activations, of {in_words(least)} that are free"
+        found = f"{found}; each GPU needs {in_words(each)} and activations, and has {in_words(least)} free"
         values |= {"gpu_free": least, "gpu_needed": each}
         if least < each:
             return failed(
                 "memory",
                 found,
-                "Use more GPUs, or larger ones; end what else uses them; try --optimizer-state host.",
+                "Use more or larger GPUs; stop other programs on them; try --optimizer-state host.",
                 **values,
             )
     return passed("memory", found, **values)
@@ -264,7 +263,7 @@ def check_disk(state: Path | None, needs: Needs | None = None) -> Finding:
     if free < FULL_DISK:
         return failed("disk", found, remedy, **values)
     if needs is not None:
-        found = f"{found}; checkpoints take {in_words(needs.disk)}, and the log"
+        found = f"{found}; checkpoints take {in_words(needs.disk)}, the log some more"
         values |= {"needed": needs.disk}
         if free < needs.disk:
             return warned("disk", found, f"{remedy} Or keep fewer: --keep 1, --moments none.", **values)
@@ -273,19 +272,20 @@ def check_disk(state: Path | None, needs: Needs | None = None) -> Finding:
     return passed("disk", found, **values)
 
 
-# What is there --------------------------------------------------------------------------------------------------------
+# Readings -------------------------------------------------------------------------------------------------------------
 def _gpus_in_use(torch: Torch | None, options: WorkerOptions) -> int:
-    """Return how many GPUs would train. Where torch was not asked, those on the buses count, if it is built for any."""
+    """Return the number of GPUs that would train. If torch was not probed, GPUs on the buses count, provided that torch
+    is built for GPUs."""
     if torch is None or options.device == "cpu":
         return 0
-    seen = len(read_cards().names) if torch.platform else 0
-    there = seen if torch.gpus is None else len(torch.gpus)
-    wanted = options.gpus or there if needs_gpu_count(options) else 1
-    return min(wanted, there)
+    cards = len(read_cards().names) if torch.platform else 0
+    usable = cards if torch.gpus is None else len(torch.gpus)
+    wanted = options.gpus or usable if needs_gpu_count(options) else 1
+    return min(wanted, usable)
 
 
 def _cards_for(options: WorkerOptions) -> Cards:
-    """Return the GPUs on the buses; none for an owner who wants the CPU, and need not hear of them."""
+    """Return the GPUs on the buses; none if the owner has chosen the CPU."""
     return Cards() if options.device == "cpu" else read_cards()
 
 
@@ -296,9 +296,10 @@ def _free_shm(path: Path = SHM) -> int | None:
 
 
 def _free_disk(path: Path) -> int:
-    """Return the free bytes for a folder, after writing to it or the nearest one above it. Raises: OSError."""
-    there = path.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    with tempfile.TemporaryFile(dir=there):
-        return shutil.disk_usage(there).free
+    """Return the free bytes for a folder, after a test write to it or to its nearest existing parent. Raises:
+    OSError."""
+    folder = path.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    with tempfile.TemporaryFile(dir=folder):
+        return shutil.disk_usage(folder).free

@@ -1,4 +1,5 @@
-"""Checks of the network: what starts here, who answers, and what others see of this machine."""
+"""Checks of the network: libp2p's daemon and ports on this machine, bootstrap nodes, and this machine as others see
+it."""
 
 from __future__ import annotations
 
@@ -33,29 +34,27 @@ from peers.values.wire import Reach, unpack_from
 logger = logging.getLogger(__name__)
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
-ASKED_NODES = 4  # bootstrap nodes that are asked how they see us
-CLOCK_TRIES = 3  # of which the fastest counts
-CALL_SECONDS = 10.0  # for a bootstrap node's answer to one question
-MAPPING_SECONDS = 6.0  # that a router may take to open a port
-LINK_SECONDS = 20.0  # that it may take to find out how peers are reached
-RATING_SECONDS = 30.0  # for one peer, until it is free included; then the next one is asked
-RATED = 3  # others that are asked to measure with us: they may be busy
+ASKED_NODES = 4  # bootstrap nodes that are asked to dial this machine back
+CLOCK_TRIES = 3  # requests for a node's time; the fastest answer counts
+CALL_SECONDS = 10.0  # limit for a bootstrap node's answer
+MAPPING_SECONDS = 6.0  # limit for a router to open a port
+LINK_SECONDS = 20.0  # limit for finding paths to the peers
+RATING_SECONDS = 30.0  # limit for a measurement with one peer, including the wait until it is free
+RATED = 3  # peers to try for a measurement, because some may be busy
 BUSY_SECONDS, BUSY_PAUSE = 10.0, 0.5
-"""For how long, and how often, a peer is asked again that is busy: with a round, as a rule."""
-LOOK = 0.5  # seconds between two looks at what goes on
+"""Seconds for which a busy peer is asked again, and between two requests. Most are busy with a round."""
+LOOK = 0.5  # seconds between two checks for progress
 CLOCK_WARNS = 1.0
-"""Seconds. From 3 on, the DHT lets nobody in."""
+"""Seconds of difference. The DHT refuses peers from 3 seconds on."""
 SLOW_LINK = 5e6
-"""Bits a second. A model of a hundred million parameters takes more than five minutes for each round with it."""
-OPEN_A_PORT = (
-    "Turn on UPnP or NAT-PMP in the router, or open a TCP port in it and name it with --data-port; IPv6 would do, too."
-)
+"""Bits a second. With it, a round of a model of a hundred million parameters takes more than five minutes."""
+OPEN_A_PORT = "Turn on UPnP or NAT-PMP in the router, open a TCP port in it and name it with --data-port, or use IPv6."
 
 
 @dataclass(frozen=True)
 class Node:
-    """A bootstrap node. `seconds` is the time of a round trip, and `ahead` by how much its clock is ahead of ours,
-    give or take half of that; None: it did not say."""
+    """A bootstrap node. `seconds` is the round-trip time; `ahead` is how far its clock is ahead of this machine's, in
+    seconds, ± half of the round trip. None: not known."""
 
     address: str
     answers: bool
@@ -65,10 +64,8 @@ class Node:
 
 @dataclass(frozen=True)
 class _DialledBack:
-    """What a bootstrap node says that it sees of us. `open_port` is a data port of ours that it could dial, if any.
-
-    `keeps_ports`: our router gave a connection the port number that it has here.
-    """
+    """A bootstrap node's view of this machine. `open_port` is a data port of this machine that the node could dial, if
+    any. `keeps_ports`: the router kept the port number of a connection."""
 
     seen_at: str
     port: int
@@ -78,20 +75,20 @@ class _DialledBack:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bits a second that our link carries, and with whom that was measured: "a peer" or "a bootstrap node"."""
+    """The bandwidth of this machine's link in bits a second, measured with "a peer" or "a bootstrap node"."""
 
     up: float
     down: float
     measured_with: str
 
     def within(self, upload: float | None, download: float | None) -> Bandwidth:
-        """Return what is left of it by the owner's limits, in megabits a second."""
+        """Return the bandwidth capped by the owner's limits, which are in megabits a second."""
         up, down = (math.inf if limit is None else 1e6 * limit for limit in (upload, download))
         return replace(self, up=min(self.up, up), down=min(self.down, down))
 
 
 async def check_p2pd() -> Finding:
-    """Start libp2p's daemon and end it again."""
+    """Start libp2p's daemon and stop it."""
     began = time.monotonic()
     try:
         async with connected(Identity.generate(), (), LOOPBACK, client_mode=True):
@@ -102,7 +99,8 @@ async def check_p2pd() -> Finding:
 
 
 def check_ports(addresses: Sequence[str], data_port: int, has_volunteer: bool) -> Finding:
-    """Whether `join` can listen there. `has_volunteer`: what is in use may be so by the one that runs here."""
+    """Check that `join` can listen on these addresses. With `has_volunteer`, the volunteer that runs here may hold a
+    port that is in use."""
     asked = [int(parts[4]) for address in addresses if len(parts := address.split("/")) > 4 and parts[4].isdigit()]
     chosen = [port for port in dict.fromkeys([*asked, data_port]) if port]
     try:
@@ -112,30 +110,32 @@ def check_ports(addresses: Sequence[str], data_port: int, has_volunteer: bool) -
             listener.close()
     except LocalNetworkError as error:
         if has_volunteer and getattr(error.__cause__, "errno", None) == errno.EADDRINUSE:
-            found = f"{error.message.rstrip('.')}, by the volunteer that runs on this machine, it seems"
+            found = f"{error.message.rstrip('.')}, probably by the volunteer that runs on this machine"
             return warned("ports", found, f"If it is not: {error.remedy}")
         return failed_with("ports", error)
     if not chosen:
-        return passed("ports", "any free ones will do: none was chosen")
+        return passed("ports", "no port is chosen: any free ones will be used")
     return passed("ports", f"free: {', '.join(map(str, chosen))}")
 
 
 def check_ipv6() -> Finding:
-    """IPv6 helps a machine that nobody can dial over IPv4; whether anybody can is for `check_reach` to say."""
+    """Check this machine's own addresses. Public IPv6 helps if others cannot dial it over IPv4; `check_reach` shows
+    whether they can."""
     ipv4, ipv6 = map(address_towards, SOMEWHERE)
     has_ipv4, has_ipv6 = (address is not None and is_public(address) for address in (ipv4, ipv6))
     values = {"ipv4": ipv4, "ipv6": ipv6, "is_public_ipv4": has_ipv4, "is_public_ipv6": has_ipv6}
     if ipv4 is None and ipv6 is None:
-        return warned("ipv6", "this machine has no way to the internet", "Check cable, Wi-Fi and routes.", **values)
+        return warned("ipv6", "this machine has no route to the internet", "Check cable, Wi-Fi and routes.", **values)
     if has_ipv6:
-        also = ", and one of IPv4" if has_ipv4 else "; over IPv4 it is behind a router"
-        return passed("ipv6", f"it has an address of its own of IPv6{also}", **values)
-    where = "it has an address of its own of IPv4" if has_ipv4 else "over IPv4 it is behind a router"
+        also = ", and a public IPv4 address" if has_ipv4 else "; over IPv4 it is behind a router"
+        return passed("ipv6", f"it has a public IPv6 address{also}", **values)
+    where = "it has a public IPv4 address" if has_ipv4 else "over IPv4 it is behind a router"
     return passed("ipv6", f"no IPv6; {where}", **values)
 
 
 def check_bootstrap(nodes: Sequence[Node], error: DilocoPeerError | None) -> Finding:
-    """`error` is what kept us from the swarm, though a node may answer."""
+    """Check that bootstrap nodes answer. `error` is the reason why this machine could not enter the swarm, even if a
+    node answers."""
     silent = [node.address for node in nodes if not node.answers]
     values = {"nodes": len(nodes), "answering": len(nodes) - len(silent)}
     if error is not None:
@@ -143,35 +143,36 @@ def check_bootstrap(nodes: Sequence[Node], error: DilocoPeerError | None) -> Fin
     times = [node.seconds for node in nodes if node.seconds is not None]
     found = f"{len(nodes) - len(silent)} of {len(nodes)} answer" + (f", in {1e3 * min(times):.0f} ms" if times else "")
     if silent:
-        remedy = "Ask the organiser whether these nodes still run; one that answers is enough."
+        remedy = "One answering node is enough; ask the organiser whether the silent ones still run."
         return warned("bootstrap", f"{found}; silent: {', '.join(silent)}", remedy, **values)
     return passed("bootstrap", found, **values)
 
 
 def check_clock(nodes: Sequence[Node]) -> Finding:
-    """By the node whose answer came fastest, which says it best."""
-    told = [(node.seconds, node.ahead) for node in nodes if node.seconds is not None and node.ahead is not None]
-    if not told:
-        return skipped("clock", "no bootstrap node says what time it is")
-    seconds, ahead = min(told)
-    said = f"{abs(ahead):.2f} s {'behind' if ahead > 0 else 'ahead of'} the bootstrap node's, ± {seconds / 2:.2f} s"
+    """Compare this machine's clock with that of the node that answered fastest, which gives the most exact value."""
+    measured = [(node.seconds, node.ahead) for node in nodes if node.seconds is not None and node.ahead is not None]
+    if not measured:
+        return skipped("clock", "no bootstrap node has given its time")
+    seconds, ahead = min(measured)
+    side = "behind" if ahead > 0 else "ahead of"
+    found = f"this clock is {abs(ahead):.2f} s {side} the bootstrap node's, ± {seconds / 2:.2f} s"
     values = {"offset_seconds": -ahead, "uncertainty_seconds": seconds / 2}
     if abs(ahead) - seconds / 2 > CLOCK_WARNS:
         remedy = "Switch on time synchronisation (NTP); peers more than 3 seconds apart do not find each other."
-        return warned("clock", f"this clock is {said}", remedy, **values)
-    return passed("clock", f"this clock is {said}", **values)
+        return warned("clock", found, remedy, **values)
+    return passed("clock", found, **values)
 
 
 async def check_reach(transport: HivemindTransport, nodes: Sequence[Node]) -> Finding:
-    """How others reach this machine, as far as bootstrap nodes can tell by dialling it back."""
+    """Check how others reach this machine: bootstrap nodes dial it back."""
     seen = await _dialled_back(transport, [node.address for node in nodes])
     if not seen:
         if not any(node.answers for node in nodes):
             return skipped("reach", "no bootstrap node answers")
         remedy = (
-            "Let TCP out to the node's data port; or a node that listens on 443 and 80 is needed (docs/network.md)."
+            "Allow outgoing TCP to the node's data port, or use a node that listens on 443 and 80 (docs/network.md)."
         )
-        return warned("reach", "no bootstrap node could be asked at its data port", remedy, reach=None)
+        return warned("reach", "no bootstrap node could be reached at its data port", remedy, reach=None)
     best = max(seen, key=lambda one: (bool(one.open_port), one.keeps_ports))
     values: dict[str, Value] = {"seen_at": best.seen_at, "port": best.open_port or best.port}
     if best.open_port:
@@ -186,27 +187,27 @@ async def check_reach(transport: HivemindTransport, nodes: Sequence[Node]) -> Fi
 
 
 def check_peers(ways: Mapping[str, Reach], sought: int, there: int) -> Finding:
-    """How we reach each peer of a run. Of those that are `there`, no way was found in time to those still `sought`; in
-    a large run none is looked for beforehand."""
+    """Check the paths to a run's peers. `sought` counts peers to which no path was found in time, and `there` all
+    peers. In a large run, no paths are looked for in advance."""
     counts = Counter(way for way in ways.values() if way is not Reach.NONE)
     lost = sum(way is Reach.NONE for way in ways.values()) + sought
     values = {way.value: counts[way] for way in Reach if way is not Reach.NONE} | {"none": lost}
     if not ways and not sought:
         return skipped(
-            "peers", f"{there} are there: ways are looked for when needed" if there else "nobody is there now"
+            "peers", f"{there} are live: paths are looked for when needed" if there else "the run has no live peer now"
         )
     found = ", ".join(f"{count} {way}" for way, count in counts.items()) or "none of them"
     if not counts:
-        remedy = f"Without a way to any peer it trains in vain. {OPEN_A_PORT}"
-        return failed("peers", f"{lost} there, and no way to any of them", remedy, **values)
+        remedy = f"Without a path to a peer, this machine's work does not count. {OPEN_A_PORT}"
+        return failed("peers", f"{lost} live, and no path to any of them", remedy, **values)
     if lost:
-        return warned("peers", f"{found}; no way to {lost}", OPEN_A_PORT, **values)
+        return warned("peers", f"{found}; no path to {lost}", OPEN_A_PORT, **values)
     return passed("peers", f"reached: {found}", **values)
 
 
 def check_bandwidth(bandwidth: Bandwidth | None) -> Finding:
     if bandwidth is None:
-        return skipped("bandwidth", "nobody who answers measures it with us now")
+        return skipped("bandwidth", "no peer or bootstrap node is free to measure it now")
     up, down = bandwidth.up, bandwidth.down
     found = f"{bandwidth_in_words(up)} up, {bandwidth_in_words(down)} down, measured with {bandwidth.measured_with}"
     values: dict[str, Value] = {
@@ -219,25 +220,27 @@ def check_bandwidth(bandwidth: Bandwidth | None) -> Finding:
     return passed("bandwidth", found, **values)
 
 
-# Who answers, and what they see ---------------------------------------------------------------------------------------
+# Bootstrap nodes and peers --------------------------------------------------------------------------------------------
 async def answering_nodes(addresses: Sequence[str]) -> list[Node]:
-    """Return each of these nodes, and whether it answers. What is not plain TCP cannot be asked, and is taken to."""
+    """Return these nodes with whether each answers. An address that is not plain TCP cannot be tested, and counts as
+    answering."""
     answering = await which_answer(addresses)
     return [Node(address, address in answering or endpoint(address) is None) for address in addresses]
 
 
 async def with_clock(transport: HivemindTransport, node: Node) -> Node:
-    """Return the same node with the time that an answer takes, and what time it is there."""
-    told = []
+    """Return the node with its round-trip time and its clock."""
+    measured = []
     with suppress(PeerUnreachableError):
         for _ in range(CLOCK_TRIES if node.answers else 0):
             ahead, seconds = await transport.dht.clock_of(peer_id_of(node.address))
-            told.append((seconds, ahead))
-    return Node(node.address, node.answers, *min(told)) if told else node
+            measured.append((seconds, ahead))
+    return Node(node.address, node.answers, *min(measured)) if measured else node
 
 
 async def _dialled_back(transport: HivemindTransport, addresses: Sequence[str]) -> list[_DialledBack]:
-    """Ask bootstrap nodes to dial our data ports. Waits a while for the router to open one, if it may."""
+    """Ask bootstrap nodes to dial this machine's data ports, and wait for up to `MAPPING_SECONDS` for the router to
+    open one."""
     places = [place for address in addresses[:ASKED_NODES] if (place := await _data_place(transport, address))]
     waits = is_behind_nat() and not all(map(is_loopback, map(host_of, addresses)))
     end = time.monotonic() + (MAPPING_SECONDS if waits else 0.0)
@@ -250,12 +253,12 @@ async def _dialled_back(transport: HivemindTransport, addresses: Sequence[str]) 
 
 
 async def _data_place(transport: HivemindTransport, address: str) -> str | None:
-    """Return the endpoint of a node's data port; None if it has none, or does not say."""
+    """Return the endpoint of a node's data port; None if it has none or does not answer."""
     peer, host = peer_id_of(address), host_of(address)
     try:
         info = unpack_from(peer, LinkInfo, await transport.call(peer, LINK_INFO, b"", CALL_SECONDS))
     except (PeerUnreachableError, RemoteProtocolError) as error:
-        logger.debug("%s says nothing of its data port: %s", address, error)
+        logger.debug("%s does not report its data port: %s", address, error)
         return None
     return endpoint_of(host, info.port) if host and 0 < info.port < 1 << 16 else None
 
@@ -268,17 +271,15 @@ async def _ask(place: str, ports: Sequence[int]) -> _DialledBack | None:
             own = int(sock.getsockname()[1])
         seen: Seen = await probe(place, asked, own)
     except (OSError, RemoteProtocolError) as error:
-        logger.debug("%s does not say how it sees us: %s", place, error)
+        logger.debug("%s does not report how it sees this machine: %s", place, error)
         return None
     host, port = parse_endpoint(seen.endpoint)
     return _DialledBack(host, asked[0] if asked else 0, seen.open[0] if seen.open else None, port == own)
 
 
 async def ways_to_peers(transport: HivemindTransport, peers: set[str]) -> tuple[dict[str, Reach], int]:
-    """Wait until it is known how these peers are reached. Returns that, and to how many no way was found in time.
-
-    The transport makes links with all peers that it has heard of, unless there are too many.
-    """
+    """Wait until the paths to these peers are known. Return the paths, and the number of peers to which none was found
+    in time. The transport links to all peers that it knows, unless there are too many."""
     end = time.monotonic() + LINK_SECONDS
     while (sought := transport.links.sought() & peers) and time.monotonic() < end:
         await asyncio.sleep(LOOK)
@@ -287,13 +288,13 @@ async def ways_to_peers(transport: HivemindTransport, peers: set[str]) -> tuple[
 
 async def _rating(transport: HivemindTransport, peer: str) -> tuple[float, float]:
     """Return the rates up and down, in bytes a second. Raises: PeerUnreachableError."""
-    ends = asyncio.get_running_loop().time() + BUSY_SECONDS
+    deadline = asyncio.get_running_loop().time() + BUSY_SECONDS
     while True:
         try:
             async with transport.stream(peer, RATING) as channel:
                 return await ask_rating(channel)
         except PeerRefusedError:
-            if asyncio.get_running_loop().time() >= ends:
+            if asyncio.get_running_loop().time() >= deadline:
                 raise
             await asyncio.sleep(BUSY_PAUSE)
 
@@ -301,7 +302,7 @@ async def _rating(transport: HivemindTransport, peer: str) -> tuple[float, float
 async def measured_bandwidth(
     transport: HivemindTransport, ways: dict[str, Reach], nodes: Sequence[Node]
 ) -> Bandwidth | None:
-    """Measure the link with a peer that is reached directly; without one, with a bootstrap node."""
+    """Measure the link with a peer that has a direct path, or else with a bootstrap node."""
     direct = [(peer, "a peer") for peer, way in ways.items() if way.is_direct]
     direct = random.sample(direct, min(RATED, len(direct)))
     for peer, name in [*direct, *((peer_id_of(node.address), "a bootstrap node") for node in nodes if node.answers)]:

@@ -1,6 +1,7 @@
-"""What torch says of itself, asked in a process of its own: a driver that hangs or crashes takes nobody with it.
+"""The torch installation and the GPUs that it sees. torch is probed in a separate process, so that a driver that hangs
+or crashes cannot stop this one.
 
-`python -m opendiloco.tools.doctor.torch_probe` prints it as JSON; `installed_torch` reads of it what lies in files.
+`python -m opendiloco.tools.doctor.torch_probe` prints the result as JSON; `installed_torch` reads only files.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from opendiloco.child_processes import child_environment, last_line, module_comm
 from opendiloco.gpus import first_sentence, usable_gpus
 
 PROBE_SECONDS = 60.0
-"""Importing torch takes 2 on an idle machine, and a GPU's first use a few more."""
+"""Limit for a probe. On an idle machine, torch's import takes 2, and a GPU's first use a few more."""
 PLATFORM = re.compile(r"^(cuda|hip)\b[^=\n]*= *'([^']+)'", re.MULTILINE)
 NAMES = {"cuda": "CUDA", "hip": "ROCm"}
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as torch sees it. `error` says why torch cannot compute on it; empty: it can. Memory is in bytes."""
+    """A GPU as torch sees it, with memory in bytes. `error` is the reason why torch cannot compute on it; empty: it
+    can."""
 
     name: str
     capability: tuple[int, int]
@@ -38,10 +40,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Torch:
-    """torch as it is installed. `platform` is what it was built for, such as "CUDA 12.8"; None: for CPUs alone.
-
-    `gpus` are None where torch was not asked, and `error` is what it says when it sees none, or cannot be imported.
-    """
+    """The torch installation. `platform` is the platform that it was built for, such as "CUDA 12.8"; None: CPUs only.
+    `gpus` is None if torch was not probed. `error` is its message if it sees no GPU or cannot be imported."""
 
     version: str
     platform: str | None
@@ -50,7 +50,8 @@ class Torch:
 
 
 def installed_torch() -> Torch | None:
-    """Return what torch's files say, without importing it, in milliseconds; None where it is not installed."""
+    """Return the torch installation from its files, in milliseconds and without an import; None if torch is not
+    installed."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -64,7 +65,7 @@ def installed_torch() -> Torch | None:
 
 
 def probed_torch(torch: Torch | None) -> Torch | None:
-    """Return the same with what torch says when it is asked."""
+    """Return the installation with the GPUs that torch sees, from a separate process."""
     if torch is None:
         return None
     command = module_command("opendiloco.tools.doctor.torch_probe")
@@ -76,22 +77,22 @@ def probed_torch(torch: Torch | None) -> Torch | None:
 
 
 def _answered(torch: Torch, code: int, out: str, err: str) -> Torch:
-    """Return what the probe's output says."""
+    """Return the installation with the result in the probe's output."""
     try:
-        told: dict[str, Any] = json.loads(last_line(out))
-        gpus = tuple(Gpu(**(gpu | {"capability": tuple(gpu["capability"])})) for gpu in told["gpus"])
-        return replace(torch, gpus=gpus, error=told["error"])
+        result: dict[str, Any] = json.loads(last_line(out))
+        gpus = tuple(Gpu(**(gpu | {"capability": tuple(gpu["capability"])})) for gpu in result["gpus"])
+        return replace(torch, gpus=gpus, error=result["error"])
     except (ValueError, LookupError, TypeError):
         why = last_line(err) or f"it ended with status {code}"
         return replace(torch, error=f"{signal.Signals(-code).name} ended it" if code < 0 else why)
 
 
 def _probe() -> dict[str, object]:
-    """Import torch, and compute something on each GPU."""
+    """Import torch, compute on each GPU, and return the result as JSON values."""
     import torch
 
-    count, said = usable_gpus()
-    return {"gpus": [asdict(_gpu(torch, number)) for number in range(count)], "error": said}
+    count, error = usable_gpus()
+    return {"gpus": [asdict(_gpu(torch, number)) for number in range(count)], "error": error}
 
 
 def _gpu(torch: Any, number: int) -> Gpu:

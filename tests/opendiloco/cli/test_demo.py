@@ -39,7 +39,7 @@ def test_a_newcomer_that_never_joined_was_not_shown(swarm: _Swarm) -> None:
     """Regression: a demo of one minute looked like success, though nobody had joined in the middle."""
     swarm.volunteers["4"].trains = False
     [problem] = _judge(swarm, FACTS, before=3.0)
-    assert problem.startswith("the demo was too short: volunteer 4, which came in the middle, had not taken over")
+    assert problem.startswith("the demo was too short: volunteer 4, which joined half way, had not fetched")
     assert "MINUTES" in problem
 
 

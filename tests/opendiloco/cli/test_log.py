@@ -259,15 +259,15 @@ def test_a_sound_log_is_verified_from_a_checkpoint_on(folder: RunFolder, recorde
     assert verify(folder, "--checkpoint", path) == [
         "verified: signatures of a quorum of the voters before: entries 0 to 4",
         "verified: headers, from the manifest on: entries 0 to 4",
-        "verified: states, as the checkpoint of outer step 2 has them: entry 1",
+        "verified: states, as in the checkpoint of outer step 2: entry 1",
         "verified: payloads: entries 2 to 4",
         "verified: states, from the checkpoint of outer step 2 on: entries 2 to 4",
-        "not verified: payloads, which are not here: entries 0 to 1",
-        "not verified: states, which come before the checkpoint of outer step 2: entry 0",
+        "not verified: payloads, which are missing: entries 0 to 1",
+        "not verified: states before the checkpoint of outer step 2: entry 0",
     ]
     assert verify(folder) == verify(folder, "--checkpoint", path), "it is found beside the log"
     path.unlink()
-    lacking = "not verified: states, since neither the first payload nor a checkpoint is here: entries 0 to 4"
+    lacking = "not verified: states, because the first payload and a checkpoint are missing: entries 0 to 4"
     assert lacking in verify(folder)
 
 
@@ -276,9 +276,9 @@ def test_of_a_finished_run_the_last_state_is_verified(folder: RunFolder, recorde
     checkpoint(folder, recorded, ENTRIES_OF_RUN)
     LogFolder.open(folder.log, recorded.empty_log, BLOCK_BYTES).prune(ENTRIES_OF_RUN)
     assert verify(folder)[2:] == [
-        "verified: states, as the checkpoint of outer step 5 has them: entry 4",
-        "not verified: payloads, which are not here: entries 0 to 4",
-        "not verified: states, which come before the checkpoint of outer step 5: entries 0 to 3",
+        "verified: states, as in the checkpoint of outer step 5: entry 4",
+        "not verified: payloads, which are missing: entries 0 to 4",
+        "not verified: states before the checkpoint of outer step 5: entries 0 to 3",
     ]
 
 
@@ -291,7 +291,7 @@ def test_the_oldest_good_checkpoint_that_leads_to_the_end_is_taken(folder: RunFo
     for index in (3, 4):
         paths[index].unlink()
     said = verify(folder)
-    assert "verified: states, as the checkpoint of outer step 1 has them: entry 0" in said
+    assert "verified: states, as in the checkpoint of outer step 1: entry 0" in said
     assert "not verified: states, without the payload of entry 1: entries 1 to 4" in said
 
 
@@ -301,10 +301,10 @@ def test_a_log_from_the_middle(folder: RunFolder, recorded: RecordedRun) -> None
     path = checkpoint(folder, recorded, 2)
     assert verify(folder, "--checkpoint", path) == [
         "verified: signatures of a quorum of the voters before: entries 3 to 4",
-        "verified: headers, from the first that is here on: entries 2 to 4",
+        "verified: headers, from the first stored one on: entries 2 to 4",
         "verified: payloads: entries 2 to 4",
         "verified: states, from the checkpoint of outer step 2 on: entry 2",
-        "not verified: signatures, since what came before is not here: entry 2",
+        "not verified: signatures, because the entries before are missing: entry 2",
         "not verified: states whose digest was not recorded: entries 3 to 4",
     ]
 
@@ -320,7 +320,7 @@ def test_entries_that_no_quorum_has_signed_are_named(folder: RunFolder, recorded
     rewrite(folder, change)
     said = verify(folder)
     assert "verified: signatures of a quorum of the voters before: entries 0, 3 to 4" in said
-    assert "not verified: signatures, which are not here: entry 1" in said
+    assert "not verified: signatures, which are missing: entry 1" in said
     assert "not verified: entries that a minority made: entry 2" in said
 
 
@@ -345,7 +345,7 @@ def test_signed_heads_are_those_of_the_log(folder: RunFolder, recorded: Recorded
 
 def test_another_log_than_the_signed_one_is_found(folder: RunFolder) -> None:
     sign(folder, 3, bytes(32))
-    assert_wrong(folder, 2, f"the archive {ORGANISER.peer_id} has signed another one")
+    assert_wrong(folder, 2, f"the archive {ORGANISER.peer_id} has signed another entry")
     sign(folder, 3, bytes(32), Identity.generate())
     assert_wrong(folder, 0, "is not an archive of the run")
 
@@ -354,15 +354,15 @@ def test_states_are_verified_up_to_a_gap(folder: RunFolder, recorded: RecordedRu
     payload_file(folder, recorded, 2).unlink()
     said = verify(folder)
     assert "verified: payloads: entries 0 to 1, 3 to 4" in said
-    assert "not verified: payloads, which are not here: entry 2" in said
+    assert "not verified: payloads, which are missing: entry 2" in said
     assert "not verified: states, without the payload of entry 2: entries 2 to 4" in said
 
 
 def test_a_checkpoint_of_another_lineage(folder: RunFolder, recorded: RecordedRun, small_config: RunConfig) -> None:
     other = record(recorded.run, initial_theta(small_config), 2, seed=2)
     said = verify(folder, "--checkpoint", checkpoint(folder, other, 2))
-    lacking = "the log lacks the last entry of the checkpoint of outer step 2"
-    assert f"not verified: states, since {lacking}: entries 0 to 4" in said
+    lacking = "the log does not have the last entry of the checkpoint of outer step 2"
+    assert f"not verified: states, because {lacking}: entries 0 to 4" in said
 
 
 def test_a_changed_header_is_found(folder: RunFolder, recorded: RecordedRun) -> None:
@@ -478,7 +478,7 @@ def keep(folder: Path, proof: bytes) -> None:
 
 def test_what_excludes_a_peer_is_verified_where_its_proof_is_here(recorded: RecordedRun, tmp_path: Path) -> None:
     proof = two_commitments(position(recorded, 1))
-    lacking = f"the proof that {proof.accused} lied, which is not here"
+    lacking = f"the proof that {proof.accused} lied, which is missing"
     assert found_of(recorded, tmp_path, proof.fault).unverified == {lacking: {2}}
     keep(tmp_path, pack(proof))
     assert found_of(recorded, tmp_path, proof.fault).verified == {"proofs of faults": {2}}
@@ -489,7 +489,7 @@ def test_a_proof_of_what_came_before_the_log_is_not_verified(recorded: RecordedR
     proof = two_commitments(position(recorded, 1))
     keep(tmp_path, pack(proof))
     assert found_of(recorded, tmp_path, proof.fault, first=1).unverified == {
-        "proofs of faults, since what came before is not here": {2}
+        "proofs of faults, because the entries before are missing": {2}
     }
 
 
@@ -500,7 +500,7 @@ def test_a_lie_is_named_only_when_members_would_sign_that(
     """Regression: a proof of any age was found good, and one for the first entry."""
     proof = two_commitments(position(recorded, told_at))
     keep(tmp_path, pack(proof))
-    wrong = f"it names {proof.accused} for a lie told for entry {told_at}, when no entry could name that"
+    wrong = f"it names {proof.accused} for a lie at entry {told_at}, which this entry may not name"
     assert found_of(recorded, tmp_path, proof.fault, named_in).wrong == [(named_in, wrong)]
 
 
@@ -517,7 +517,7 @@ def test_what_proves_nothing_is_found(what: str, recorded: RecordedRun, tmp_path
         data = b"nonsense"
         fault = fault.model_copy(update={"proof": digest_of(data)})
     keep(tmp_path, data)
-    assert found_of(recorded, tmp_path, fault).wrong == [(2, f"what is kept as proof does not convict {fault.peer}")]
+    assert found_of(recorded, tmp_path, fault).wrong == [(2, f"the stored proof does not convict {fault.peer}")]
 
 
 def test_a_false_contribution_is_not_verified_without_the_model(recorded: RecordedRun, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_documents_without_text_or_in_another_encoding_are_counted(
     (tmp_path / "c.txt").write_bytes("Zwölf Boxkämpfer".encode() * 100)
     source = TokenizedSource(SourceSection(source=str(tmp_path)), 0.5, ByteTokenizer(), TokenCache(tmp_path / "cache"))
     assert len(list(source.pieces())) == 2
-    assert "1 of 3 documents are empty, and left out" in caplog.text
+    assert "skipped 1 empty documents of 3" in caplog.text
     assert "1 of 3 documents are not UTF-8, such as b.txt; convert them" in caplog.text
     for name in "bc":
         (tmp_path / f"{name}.txt").write_bytes(b"")
@@ -100,7 +100,8 @@ def test_a_held_out_part_that_is_far_from_the_wanted_one_is_told(caplog: pytest.
     training_data.check_share("good", 0.05, 9_000, 1_000)
     assert not caplog.text
     training_data.check_share("texts", 0.05, 8_000, 2_000)
-    assert "'texts': 20.0% is held out, and data.held_out = 0.05; cut the text into more documents" in caplog.text
+    warning = "'texts': 20.0% of tokens are held out, but data.held_out = 0.05; cut the text into more documents"
+    assert warning in caplog.text
 
 
 # Mixtures ------------------------------------------------------------------------------------------------------
@@ -304,5 +305,5 @@ def test_a_shard_without_a_window(small_content: dict[str, Any], tmp_path: Path)
     for number in range(3, 56, 7):
         (tmp_path / "text" / f"{number:03}.txt").write_text("", encoding="utf-8")
     data = load(small_content, cache, sources=[source], held_out=0.2)
-    with pytest.raises(DataError, match=r"shard 3 of data.source = .* has not one window of 16 tokens"):
+    with pytest.raises(DataError, match=r"shard 3 of data.source = .* is shorter than one window of 16 tokens"):
         data.samples.read(np.arange(140))

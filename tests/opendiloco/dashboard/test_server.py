@@ -27,8 +27,8 @@ from opendiloco.dashboard.watching import (
     NodeSources,
     RunHistory,
     RunWatch,
+    RunWatches,
     Source,
-    Watching,
     volunteer_source,
 )
 from opendiloco.settings.join_settings import split_address
@@ -59,8 +59,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def serving(*sources: Source) -> AsyncIterator[TestClient]:  # type: ignore[type-arg]
-    watched = Watching(lambda: sources)
-    looking = asyncio.create_task(watched.keep_looking())
+    watched = RunWatches(lambda: sources)
+    looking = asyncio.create_task(watched.keep_updating())
     try:
         async with asyncio.timeout(LIMIT):
             while not all(watch.board.sections for watch in watched.runs.values()) or not watched.runs:
@@ -240,7 +240,7 @@ def test_one_run_that_cannot_be_shown_leaves_all_others_as_they_are(
                 if rows[story.run.run_id]["outer_step"] == 4:
                     break
             assert rows[other.run_id]["outer_step"] == 3
-            while f"nothing new of {other.run_id}" not in caplog.text:
+            while f"cannot update run {other.run_id}" not in caplog.text:
                 await asyncio.sleep(0.01)
 
     asyncio.run(scenario())
@@ -259,8 +259,8 @@ def test_while_nobody_can_say_which_runs_there_are_the_known_ones_are_shown(
         return [story.source]
 
     async def scenario() -> None:
-        watched = Watching(sources)
-        looking = asyncio.create_task(watched.keep_looking())
+        watched = RunWatches(sources)
+        looking = asyncio.create_task(watched.keep_updating())
         async with asyncio.timeout(LIMIT):
             while calls < 5 or not json.loads(watched.board.sections["runs"]):
                 await asyncio.sleep(0.01)
@@ -269,7 +269,7 @@ def test_while_nobody_can_say_which_runs_there_are_the_known_ones_are_shown(
         assert len(watched.runs) == 1
 
     asyncio.run(scenario())
-    assert caplog.text.count("finds no new runs") == 1
+    assert caplog.text.count("cannot update its list of runs") == 1
 
 
 # Sources --------------------------------------------------------------------------------------------------------
@@ -335,8 +335,8 @@ def test_a_run_whose_page_cannot_be_made_keeps_no_other_from_it(
     monkeypatch.setattr("opendiloco.dashboard.watching.RunWatch", Watch)
 
     async def scenario() -> None:
-        watched = Watching(lambda: [story.source, other])
-        looking = asyncio.create_task(watched.keep_looking())
+        watched = RunWatches(lambda: [story.source, other])
+        looking = asyncio.create_task(watched.keep_updating())
         async with asyncio.timeout(LIMIT):
             while not watched.runs:
                 await asyncio.sleep(0.01)
@@ -384,7 +384,7 @@ def test_it_listens_where_it_was_told_and_says_so(caplog: pytest.LogCaptureFixtu
         with pytest.raises(LocalNetworkError, match=f"127.0.0.1 port {port}"):
             bind(("127.0.0.1", port))
     with bind(("0.0.0.0", 0)):
-        assert "anybody who can reach" in caplog.text
+        assert "has no password" in caplog.text
 
 
 @pytest.mark.parametrize(

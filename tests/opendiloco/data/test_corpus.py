@@ -224,8 +224,8 @@ def test_parquet_files_that_differ_in_other_columns(tmp_path: Path, streaming: b
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.jsonl", "", "has no rows"),
-        ("a.jsonl", "no\n", "has no rows; 1 are no JSON objects"),
+        ("a.jsonl", "", "has no JSON objects among its 0 rows"),
+        ("a.jsonl", "no\n", "has no JSON objects among its 1 rows"),
         ("a.jsonl", '{"body": "a", "n": 1}\n', r"data.column = 'text' is not in .* Choose one of: body, n\."),
         (
             "a.jsonl",
@@ -234,7 +234,7 @@ def test_parquet_files_that_differ_in_other_columns(tmp_path: Path, streaming: b
         ),
         ("a.csv", "text,n\none,1\ntwo,1,2\n", r"a\.csv cannot be read: .*Expected 2 fields in line 3, saw 3"),
         ("a.csv", "", r"a\.csv cannot be read: No columns"),
-        ("a.csv", "n;text\n1;one\n", r"Choose one of: n;text\. A CSV file begins with their names, with commas"),
+        ("a.csv", "n;text\n1;one\n", r"Choose one of: n;text\. The first line of a CSV file must name"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_file_and_cause(tmp_path: Path, name: str, text: str, said: str) -> None:
@@ -264,7 +264,7 @@ def test_keys_that_text_files_do_not_have_are_told(tmp_path: Path, caplog: pytes
     assert texts(source(tmp_path)) == ["text"]
     assert not caplog.text
     texts(source(tmp_path, split="test"))
-    assert "has text files: data.split = 'test' and data.column = 'text' have no say" in caplog.text
+    assert "has text files: data.split = 'test' and data.column = 'text' are ignored" in caplog.text
 
 
 def test_another_column_is_not_that_of_an_earlier_reading(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ HUB = "hf://datasets/some/texts@0123abc/"
 )
 def test_a_data_set_on_the_hub_is_made_of_files_on_the_hub(file: str) -> None:
     check_files("some/texts", [f"{HUB}train.parquet"])
-    with pytest.raises(DataError, match="not a file of its own"):
+    with pytest.raises(DataError, match="outside of the data set"):
         check_files("some/texts", [f"{HUB}train.parquet", file])
 
 
@@ -134,5 +134,5 @@ def test_a_folders_readme_names_no_files_elsewhere(elsewhere: str, tmp_path: Pat
     files = elsewhere.format(secret=secret)
     readme = f"---\nconfigs:\n- config_name: default\n  data_files: {files}\n---\n"
     (folder / "README.md").write_text(readme, encoding="utf-8")
-    with pytest.raises(DataError, match=r"would read .*secret\.jsonl, which is not a file of its own"):
+    with pytest.raises(DataError, match=r"would read .*secret\.jsonl, which is outside of the data set"):
         open_corpus(SourceSection(source=str(folder)))

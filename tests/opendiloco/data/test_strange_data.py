@@ -209,7 +209,7 @@ def test_a_card_names_nothing_elsewhere(tmp_path: Path, web: Web, private: Path,
     (folder / "train.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
     configs = "configs:\n- config_name: default\n  " + entry.format(web=web.url, private=private) + "\n"
     (folder / card).write_text(f"---\n{configs}---\n" if card == "README.md" else configs, encoding="utf-8")
-    with pytest.raises(DataError, match=r"is not a file of its own|names another folder"):
+    with pytest.raises(DataError, match=r"is outside of the data set|names another folder"):
         open_corpus(SourceSection(source=str(folder)))
     assert (web.requests, opened) == ([], [])
 

@@ -137,11 +137,11 @@ def change(folder: Path, **changes: Any) -> None:
     [
         ({"format": "theirs"}, "format is 'theirs'"),
         ({"dtype": "<f4"}, "dtype is '<f4'"),
-        ({"dtype": "<u4"}, r"dtype = '<u4'; with the run's tokenizer it is '<u2'"),
-        ({"vocabulary": 300}, r"vocabulary = 300; with the run's tokenizer it is 259"),
-        ({"end": 3}, "end = 3; with the run's tokenizer it is 257"),
+        ({"dtype": "<u4"}, r"dtype = '<u4'; the run's tokenizer needs '<u2'"),
+        ({"vocabulary": 300}, r"vocabulary = 300; the run's tokenizer needs 259"),
+        ({"end": 3}, "end = 3; the run's tokenizer needs 257"),
         ({"tokenizer": "0" * 64}, "tokenizer = '0000"),
-        ({"split": 0.5}, r"split = 0.5; with the run's data.held_out it is 0.2"),
+        ({"split": 0.5}, r"split = 0.5; the run's data.held_out needs 0.2"),
         ({"training": {"tokens": 7, "digest": "0" * 64}}, r"training has 1860 bytes; about.json says 14"),
         (
             {"training": {"tokens": 930, "digest": "0" * 64}},
@@ -268,5 +268,5 @@ def test_a_saved_folder_that_names_files_elsewhere(
     state = json.loads((saved / "one" / "state.json").read_text(encoding="utf-8"))
     state["_data_files"] = [{"filename": "../../secret.arrow"}]
     (saved / "one" / "state.json").write_text(json.dumps(state), encoding="utf-8")
-    with pytest.raises(DataError, match=r"would read .*secret.arrow, which is not a file of its own"):
+    with pytest.raises(DataError, match=r"would read .*secret.arrow, which is outside of the data set"):
         load(small_content, cache, sources=[{"source": str(saved / "one"), "column": "input_ids"}], held_out=SPLIT)

@@ -80,7 +80,7 @@ def test_the_end_of_documents_can_be_named(tmp_path: Path, kind: str) -> None:
     assert tokenizer.end == 4
     assert tokenizer.pretrained().eos_token == "<stop>"
     assert tokenizer.identity != build_tokenizer(section).identity
-    with pytest.raises(DataError, match=r"tokenizer.end = '<end>' is no token of"):
+    with pytest.raises(DataError, match=r"tokenizer.end = '<end>' is not a token of"):
         build_tokenizer(section.model_copy(update={"end": "<end>"}))
 
 

@@ -197,7 +197,7 @@ def test_a_corrupt_block_is_named_by_all_that_read(format: Format) -> None:
 
 @pytest.mark.parametrize(("size", "block"), [(0, 0), (1027, 0), (2507, 2), (2513, 2), (9999, 3)])
 def test_a_payload_of_the_wrong_length_is_corrupt(size: int, block: int) -> None:
-    with pytest.raises(kernels.CorruptPayloadError, match=f"{size} bytes came for 2500 values") as raised:
+    with pytest.raises(kernels.CorruptPayloadError, match=f"it has {size} bytes; 2500 values take") as raised:
         Payload(INT8, 2500, bytes(size))
     assert raised.value.block == block
 

@@ -32,7 +32,7 @@ from opendiloco.errors import LoopError, MachineError
 from opendiloco.evaluation_turns import HeldOut
 from opendiloco.library import DiLoCo
 from opendiloco.library import swarm as swarm_module
-from opendiloco.library.loop import Itinerary
+from opendiloco.library.loop import CyclePlan
 from opendiloco.library.model import LoopReplica, check_own_model, initial_weights
 from opendiloco.library.ranks import Ranks
 from opendiloco.library.swarm import Joined, LoopWorker
@@ -221,7 +221,7 @@ def test_a_loop_that_has_ended_without_a_word_leaves_the_run(
     loop = loop_of_its_own(monkeypatch, is_abandoned=is_abandoned)
     asyncio.run(asyncio.wait_for(loop._swarm._leave_when_abandoned(Leaving()), 30))  # type: ignore[arg-type]
     assert (len(looked), len(left)) == (3, 1)
-    assert "ended without a word" in caplog.text
+    assert "ended without leaving the run" in caplog.text
 
 
 @pytest.mark.parametrize("asked", ["inner step", "batch"])
@@ -340,7 +340,7 @@ def test_a_loop_that_cannot_or_is_not_to_read_the_runs_text_takes_no_turns(
 ) -> None:
     without = loop_that_may_evaluate(small_config, monkeypatch)  # the run's text is in a folder of its organiser
     assert [evaluate(without) for _ in range(3)] == [None] * 3
-    assert caplog.text.count("takes no turns to evaluate") == 1
+    assert caplog.text.count("does not evaluate theta any more") == 1
     folder = Path(small_config.data.all_sources[0].source)
     unwilling = loop_that_may_evaluate(small_config, monkeypatch, data=[folder], evaluates=False)
     assert evaluate(unwilling) is None
@@ -358,9 +358,9 @@ def test_a_loss_is_reported_without_a_warning(monkeypatch: pytest.MonkeyPatch) -
 def at(loop: DiLoCo, work: InnerLoop, steps_done: int) -> None:
     """Have a loop be after so many inner steps."""
     loop._work = work
-    loop._itinerary = Itinerary(1, StreamingSection())
-    loop._itinerary.begin(work.steps, goes_on=False, is_last=False)
-    loop._itinerary.steps_done = steps_done
+    loop._cycle = CyclePlan(1, StreamingSection())
+    loop._cycle.begin(work.steps, goes_on=False, is_last=False)
+    loop._cycle.steps_done = steps_done
 
 
 def test_a_loop_has_the_next_shard_tokenized_as_a_worker_does(
@@ -410,7 +410,7 @@ def test_a_model_that_is_called_in_another_way_leaves_its_turns_out(
     loop._swarm.joined.set_result(Joined(run, worker, lambda: None))
     loop._text.opened = load_data(small_config, ByteTokenizer())
     assert evaluate(loop) is None
-    assert "takes no turns to evaluate" in caplog.text
+    assert "does not evaluate theta any more" in caplog.text
 
 
 class Unseen:

@@ -83,7 +83,7 @@ def test_two_processes_train_what_one_does(small_content: dict[str, Any], tmp_pa
     [
         ({"swarm_fails_at": 1}, "RuntimeError: the network is gone", "RuntimeError: the network is gone"),
         ({"fails_at": [1, 1]}, "Connection closed by peer", "ValueError: out of something"),
-        ({"kind": "alone"}, *["LoopError: the weights of the loop's 2 processes have become different"] * 2),
+        ({"kind": "alone"}, *["LoopError: the 2 processes of the loop no longer have the same weights"] * 2),
         ({"fails_at": [0, 1]}, "ValueError: out of something", "Connection closed by peer"),
     ],
     ids=["the swarm", "another process's loop", "nothing shared", "the first process's loop"],

@@ -162,7 +162,7 @@ def test_a_loop_that_never_steps_ends_with_what_to_do(
     monkeypatch.setattr(Run, "with_data", lambda run, folders: run)
     drawn = list[torch.Tensor]()
     with (
-        pytest.raises(LoopError, match="asked 21 times for inner step 1 of outer step 0") as caught,
+        pytest.raises(LoopError, match="yielded 20 batches for inner step 1 of outer step 0") as caught,
         playing(config, [LEASE]),
         DiLoCo(model, optimizer, run="diloco:small-1", evaluates=False) as diloco,
     ):

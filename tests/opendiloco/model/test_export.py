@@ -81,7 +81,7 @@ def test_the_card_has_curve_data_contributors_and_the_command(small_config: RunC
         "| outer step | tokens | held-out loss |",
         "| 0 | 0 | 5.0000 |",
         "| 2392 | 29,900 | 0.0167 |",
-        "| text that each volunteer had | 100.0% |",
+        "| local text of each volunteer | 100.0% |",
         "Windows of 16 tokens. Tokenizer: bytes. About 20.0% of the text",
         "```sh\ndiloco-peer export --initial-peer ADDRESS --out model\n```",
         "at least 17 peers trained 345,678 tokens in 12 outer steps.",

@@ -86,7 +86,7 @@ def test_a_file_with_anything_else_is_passed_over_and_named(
     file = machine.state / "run-a" / "a" / monthly.FILE_NAME
     file.write_bytes(content)
     assert moved(machine.move(machine.traffic(), 1)) == [1, 0]
-    assert f"{file} is passed over" in caplog.text
+    assert f"{file} cannot be read" in caplog.text
     assert moved(machine.traffic()) == [1, 0]
 
 

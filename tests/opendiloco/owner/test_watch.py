@@ -129,7 +129,7 @@ def test_a_condition_that_goes_on_leaves_later_than_it_would_be_known_to_be_over
 def test_a_pause_that_is_known_to_be_long_leaves_at_once_unless_it_is_overruled() -> None:
     """It would move data that the owner's limit does not allow any more."""
     machine = Machine()
-    machine.watch._wishes.conditions = [Condition("monthly-upload", lambda facts: "spent", is_long=True)]
+    machine.watch._requests.conditions = [Condition("monthly-upload", lambda facts: "spent", is_long=True)]
     machine.look()
     assert not machine.volunteer.has_left
     machine.look()

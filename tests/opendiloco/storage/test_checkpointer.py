@@ -55,7 +55,7 @@ def test_one_at_a_time_and_of_those_that_wait_the_newest(tmp_path: Path, caplog:
     assert written(chosen) == [4, 3]
     assert count("skipped") == skipped + 2
     assert "the checkpoint of outer step 4 is saved: " in caplog.text
-    assert "no checkpoint of outer step 2" in caplog.text
+    assert "skipped the checkpoint of outer step 2" in caplog.text
 
 
 def test_one_that_comes_while_another_is_written_is_next(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_file_of_another_run_or_index(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / file_name(1), RUN)
     write(tmp_path, 2)
     (tmp_path / file_name(2)).rename(tmp_path / file_name(3))
-    with pytest.raises(CheckpointError, match="after 2 outer steps, not what its name says"):
+    with pytest.raises(CheckpointError, match="after 2 outer steps, which its name contradicts"):
         load_checkpoint(tmp_path / file_name(3), RUN)
 
 
@@ -111,7 +111,7 @@ def test_a_file_of_another_run_or_index(tmp_path: Path) -> None:
     [
         ({"format": "diloco-peer checkpoint, version 2"}, "not of the format"),
         ({"more": ""}, "not of the format"),
-        ({"state_digest": "12"}, "not those it was written with"),
+        ({"state_digest": "12"}, "do not match its digest"),
         ({"state_digest": "xy"}, "cannot be read"),
         ({"last": "c0"}, "cannot be read"),
         ({"last": ""}, "contradicts itself"),

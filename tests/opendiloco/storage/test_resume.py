@@ -119,7 +119,7 @@ def test_a_payload_that_is_missing_or_damaged_ends_it(
 ) -> None:
     damage(payload_file(log, 3))
     assert_reaches(3, recorded, workload, log, start)
-    assert "the payload of entry 3 is not here" in caplog.text
+    assert "the payload of entry 3 is missing" in caplog.text
 
 
 @pytest.mark.parametrize("start", [None, 2, 3])
@@ -131,7 +131,7 @@ def test_a_state_that_is_not_the_recorded_one_is_not_kept(
         state_digest = digest_of(b"other") if index == 3 else recorded.states[index + 1].state_digest
         log.append(header, state_digest, recorded.payloads[index])
     assert_reaches(3, recorded, workload, log, start)
-    assert caplog.text.count("entry 3 gives another state") == 1
+    assert caplog.text.count("entry 3 leads to another state") == 1
 
 
 def test_a_state_whose_digest_is_not_known_is_taken(recorded: RecordedRun, workload: LocalWorkload) -> None:

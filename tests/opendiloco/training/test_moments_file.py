@@ -250,7 +250,7 @@ def test_one_of_another_run_or_optimizer_is_not_taken(
     [
         (0, b"\xff" * 8, "does not begin as"),
         (9, b"\xff", "no safetensors header"),
-        (-4, b"\x01\x02\x03\x04", "not those it was written with"),
+        (-4, b"\x01\x02\x03\x04", "do not match its digest"),
         (-4, b"\0\0\xc0\x7f", "NaN or infinity"),
     ],
 )

@@ -107,7 +107,7 @@ def test_fragments_of_other_sizes_than_the_run_says_are_refused(small_content: d
     config = RunConfig.from_manifest_content(small_content | {"streaming": streaming})
     with pytest.raises(ManifestError, match=r"streaming\.sizes: the run's fragments have \(5, 7\) values") as refused:
         with_sizes_named(config)
-    assert "leaves `sizes` out" in str(refused.value.remedy)
+    assert "remove streaming.sizes" in str(refused.value.remedy)
 
 
 def test_an_outer_step_is_told_of_when_all_of_its_fragments_are_measured(workload: LocalWorkload) -> None:

@@ -43,16 +43,16 @@ SYMMETRIC = _DialledBack("198.51.100.7", 4000, None, keeps_ports=False)
         (check_bootstrap([NODE], None), PASS, "1 of 1 answer, in 40 ms"),
         (check_bootstrap([NODE, OTHER], None), WARN, "silent: /ip4/192.0.2.2"),
         (check_bootstrap([OTHER], SILENT), FAIL, "no bootstrap node answered"),
-        (check_clock([OTHER]), SKIPPED, "what time it is"),
+        (check_clock([OTHER]), SKIPPED, "has given its time"),
         (check_clock([NODE]), PASS, "0.01 s behind"),
         (check_clock([Node("", True, 0.1, 1.5), Node("", True, 0.02, -2.0)]), WARN, "2.00 s ahead of"),
         (check_clock([Node("", True, 3.0, 1.5)]), PASS, "± 1.50"),
-        (check_peers({}, 0, 0), SKIPPED, "nobody is there"),
-        (check_peers({}, 0, 500), SKIPPED, "500 are there"),
+        (check_peers({}, 0, 0), SKIPPED, "no live peer"),
+        (check_peers({}, 0, 500), SKIPPED, "500 are live"),
         (check_peers({"a": Reach.OPEN, "b": Reach.RELAYED, "c": Reach.OPEN}, 0, 3), PASS, "2 open, 1 relayed"),
-        (check_peers({"a": Reach.PUNCHED, "b": Reach.NONE}, 1, 3), WARN, "1 punched; no way to 2"),
-        (check_peers({"a": Reach.NONE}, 1, 2), FAIL, "2 there, and no way"),
-        (check_bandwidth(None), SKIPPED, "nobody who answers"),
+        (check_peers({"a": Reach.PUNCHED, "b": Reach.NONE}, 1, 3), WARN, "1 punched; no path to 2"),
+        (check_peers({"a": Reach.NONE}, 1, 2), FAIL, "2 live, and no path"),
+        (check_bandwidth(None), SKIPPED, "no peer or bootstrap node is free"),
         (check_bandwidth(Bandwidth(1e8, 2e7, "a peer")), PASS, "100 Mbit/s up, 20 Mbit/s down, measured with a peer"),
         (check_bandwidth(Bandwidth(1e6, 2e7, "a bootstrap node")), WARN, "slow"),
     ],
@@ -66,11 +66,11 @@ def test_what_a_check_finds(finding: Finding, verdict: Verdict, says: str) -> No
 @pytest.mark.parametrize(
     ("ipv4", "ipv6", "verdict", "says"),
     [
-        (None, None, WARN, "no way to the internet"),
+        (None, None, WARN, "no route to the internet"),
         ("192.168.1.5", None, PASS, "behind a router"),
-        ("8.8.4.4", None, PASS, "own of IPv4"),
-        ("192.168.1.5", "2600::1", PASS, "own of IPv6; over IPv4 it is behind"),
-        ("8.8.4.4", "2600::1", PASS, "and one of IPv4"),
+        ("8.8.4.4", None, PASS, "public IPv4 address"),
+        ("192.168.1.5", "2600::1", PASS, "public IPv6 address; over IPv4 it is behind"),
+        ("8.8.4.4", "2600::1", PASS, "and a public IPv4 address"),
     ],
 )
 def test_addresses(
@@ -134,7 +134,7 @@ def test_a_clock_that_is_ahead_has_a_positive_offset() -> None:
 
 
 def test_ports_that_are_chosen_and_in_use() -> None:
-    assert check_ports(("/ip4/127.0.0.1/tcp/0",), 0, has_volunteer=False).found.startswith("any free ones")
+    assert check_ports(("/ip4/127.0.0.1/tcp/0",), 0, has_volunteer=False).found.startswith("no port is chosen")
     [listener] = listen(["127.0.0.1"], 0)
     port = listener.getsockname()[1]
     with listener:

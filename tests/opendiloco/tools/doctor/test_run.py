@@ -49,11 +49,11 @@ def assert_finding(finding: Finding, verdict: Verdict, says: str) -> None:
 @pytest.mark.parametrize(
     ("positions", "verdict", "says"),
     [
-        ([3], PASS, ": 1 peer there, outer step 3 of 12"),
+        ([3], PASS, ": 1 peer, outer step 3 of 12"),
         ([11, 12], WARN, "finished"),
-        ([], PASS, "0 peers there, outer step 0"),
-        ([-7], PASS, "0 peers and 1 archive there, outer step 7 of 12"),
-        ([3, -4], PASS, "1 peer and 1 archive there, outer step 4 of 12"),
+        ([], PASS, "0 peers, outer step 0"),
+        ([-7], PASS, "0 peers and 1 archive, outer step 7 of 12"),
+        ([3, -4], PASS, "1 peer and 1 archive, outer step 4 of 12"),
         ([-12], WARN, "finished"),
     ],
 )
@@ -71,7 +71,7 @@ def test_a_run_that_only_an_archive_keeps_is_as_far_as_the_archive(config: RunCo
     """Regression: at outer step 174 `doctor` said 0."""
     run = Run.sign(config.model_copy(update={"outer_steps": 12}), Identity.generate())
     archive = beat("z", 7).model_copy(update={"state": PeerState.ARCHIVING})
-    assert_finding(_check_run(RunView(run, [archive])), PASS, "0 peers and 1 archive there, outer step 7 of 12")
+    assert_finding(_check_run(RunView(run, [archive])), PASS, "0 peers and 1 archive, outer step 7 of 12")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_round(planned: Plan, is_measured: bool, verdict: Verdict, says: str) 
 
 def test_where_nobody_is_one_peer_like_this_machine_is_supposed() -> None:
     found = _check_round(plan(others=1), is_supposed=True, is_measured=True)
-    assert_finding(found, PASS, "with one peer like this machine, since nobody is there")
+    assert_finding(found, PASS, "with one peer like this machine, since the run has no peer now")
     sent, cycle = found.values["sent_bytes"], found.values["outer_step_seconds"]
     assert isinstance(sent, float)
     assert isinstance(cycle, float)

@@ -104,7 +104,7 @@ def test_a_model_that_is_too_small_for_any_link_says_so(links: Path, tmp_path: P
     links.write_text(LINKS.replace("step_seconds = 0.1", 'gpu = "RTX 4090"'), encoding="utf-8")
     done = CliRunner().invoke(main, ["plan", str(run), "--peers", str(links)])
     assert done.exit_code == 0, done.output
-    assert "-: no bandwidth does it" in done.output
+    assert "-: no bandwidth suffices" in done.output
     assert "Raise training.inner_steps = 10, or train a larger model." in done.output
 
 
@@ -122,7 +122,7 @@ def test_an_unknown_gpu_is_named(links: Path) -> None:
     links.write_text(LINKS.replace("step_seconds = 0.1", 'gpu = "NVIDIA Riva 128"'), encoding="utf-8")
     done = plan(links)
     assert done.exit_code == 3
-    assert "peers.0.gpu = 'NVIDIA Riva 128': its peak is not known here. Give step_seconds" in done.stderr
+    assert "peers.0.gpu = 'NVIDIA Riva 128' is not in the table of GPUs. Give step_seconds" in done.stderr
 
 
 def test_a_mistake_in_the_files_is_found_before_anything_slow_is_loaded(
