@@ -106,7 +106,7 @@ class Group:
             self.rounds.append(reports)
 
     async def _try_average(self) -> tuple[float, float, list[Event]]:
-        """Return the start of a round, its processor time, and the reports of the peers."""
+        """Run one round. Return its start, its processor time, and the reports of the peers."""
         for peer in self.peers:
             peer.tell(f"prepare {self.contender.kind}".strip())
         ready = await self._all("ready", ROUND_SECONDS)

@@ -127,7 +127,7 @@ class VectorWorker(WorkerGroup):
 
 
 class VectorWorkload(LocalWorkload):
-    """A workload that records five moments of a round, and the processor time at its end.
+    """A workload that records four moments of a round, and the processor time at its end.
 
     The moments are its beginning here, the end of encoding, the arrival of the agreed payload, and the new theta.
     """

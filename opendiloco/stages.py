@@ -59,7 +59,7 @@ class Coming:
 
 
 def passing(items: Iterable[Item], stage: str, total: int | None = None) -> Iterator[Item]:
-    """Yield the items, of which there are `total`, and report now and then how many have passed."""
+    """Yield the items, and report now and then how many of `total` have passed."""
     at_stage(stage, None if total is None else 0.0)
     coming = Coming(stage)
     for number, item in enumerate(items, 1):

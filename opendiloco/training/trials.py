@@ -382,7 +382,7 @@ def _fitting_as_trained(replica: ModelReplica, batch_size: int, at_once: int, te
         gradients: int = sum(one.grad.nbytes for one in replica.model.parameters() if one.grad is not None)
         each = math.ceil(max(1, peak - gradients) / at_once)
         return max(0, int(MEASURED_SHARE * (room - gradients))) // each
-    except Exception:  # compilers raise their own errors, and libraries report lack of memory in many ways
+    except Exception:  # compilers raise their own errors, and libraries report full memory in many ways
         return 0
     finally:
         replica.model.zero_grad(set_to_none=True)

@@ -101,7 +101,7 @@ async def listen(transport: HivemindTransport, run_id: str) -> None:
 
 
 async def wait_for_copy(transport: HivemindTransport, run_id: str, peer: Peer) -> DilocoPeerError:
-    """Wait until another machine with this key must be given way. Return the error to end with.
+    """Wait until this process must end because another machine uses its key. Return the error to end with.
 
     If two machines began at the same time, neither could hear the other before, so one must end, and both must choose
     the same one. The one without a vote on the log's next entry ends; if that does not decide, the one with the lower

@@ -39,7 +39,7 @@ class WorkerOptions:
 
     With `whole_gradients`, workers that share a model keep whole gradients until the last window of a batch. With
     `whole_layers`, they also keep whole layers from the forward to the backward pass. `replicas` is the number of equal
-    groups of workers, each of which shares one copy of the model.
+    groups of workers; the workers of one group share one copy of the model.
 
     `optimizer_state` is the place of the inner optimizer's moments between two steps: on the device, in main memory, or
     on the device in 8 bits a value. `overlap` is the number of inner steps between storing a fragment and merging its

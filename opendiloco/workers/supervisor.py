@@ -138,7 +138,7 @@ class Supervisor:
 
         def heard_of_other(stage: str, share: float | None) -> None:
             if stage in WITH_A_COMPILER:  # the limit begins anew with each stage
-                with suppress(RuntimeError):  # raised once the start is over
+                with suppress(RuntimeError):  # the start is over, and its limit cannot be moved any more
                     compiling.reschedule(asyncio.get_running_loop().time() + COMPILING_SECONDS)
 
         def heard_of_first(stage: str, share: float | None) -> None:
@@ -275,8 +275,8 @@ class Supervisor:
         answer: type[Answer],
         on_report: Callable[[Report], None] = lambda report: None,
     ) -> list[Answer]:
-        """Give each worker its command, first worker first, and return their answers. Fewer commands than workers are
-        allowed.
+        """Give each worker its command, in the order of ranks, and return their answers. The last workers may get no
+        command.
 
         Raises: the reason why the workers are lost or, when a worker fails, the most probable cause.
         """
@@ -331,7 +331,7 @@ class Supervisor:
         await asyncio.shield(move)
 
     async def _begin_move(self, command: MoveMoments) -> asyncio.Task[None]:
-        """Return the move once all workers have the command."""
+        """Return the move as a running task once all workers have the command."""
         are_given = asyncio.Event()
         move = self.requests.keep(self._move_now(command, are_given))
         await are_given.wait()
