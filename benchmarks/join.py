@@ -40,7 +40,7 @@ from benchmarks.reporting import Bar, json_option, report
 from peers.network.daemon import sweep_sockets
 
 DONORS = 3
-STATE_BYTES = 8  # a value: theta and momentum
+STATE_BYTES = 8  # for each value: theta and momentum
 FETCH_SECONDS = 900.0
 SETTLE_SECONDS = 15.0
 

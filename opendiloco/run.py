@@ -46,7 +46,7 @@ class Run:
 
     @classmethod
     def sign(cls, config: RunConfig, organiser: Identity) -> Run:
-        """Return a new run. Raises: ManifestError."""
+        """Return a new run, signed by its organiser. Raises: ManifestError."""
         return cls(SignedManifest.create(organiser, config.name, config.to_manifest_content()), config)
 
     @classmethod
@@ -109,7 +109,8 @@ class Run:
 
 
 def local_tables(config: RunConfig) -> dict[str, str]:
-    """Return the paths of the run's model and tokenizer, as far as they are on each volunteer's machine."""
+    """Return the local paths of the run's model and tokenizer, by table. Each volunteer must have its own files for
+    them."""
     paths = {"model": config.model.path, "tokenizer": config.tokenizer.path}
     is_file = config.tokenizer.kind == "file"
     return {

@@ -304,7 +304,7 @@ def fixed_and_each(one: int, two: int) -> tuple[int, int]:
 def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: bool = True) -> int:
     """Return the number of windows that fit, 1 to `piece`, the same on all workers. They call this together."""
     if piece == 1:
-        return 1  # whether it fits or not
+        return 1  # there is no smaller number
     with trying(replica, team, trains) as taken:
         one = taken(1)
         team.wait_for_all()  # so that no worker counts the memory of another's trial

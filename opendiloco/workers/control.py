@@ -88,11 +88,11 @@ class ControlMessage(BaseModel):
 
 
 class Command(ControlMessage):
-    """From the peer process to a worker."""
+    """A message from the peer process to a worker."""
 
 
 class Reply(ControlMessage):
-    """From a worker to the peer process."""
+    """A message from a worker to the peer process."""
 
 
 class Report(Reply):
