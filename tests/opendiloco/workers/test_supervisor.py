@@ -595,7 +595,7 @@ def test_a_compiler_that_hangs_on_one_worker_keeps_the_others_waiting_for_a_whil
         assert not group.supervisor.death.done()
         assert [one.configured.options.compile for one in Played.all[-2:]] == [False, False]
         assert [one.configured.fresh for one in Played.all[-2:]] == [False, False], "theta is there"
-        assert group.supervisor.uncompiled == "the compiler has not come to an end in 0 minutes."
+        assert group.supervisor.uncompiled == "the compiler did not finish in 0 minutes."
         await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
         await group.close()
 
