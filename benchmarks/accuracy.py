@@ -1,8 +1,8 @@
-"""How much each format loses: `python -m benchmarks.accuracy`.
+"""The error of each format: `python -m benchmarks.accuracy`.
 
-On real pseudo-gradients, made by training the demo's model on four workers for some outer steps, and on noise with
-heavy tails (Student's t with 3 degrees of freedom). Errors are L2 norms relative to the exact vector's; that of the
-average is taken after four workers' payloads were averaged and the average was encoded once more, as in a round.
+It is measured on real pseudo-gradients, from training the demo's model on four workers for some outer steps, and on
+noise with heavy tails (Student's t with 3 degrees of freedom). Errors are L2 norms relative to the exact vector's. For
+the average, four workers' payloads are averaged and the average is encoded again, as in a round.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from peers.values.leases import SamplePool
 WORKERS = 4
 NOISE_VALUES = 1 << 20
 Codec = Callable[[FloatArray, int], FloatArray]
-"""What becomes of a vector that is encoded and decoded; the number is a seed."""
+"""A function that encodes and decodes a vector. The number is a seed."""
 
 
 def train_pseudo_gradients(config: RunConfig, outer_steps: int) -> list[FloatArray]:
-    """theta - local of each worker after the last of some outer steps; those before move theta by the plain average."""
+    """Return theta - local of each worker after the last outer step. Earlier outer steps move theta by the plain
+    average."""
     tokenizer = build_tokenizer(config.tokenizer)
     data, pool = load_data(config, tokenizer), SamplePool()
     replicas = [ModelReplica(config, build_model(config, tokenizer), data.samples) for _ in range(WORKERS)]
@@ -53,7 +54,7 @@ def train_pseudo_gradients(config: RunConfig, outer_steps: int) -> list[FloatArr
 
 
 def heavy_tails() -> list[FloatArray]:
-    """Each worker's vector is one common signal and noise of its own."""
+    """Return each worker's vector: a common signal and its own noise."""
     generator = np.random.default_rng(3)
     common = generator.standard_t(3, NOISE_VALUES)
     return [(common + generator.standard_t(3, NOISE_VALUES)).astype(np.float32) for _ in range(WORKERS)]
@@ -70,7 +71,8 @@ def ours(format: Format, rounding: Callable[[int], Rounding]) -> Codec:
 
 
 def hivemind(name: str) -> Codec:
-    """hivemind's indices, decoded by its codebook here: its own `extract` fails with numpy 2.4 and newer."""
+    """Return a codec of hivemind, decoded by its codebook here, because its `extract` fails with numpy 2.4 and
+    newer."""
     import hivemind.compression
 
     codec: Any = getattr(hivemind.compression, name)()
@@ -92,7 +94,7 @@ def cast(dtype: torch.dtype) -> Codec:
 
 
 def codecs() -> dict[str, tuple[float, Codec]]:
-    """Bits per value and the codec, of each row."""
+    """Return the bits per value and the codec of each row."""
     rows: dict[str, tuple[float, Codec]] = {}
     for format in kernels.FORMATS.values():
         bits = 8 * format.block_bytes / format.block_values
@@ -111,7 +113,7 @@ def relative_error(exact: npt.NDArray[np.float64], values: npt.NDArray[Any]) -> 
 
 
 def figures(vectors: Sequence[FloatArray], code: Codec) -> tuple[float, float, float]:
-    """Relative error and cosine of one vector, relative error of the average."""
+    """Return the relative error and cosine of one vector, and the relative error of the average."""
     decoded = [code(vector, seed).astype(np.float64) for seed, vector in enumerate(vectors)]
     exact = [vector.astype(np.float64) for vector in vectors]
     cosine = float(decoded[0] @ exact[0] / np.linalg.norm(decoded[0]) / np.linalg.norm(exact[0]))
@@ -142,7 +144,7 @@ def measure(config: RunConfig, outer_steps: int) -> list[dict[str, Any]]:
 
 @click.command(help=__doc__)
 @click.option("--run", "run", type=click.Path(exists=True, path_type=Path), default=Path("opendiloco/demo.toml"))
-@click.option("--outer-steps", default=4, show_default=True, help="Trained before the pseudo-gradients are taken.")
+@click.option("--outer-steps", default=4, show_default=True, help="Outer steps up to the measured pseudo-gradients.")
 @json_option
 def main(run: Path, outer_steps: int, json_file: Path | None) -> None:
     torch.set_num_threads(1)

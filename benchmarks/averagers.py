@@ -1,9 +1,8 @@
-"""One peer of what else averages vectors: `python -m benchmarks.averagers`, started by benchmarks/averaging.py.
+"""One peer of another averaging library: `python -m benchmarks.averagers`, started by benchmarks/averaging.py.
 
-Lines on standard input say what to do: "prepare KIND" (everything that is not averaging: new values, and hivemind's
-search for a group), then "go". The answers are "ready" and "averaged", see `benchmarks.processes`. All kinds work on
-the same tensor, which saves memory: those that do not average at the moment need none. "gloo-bytes" averages only its
-beginning, which has as many bytes as our payload of all values.
+Lines on standard input control it: "prepare KIND" (all work except averaging: new values, and hivemind's search for a
+group), then "go". It answers "ready" and "averaged", see `benchmarks.processes`. All kinds share one tensor to save
+memory. "gloo-bytes" averages only the beginning of the tensor, which has as many bytes as our payload of all values.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ COMPRESSIONS = {"hivemind-fp32": "NoCompression", "hivemind-fp16": "Float16Compr
 
 
 class Averager(Protocol):
-    """Averages one tensor with its peers."""
+    """An object that averages one tensor with its peers."""
 
     tensor: torch.Tensor
 
@@ -40,9 +39,9 @@ class Averager(Protocol):
 
 
 class Meeting:
-    """Where the peers learn each other's addresses: a TCPStore of torch's at the first one's.
+    """The exchange of addresses between the peers, through a TCPStore of torch that the first peer serves.
 
-    `address` is this peer's own IPv4 address; `contact` is where the first one listens, as ADDRESS:PORT.
+    `address` is this peer's own IPv4 address; `contact` is the first peer's listener, as ADDRESS:PORT.
     """
 
     def __init__(self, rank: int, peers: int, contact: str | None, address: str) -> None:
@@ -53,7 +52,7 @@ class Meeting:
             say("listening", address=f"{address}:{self.store.port}")
 
     def exchange(self, what: str, address: str | None) -> str:
-        """What the first peer, which has an address, tells all others."""
+        """Return the address that the first peer publishes as `what`. Only the first peer passes an `address`."""
         if address is not None:
             self.store.set(what, address)
         return str(self.store.get(what).decode())
@@ -65,7 +64,7 @@ def new_store(host: str, port: int, peers: int, is_master: bool) -> Any:
 
 
 class Gloo:
-    """torch.distributed's all_reduce: fp32, in the clear, by processes that must all be there to the end."""
+    """torch.distributed's all_reduce: in fp32, unencrypted, between processes that must all stay to the end."""
 
     def __init__(self, tensor: torch.Tensor, meeting: Meeting) -> None:
         self.tensor, self._peers = tensor, meeting.peers
@@ -129,15 +128,16 @@ class Torchft:
 
 
 class Hivemind:
-    """hivemind's averager in one fixed group. The group is found while we prepare, and triggered on "go"."""
+    """hivemind's averager in one fixed group. The group is found in `prepare`, and averaging is triggered in
+    `average`."""
 
     def __init__(self, tensor: torch.Tensor, meeting: Meeting, kind: str) -> None:
-        # As it is, files stay behind in /dev/shm when it does not end properly. It reads this when it is imported.
+        # hivemind reads this when it is imported. By default, files stay in /dev/shm when it does not end properly.
         os.environ["HIVEMIND_MEMORY_SHARING_STRATEGY"] = "file_descriptor"
         import hivemind
         import hivemind.compression
 
-        # Its clients' sockets stay behind in /tmp when they end; ours are where temporary files are removed.
+        # The sockets of its clients stay in /tmp when they end, so they are placed where temporary files are removed.
         hivemind.p2p.P2P._UNIX_SOCKET_PREFIX = f"/unix{tempfile.gettempdir()}/hivemind-"
         self.tensor = tensor
         self._peers = meeting.peers
@@ -168,7 +168,7 @@ class Hivemind:
         while self._step.stage != self._awaiting:
             if self._step.done():
                 self._step.result()
-                raise RuntimeError("hivemind averaged before it was told to")
+                raise RuntimeError("hivemind averaged before it was triggered")
             time.sleep(LOOK_SECONDS)
 
     def average(self) -> None:
@@ -195,18 +195,18 @@ def start(kind: str, tensor: torch.Tensor, meeting: Meeting) -> Averager:
 
 
 def floats_of_our_payload(values: int) -> int:
-    """Return how many fp32 values take as many bytes as our payload of `values`."""
+    """Return the number of fp32 values that have as many bytes as our payload of `values`."""
     return INT8.payload_size(values) // 4
 
 
 def is_average(tensor: torch.Tensor, peers: int) -> bool:
-    """Whether every place holds the average of all peers' ranks, which they had there."""
+    """Return whether every place holds the average of all peers' ranks, with which each peer had filled it."""
     expected = (peers - 1) / 2
     return max(abs(float(tensor.min()) - expected), abs(float(tensor.max()) - expected)) < 1e-3
 
 
 def serve(averagers: Mapping[str, Averager], meeting: Meeting) -> None:
-    """Do what we are told until standard input ends."""
+    """Carry out the commands on standard input until it ends."""
     for line in sys.stdin:
         command, *kinds = line.split()
         if command == "prepare":
@@ -226,13 +226,13 @@ def serve(averagers: Mapping[str, Averager], meeting: Meeting) -> None:
 @click.option("--values", type=int, required=True)
 @click.option("--peers", type=int, required=True)
 @click.option("--rank", type=int, required=True)
-@click.option("--contact", help="What the first peer said where it listens.")
+@click.option("--contact", help="The address that the first peer has reported.")
 @click.option("--address", default="127.0.0.1", show_default=True, help="This peer's own IPv4 address.")
 @click.option("--interface", default="lo", show_default=True, help="The network interface that has it.")
 def main(
     kinds: Sequence[str], values: int, peers: int, rank: int, contact: str | None, address: str, interface: str
 ) -> None:
-    torch.set_num_threads(1)  # there are more processes than cores: it makes them all faster
+    torch.set_num_threads(1)  # faster for all, because there are more processes than cores
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     tensor = torch.zeros(values)
     meeting = Meeting(rank, peers, contact, address)

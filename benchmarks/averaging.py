@@ -1,23 +1,23 @@
-"""How long one averaging round takes, beside everybody else's: `python -m benchmarks.averaging`.
+"""The time of one averaging round, beside other libraries': `python -m benchmarks.averaging`.
 
-Every peer is a process of its own, on the loopback interface: one of ours, and one that has all other contenders in it.
-They live side by side and take turns; those whose turn it is not are idle. Times are from telling all peers to go until
+Every peer is a separate process on the loopback interface: one of ours, and one that contains all other contenders.
+They run side by side and take turns; the others are idle meanwhile. Times are from the start signal to all peers until
 the last of them is done.
 
-Ours is a whole round of int8 blocks, from ready to the outer step taken: from then on a peer trains again, and digests
-its state meanwhile; no round is timed before all have. "exchange" is the part from when the first peer begins until all
-know that all hold the same payload. hivemind's is its averager's, once it has found the group; gloo's is
-torch.distributed's all_reduce and the division; torchft's its quorum, all_reduce and vote.
+Ours is a whole round of int8 blocks, from ready to the outer step. Afterwards a peer trains again and digests its state
+at the same time; the next round is timed only after all digests. "exchange" is the time from the first peer's beginning
+until all know that all hold the same payload. hivemind's time is its averager's, after it has found the group; gloo's
+is torch.distributed's all_reduce and the division; torchft's its quorum, all_reduce and vote.
 
 "incomplete" are rounds that ended without an error, but left a peer with its own values in some places, as hivemind's
-do now and then. They are done again, and not timed.
+do now and then. They are repeated, and not timed.
 
 "CPU s/GB" is the processor time, user and system, of all peers of a contender and of all processes that they have
 started, for each GB that all of them send.
 
-With --namespaces every peer runs in a network namespace of its own, and what it is compared with is what the links
-between them allow, and gloo with as many bytes as our payload has (values that nobody needs). iperf3 measures each link
-by itself and then all at once, with --iperf-streams connections from each to each. The links' shape decides --bar:
+With --namespaces every peer runs in its own network namespace. It is compared with the limits of the links between
+them, and with gloo for as many bytes as our payload has (of meaningless values). iperf3 measures each link by itself
+and then all at once, with --iperf-streams connections between each two. The links' shape decides --bar:
 
     200 Mbit/s, 50 ms there and back, 2 and 4 peers      --bar 0.85
     1 Gbit/s, 20 ms, 2 peers                             --bar 0.8
@@ -63,7 +63,7 @@ def row_of(group: Group, groups: dict[str, Group], values: int) -> dict[str, Any
     seconds, payload = statistics.median(group.seconds), group.contender.payload(values)
     peak, before = group.memory if ours else (0, 0)
     host = HostMemory(values, INT8)
-    formula = host.growing + max(host.kept, KEPT_AT_LEAST * host.payload) + IN_USE  # they have no folder
+    formula = host.growing + max(host.kept, KEPT_AT_LEAST * host.payload) + IN_USE  # these peers have no folder
     return {
         "contender": group.contender.name,
         "peers": peers,
@@ -91,7 +91,7 @@ def bars_of(groups: dict[str, Group], peers: int) -> list[Bar]:
 
 
 def choose(without: str) -> list[str]:
-    """Return the contenders on the loopback interface that can run here, and are wanted."""
+    """Return the wanted contenders on the loopback interface that can run here."""
     names = [contender.name for contender in CONTENDERS if contender.name != GLOO_BYTES]
     if importlib.util.find_spec("torchft") is None:
         click.echo("torchft is not installed here: not measured", err=True)
@@ -110,8 +110,8 @@ def is_wanted(name: str, without: str) -> bool:
 @click.option("--repetitions", default=3, show_default=True, help="Rounds of each contender.")
 @click.option("--without", default="", help="Contenders to leave out, such as hivemind,torchft.")
 @click.option("--namespaces", help="Network namespaces, two or more, that links of any shape join. Needs root.")
-@click.option("--bar", default=0.85, show_default=True, help="With --namespaces: of what is possible, we reach this.")
-@click.option("--iperf-streams", default=IPERF_STREAMS, show_default=True, help="Connections from each to each.")
+@click.option("--bar", default=0.85, show_default=True, help="With --namespaces: the share of the possible speed.")
+@click.option("--iperf-streams", default=IPERF_STREAMS, show_default=True, help="Connections between each two.")
 @json_option
 def main(
     values: int,

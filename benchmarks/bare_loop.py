@@ -1,13 +1,13 @@
 """A training loop for one device as a good engineer writes it by hand: `python -m benchmarks.bare_loop`, started by
 benchmarks.training.
 
-It has the run's model, optimizer, schedule, batches, precision and gradient clipping, and nothing else: no check of
-what is finite, no report after each step. Gradients add up over micro-batches. The loss is computed some positions at a
-time, so that the logits of all are never there at once. With `--compile`, blocks and loss are compiled. AdamW is fused.
-Windows wait in pinned memory, and are copied to a GPU one micro-batch ahead.
+It has the run's model, optimizer, schedule, batches, precision and gradient clipping, and nothing else: no check for
+finite values, no report after each step. Gradients are summed over micro-batches. The loss is computed for some
+positions at a time, so that not all logits exist at once. With `--compile`, blocks and loss are compiled. AdamW is
+fused. Windows wait in pinned memory, and are copied to a GPU one micro-batch ahead.
 
-Each line on its standard input names samples, whose windows are read before its clock starts: data costs it nothing.
-With `--by-hand` the model is benchmarks/plain_llama.py's instead of transformers', from the same weights.
+Each line on its standard input names samples. Their windows are read before its clock starts, so data cost it no time.
+With `--by-hand` the model is that of benchmarks/plain_llama.py instead of transformers', with the same weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from opendiloco.training.outer import learning_rate_factor
 from opendiloco.training.team import choose_device
 
 LOGITS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
-"""Logits of a piece of the loss: few enough to fit beside the model, enough to keep the device busy."""
+"""Number of logits in a piece of the loss, small enough to fit beside the model and large enough to keep the device
+busy."""
 KEPT_OPTIONS = ("params", "lr", "betas", "eps", "weight_decay")
 
 
@@ -89,7 +90,7 @@ class BareLoop:
         return loss
 
     def _states(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states that the head makes logits of."""
+        """Return the hidden states from which the head makes logits."""
         if isinstance(self._model, PlainLlama):
             return self._model.model(ids)  # type: ignore[no-any-return]
         return self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
@@ -97,14 +98,15 @@ class BareLoop:
     def _loss_and_slopes(
         self, states: torch.Tensor, targets: torch.Tensor, shape: torch.Size
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a micro-batch's part of the batch's mean loss, and its gradient by the states; add that by the head.
+        """Return a micro-batch's part of the batch's mean loss, and its gradient with respect to the states. Add the
+        gradient with respect to the head.
 
-        `shape` is the batch's: windows, and one token more in each than are predicted.
+        `shape` is the batch's: the windows, and the tokens of each, one more than are predicted.
         """
         predicted, slopes = shape[0] * (shape[1] - 1), torch.empty_like(states)
         total = torch.zeros((), device=self._device)
         at_once = LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"]) // self._head.out_features
-        pieces = -(-len(states) // max(1, at_once))  # as even as possible: compiled code is for one size
+        pieces = -(-len(states) // max(1, at_once))  # as even as possible, because compiled code is for one size
         for part, wanted, slope in zip(*(each.chunk(pieces) for each in (states, targets, slopes)), strict=True):
             part.requires_grad_()
             with self._precision():
@@ -123,7 +125,7 @@ class BareLoop:
 
 
 def fused(optimizer: torch.optim.Optimizer, section: InnerOptimizerSection) -> torch.optim.Optimizer:
-    """Return AdamW with its step in one kernel, whatever the device; any other optimizer as it is."""
+    """Return AdamW with a fused step on any device; return any other optimizer unchanged."""
     if section.kind != "adamw":
         return optimizer
     groups = [{name: group[name] for name in KEPT_OPTIONS} for group in optimizer.param_groups]
@@ -131,7 +133,7 @@ def fused(optimizer: torch.optim.Optimizer, section: InnerOptimizerSection) -> t
 
 
 def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
-    """Yield windows on the device. From pinned memory, the next ones are copied before these are waited for."""
+    """Yield windows on the device. With pinned memory, the next windows are copied while the present ones are used."""
     coming = None
     for part in parts:
         following = part.to(device, non_blocking=True)
@@ -144,21 +146,22 @@ def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device) -> Iterato
 
 @torch.no_grad()
 def check_logits(model: Any) -> None:
-    """Raise ClickException unless a model's logits are what its head makes of its hidden states, and nothing more."""
+    """Raise ClickException unless a model's logits are its head's output for its hidden states, without further
+    changes."""
     ids = torch.arange(4, device=model.device).remainder(model.config.vocab_size)[None]
     model.eval()
     made = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
     if not torch.allclose(made, model(input_ids=ids, use_cache=False).logits, rtol=1e-3, atol=1e-4):
         raise click.ClickException(
-            f"model_type = {model.config.model_type!r}: the bare loop does not know what it does with its logits. "
-            "Take a run of another model, such as a llama."
+            f"model_type = {model.config.model_type!r}: the model changes its logits in a way that the bare loop does "
+            "not support. Use a run with another model, such as a llama."
         )
 
 
-def train_as_told(
+def train_on_request(
     config: RunConfig, threads: int, wanted: str, by_hand: bool, micro_batch: int, compiles: bool
 ) -> None:
-    """Train until standard input ends."""
+    """Train on the samples that standard input names until it ends."""
     torch.set_num_threads(threads)
     device, training = choose_device(wanted), config.training
     tokenizer = build_tokenizer(config.tokenizer)
@@ -191,7 +194,7 @@ def train_as_told(
 @click.option("--compile/--no-compile", "compiles", default=False)
 def main(manifest: Path, threads: int, device: str, by_hand: bool, micro_batch: int, compiles: bool) -> None:
     config = RunConfig.from_manifest_content(json.loads(manifest.read_text()))
-    train_as_told(config, threads, device, by_hand, micro_batch, compiles)
+    train_on_request(config, threads, device, by_hand, micro_batch, compiles)
 
 
 if __name__ == "__main__":

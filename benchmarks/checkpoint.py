@@ -1,15 +1,15 @@
-"""How long a checkpoint stops the trainer, beside saving at once: `python -m benchmarks.checkpoint`.
+"""The time for which a checkpoint stops the trainer, compared with saving at once: `python -m benchmarks.checkpoint`.
 
-Ours copies momentum and theta into memory that was had before, or, if they are large, into a file that nobody flushes;
-a process of its own then brings that to the disk. Nothing waits for the copy but a next outer step that comes before it
-is done. So "blocked" is by how much longer the trainer takes to encode its pseudo-gradient beside the copy, should both
-fall together. "copied" is when the copy is done, and "total" when the file is safe on the disk: flushed, under its
-name, and the name flushed, too. What is saved at once is flushed as well, since a file that a power cut takes away is
-no checkpoint. Contenders take turns.
+Ours copies momentum and theta into memory that was allocated before or, if they are large, into a file that is not
+flushed. Another process then writes the copy to the disk. Only a next outer step that comes before the end of the copy
+waits for it. "blocked" is therefore the extra time that the trainer needs to encode its pseudo-gradient beside the
+copy, if both happen at the same time. "copied" is the time until the copy is done. "total" is the time until the file
+is safe on the disk: flushed, under its name, with the name flushed, too. The other ways flush as well, because a file
+that a power cut destroys is no checkpoint. Contenders take turns.
 
 The bar: the faster way of saving at once takes at least 5 times as long as ours blocks.
 
-With --limit the process keeps to a rate, as `diloco-peer join` has it by default: total grows, blocked does not.
+With --limit the process keeps to a rate, as in `diloco-peer join` by default: total grows, blocked does not.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OURS, SAFETENSORS, TORCH = "ours, in a process", "safetensors.save_file + fsync"
 RUN = "benchmark-" + "a" * 32
 AT_LEAST = 5.0
 SHORTEST = 1e-4
-"""Seconds that are told from none."""
+"""Seconds that are counted for a shorter or negative time."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Times:
 
 
 def save_at_once(save: Callable[[Path], object], path: Path) -> float:
-    """Seconds until what `save` writes is safe on the disk."""
+    """Return the seconds until the file that `save` writes is safe on the disk."""
     start = time.perf_counter()
     save(path)
     for each in (path, path.parent):
@@ -67,7 +67,8 @@ def save_at_once(save: Callable[[Path], object], path: Path) -> float:
 
 
 async def save_in_a_process(state: OuterState, plan: KeepingPlan) -> tuple[float, float, float]:
-    """Seconds that the trainer loses, until the copy is done, and until the checkpoint is safe on the disk."""
+    """Return the seconds that the trainer loses, until the copy is done, and until the checkpoint is safe on the
+    disk."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     storage = FolderStorage(plan.folder, available_memory)
     memory = storage.snapshot(state.theta.nbytes + state.momentum.nbytes)
@@ -79,7 +80,7 @@ async def save_in_a_process(state: OuterState, plan: KeepingPlan) -> tuple[float
         quantize_difference(state.theta, state.momentum, payload)
         return time.perf_counter() - began
 
-    encode()  # takes the payload's memory from the system
+    encode()  # allocates the payload's memory
     alone = await asyncio.to_thread(encode)
     async with Checkpointer(plan) as checkpointer:
         start = time.perf_counter()
@@ -93,7 +94,8 @@ async def save_in_a_process(state: OuterState, plan: KeepingPlan) -> tuple[float
 
 
 def measure(values: int, rounds: int, folder: Path, rate: float | None) -> dict[str, Times]:
-    """All contenders, the first round only to warm up. Raises: ClickException when a checkpoint is not what it was."""
+    """Measure all contenders, after one round to warm up. Raises: ClickException when the checkpoint does not match the
+    state."""
     import torch
     from safetensors.numpy import save_file
 
@@ -123,7 +125,7 @@ def measure(values: int, rounds: int, folder: Path, rate: float | None) -> dict[
 
 
 def row_of(name: str, times: Times, values: int, blocked: dict[str, list[float]]) -> dict[str, Any]:
-    """One line of the table."""
+    """Return one line of the table."""
     seconds, total = statistics.median(times.blocked), statistics.median(times.total)
     return {
         "contender": name,
@@ -138,9 +140,11 @@ def row_of(name: str, times: Times, values: int, blocked: dict[str, list[float]]
 
 @click.command(help=__doc__)
 @click.option("--sizes", default="8,64", show_default=True, help="Millions (2^20) of parameters.")
-@click.option("--rounds", default=5, show_default=True, help="Times that each contender saves.")
+@click.option("--rounds", default=5, show_default=True, help="Number of saves of each contender.")
 @click.option("--limit", type=float, metavar="MBIT", help="Megabits a second for our process.  [default: none]")
-@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="On which disk.  [default: TMPDIR's]")
+@click.option(
+    "--folder", type=click.Path(file_okay=False, path_type=Path), help="On the disk to test.  [default: TMPDIR]"
+)
 @json_option
 def main(sizes: str, rounds: int, limit: float | None, folder: Path | None, json_file: Path | None) -> None:
     rows: list[dict[str, Any]] = []

@@ -1,9 +1,9 @@
-"""Whether peers agree while they are killed, stopped and started again: `python -m benchmarks.churn`.
+"""The agreement of peers that are killed, stopped and started again: `python -m benchmarks.churn`.
 
-Real processes with a vector of 5,000 values in a model's place. At random moments one is killed (SIGKILL), to be
-started again after a while with its identity, its votes and nothing else, or stopped for some seconds (SIGSTOP,
-SIGCONT). A majority is always at work: running, and in a round since it came back. The seed decides what happens when;
-which moment of a round that is, nobody does.
+Real processes have a vector of 5,000 values in place of a model. At random times one of them is killed (SIGKILL), and
+started again after a while with only its identity and its votes; or it is stopped for some seconds (SIGSTOP, SIGCONT).
+A majority is always at work: running, and in a round since it came back. The seed decides the faults and their times,
+but not the phase of the round that they hit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LOCAL = ("/ip4/127.0.0.1/tcp/0",)
 
 @dataclass
 class Record:
-    """What all peers said of the entries that they applied."""
+    """The reports of all peers on the entries that they applied."""
 
     heads: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     states: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -63,12 +63,13 @@ class Record:
 
     @property
     def divergences(self) -> list[int]:
-        """Indices at which not all entries, or not all states after them, are the same."""
+        """The indices at which entries, or the states after them, differ between peers."""
         return [index for index in sorted(self.heads) if len(self.heads[index]) > 1 or len(self.states[index]) > 1]
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds from one entry to the next, each from when the first peer applied it; and to the end."""
+        """The seconds between entries, each counted from the first peer that applied it, and from the last entry to the
+        end."""
         times = [self.first_at[index] for index in sorted(self.first_at)]
         times += [] if self.ended_at is None else [max([self.ended_at, *times[-1:]])]
         return [after - before for before, after in itertools.pairwise(times)]
@@ -80,13 +81,13 @@ class Record:
 
     @property
     def share_at_work(self) -> float:
-        """Share of the time that is no stall."""
+        """The share of the time outside stalls."""
         return 1 - sum(self.stalls) / sum(self.gaps) if self.gaps else 0.0
 
 
 @dataclass
 class Volunteer:
-    """A peer that dies and comes back as itself."""
+    """A peer that dies and comes back with the same identity."""
 
     name: str
     arguments: list[object]
@@ -107,7 +108,7 @@ class Volunteer:
         self._listening = asyncio.create_task(self._listen(self.process))
 
     async def kill(self) -> set[int]:
-        """Returns what it leaves behind: the process ids of its children, which have to notice by themselves."""
+        """Kill the peer. Return the process ids of its children, which must notice its end by themselves."""
         assert self.process is not None
         process, self.process = self.process, None
         self.at_work.clear()
@@ -133,7 +134,7 @@ class Volunteer:
                 self.record.add(event)
                 if not self.is_stopped:
                     self.at_work.set()
-        if self.process is process:  # nobody killed it
+        if self.process is process:  # it was not killed
             self.failures += 1
             click.echo(f"{self.name} ended by itself: {process.last_words()}", err=True)
 
@@ -156,7 +157,7 @@ class Churn:
     orphans: set[int] = field(default_factory=set)
 
     async def go_on(self, seconds: float) -> None:
-        """One fault after another; each is over when it is over."""
+        """Inject faults for this many seconds. Faults may overlap."""
         deadline = time.monotonic() + seconds
         async with asyncio.TaskGroup() as faults:
             while (pause := self.random.expovariate(1 / BETWEEN_FAULTS)) < deadline - time.monotonic():
@@ -165,11 +166,11 @@ class Churn:
                 lasts = self.random.uniform(*(STOPPED if is_stop else DOWN))
                 if victim is not None:
                     faults.create_task(self._stop(victim, lasts) if is_stop else self._kill(victim, lasts))
-                    await asyncio.sleep(0)  # let it begin: the next victim is chosen by who is up
+                    await asyncio.sleep(0)  # let the fault begin, because the next victim depends on it
             await asyncio.sleep(max(0.0, deadline - time.monotonic()))
 
     def _victim(self) -> Volunteer | None:
-        """Anybody who runs, if a majority is at work without it."""
+        """Return a random running peer, or None if the others at work would not be a majority."""
         chosen = self.random.choice(self.volunteers)
         if chosen.process is None or chosen.is_stopped:
             return None
@@ -187,14 +188,14 @@ class Churn:
         await victim.stop_for(seconds)
 
     async def tidy_up(self) -> None:
-        """What killed peers left behind: daemons, which end by themselves, and sockets, which need to be removed."""
+        """Clean up after killed peers: wait for their daemons, which end by themselves, and remove their sockets."""
         if left := await gone(self.orphans, SETTLE_SECONDS):
             click.echo(f"processes left behind: {sorted(left)}", err=True)
         sweep_sockets()
 
 
 async def measure(seconds: float, peers: int, seed: int, folder: Path) -> tuple[Churn, Record]:
-    """Raises: TimeoutError when the peers do not even begin. Leaves no process behind."""
+    """Run the peers and the faults. Leave no process behind. Raises: TimeoutError when the peers do not begin."""
     record = Record()
     churn = Churn([], random.Random(seed))
     async with AsyncExitStack() as stack:
@@ -235,10 +236,10 @@ def figures(churn: Churn, record: Record) -> dict[str, Any]:
 
 
 @click.command(help=__doc__)
-@click.option("--minutes", default=10.0, show_default=True, help="How long peers die and come back.")
-@click.option("--peers", default=6, show_default=True, type=click.IntRange(min=3), help="How many there are.")
-@click.option("--seed", default=1, show_default=True, help="Decides what happens when.")
-@click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="Keep what the peers log in here.")
+@click.option("--minutes", default=10.0, show_default=True, help="Duration of the faults.")
+@click.option("--peers", default=6, show_default=True, type=click.IntRange(min=3), help="Number of peers.")
+@click.option("--seed", default=1, show_default=True, help="Decides the faults and their times.")
+@click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="Folder for the peers' logs.")
 @json_option
 def main(minutes: float, peers: int, seed: int, logs: Path | None, json_file: Path | None) -> None:
     with tempfile.TemporaryDirectory(prefix="churn-") as temporary:

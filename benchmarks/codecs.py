@@ -1,7 +1,7 @@
-"""How fast the kernels are, beside the memory's limit and everybody else: `python -m benchmarks.codecs`.
+"""The speed of the kernels, beside the memory's limit and other libraries: `python -m benchmarks.codecs`.
 
-All contenders of a size take turns in one run; a ratio is the median over the rounds of one's time by the other's in
-the same round. The bars hold for the largest size on huge pages.
+All contenders of a size take turns in one run. A ratio is the median over the rounds of two contenders' times in the
+same round. The bars are for the largest size on huge pages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BARS = (
 
 
 def measure(limits: Any, arrays: Arrays, threads: int, rounds: int, compile_too: bool) -> dict[str, list[float]]:
-    """Seconds of every contender."""
+    """Return the seconds of every contender."""
     contenders = {
         **limit_contenders(limits, arrays, threads),
         **our_contenders(arrays, threads),
@@ -54,7 +54,7 @@ def measure(limits: Any, arrays: Arrays, threads: int, rounds: int, compile_too:
 
 
 def row_of(name: str, seconds: dict[str, list[float]], arrays: Arrays, threads: int) -> dict[str, Any]:
-    """One line of the table."""
+    """Return one line of the table."""
     return {
         "contender": name,
         "values": f"{arrays.count / 2**20:g} M",
@@ -67,7 +67,7 @@ def row_of(name: str, seconds: dict[str, list[float]], arrays: Arrays, threads: 
 
 
 def call_microseconds() -> float:
-    """The best time of a call for 1,024 values on views that were made before."""
+    """Return the best time of a call for 1,024 values on existing views, in microseconds."""
     values, payload = kernels.FloatView(np.ones(1024, np.float32)), kernels.Payload(kernels.INT8, 1024)
     calls = 20_000
     return min(timeit.repeat(lambda: kernels.quantize(values, payload), number=calls, repeat=15)) / calls * 1e6
@@ -75,7 +75,7 @@ def call_microseconds() -> float:
 
 @click.command(help=__doc__)
 @click.option("--sizes", default="0.25,16,64", show_default=True, help="Millions (2^20) of values.")
-@click.option("--rounds", default=9, show_default=True, help="Times that each contender runs.")
+@click.option("--rounds", default=9, show_default=True, help="Number of runs of each contender.")
 @click.option("--compile/--no-compile", "compile_too", default=True, help="torch.compile takes a minute to start.")
 @json_option
 def main(sizes: str, rounds: int, compile_too: bool, json_file: Path | None) -> None:
@@ -87,7 +87,7 @@ def main(sizes: str, rounds: int, compile_too: bool, json_file: Path | None) -> 
         for huge_pages in (False, True):
             arrays = Arrays(count, huge_pages)
             for threads in (1, 2):
-                # In the caches a call is short: more rounds cost nothing.
+                # Calls on few values are short, so more rounds cost little.
                 seconds = measure(limits, arrays, threads, rounds if count > 1 << 20 else 5 * rounds, compile_too)
                 rows += [row_of(name, seconds, arrays, threads) for name in seconds]
                 if huge_pages and count == max(counts):

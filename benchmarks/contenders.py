@@ -1,4 +1,4 @@
-"""The work that codecs.py times: ours, the memory's limit, and what else there is for the same job."""
+"""The calls that codecs.py times: ours, the memory's limit, and other libraries' for the same job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Call = Callable[[], object]
 
 
 def new_floats(count: int, huge_pages: bool, size: float = 0.0) -> FloatArray:
-    """Floats on pages of the asked size, normal noise of standard deviation `size` or zeros; never freed early."""
+    """Return floats on pages of the given kind: normal noise of standard deviation `size`, or zeros. They are never
+    freed early."""
     memory = mmap.mmap(-1, count * 4 + HUGE_PAGE)
     memory.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
     whole = np.frombuffer(memory, np.uint8)
@@ -42,7 +43,7 @@ def new_payload(format: kernels.Format, count: int, huge_pages: bool) -> Payload
 
 @dataclass
 class Arrays:
-    """The buffers of one size: all contenders work on the same ones."""
+    """The buffers of one size, which all contenders share."""
 
     count: int
     huge_pages: bool
@@ -62,7 +63,7 @@ class Arrays:
 
 
 def our_contenders(arrays: Arrays, threads: int) -> dict[str, Call]:
-    """Every operation in int8, and both roundings of every format."""
+    """Return every operation in int8, and both roundings of every format."""
     values, local, theta, momentum = (
         FloatView(array) for array in (arrays.values, arrays.local, arrays.theta, arrays.momentum)
     )
@@ -89,7 +90,7 @@ def our_contenders(arrays: Arrays, threads: int) -> dict[str, Call]:
 
 
 def limit_contenders(limits: Any, arrays: Arrays, threads: int) -> dict[str, Call]:
-    """Loops that only move the bytes."""
+    """Return loops that only move the bytes."""
     values, local, theta, momentum = (
         FloatView(array).address for array in (arrays.values, arrays.local, arrays.theta, arrays.momentum)
     )
@@ -103,7 +104,7 @@ def limit_contenders(limits: Any, arrays: Arrays, threads: int) -> dict[str, Cal
 
 
 def piquant_contenders(arrays: Arrays, threads: int) -> dict[str, Call]:
-    """pi-quant: the parameters of the whole tensor, then its uint8 codes."""
+    """Return pi-quant's quantization: the parameters of the whole tensor, then its uint8 codes."""
     import piquant
 
     context = piquant.Context(threads)
@@ -127,7 +128,8 @@ def _blockwise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def torch_contenders(arrays: Arrays, threads: int, compile_too: bool) -> dict[str, Call]:
-    """torch's own quantization, the same arithmetic as tensor operations (compiled too, if asked), and its SGD."""
+    """Return torch's own quantization, the same arithmetic as tensor operations (also compiled, if asked), and its
+    SGD."""
     torch.set_num_threads(threads)
     values, theta = torch.from_numpy(arrays.values), torch.from_numpy(arrays.theta)
     momentum = torch.from_numpy(arrays.momentum)
@@ -153,7 +155,8 @@ def torch_contenders(arrays: Arrays, threads: int, compile_too: bool) -> dict[st
 
 
 def hivemind_contenders(arrays: Arrays) -> dict[str, Call]:
-    """hivemind's codecs as its averager calls them. Blockwise needs bitsandbytes, which not every machine has."""
+    """Return hivemind's codecs as its averager calls them. Blockwise needs bitsandbytes, which not every machine
+    has."""
     from hivemind.compression import (
         BlockwiseQuantization,
         CompressionInfo,
@@ -171,6 +174,6 @@ def hivemind_contenders(arrays: Arrays) -> dict[str, Call]:
         warnings.simplefilter("ignore")
         try:
             BlockwiseQuantization().compress(values[:4096], info)
-        except Exception:  # whatever keeps it from running here, it can't be timed
+        except Exception:  # it cannot run here, for any reason
             return calls
     return calls | {"hivemind: Blockwise": lambda: BlockwiseQuantization().compress(values, info)}

@@ -1,9 +1,9 @@
-"""How well DiLoCo learns, in all its forms: `python -m benchmarks.convergence`.
+"""The quality of DiLoCo's learning in all its forms: `python -m benchmarks.convergence`.
 
-A small Llama is trained from scratch on the source of Python's standard library, byte by byte, by several methods, on
-the same samples, for as many tokens, once for each seed (of the initial weights and of the samples' order). The loss
-of theta on held-out text is compared, seed by seed. Each training runs in one process; its result is added to
---results, and what is there already is not trained again.
+Several methods train a small Llama from scratch on the source of Python's standard library, byte by byte. They use the
+same samples and the same number of tokens, once for each seed (of the initial weights and of the samples' order). The
+loss of theta on held-out text is compared seed by seed. Each training runs in one process. Its result is added to
+--results, and results that exist there are not computed again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.reporting import Bar, json_option, report
 SETTINGS = {
     "1m": Setting(),
     "small": Setting(hidden_size=64, layers=4, sequence_length=64),
-    # Twenty tokens for each parameter, as Chinchilla's law advises. They want a larger corpus than the default one.
+    # Twenty tokens for each parameter, as Chinchilla's law advises. They need a larger corpus than the default one.
     "15m": Setting(
         hidden_size=384, layers=8, heads=6, windows_per_step=128, sequence_length=512, steps=4500, precision="bf16"
     ),
@@ -64,8 +64,8 @@ def muon(setting: Setting) -> dict[str, Any]:
 
 
 def methods_of(setting: Setting) -> list[Method]:
-    """Return the rows of the table, in the order in which they are trained: those that decide the most first."""
-    blocks = -(-setting.layers // 2)  # so there are two fragments of blocks, and one of embeddings
+    """Return the rows of the table in the order of training: the most important first."""
+    blocks = -(-setting.layers // 2)  # this makes two fragments of blocks, and one of embeddings
 
     def streaming(overlap: int, alpha: float | None = None, **changes: Any) -> dict[str, Any]:
         merged = {} if alpha is None else {"alpha": alpha}
@@ -97,7 +97,7 @@ def methods_of(setting: Setting) -> list[Method]:
         Method("one worker, its share of tokens", "alone"),
         Method("data-parallel, Muon", "batches", changes=muon(setting)),
         Method("DiLoCo int8, Muon", changes=muon(setting)),
-        # Error feedback stands for the outer momentum, as in SparseLoCo.
+        # Error feedback replaces the outer momentum, as in SparseLoCo.
         Method(
             "DiLoCo sparse",
             changes={"codec": {"kind": "sparse"}, "outer_optimizer": {"learning_rate": 2.0, "momentum": 0.0}},
@@ -110,7 +110,7 @@ def methods_of(setting: Setting) -> list[Method]:
             for format, kind in enumerate(("e2m1", "sparse"), 1)
         ),
     ]
-    # The quick setting has fewer inner steps in all than one outer step of the others.
+    # The quick setting has fewer inner steps in all than one outer step of the other settings.
     if setting.steps < 500:
         methods = [replace(method, inner_steps=min(method.inner_steps // 10, 6)) for method in methods]
     return methods
@@ -125,7 +125,7 @@ BARS = (
     ("Streaming int8, τ = 1", "DiLoCo int8", 0.995),
     *((f"{FOUR}, {thin}", FOUR, 0.995) for thin in ("one e2m1", "three e2m1", "one sparse", "three sparse")),
 )
-"""A method, the one that it is compared with, and the least ratio of the latter's loss to the former's."""
+"""A method, its baseline, and the least ratio of the baseline's loss to the method's."""
 PANELS = {
     "replicas, int8": {"2": "DiLoCo int8", "4": FOUR, "8": "8 replicas int8"},
     "inner steps, int8": {"H = 20": "DiLoCo int8, H = 20", "100": "DiLoCo int8", "500": "DiLoCo int8, H = 500"},
@@ -142,19 +142,19 @@ Curves = Mapping[str, Mapping[int, Curve]]
 # Results --------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Results:
-    """A file of results, one JSON line for each training. Lines of other settings and methods are left as they are."""
+    """A file of results, one JSON line for each training. Lines of other settings and methods stay unchanged."""
 
     path: Path
     setting: Setting
 
     def read(self, methods: Sequence[Method]) -> dict[str, dict[int, Curve]]:
-        """Return the curves of these methods; of those that were trained twice the later one."""
+        """Return the curves of these methods. If one was trained twice, the later result counts."""
         names = {key_of(method, self.setting): method.name for method in methods}
         curves: dict[str, dict[int, Curve]] = {}
         for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
             try:
                 result = json.loads(line)
-            except ValueError:  # whoever wrote it was killed amid the line
+            except ValueError:  # the writing process was killed in the middle of the line
                 continue
             name = names.get(result["key"])
             if name is not None:
@@ -176,7 +176,7 @@ def _train(method: Method, setting: Setting, seed: int) -> Curve:
 
 
 def train_missing(results: Results, methods: Sequence[Method], seeds: int, jobs: int) -> None:
-    """Train what the file has no result of, `jobs` at a time: the first seed of all methods before the next seed."""
+    """Train the methods without a result, `jobs` at a time: the first seed of all methods before the next seed."""
     curves = results.read(methods)
     missing = [(one, seed) for seed in range(seeds) for one in methods if seed not in curves.get(one.name, {})]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
@@ -189,8 +189,8 @@ def train_missing(results: Results, methods: Sequence[Method], seeds: int, jobs:
 
 # The table ------------------------------------------------------------------------------------------------------------
 def interval(curves: Curves, name: str, base: str) -> tuple[float, float, float] | None:
-    """Return by how many percent a method's loss is above another one's: the mean over the seeds that both have, and
-    the ends of its 95 % interval (of Student's t; NaN for one seed). None where no seed is in both."""
+    """Return the percentage by which a method's loss is above its baseline's: the mean over the seeds that both have,
+    and the ends of its 95 % interval (of Student's t; NaN for one seed). Return None if they have no seed in common."""
     own, other = curves.get(name, {}), curves.get(base, {})
     above = [100 * (own[seed].loss / other[seed].loss - 1) for seed in sorted(own.keys() & other.keys())]
     if not above:
@@ -202,7 +202,7 @@ def interval(curves: Curves, name: str, base: str) -> tuple[float, float, float]
 
 
 def row(curves: Curves, name: str) -> dict[str, Any]:
-    """Return a line of the table; its figures are means over the seeds."""
+    """Return a line of the table. Its figures are means over the seeds."""
     own = curves.get(name, {})
     above = interval(curves, name, BASE)
     return {
@@ -217,7 +217,7 @@ def row(curves: Curves, name: str) -> dict[str, Any]:
 
 
 def bars_of(curves: Curves) -> list[Bar]:
-    """Return the bars of which there is an interval. One is met if the whole interval is on its good side."""
+    """Return the bars that have an interval. A bar is met if the whole interval is above it."""
     bars = []
     for name, base, least in BARS:
         above = interval(curves, name, base)
@@ -228,7 +228,7 @@ def bars_of(curves: Curves) -> list[Bar]:
 
 
 def plot(curves: Curves) -> str:
-    """Return means over the seeds as SVG."""
+    """Return the means over the seeds as SVG."""
 
     def curve(name: str) -> list[Point]:
         of_seeds = zip(*(curve.points for curve in curves[name].values()), strict=True)
@@ -252,7 +252,7 @@ def plot(curves: Curves) -> str:
 @click.option("--data", "source", default="stdlib", show_default=True, help="The corpus, as data.source of run.toml.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--seeds", default=3, show_default=True)
-@click.option("--jobs", default=1, show_default=True, help="Trainings at the same time, each on one core.")
+@click.option("--jobs", default=1, show_default=True, help="Simultaneous trainings, each on one core.")
 @click.option("--only", multiple=True, metavar="NAME", help="Train this method alone (may be given several times).")
 @click.option(
     "--results",
@@ -261,7 +261,7 @@ def plot(curves: Curves) -> str:
     show_default="benchmarks/convergence.jsonl",
     help="Where results are kept.",
 )
-@click.option("--no-training", is_flag=True, help="Only print what there are results of.")
+@click.option("--no-training", is_flag=True, help="Only print existing results.")
 @json_option
 @click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw an SVG here.")
 def main(
@@ -287,7 +287,7 @@ def main(
     curves = kept.read(methods)
     title = (
         f"convergence: {size} parameters from scratch, {setting.tokens:,} tokens; 2 replicas and 100 inner steps "
-        "unless said otherwise"
+        "unless a row names others"
     )
     report(title, [row(curves, name) for name in names], bars_of(curves), json_file)
     if plot_file:

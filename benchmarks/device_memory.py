@@ -1,12 +1,12 @@
-"""A model on a device, beside the formula that `join` goes by: `python -m benchmarks.device_memory --device cuda`.
+"""The memory of a model on a device, beside the formula of `join`: `python -m benchmarks.device_memory --device cuda`.
 
-A worker's replica takes a few inner steps in this process, on windows so short that activations hardly matter, one at a
-time, since the formula leaves activations out. On a GPU, PyTorch's allocator says how much tensors took at most, as in
-`peak_memory_bytes` of a worker's report; on the CPU each tensor is noticed. CUDA's context is no tensor.
+A worker's replica takes a few inner steps in this process. Its windows are short and go through the model one at a
+time, because the formula excludes activations. On a GPU, PyTorch's allocator gives the peak of the tensors, as in
+`peak_memory_bytes` of a worker's report; on the CPU each tensor is recorded. CUDA's context does not count.
 
-`--cards` measures nothing: for GPUs of 8 to 24 GB it prints how many windows of a preset go through the model at once,
-by the formula, the sizes that tensors of a window would have, and the shares of memory that `join` gives to logits and
-windows; of each two numbers the second is with activation checkpointing.
+`--cards` measures nothing. For GPUs of 8 to 24 GB it prints how many windows of a preset go through the model at once.
+It uses the formula, the computed tensor sizes of a window, and the shares of memory that `join` gives to logits and
+windows. Of each two numbers the second is with activation checkpointing.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from peers.values.leases import SampleRange
 TOKENS, STEPS, WINDOWS = 2, 2, 2
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CARDS = 8, 12, 16, 24
-"""GB, of 10⁹ bytes."""
+"""Sizes in GB of 10⁹ bytes."""
 ON_CARDS = ("llama-15m", 1), ("llama-150m", 1), ("llama-1b", 1), ("llama-1b", 2), ("llama-1b", 4), ("llama-10b", 8)
-"""Presets, and how many GPUs share them."""
+"""Presets, and the number of GPUs that share each."""
 KEPT: tuple[OptimizerState, ...] = get_args(OptimizerState)
 WITHIN = 0.9
-"""The smaller of both numbers, as a share of the larger."""
+"""Bar: the smaller of both numbers as a share of the larger."""
 
 
 def shortened(config: RunConfig) -> RunConfig:
-    """Return the run with windows of hardly any tokens, of the bytes of whatever text is here."""
+    """Return the run with windows of very few tokens, on the text of a preset that needs no download."""
     training = {"sequence_length": TOKENS, "batch_size": WINDOWS, "document_mask": False}
     data = RunConfig.from_toml(EXAMPLES / "tiny.toml")
     return config.model_copy(
@@ -68,8 +68,8 @@ def shortened(config: RunConfig) -> RunConfig:
 
 
 def measure(config: RunConfig, device: torch.device, kept: OptimizerState = "device") -> tuple[int, WorkerMemory]:
-    """Return the most bytes that tensors took on the device, and what the formula says. On the CPU, moments that are
-    kept on the host are among them."""
+    """Return the peak bytes of the tensors on the device, and the formula's memory. On the CPU, the peak includes
+    moments that are kept on the host."""
     team, tokenizer = Team(device), build_tokenizer(config.tokenizer)
     config = in_fitting_precision(config, team)
     options = WorkerOptions(device=str(device), compile=False, activation_checkpointing=False, optimizer_state=kept)
@@ -90,7 +90,7 @@ def preset(name: str) -> RunConfig:
 
 @cache
 def window_bytes(name: str, checkpoints: bool) -> int:
-    """Return what the activations of one window more of a preset take, by tensors without values, uncompiled."""
+    """Return the bytes of the activations of one more window of a preset, from uncompiled tensors without values."""
     config = preset(name)
     settings, training = build_skeleton(config, ByteTokenizer()).config, config.training
     is_bf16 = training.precision == "bf16"
@@ -105,22 +105,23 @@ def window_bytes(name: str, checkpoints: bool) -> int:
                 states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             states.sum().backward()
 
-        go(1)  # from then on there are gradients
+        go(1)  # gradients exist from now on
         one, two = (peak_while(partial(go, windows), torch.device("cpu")) for windows in (1, 2))
     return fixed_and_each(one, two)[1]
 
 
 @cache
 def taken_by(name: str, gpus: int, kept: OptimizerState) -> Needs:
-    """Return what a preset takes of so many GPUs that share it."""
+    """Return a preset's needs for this many GPUs that share it."""
     config = preset(name)
     return needs_of(config, build_skeleton(config, ByteTokenizer()), gpus, WorkerOptions(optimizer_state=kept))
 
 
 def windows_that_fit(name: str, gpus: int, kept: OptimizerState, card: int, checkpoints: bool) -> int:
-    """Return how many windows of a preset go through its model at once on GPUs of so many bytes; 0: it does not fit.
+    """Return how many windows of a preset go through its model at once on GPUs of this many bytes, or 0 if it does not
+    fit.
 
-    It is what `join` would find with these figures.
+    It is the number that `join` would find with these figures.
     """
     config = preset(name)
     needs = taken_by(name, gpus, kept)
@@ -160,10 +161,10 @@ def bar_of(peak: int, formula: int) -> Bar:
 
 
 @click.command(help=__doc__)
-@run_option("examples/llama-150m.toml", "Whose model, a run.toml.")
+@run_option("examples/llama-150m.toml", "The run with the model, a run.toml.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, or one GPU: cuda, the first, or cuda:1.")
-@click.option("--cards", is_flag=True, help="Instead, what fits GPUs of 8 to 24 GB, by the formula.")
-@click.option("--optimizer-state", type=click.Choice(KEPT), default="device", show_default=True, help="As of `join`.")
+@click.option("--cards", is_flag=True, help="Instead, compute what fits GPUs of 8 to 24 GB.")
+@click.option("--optimizer-state", type=click.Choice(KEPT), default="device", show_default=True, help="As in `join`.")
 @json_option
 def main(run_file: Path, device: str, cards: bool, optimizer_state: OptimizerState, json_file: Path | None) -> None:
     if cards:

@@ -1,12 +1,11 @@
-"""A volunteer alone in its run, which trains when it is told to: `python -m benchmarks.gated_volunteer`.
+"""A volunteer alone in its run that trains on request: `python -m benchmarks.gated_volunteer`.
 
-All is as with `diloco-peer join`: worker processes, driver, transport, heartbeats, log and checkpoints in a folder. But
-after each training it says how long that took, and waits for a line on its standard input. Only then comes the round,
-the outer step, and the next training with all that the peer process does beside it: the state's digest, and every so
-often a snapshot and a checkpoint.
+Its worker processes, driver, transport, heartbeats, log and checkpoints in a folder are those of `diloco-peer join`.
+But after each training it reports the duration, and waits for a line on its standard input. Only then come the round,
+the outer step, and the next training with the peer process's other work: the state's digest, and now and then a
+snapshot and a checkpoint.
 
-It also says how late the peer process was at most, while its workers trained, to do what it wanted to do at a certain
-time.
+It also reports the longest delay with which the peer process woke up at a set time while its workers trained.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from peers.values.identity import Identity
 from peers.values.workload import InnerLoop, Progress, Trained
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-CHECKPOINT_RATE = 200e6  # bytes a second: what `join` keeps to if it is not told otherwise
+CHECKPOINT_RATE = 200e6  # bytes a second, the default of `join`
 LOOK_SECONDS = 0.01
 
 
 class Lateness:
-    """How late this process is to do something at a certain time, at most, as long as the context is open."""
+    """The longest delay with which this process wakes up at a set time while the context is open."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -60,8 +59,8 @@ class Lateness:
 
 
 def gate(workers: WorkerGroup, lines: asyncio.Queue[str]) -> None:
-    """Have the machine's workers wait after each training. Seconds are those that the peer process waits: from theta in
-    shared memory to the trained weights there."""
+    """Make the machine's workers wait after each training. The reported seconds are those of the peer process, from
+    theta in shared memory to the trained weights there."""
     train = workers.run_inner_loop
 
     async def run_inner_loop(
@@ -86,7 +85,7 @@ def gate(workers: WorkerGroup, lines: asyncio.Queue[str]) -> None:
 
 
 async def take_part(run: Run, options: WorkerOptions, folder: Path) -> None:
-    """Until standard input ends."""
+    """Take part in the run until standard input ends."""
     identity = Identity.generate()
     lines: asyncio.Queue[str] = asyncio.Queue()
     transport = await HivemindTransport.create(identity, (), (LOOPBACK,), local=True)
@@ -108,11 +107,11 @@ async def take_part(run: Run, options: WorkerOptions, folder: Path) -> None:
 
 @click.command(help=__doc__)
 @click.argument("manifest", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--threads", type=int, help="Of each worker.  [default: what `join` chooses]")
+@click.option("--threads", type=int, help="Threads of each worker.  [default: as `join`]")
 @click.option("--cpu-workers", type=int, default=1)
 @click.option("--device", required=True)
-@click.option("--micro-batch", type=int, help="[default: what `join` chooses]")
-@click.option("--compile/--no-compile", "compiles", default=None, help="[default: what `join` chooses]")
+@click.option("--micro-batch", type=int, help="[default: as `join`]")
+@click.option("--compile/--no-compile", "compiles", default=None, help="[default: as `join`]")
 def main(
     manifest: Path, threads: int | None, cpu_workers: int, device: str, micro_batch: int | None, compiles: bool | None
 ) -> None:

@@ -1,11 +1,13 @@
-"""What a GPU must compute as the CPU does, and how fast theta moves: `python -m benchmarks.gpu_checks --device cuda`.
+"""Checks that a GPU computes as the CPU does, and the speed of moving theta: `python -m benchmarks.gpu_checks --device
+cuda`.
 
-A small Llama in fp32 takes two outer steps of two replicas on the CPU and on the device: the weights that both arrive
-at may differ by their rounding only. Theta comes back from the device as it went, bit for bit, and so do the moments of
-AdamW by way of a file.
+A small Llama in fp32 takes two outer steps of two replicas on the CPU and on the device. The resulting weights may
+differ only by their rounding. Theta must come back from the device bit for bit, and so must AdamW's moments by way of a
+file.
 
-The rest is how many bytes a second go between the device and the memory that a worker shares with its peer process, as
-`Shards` moves them, beside what the link itself carries: a copy of as many bytes from and to pinned memory.
+The rest is the rate, in bytes a second, at which `Shards` moves theta between the device and the memory that a worker
+shares with its peer process. It is compared with the link's own rate: a copy of as many bytes from and to pinned
+memory.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ BATCH = 4
 
 
 def untrained(device: torch.device, inner_steps: int) -> Reference:
-    """Return a run whose averages are exact: int8 would make leaps of the smallest differences."""
+    """Return a run with exact averages, because int8 would enlarge the smallest differences."""
     changes = {"schedule": {"warmup_steps": 1, "stable_steps": 2 * inner_steps, "decay_steps": 1}}
     config = SETTINGS["1m"].config(0, 2 * inner_steps, inner_steps, BATCH, changes)
     return Reference(config, codec=EXACT, device=device)
 
 
 def trained(device: torch.device, inner_steps: int) -> Reference:
-    """Return the same after two outer steps of two replicas."""
+    """Return the same run after two outer steps of two replicas."""
     reference, samples = untrained(device, inner_steps), inner_steps * BATCH
     for first in (0, 2 * samples):
         leases = (SampleRange(first, first + samples), SampleRange(first + samples, first + 2 * samples))
@@ -55,7 +57,7 @@ def trained(device: torch.device, inner_steps: int) -> Reference:
 
 
 def differences(here: Reference, there: Reference, start: Vector) -> float:
-    """Return by how much the weights differ, as a share of the way from the initial ones."""
+    """Return the difference of the weights as a share of their distance from the initial ones."""
     return float(np.linalg.norm(here.state.theta - there.state.theta) / np.linalg.norm(there.state.theta - start))
 
 
@@ -75,7 +77,7 @@ def moments_come_back(reference: Reference, folder: Path) -> bool:
 
 
 def rate(device: torch.device, size: int, move: Callable[[], object]) -> float:
-    """Return GB a second: the median of some times, after a first one that does not count."""
+    """Return GB a second: the median of some repetitions, after a first one that does not count."""
     seconds = []
     for _ in range(1 + REPETITIONS):
         synchronise(device)
@@ -92,7 +94,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def moves(device: torch.device, values: int) -> dict[str, float]:
-    """Return GB a second of each way, of so many values in forty parameters."""
+    """Return GB a second in each direction, for this many values in forty parameters."""
     layout = Layout([(f"p{number}", (values // 40 // 1024, 1024)) for number in range(40)])
     vectors, size = SharedVectors.create(layout.size), 4 * layout.size
     vectors.theta[:] = 1.0
@@ -115,7 +117,7 @@ def moves(device: torch.device, values: int) -> dict[str, float]:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """Return what the figures are of."""
+    """Return the facts about the machine that was measured."""
     facts = {"python": platform.python_version(), "torch": torch.__version__, "processor": platform.processor()}
     if device.type == "cuda":
         facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
@@ -127,7 +129,7 @@ def machine(device: torch.device) -> dict[str, str]:
 @click.command(help=__doc__)
 @click.option("--device", default="cuda", show_default=True)
 @click.option("--values", default=200_000_000, show_default=True, help="fp32 values to move.")
-@click.option("--inner-steps", default=5, show_default=True, help="Of each outer step.")
+@click.option("--inner-steps", default=5, show_default=True, help="Inner steps of each outer step.")
 @json_option
 def main(device: str, values: int, inner_steps: int, json_file: Path | None) -> None:
     there, cpu = choose_device(device), torch.device("cpu")

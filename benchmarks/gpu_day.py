@@ -1,8 +1,8 @@
-"""All that a GPU shows, in nine minutes: `python -m benchmarks.gpu_day --out FOLDER`.
+"""All GPU benchmarks in nine minutes: `python -m benchmarks.gpu_day --out FOLDER`.
 
-A GPU may be lent for a few minutes only. So the benchmarks that need one run here in the order of what they tell, each
-with a limit of its own; one that fails or runs out of time stops nothing. What they print, and their figures as JSON,
-are in the folder, which is written as they go. On a CPU, `--quick` shows that all of it runs.
+A GPU may be available for a few minutes only. This program runs the benchmarks that need one, the most informative
+first, each with its own time limit. The next step starts even if one fails or runs out of time. The folder receives
+their output, and their figures as JSON, while they run. On a CPU, `--quick` checks that all of them run.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from benchmarks.reporting import json_option, report
 
 ROOT = Path(__file__).parent.parent
 LEAST_SECONDS = 10.0
-"""Less is not worth a start."""
+"""Remaining time below which no step is started."""
 ENDING_SECONDS = 10.0
-"""For a step that is out of time to end what it has started."""
+"""Time for a step that is out of time to end its processes."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command, and the most seconds that it may take."""
+    """A command and its time limit."""
 
     name: str
     seconds: float
@@ -39,7 +39,7 @@ class Step:
 
 
 def steps_of(device: str, is_quick: bool, out: Path) -> list[Step]:
-    """Return the steps, those that tell the most first."""
+    """Return the steps, the most informative first."""
     module = [sys.executable, "-m"]
 
     def benchmark(name: str, what: str, seconds: float, *options: object) -> Step:
@@ -79,7 +79,7 @@ def steps_of(device: str, is_quick: bool, out: Path) -> list[Step]:
 
 
 def run(step: Step, seconds: float, out: Path) -> dict[str, Any]:
-    """Run a step in so many seconds at most, and return its line of the table. All that it started ends with it."""
+    """Run a step with this time limit, and return its line of the table. All its processes end with it."""
     began = time.monotonic()
     with (out / f"{step.name}.log").open("wb") as log:
         process = subprocess.Popen(
@@ -92,12 +92,12 @@ def run(step: Step, seconds: float, out: Path) -> dict[str, Any]:
         finally:
             end_session(process)
     lines = (out / f"{step.name}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    said = next((line for line in reversed(lines) if line.startswith("verdict: ")), lines[-1] if lines else "")
-    return {"step": step.name, "outcome": outcome, "seconds": time.monotonic() - began, "last line": said[:90]}
+    last = next((line for line in reversed(lines) if line.startswith("verdict: ")), lines[-1] if lines else "")
+    return {"step": step.name, "outcome": outcome, "seconds": time.monotonic() - began, "last line": last[:90]}
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """End a step as Ctrl-C does; after a while kill what is left of its session."""
+    """End a step as Ctrl-C does, and after a while kill the rest of its session."""
     process.send_signal(signal.SIGINT)
     with suppress(subprocess.TimeoutExpired):
         process.wait(ENDING_SECONDS)
@@ -108,12 +108,10 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
 
 @click.command(help=__doc__)
 @click.option("--device", default="cuda", show_default=True)
-@click.option(
-    "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for what is found."
-)
-@click.option("--seconds", default=540.0, show_default=True, help="For all steps together.")
+@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for the results.")
+@click.option("--seconds", default=540.0, show_default=True, help="Time limit of all steps together.")
 @click.option("--only", multiple=True, metavar="NAME", help="Run this step alone (may be given several times).")
-@click.option("--quick", is_flag=True, help="See that it runs: a tiny model, and few steps.")
+@click.option("--quick", is_flag=True, help="Only check that it runs, with a tiny model and few steps.")
 @json_option
 def main(device: str, out: Path, seconds: float, only: tuple[str, ...], quick: bool, json_file: Path | None) -> None:
     out.mkdir(parents=True, exist_ok=True)

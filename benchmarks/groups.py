@@ -1,4 +1,4 @@
-"""The peers of each contender of benchmarks/averaging.py, as processes that average side by side, in turns."""
+"""The peers of each contender of benchmarks/averaging.py: processes that run side by side and average in turns."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ OUR_PEER, OTHER_PEER = "benchmarks.vector_peer", "benchmarks.averagers"
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to average. `kind` is what benchmarks/averagers.py calls it; ours is none of those.
+    """A way to average. `kind` is its name in benchmarks/averagers.py, empty for our own way.
 
-    `value_bytes` is None for those that move our payload's bytes.
+    `value_bytes` is None for contenders that move as many bytes as our payload.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Contender:
     value_bytes: int | None = None
 
     def payload(self, values: int) -> int:
-        """Return the bytes that stand for so many values."""
+        """Return the bytes of a payload with this many values."""
         return INT8.payload_size(values) if self.value_bytes is None else values * self.value_bytes
 
 
@@ -52,9 +52,9 @@ CONTENDERS = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where a peer runs: behind which command, and with which IPv4 address on which network interface.
+    """The place of a peer: a command that runs it there, its IPv4 address, and its network interface.
 
-    `arguments` are for our peers alone.
+    `arguments` are for our own peers only.
     """
 
     prefix: tuple[str, ...] = ()
@@ -64,102 +64,104 @@ class Place:
 
     @property
     def ours(self) -> list[str]:
-        """Return what benchmarks/vector_peer.py is told about the place."""
+        """The arguments for benchmarks/vector_peer.py at this place."""
         return ["--listen", f"/ip4/{self.address}/tcp/0", *self.arguments]
 
     @property
     def others(self) -> list[str]:
-        """Return what benchmarks/averagers.py is told about the place."""
+        """The arguments for benchmarks/averagers.py at this place."""
         return ["--address", self.address, "--interface", self.interface]
 
 
 @dataclass
 class Group:
-    """All peers of one contender, and the times of their rounds."""
+    """All peers of one contender, and the measurements of their rounds."""
 
     contender: Contender
     peers: Sequence[PeerProcess]
     began: list[float] = field(default_factory=list)
-    """When each round's peers were told to go, by the clock that all processes share."""
+    """The start of each round, by the clock that all processes share."""
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
-    """Processor time of all peers, and of all processes that they have started, in each round."""
+    """Processor time in each round, of all peers and of all processes that they have started."""
     rounds: list[list[Event]] = field(default_factory=list)
-    """Of each round what every peer says about it."""
+    """The reports of all peers on each round."""
     incomplete: int = 0
-    """Rounds after which a peer held something else than the average, without an error. They are done again."""
+    """Number of rounds that ended without an error, but left a peer without the average. They are repeated."""
 
     async def average(self, counts: bool) -> None:
-        """One round, or as many as it takes. The first only warms up, and does not count. Raises: PeerProcessError."""
+        """Average once, and repeat incomplete rounds. Unless it `counts`, the round only warms up. Raises:
+        PeerProcessError."""
         for _ in range(ATTEMPTS):
-            began, cpu, said = await self._try_average()
-            if all(event.get("complete", True) for event in said):
+            began, cpu, reports = await self._try_average()
+            if all(report.get("complete", True) for report in reports):
                 break
             self.incomplete += 1
         else:
             raise PeerProcessError(f"{self.contender.name}: {ATTEMPTS} rounds in a row did not make the average")
         if counts:
             self.began.append(began)
-            self.seconds.append(max(float(event.get("stepped") or event["time"]) for event in said) - began)
+            self.seconds.append(max(float(report.get("stepped") or report["time"]) for report in reports) - began)
             self.cpu_seconds.append(cpu)
-            self.rounds.append(said)
+            self.rounds.append(reports)
 
     async def _try_average(self) -> tuple[float, float, list[Event]]:
-        """Return when it began, the processor time that it took, and what the peers say."""
+        """Run one round. Return its start, its processor time, and the reports of the peers."""
         for peer in self.peers:
             peer.tell(f"prepare {self.contender.kind}".strip())
         ready = await self._all("ready", ROUND_SECONDS)
         began = time.monotonic()
         for peer in self.peers:
             peer.tell("go")
-        said = await self._all("averaged", ROUND_SECONDS)
-        if len({event.get("state") for event in said}) > 1 or {event["peers"] for event in said} != {len(self.peers)}:
-            raise PeerProcessError(f"{self.contender.name}: not all peers averaged together: {said}")
-        cpu = sum(after["cpu"] - before["cpu"] for before, after in zip(ready, said, strict=True))
-        return began, cpu, said
+        reports = await self._all("averaged", ROUND_SECONDS)
+        states, counts = {report.get("state") for report in reports}, {report["peers"] for report in reports}
+        if len(states) > 1 or counts != {len(self.peers)}:
+            raise PeerProcessError(f"{self.contender.name}: not all peers averaged together: {reports}")
+        cpu = sum(after["cpu"] - before["cpu"] for before, after in zip(ready, reports, strict=True))
+        return began, cpu, reports
 
     async def _all(self, kind: str, seconds: float) -> list[Event]:
         return await asyncio.gather(*(peer.event(kind, seconds) for peer in self.peers))
 
     @property
     def exchange_seconds(self) -> float:
-        """From the first that begins until the last knows that all hold the payload."""
+        """The median seconds from the first peer's beginning until the last peer knows that all hold the payload."""
         spans = [
-            float(max(event["agreed"] for event in said) - min(event["began"] for event in said))
-            for said in self.rounds
+            float(max(report["agreed"] for report in reports) - min(report["began"] for report in reports))
+            for reports in self.rounds
         ]
         return statistics.median(spans)
 
     def cpu_per_gigabyte(self, values: int) -> float:
-        """Return the processor seconds for each GB that the peers of a round send, all together."""
+        """Return the processor seconds for each GB that all peers of a round send together."""
         peers = len(self.peers)
         sent = peers * sent_bytes(self.contender.payload(values), peers)
         return statistics.median(self.cpu_seconds) / sent * 1e9
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Bytes of the peer that took most, and what it had before it made any vector."""
+        """The peak bytes of the largest peer, and its bytes before it made any vector."""
         return max((event["memory_peak"], event["memory_before"]) for event in self.rounds[-1])
 
 
 def times_ours(groups: dict[str, Group], theirs: str) -> float:
-    """Return how many times our seconds another contender takes: the median over the rounds."""
+    """Return another contender's time as a multiple of ours: the median over the rounds."""
     return speed_ratio({name: group.seconds for name, group in groups.items()}, OURS, theirs)
 
 
 def sent_bytes(payload: int, peers: int) -> float:
-    """What each peer sends, and receives, in any all-reduce that is spread evenly."""
+    """Return the bytes that each peer sends, and receives, in any evenly spread all-reduce."""
     return 2 * (peers - 1) / peers * payload
 
 
 async def measure(names: Sequence[str], values: int, places: Sequence[Place], repetitions: int) -> dict[str, Group]:
-    """All contenders' rounds, interleaved."""
+    """Return the rounds of all contenders, which take turns."""
     contenders = [contender for contender in CONTENDERS if contender.name in names]
     others = [contender.kind for contender in contenders if contender.kind]
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="averaging-")))
         sizes = ["--values", values, "--peers", len(places)]
-        ours = [OUR_PEER, *sizes, "--contribution-format", "int8"]  # all contenders move as many bytes on each link
+        ours = [OUR_PEER, *sizes, "--contribution-format", "int8"]  # so that all move as many bytes
         peers = await start_peers(stack, [[*ours, *place.ours] for place in places], places, logs)
         groups = {OURS: Group(contenders[0], peers)}
         if others:
@@ -175,7 +177,7 @@ async def measure(names: Sequence[str], values: int, places: Sequence[Place], re
 async def start_peers(
     stack: AsyncExitStack, commands: Sequence[Sequence[object]], places: Sequence[Place], logs: Path
 ) -> list[PeerProcess]:
-    """A peer in each place; the first tells the others where to find it. They end with the stack, all at once."""
+    """Start a peer in each place. The first one's address is passed to the others. All end together with the stack."""
     peers: list[PeerProcess] = []
 
     async def end() -> None:

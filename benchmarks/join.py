@@ -1,19 +1,21 @@
-"""How long a joiner needs for a run's state, and what that costs who gives it: `python -m benchmarks.join`.
+"""The time of a joiner to get a run's state, and its cost for the donors: `python -m benchmarks.join`.
 
-Donors and joiners are processes of their own, with a vector in a model's place. Once the donors have averaged some
-rounds, three joiners fetch the state, one after another:
+Donors and joiners are separate processes with a vector in place of a model. After the donors have averaged some rounds,
+three joiners fetch the state, one after another:
 
-- while the donors train. The bound is the snapshot's bytes through the joiner's link, or all the donors' if less.
-- while the donors average, with a pause after each round. A snapshot gives way to rounds, so the time in which there
-  was one is added to the bound. The rounds are compared with those before, of the same donors.
-- while the donors train, and one is killed (SIGKILL) when half is there. From then on the bound is what the links of
-  those who are left carry.
+- While the donors train. The bound is the time of the snapshot's bytes through the joiner's link, or through all the
+  donors' links if these carry less.
+- While the donors average, with a pause after each round. A snapshot gives way to rounds, so the time of rounds is
+  added to the bound. The rounds are compared with earlier ones of the same donors.
+- While the donors train, and one of them is killed (SIGKILL) when half of the state has arrived. From then on the
+  bound follows from the links of the remaining donors.
 
-A time is from when the joiner first asks for a snapshot until it has put all of it, checked, in its own state's place.
+A time is measured from the joiner's first request for a snapshot until it has checked all of it and copied it into its
+own state.
 
-With --namespaces all run in network namespaces, the joiner in the last, whose links have the rates of --upload and
---download already; what iperf3 gets from all donors at once to the joiner is a line of the table. Without, they share
-the loopback interface and keep to these rates by themselves.
+With --namespaces all processes run in network namespaces, the joiner in the last one. The links must already have the
+rates of --upload and --download. One line of the table is the rate that iperf3 gets from all donors at once to the
+joiner. Without --namespaces the processes share the loopback interface and limit themselves to these rates.
 """
 
 from __future__ import annotations
@@ -38,14 +40,14 @@ from benchmarks.reporting import Bar, json_option, report
 from peers.network.daemon import sweep_sockets
 
 DONORS = 3
-STATE_BYTES = 8  # a value: theta and momentum
+STATE_BYTES = 8  # for each value: theta and momentum
 FETCH_SECONDS = 900.0
 SETTLE_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes a second: of each donor's link up, and of the joiner's down."""
+    """The bytes a second of each donor's uplink and of the joiner's downlink."""
 
     upload: float
     download: float
@@ -56,7 +58,7 @@ class Links:
 
 @dataclass
 class Fetch:
-    """One joiner's way to the state, by the clock that all processes share."""
+    """One joiner's download of the state, by the clock that all processes share."""
 
     began: float
     ended: float = 0.0
@@ -69,23 +71,23 @@ class Fetch:
         return self.ended - self.began
 
     def bound(self, size: int, links: Links, busy: float = 0.0) -> float:
-        """Seconds that the links need at least for `size` bytes, if rounds have them for `busy` seconds."""
+        """Return the least seconds that the links need for `size` bytes if rounds use them for `busy` seconds."""
         before = min(size, size if self.fetched_before_kill is None else self.fetched_before_kill)
         return before / links.rate(DONORS) + (size - before) / links.rate(DONORS - 1) + busy
 
     def overlap(self, began: float, ended: float) -> float:
-        """For how many seconds of it something else went on."""
+        """Return the seconds that the download has in common with another span of time."""
         return max(0.0, min(ended, self.ended) - max(began, self.began))
 
 
 @dataclass
 class Swarm:
-    """The donors, and who joins them."""
+    """The donors, and the facts that their joiners need."""
 
     donors: Group
     contact: str
     place: Place
-    """The joiners'."""
+    """The place of the joiners."""
     arguments: Sequence[object]
     size: int
     """Bytes of the state."""
@@ -100,13 +102,14 @@ class Swarm:
             await asyncio.sleep(self.pause)
 
     async def fetch(self, kills: PeerProcess | None = None) -> Fetch:
-        """Let somebody join while the donors train; with `kills`, without this donor from half of the state on."""
+        """Let a joiner fetch the state while the donors train. The donor `kills` is killed when half of the state has
+        arrived."""
         async with self._joining() as (joiner, fetch):
             await self._follow(joiner, fetch, kills)
         return fetch
 
     async def fetch_during_rounds(self) -> Fetch:
-        """Let somebody join while the donors average."""
+        """Let a joiner fetch the state while the donors average."""
         async with self._joining() as (joiner, fetch):
             following = asyncio.create_task(self._follow(joiner, fetch))
             try:
@@ -120,7 +123,7 @@ class Swarm:
 
     @asynccontextmanager
     async def _joining(self) -> AsyncIterator[tuple[PeerProcess, Fetch]]:
-        """A joiner that has just begun to fetch."""
+        """Yield a joiner that has just begun to fetch."""
         command = [*self.arguments, *self.place.ours, "--fetches", "--contact", self.contact]
         joiner = await PeerProcess.start(command, self.logs / "joiner.log", self.place.prefix)
         try:
@@ -129,7 +132,7 @@ class Swarm:
             await joiner.end()
 
     async def _follow(self, joiner: PeerProcess, fetch: Fetch, kills: PeerProcess | None = None) -> None:
-        """Listen to a joiner until it has the state. Raises: PeerProcessError, TimeoutError."""
+        """Record a joiner's events until it has the state. Raises: PeerProcessError, TimeoutError."""
         async with asyncio.timeout(FETCH_SECONDS):
             while event := await joiner.next_event():
                 if event["event"] == "restored":
@@ -144,14 +147,14 @@ class Swarm:
         raise PeerProcessError(f"the joiner ended before it had the state: {joiner.last_words()}")
 
     async def tidy_up(self) -> None:
-        """What a killed donor leaves behind: a daemon, which ends by itself, and its socket, which does not."""
+        """Clean up after a killed donor: wait for its daemon, which ends by itself, and remove its socket."""
         await gone(self.orphans, SETTLE_SECONDS)
         sweep_sockets()
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The three fetches, and seconds of the donors' rounds before the first and during the second."""
+    """The three fetches, and the seconds of the donors' rounds before the first one and during the second one."""
 
     alone: Fetch
     during: Fetch
@@ -159,14 +162,14 @@ class Measured:
     rounds_before: Sequence[float]
     rounds_during: Sequence[float]
     busy: float
-    """Seconds of the second fetch in which there was a round."""
+    """Seconds of the second fetch that were in a round."""
 
 
 async def measure(values: int, places: Sequence[Place], rounds: int, pause: float) -> Measured:
-    """The last place is the joiners'."""
+    """Measure the three fetches. The last place is the joiners'."""
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="join-")))
-        # Joiners are further behind than this after the first rounds, or they would replay those instead.
+        # After the first rounds joiners are further behind than this; otherwise they would replay entries instead.
         arguments = [OUR_PEER, "--values", values, "--peers", DONORS, "--snapshot-every", rounds]
         donors = await start_peers(stack, [[*arguments, *place.ours] for place in places[:-1]], places[:-1], logs)
         contact = (await donors[1].event("listening", START_SECONDS))["address"]
@@ -178,7 +181,8 @@ async def measure(values: int, places: Sequence[Place], rounds: int, pause: floa
         alone = await swarm.fetch()
         during = await swarm.fetch_during_rounds()
         spans = [
-            (min(event["began"] for event in said), max(event["agreed"] for event in said)) for said in group.rounds
+            (min(report["began"] for report in reports), max(report["agreed"] for report in reports))
+            for reports in group.rounds
         ]
         busy = sum(during.overlap(*span) for span in spans)
         killed = await swarm.fetch(kills=donors[-1])
@@ -186,7 +190,7 @@ async def measure(values: int, places: Sequence[Place], rounds: int, pause: floa
 
 
 def rows_of(measured: Measured, size: int, links: Links) -> list[dict[str, Any]]:
-    """The table's lines."""
+    """Return the lines of the table."""
 
     def row(joiner: str, fetch: Fetch, busy: float = 0.0, rounds: Sequence[float] = ()) -> dict[str, Any]:
         return {
@@ -227,7 +231,7 @@ def bars_of(measured: Measured, size: int, links: Links) -> list[Bar]:
 
 
 def places_in(namespaces: str | None, upload: float, download: float) -> list[Place]:
-    """The donors', then the joiners'."""
+    """Return the donors' places, and the joiners' as the last one."""
     if namespaces is None:
         return [
             *[Place(arguments=("--upload-limit", str(upload)))] * DONORS,
@@ -235,12 +239,13 @@ def places_in(namespaces: str | None, upload: float, download: float) -> list[Pl
         ]
     places = list(map(place_in, namespaces.split(",")))
     if len(places) != DONORS + 1:
-        raise click.UsageError(f"--namespaces are {DONORS} donors' and one joiner's, not {len(places)} in all")
+        raise click.UsageError(f"--namespaces needs {DONORS} donors' and one joiner's, not {len(places)} in all")
     return places
 
 
 def carried_by(namespaces: str | None, streams: int) -> float | None:
-    """Return the bytes a second that links between namespaces carry from the donors to the joiner; None: not known."""
+    """Return the bytes a second that links between namespaces carry from the donors to the joiner, or None if
+    unknown."""
     if namespaces is None or not has_iperf3():
         return None
     *donors, joiner = namespaces.split(",")
@@ -249,9 +254,9 @@ def carried_by(namespaces: str | None, streams: int) -> float | None:
 
 @click.command(help=__doc__)
 @click.option("--values", default=100_000_000, show_default=True, help="fp32 values; the state has 8 bytes for each.")
-@click.option("--upload", default=100.0, show_default=True, help="Mbit/s of each donor's link up.")
-@click.option("--download", default=300.0, show_default=True, help="Mbit/s of the joiner's link down.")
-@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Rounds before anybody joins.")
+@click.option("--upload", default=100.0, show_default=True, help="Mbit/s of each donor's uplink.")
+@click.option("--download", default=300.0, show_default=True, help="Mbit/s of the joiner's downlink.")
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Rounds before any joiner.")
 @click.option("--pause", default=10.0, show_default=True, help="Seconds after each round.")
 @click.option("--namespaces", help="Four network namespaces, the joiner's last, with links of these rates. Needs root.")
 @click.option("--iperf-streams", default=IPERF_STREAMS, show_default=True, help="Connections from each donor.")

@@ -1,4 +1,4 @@
-"""Builds limits.c for this processor, and gives its functions."""
+"""The functions of limits.c, compiled for this processor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ void limit_add(uintptr_t values, uintptr_t sum, int64_t count, int32_t threads);
 
 
 def build_limits() -> Any:
-    """The compiled functions. Needs a C compiler."""
+    """Return the compiled functions. This needs a C compiler."""
     builder = FFI()
     builder.cdef(DECLARATIONS)
     source = Path(__file__).with_name("limits.c").read_text(encoding="utf-8")

@@ -1,23 +1,23 @@
-"""How much main memory a peer takes, by role and phase: `python -m benchmarks.memory`.
+"""The main memory of a peer, by role and phase: `python -m benchmarks.memory`.
 
-Three volunteers with a vector in a model's place average it, and keep log and snapshots in a folder, as `join` does.
-Such a peer process is that of a volunteer whose worker has its weights on a GPU. Its phases:
+Three volunteers with a vector in place of a model average it, and keep log and snapshots in a folder, as `join` does.
+Such a peer process is like that of a volunteer whose worker has its weights on a GPU. Its phases are:
 
 - training, and rounds up to the outer step
 - a round after which the state is frozen
 - rounds while a joiner fetches a snapshot, and the state is frozen again
 - being late: it trains while the others average without it, and takes the outer step beside its training
 
-Then come a joiner until it has the state, and a follower of the log. Last, a volunteer with workers on the CPU trains a
-model alone in its run; its workers' memory counts, too.
+A joiner is measured until it has the state, and then a follower of the log. Last, a volunteer with workers on the CPU
+trains a model alone in its run; the memory of its workers counts, too.
 
-Memory is what processes take beside files on a disk: pages that were written to, and all of what was reserved in memory
-files, which processes share. What a process had before it made any vector does not count. Each figure is the most that
-any peer of that role took in that phase, seen every few milliseconds.
+Memory here excludes files on a disk: it is the pages that were written to, and all reserved bytes of memory files,
+which processes share. The memory of a process before it made any vector is subtracted. Each figure is the peak of any
+peer of that role in that phase, sampled every few milliseconds.
 
-The bars: in no phase does a volunteer's peer process take more than 20 bytes a parameter, beside the 192 MiB that it
-may take whatever the model (at 100 M parameters, 2 bytes each); and no figure exceeds the formula
-(opendiloco/host_memory.py, docs/training.md), or stays below it, by more than a tenth.
+There are two bars. In no phase may a volunteer's peer process take more than 20 bytes a parameter, beside 192 MiB for
+any model (2 bytes a parameter at 100 M parameters). No figure may differ from the formula (opendiloco/host_memory.py,
+docs/training.md) by more than a tenth.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SNAPSHOT_EVERY = 3
 TURNS = 3
 LOOK_SECONDS = 0.02
 PAUSE = 2.0
-"""Seconds between two rounds, for a joiner to fetch something: snapshots give way to rounds."""
+"""Seconds between two rounds in which a joiner can fetch, because snapshots give way to rounds."""
 FETCH_MBIT = 800.0
 AT_MOST = 20.0
 OFF_AT_MOST = 0.1
@@ -60,26 +60,26 @@ FETCHING, FOLLOWING = "fetching", "following"
 
 @dataclass
 class Watched:
-    """A process, alone or with its workers."""
+    """A process that is measured, alone or with its workers."""
 
     role: str
     process: PeerProcess
     before: int
-    """Bytes that it took before it made any vector."""
+    """Bytes of the process before it made any vector."""
     peer: str = ""
     address: str = ""
     before_worker: int | None = None
-    """The same of each of its workers, if they count."""
+    """Bytes of each of its workers before it made any vector, or None if workers do not count."""
 
     @classmethod
     async def listening(cls, role: str, process: PeerProcess) -> Watched:
-        """One of our peers with a vector, once it listens. Raises: PeerProcessError."""
-        said = await process.event("listening", START_SECONDS)
-        return cls(role, process, said["memory"], said["peer"], said["address"])
+        """Return one of our peers with a vector once it listens. Raises: PeerProcessError."""
+        report = await process.event("listening", START_SECONDS)
+        return cls(role, process, report["memory"], report["peer"], report["address"])
 
     @property
     def taken(self) -> int:
-        """Return the bytes that it takes now beyond those; 0 once it has ended."""
+        """The bytes that the process takes now beyond those; 0 once it has ended."""
         workers = [] if self.before_worker is None else workers_of(self.process)
         before = self.before + len(workers) * (self.before_worker or 0)
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -89,7 +89,7 @@ class Watched:
 
 @dataclass
 class Watch:
-    """The most bytes that a peer of each role took in each phase."""
+    """The peak bytes of any peer of each role in each phase."""
 
     most: dict[tuple[str, str], int] = field(default_factory=dict)
 
@@ -111,25 +111,25 @@ class Watch:
 
 @dataclass
 class Swarm:
-    """The volunteers with a vector, and the folder in which everything lies."""
+    """The volunteers with a vector, and the folder with all files."""
 
     volunteers: Sequence[Watched]
     watch: Watch
     arguments: Sequence[object]
     folder: Path
     entries: int = 0
-    """Those that all have applied."""
-    said: list[Event] = field(default_factory=list)
-    """What the volunteers said of the last one."""
+    """Number of entries that all volunteers have applied."""
+    reports: list[Event] = field(default_factory=list)
+    """The volunteers' reports on the last entry."""
 
     async def round(self) -> None:
-        """Train, and average. Raises: PeerProcessError."""
+        """Train and average. Raises: PeerProcessError."""
         await self._train(TRAINING)
         freezes = (self.entries + 1) % SNAPSHOT_EVERY == 0
         await self._average(FREEZING if freezes else ROUND)
 
     async def serve_a_joiner(self) -> None:
-        """Average while somebody fetches the state."""
+        """Average while a joiner fetches the state."""
         command = [*self.arguments, "--fetches", "--folder", self.folder / JOINER, "--download-limit", FETCH_MBIT]
         async with newcomer(JOINER, command, self.folder) as joiner, self.watch.phase(FETCHING, joiner):
             await joiner.process.event("fetched", START_SECONDS)
@@ -141,7 +141,7 @@ class Swarm:
             await restored
 
     async def be_followed(self) -> None:
-        """Average while somebody follows the log."""
+        """Average while a follower follows the log."""
         async with newcomer(FOLLOWER, [*self.arguments, "--follows"], self.folder) as follower:
             async with self.watch.phase(FETCHING, follower):
                 await follower.process.event("restored", START_SECONDS)
@@ -150,8 +150,8 @@ class Swarm:
                 await follower.process.event("followed", START_SECONDS)
 
     async def leave_one_behind(self) -> None:
-        """Average without a volunteer that is not the leader, and still trains."""
-        last = self.said[0]["roster"][-1]
+        """Average without one volunteer, which is not the leader and still trains."""
+        last = self.reports[0]["roster"][-1]
         late = next(each for each in self.volunteers if each.peer == last)
         await self._train(TRAINING)
         async with self.watch.phase(LATE, late):
@@ -168,7 +168,7 @@ class Swarm:
         async with self.watch.phase(phase, *others):
             for each in others:
                 each.process.tell("go")
-            self.said = await self._all("averaged")
+            self.reports = await self._all("averaged")
             self.entries += 1
             if self.entries % SNAPSHOT_EVERY == 0 and late is None:
                 await self._all("frozen")
@@ -179,7 +179,7 @@ class Swarm:
 
 @asynccontextmanager
 async def newcomer(role: str, command: Sequence[object], folder: Path) -> AsyncIterator[Watched]:
-    """A peer with a vector, which ends with the context."""
+    """Yield a new peer with a vector. It ends with the context."""
     process = await PeerProcess.start(command, folder / f"{role}.log")
     try:
         yield await Watched.listening(role, process)
@@ -188,7 +188,7 @@ async def newcomer(role: str, command: Sequence[object], folder: Path) -> AsyncI
 
 
 async def measure_swarm(values: int, watch: Watch) -> None:
-    """All that a vector takes a model's place in. Raises: PeerProcessError."""
+    """Measure all roles whose peers have a vector in place of a model. Raises: PeerProcessError."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memory-")))
         arguments: list[object] = [OUR_PEER, "--values", values, "--peers", PEERS, "--snapshot-every", SNAPSHOT_EVERY]
@@ -199,7 +199,7 @@ async def measure_swarm(values: int, watch: Watch) -> None:
             if rank == 0:
                 arguments += ["--contact", volunteers[0].address]
         swarm = Swarm(volunteers, watch, arguments, folder)
-        for _ in range(SNAPSHOT_EVERY + 2):  # further than a joiner would replay
+        for _ in range(SNAPSHOT_EVERY + 2):  # more entries than a joiner would replay
             await swarm.round()
         await swarm.serve_a_joiner()
         await swarm.be_followed()
@@ -207,7 +207,7 @@ async def measure_swarm(values: int, watch: Watch) -> None:
 
 
 async def measure_cpu_volunteer(config: RunConfig, workers: int, watch: Watch) -> None:
-    """A volunteer alone in its run. Raises: PeerProcessError."""
+    """Measure a volunteer alone in its run. Raises: PeerProcessError."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memory-")))
         manifest = folder / "manifest.json"
@@ -226,7 +226,7 @@ async def measure_cpu_volunteer(config: RunConfig, workers: int, watch: Watch) -
 
 
 def cpu_config(run_file: Path, hidden: int, layers: int, workers: int) -> RunConfig:
-    """The run with so large a model, and so few tokens at once that activations are small."""
+    """Return the run with a model of this size, and so few tokens at once that activations are small."""
     config = prepared(RunConfig.from_toml(run_file), 1, TURNS)
     shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
     model = config.model.model_copy(update={"config": {**(config.model.config or {}), **shape}})
@@ -235,7 +235,7 @@ def cpu_config(run_file: Path, hidden: int, layers: int, workers: int) -> RunCon
 
 
 def formulas(host: HostMemory) -> dict[tuple[str, str], int]:
-    """What each role should take in each phase, in bytes."""
+    """Return the bytes that each role should take in each phase."""
     return {
         (VOLUNTEER, TRAINING): host.training,
         (VOLUNTEER, ROUND): host.training,
@@ -249,7 +249,8 @@ def formulas(host: HostMemory) -> dict[tuple[str, str], int]:
 
 
 def cpu_formula(config: RunConfig, workers: int) -> tuple[int, int]:
-    """Return its model's parameters, and the bytes that a volunteer with so many workers on the CPU should take."""
+    """Return the parameters of the run's model, and the bytes that a volunteer with this many workers on the CPU should
+    take."""
     skeleton = build_skeleton(config, build_tokenizer(config.tokenizer))
     memory = worker_memory(skeleton, config.training, "cpu", workers)
     return memory.trained, HostMemory(memory.trained, INT8).training + memory.training
@@ -286,9 +287,9 @@ def bars_of(rows: Sequence[dict[str, Any]]) -> list[Bar]:
 @click.command(help=__doc__)
 @click.option("--values", default=100_000_000, show_default=True, help="Values of the vector.")
 @click.option("--hidden", default=768, show_default=True, help="Width of the model that is trained on the CPU.")
-@click.option("--layers", default=8, show_default=True, help="Its layers.")
-@click.option("--cpu-workers", default=1, show_default=True, type=click.IntRange(min=1), help="That share it.")
-@run_option("examples/llama-2m.toml", "The run that it is trained in, a run.toml.")
+@click.option("--layers", default=8, show_default=True, help="Layers of that model.")
+@click.option("--cpu-workers", default=1, show_default=True, type=click.IntRange(min=1), help="Its workers.")
+@run_option("examples/llama-2m.toml", "The run in which that model is trained, a run.toml.")
 @json_option
 def main(values: int, hidden: int, layers: int, cpu_workers: int, run_file: Path, json_file: Path | None) -> None:
     watch, host = Watch(), HostMemory(values, INT8)

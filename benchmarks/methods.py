@@ -1,4 +1,4 @@
-"""Ways to train one model on the same tokens, in one process: DiLoCo in several forms, and what it is compared with."""
+"""Methods to train one model on the same tokens in one process: DiLoCo in several forms, and its baselines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from opendiloco.training.reference import Codec, Reference, Work
 from peers.values.leases import SamplePool
 
 Point = tuple[float, float]
-"""Tokens that all replicas have trained, and the loss on held-out text."""
+"""The tokens that all replicas have trained, and the loss on held-out text."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Setting:
     layers: int = 5
     heads: int = 4
     windows_per_step: int = 16
-    """Windows that all replicas together train while each makes an inner step."""
+    """Windows that all replicas together train in one inner step each."""
     sequence_length: int = 128
     steps: int = 2500
     """Inner steps of each replica."""
@@ -41,12 +41,12 @@ class Setting:
     evaluations: int = 5
     device: str = "cpu"
     series: int = 1
-    """Raised when a change of ours makes trainings compute anything else, so that old results are not compared with new
-    ones."""
+    """Number to raise when a change of this project alters the results of trainings, so that old and new results are
+    not compared."""
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens all replicas train in all."""
+        """The number of tokens that all replicas train together."""
         return self.steps * self.windows_per_step * self.sequence_length
 
     def config(self, seed: int, steps: int, inner_steps: int, batch_size: int, changes: Mapping[str, Any]) -> RunConfig:
@@ -88,42 +88,44 @@ class Setting:
 class Method:
     """One way to train.
 
-    "replicas": DiLoCo, where replicas divide each step's windows among them. The others are one worker: "batches",
-    data-parallel, has all windows in each of its steps; "alone" has those of one replica only.
+    "replicas" is DiLoCo, whose replicas divide each step's windows among them. The others have one worker: "batches",
+    data parallel, trains all windows in each of its steps; "alone" trains those of one replica only.
     """
 
     name: str
     kind: Literal["replicas", "batches", "alone"] = "replicas"
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Tables of run.toml that are other than the setting's."""
+    """Tables of run.toml that differ from the setting's."""
     replicas: int = 2
     inner_steps: int = 100
     idea: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of `Reference`: an outer optimizer, a codec or a pattern in place of the run's. Worker processes import
-    them, so they are functions of a module, or `partial` of such."""
+    """Arguments of `Reference`: an outer optimizer, a codec or a pattern in place of the run's. Other processes import
+    them, so they must be functions of a module, or `partial` objects of such functions."""
     encodes_average: bool = True
     slow: int = 0
-    """How many replicas are half as fast as the others: in each outer step they make half of the inner steps."""
+    """Number of replicas with half the speed of the others: they make half of the inner steps in each outer step."""
     late: int = 0
-    """Instead, how many make all of them, so that what they learned counts an outer step later, with its age."""
+    """Number of replicas with half the speed that make all inner steps. Their work counts an outer step later, with its
+    age."""
     thin: int = 0
-    """How many replicas contribute in another format than the run's own."""
+    """Number of replicas that contribute in another format than the run's own."""
     format: int = 0
     """The number of that format in `codec.contributions`."""
 
     def outer_steps(self, setting: Setting) -> int:
-        """Return how many outer steps train all of the setting's tokens."""
+        """Return the number of outer steps that train all of the setting's tokens."""
         share = (self.replicas - (self.slow + self.late) / 2) / self.replicas
         return round(setting.steps / self.inner_steps / share)
 
 
 def key_of(method: Method, setting: Setting) -> str:
-    """Return all that a training's result depends on but its seed, as a string."""
+    """Return a string of everything on which a training's result depends, except for its seed."""
     return json.dumps([asdict(setting), asdict(method)], sort_keys=True, default=_name_of)
 
 
 def _name_of(idea: Any) -> str:
-    """Return the name of a function or class, and of a `partial` also its arguments: the same in every process."""
+    """Return the name of a function or class, and for a `partial` also its arguments. It is the same in every
+    process."""
     if isinstance(idea, partial):
         return f"{_name_of(idea.func)}{idea.args}{idea.keywords}"
     return f"{idea.__module__}.{idea.__qualname__}"
@@ -131,8 +133,8 @@ def _name_of(idea: Any) -> str:
 
 @dataclass(frozen=True)
 class Curve:
-    """The result of one training. `peak_bytes` is the most that a replica sends at one inner step, `sent_bytes` what it
-    sends in all."""
+    """The result of one training. `peak_bytes` is the most that a replica sends at one inner step, `sent_bytes` all
+    that it sends."""
 
     points: tuple[Point, ...]
     peak_bytes: int
@@ -140,28 +142,28 @@ class Curve:
 
     @property
     def loss(self) -> float:
-        """Return the last one, in nats per token."""
+        """The last loss, in nats per token."""
         return self.points[-1][1]
 
 
 def unchanged(values: Vector) -> Vector:
-    """Return values as they are."""
+    """Return the values as they are."""
     return values
 
 
 EXACT = Codec(encode=unchanged, decode=unchanged)
-"""Pseudo-gradients are averaged in fp32."""
+"""A codec that keeps fp32, so that pseudo-gradients are averaged exactly."""
 
 
 class ExactAverageReference(Reference):
-    """DiLoCo where contributions are encoded and their average is not, as in Streaming DiLoCo's paper."""
+    """DiLoCo that encodes the contributions but not their average, as in the paper on Streaming DiLoCo."""
 
     def _codec_with(self, rounding: Rounding, format: int = 0) -> Codec:
         return super()._codec_with(rounding, format)._replace(encodes_average=False)
 
 
 def train(method: Method, setting: Setting, seed: int) -> Curve:
-    """Train by one method, from the seed's initial weights on, on the seed's samples."""
+    """Train by one method with the seed's initial weights and samples."""
     is_diloco = method.kind == "replicas"
     batch_size = setting.windows_per_step // (1 if method.kind == "batches" else method.replicas)
     outer_steps = method.outer_steps(setting)
@@ -179,13 +181,13 @@ def train(method: Method, setting: Setting, seed: int) -> Curve:
         sent = 4 * reference.layout.parameter_count if method.kind == "batches" else 0
         return Curve(tuple(points), sent, steps * sent)
     values = [fragment.stop - fragment.start for fragment in reference.layout.fragments]
-    # A codec in Python counts as if it sent fp32.
+    # A codec in Python counts as fp32.
     sizes = [4 * each if "codec" in method.idea else FORMATS[config.codec.kind].payload_size(each) for each in values]
     return Curve(tuple(points), max(sizes), outer_steps * sum(sizes))
 
 
 def _cycles(reference: Reference, method: Method, outer_steps: int) -> Iterator[int]:
-    """Take all outer steps of all replicas; yield how many have been taken."""
+    """Take all outer steps of all replicas. Yield the number taken so far."""
     batch_size, fragments = reference.config.training.batch_size, len(reference.layout.fragments)
     for cycle, roster in enumerate(_rosters(method, outer_steps, batch_size, fragments), 1):
         reference.outer_step(roster)
@@ -193,10 +195,13 @@ def _cycles(reference: Reference, method: Method, outer_steps: int) -> Iterator[
 
 
 def _rosters(method: Method, outer_steps: int, batch_size: int, fragments: int) -> Iterator[list[Work]]:
-    """Yield the members of each outer step. The last replicas are slow, or late: of two late ones one is a member of
-    every other outer step, and one of those between; or their contributions are thin."""
+    """Yield the members of each outer step.
+
+    The last replicas are slow, late or thin. Two late replicas take turns: one is a member of every other outer step,
+    the second one of those in between.
+    """
     pool, even = SamplePool(), method.replicas - method.slow - method.late
-    under_way: dict[int, Work] = {}  # for the next outer step
+    under_way: dict[int, Work] = {}  # work for the next outer step
     for cycle in range(outer_steps):
         done, under_way = under_way, {}
         roster = list(done.values())
@@ -216,7 +221,7 @@ def _rosters(method: Method, outer_steps: int, batch_size: int, fragments: int) 
 
 
 def _straight(reference: Reference, cycles: int) -> Iterator[int]:
-    """Train one worker on and on; yield, after as many steps as an outer step has, how often so far."""
+    """Train one worker without outer steps. Yield the number of outer steps' worth of inner steps so far."""
     replica, training, pool = reference.build_replica(), reference.config.training, SamplePool()
     for index in range(cycles):
         (lease,), pool = pool.deal([training.inner_steps * training.batch_size])

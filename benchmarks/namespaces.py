@@ -1,7 +1,7 @@
-"""Network namespaces that peers of a benchmark run in, and what iperf3 gets through the links between them.
+"""Network namespaces for the peers of a benchmark, and the rates that iperf3 gets through the links between them.
 
-A benchmark takes the namespaces as they are: each has one IPv4 address beside the loopback's, and links of any shape
-join them. docs/benchmarks.md shows one way to make some.
+A benchmark uses existing namespaces: each has one IPv4 address beside the loopback's, and links of any shape join them.
+docs/benchmarks.md shows one way to make some.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ IPERF_SECONDS, IPERF_WARM_UP = 5, 2
 IPERF_PORT = 5201
 IPERF_STREAMS = 8
 IDLE_BITS = "64K"
-"""A second, for a look at the round trip: they queue nowhere."""
+"""Bits a second while the round trip is measured, so few that they do not queue."""
 
 Pair = tuple[str, str]
-"""The namespace that sends, and the one that receives."""
+"""The sending namespace and the receiving one."""
 
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Bytes a second that each namespace's link carries: out, and in."""
+    """Bytes a second that each namespace's link carries in either direction."""
 
     up: tuple[float, ...]
     down: tuple[float, ...]
 
     @classmethod
     def of_flows(cls, namespaces: Sequence[str], flows: dict[Pair, float]) -> LinkRates:
-        """Return the sums of what each namespace sends, and receives."""
+        """Return the sums of the flows that each namespace sends and receives."""
         up = [sum(rate for (sender, _), rate in flows.items() if sender == one) for one in namespaces]
         down = [sum(rate for (_, receiver), rate in flows.items() if receiver == one) for one in namespaces]
         return cls(tuple(up), tuple(down))
 
     @property
     def both_ways(self) -> list[float]:
-        """Return what each link carries in the slower direction."""
+        """The rate of each link in its slower direction."""
         return list(map(min, self.up, self.down))
 
 
 def place_in(namespace: str) -> Place:
-    """Return where a peer runs in it. Raises: ClickException when it has no IPv4 address but the loopback's."""
+    """Return the place of a peer in a namespace. Raises: ClickException when it has no IPv4 address beside the
+    loopback's."""
     for interface in json.loads(_output("ip", "-n", namespace, "-json", "addr")):
         for address in interface["addr_info"]:
             if address["family"] == "inet" and address["scope"] != "host":
@@ -59,7 +60,7 @@ def place_in(namespace: str) -> Place:
 
 
 def has_iperf3() -> bool:
-    """Return whether links can be measured here; says so if they can't be."""
+    """Return whether links can be measured here. If not, print that."""
     if shutil.which("iperf3") is None:
         click.echo("iperf3 is not installed: what the links carry is not measured", err=True)
         return False
@@ -67,7 +68,8 @@ def has_iperf3() -> bool:
 
 
 def rates_alone(namespaces: Sequence[str], streams: int) -> LinkRates:
-    """Return what each link carries while all others send into it, or receive from it, and do nothing else."""
+    """Return the rate of each link, measured one link and one direction at a time. All other namespaces send to it, or
+    receive from it."""
     up = [sum(flows([pair for pair in _pairs(namespaces) if pair[0] == one], streams).values()) for one in namespaces]
     if len(namespaces) == 2:
         return LinkRates(tuple(up), tuple(reversed(up)))
@@ -76,18 +78,19 @@ def rates_alone(namespaces: Sequence[str], streams: int) -> LinkRates:
 
 
 def rates_at_once(namespaces: Sequence[str], streams: int) -> LinkRates:
-    """Return what the links carry while everybody sends to everybody, as in a round. What carries all these links may
-    have less to give than they have together."""
+    """Return the rates of the links while all peers send to all others, as in a round. A shared medium may carry less
+    than the links together."""
     return LinkRates.of_flows(namespaces, flows(_pairs(namespaces), streams))
 
 
 def converging(senders: Sequence[str], receiver: str, streams: int) -> float:
-    """Return the bytes a second that all these send to one at once."""
+    """Return the bytes a second that these namespaces send to one at the same time."""
     return sum(flows([(sender, receiver) for sender in senders], streams).values())
 
 
 def flows(pairs: Sequence[Pair], streams: int) -> dict[Pair, float]:
-    """Return the bytes a second of each pair, all at once, over so many TCP connections each, once up to speed."""
+    """Return the bytes a second of each pair, all at the same time, over this many TCP connections each, after a
+    warm-up."""
     ports = range(IPERF_PORT, IPERF_PORT + len(pairs))
     arguments = ["--parallel", streams, "--time", IPERF_SECONDS, "--omit", IPERF_WARM_UP]
     with ThreadPoolExecutor(len(pairs)) as pool:
@@ -96,7 +99,7 @@ def flows(pairs: Sequence[Pair], streams: int) -> dict[Pair, float]:
 
 
 def round_trip(pair: Pair) -> float:
-    """Return the seconds there and back, while nothing else is on the way."""
+    """Return the seconds of a round trip over an idle link."""
     end = _iperf(pair, IPERF_PORT, "--time", 1, "--bitrate", IDLE_BITS, "--length", 1000)
     return float(end["streams"][0]["sender"]["min_rtt"]) / 1e6
 
@@ -106,7 +109,7 @@ def _pairs(namespaces: Sequence[str]) -> list[Pair]:
 
 
 def _iperf(pair: Pair, port: int, *arguments: object) -> dict[str, Any]:
-    """Return the end of iperf3's report on one pair."""
+    """Return the final part of iperf3's report on one pair."""
     sender, receiver = pair
     at_port = ["--port", str(port)]
     server = subprocess.Popen(

@@ -1,24 +1,24 @@
-"""The simulator of Streaming DiLoCo (arXiv 2501.18512, section 3.1), written anew, beside the bandwidths that the paper
-gives of its own (Table 4): Gbit/s for a compute utilisation of 50 to 99 %.
+"""A new implementation of the simulator of Streaming DiLoCo (arXiv 2501.18512, section 3.1), and its bandwidths beside
+the paper's (Table 4): Gbit/s for a compute utilisation of 50 to 99 %.
 
 A step has four kinds of nodes, one of each for a layer: forward, backward with respect to activations (not for the
-first layer), backward with respect to parameters, and reduction. One processor computes, one link reduces; each takes
-its nodes in order. A layer's forward waits for the reduction of its parameters, if one is due by then.
+first layer), backward with respect to parameters, and reduction. One processor computes and one link reduces; each
+takes its nodes in order. A layer's forward waits for the reduction of its parameters, if one is due by then.
 
 From the paper: layers and seconds of a step, H = 100, strided fragments of 3 layers, tau = 1, 2 replicas, 4 bits for
-FP4. Ours, since it does not say:
+FP4. The paper leaves these points open, so they are our choices:
 
-- 10^9, 10^10 and 10^11 values, shared equally by the layers, and no embeddings, as its 4 L - 1 nodes have none; 16 bits
-  a value where it is not FP4; a third of a layer's time for each of its three computing nodes.
+- 10^9, 10^10 and 10^11 values, shared equally by the layers, and no embeddings, as its 4 L - 1 nodes have none; 16
+  bits a value without FP4; a third of a layer's time for each of its three computing nodes.
 - An all-reduce sends 2 (n - 1) / n payloads from each of n replicas, and has no latency.
 - A fragment is synchronised every round(H / P) steps, so that a cycle may be a little longer or shorter than H. The
-  paper says "every 11, 5, and 2 steps": taken as the steps between two synchronisations that is the same.
+  paper says "every 11, 5, and 2 steps", which is the same if it means the steps between two synchronisations.
 - All numbers of the table lie on 50 bandwidths from 0.1 to 1000 Gbit/s, each 1.207 times the one before, rounded to
-  hundredths and then to tenths. Each is the last of them at which the utilisation is still below the target: at
-  1 Gbit/s FP4 with overlap computes for 77 % of its time by Table 1, while Table 4 has 0.9 Gbit/s for 80 %.
+  hundredths and then to tenths. Each is the last of them at which the utilisation is still below the target: at 1
+  Gbit/s FP4 with overlap computes for 77 % of its time by Table 1, while Table 4 has 0.9 Gbit/s for 80 %.
 
-The spacing of fragments and how the grid is read were chosen among several since they agree best, each once for all
-three sizes.
+The spacing of fragments and the reading of the grid were chosen among several because they agree best, each once for
+all three sizes.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 GRID = [0.1 * 1e4 ** (place / 49) for place in range(50)]
 INNER_STEPS, FRAGMENT_LAYERS, OVERLAP, REPLICAS = 100, 3, 1, 2
 TOLERANCE = 0.15
-"""Less than a step of the grid, so that what is within it is the same place on the grid."""
+"""Tolerance below a step of the grid, so that two numbers within it are at the same place on the grid."""
 HOURS = {"data-parallel": 1097, "with overlap, FP4": 8.75}
-"""Table 1: of training 1B on 250 G tokens at 1 Gbit/s; without communication it takes HOURS_ALONE."""
+"""Hours in Table 1 for training 1B on 250 G tokens at 1 Gbit/s. Without communication it takes HOURS_ALONE."""
 HOURS_ALONE = 6.75
 AGREEING, OFF = 73 / 75, 0.01
-"""Bars: cells of Table 4 that agree, of all; and what times of Table 1 may be off."""
+"""Bars: the share of the cells of Table 4 that agree, and the largest relative error of the times of Table 1."""
 CYCLES = 2
-"""Cycles that are simulated before utilisation is measured, and while it is: from the second on, all are alike."""
+"""Number of cycles simulated before the measurement of utilisation, and during it. All cycles after the first are
+alike."""
 HALVINGS = 20
 
 
@@ -73,7 +74,7 @@ class Scale:
 
     @property
     def node(self) -> float:
-        """Return the seconds of each computing node."""
+        """The seconds of each computing node."""
         return self.step_seconds / (3 * self.layers)
 
     def method(self, row: str) -> Method:
@@ -133,7 +134,7 @@ TABLE = {
 
 @dataclass
 class Simulation:
-    """A replica in training. `node` are the seconds of each computing node, `reduction` those of one layer's."""
+    """A replica in training. `node` is the seconds of each computing node, `reduction` the seconds of one layer's."""
 
     layers: int
     node: float
@@ -145,7 +146,7 @@ class Simulation:
     _due: dict[int, dict[int, float]] = field(default_factory=dict)
 
     def cycles(self, count: int) -> float:
-        """Train for so many more cycles. Returns the seconds until all that was begun by then is done."""
+        """Train for this many more cycles. Return the seconds until all work begun by then is done."""
         last = self._step + count * self.method.cycle
         while self._step < last:
             skipped = min(self._undisturbed(), last - self._step - 1)
@@ -174,14 +175,14 @@ class Simulation:
             for layer in fragment
         }
         for layer in reversed(range(self.layers)):
-            self._now += self.node * (2 if layer else 1)  # activations, but for the first layer, and parameters
+            self._now += self.node * (2 if layer else 1)  # activations (except in the first layer) and parameters
             if layer in sent:
                 self._link_free = max(self._now, self._link_free) + self.reduction
                 self._due.setdefault(self._step + 1 + self.method.overlap, {})[layer] = self._link_free
 
 
 def utilisation(scale: Scale, method: Method, gigabits: float) -> float:
-    """Return the share of its time that a replica computes in a long run, over a link of so many Gbit/s."""
+    """Return the share of its time in which a replica computes in a long run, over a link of this many Gbit/s."""
     values = 2 * (REPLICAS - 1) / REPLICAS * scale.values / scale.layers
     simulation = Simulation(scale.layers, scale.node, method.bits * values / (gigabits * 1e9), method)
     before = simulation.cycles(CYCLES)
@@ -190,7 +191,7 @@ def utilisation(scale: Scale, method: Method, gigabits: float) -> float:
 
 
 def least_bandwidth(scale: Scale, method: Method, target: float) -> float:
-    """Return the Gbit/s from which on the utilisation is at least the target."""
+    """Return the least Gbit/s at which the utilisation reaches the target."""
     low, high = 1e-3, 1e4
     for _ in range(HALVINGS):
         middle = math.sqrt(low * high)
@@ -199,12 +200,12 @@ def least_bandwidth(scale: Scale, method: Method, target: float) -> float:
 
 
 def as_printed(bandwidth: float) -> float:
-    """Return a bandwidth rounded to hundredths, and then to tenths: so 0.954 is 0.9, and 6.251 is 6.2."""
+    """Return a bandwidth rounded to hundredths, and then to tenths: 0.954 becomes 0.9, and 6.251 becomes 6.2."""
     return float(f"{round(bandwidth, 2):.1f}")
 
 
 def row_of(size: str, name: str) -> dict[str, Any]:
-    """Return one line of the table: for each target the paper's number and ours, read like the paper's."""
+    """Return one line of the table: for each target the paper's number and ours, read in the same way."""
     scale, row = TABLE[size], dict[str, Any](size=size, method=name)
     for target, papers in zip(TARGETS, scale.rows[name], strict=True):
         least = least_bandwidth(scale, scale.method(name), target)
@@ -229,7 +230,7 @@ def bars_of(rows: Sequence[dict[str, Any]]) -> list[Bar]:
 
 
 @click.command(help=__doc__)
-@click.option("--size", "sizes", multiple=True, type=click.Choice(list(TABLE)), help="Only this one of Table 4.")
+@click.option("--size", "sizes", multiple=True, type=click.Choice(list(TABLE)), help="Only this size of Table 4.")
 @json_option
 def main(sizes: tuple[str, ...], json_file: Path | None) -> None:
     rows = [row_of(size, name) for size in sizes or TABLE for name in TABLE[size].rows]

@@ -1,7 +1,7 @@
 """A Llama written by hand for training alone, in the manner of nanochat: no cache, no masks, no hooks.
 
-It has the parameters of transformers' model of the same configuration, under the same names, and computes the same. So
-it shows what a volunteer's speed loses to transformers' generality.
+It has the parameters of transformers' model of the same configuration, under the same names, and computes the same
+result. The difference in speed is the cost of transformers' generality.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of values, one of either half of a head, by an angle that grows with their place (RoPE)."""
+    """Rotate each pair of values, one from each half of a head, by an angle that grows with the position (RoPE)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
@@ -92,7 +92,7 @@ class Trunk(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed_tokens(ids)  # (windows, length, hidden)
-        if torch.is_autocast_enabled(x.device.type):  # else all that is added to it would be fp32, too
+        if torch.is_autocast_enabled(x.device.type):  # otherwise the sums with it would be fp32, too
             x = x.to(torch.get_autocast_dtype(x.device.type))
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         for block in self.layers:
@@ -102,12 +102,12 @@ class Trunk(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """Raises: ValueError for what it does not know."""
+    """The model. Raises: ValueError for a configuration that it does not support."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         if wrong := unknown(config):
-            raise ValueError(f"the model by hand does not know {wrong}")
+            raise ValueError(f"the model by hand does not support {wrong}")
         self.model = Trunk(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -115,7 +115,8 @@ class PlainLlama(nn.Module):
 
     @classmethod
     def like(cls, model: Any) -> PlainLlama:
-        """Return one with the weights of transformers' model. Raises: ValueError for what it does not know."""
+        """Return a model with the weights of a transformers model. Raises: ValueError for a configuration without
+        support."""
         ours = cls(model.config)
         ours.load_state_dict(model.state_dict())
         return ours
@@ -126,7 +127,7 @@ class PlainLlama(nn.Module):
 
 
 def unknown(config: Any) -> str | None:
-    """Return what of a configuration `PlainLlama` does not know; None: it knows all of it."""
+    """Return the setting of a configuration that `PlainLlama` does not support, or None."""
     expected = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     expected |= {"attention_dropout": 0.0, "pretraining_tp": 1}
     for name, value in expected.items():

@@ -1,6 +1,7 @@
-"""Peers as processes of their own: they are told what to do by lines, and answer with one JSON object a line.
+"""Peers as separate processes: they receive commands as lines, and answer with one JSON object a line.
 
-`say` is a peer's side. A peer ends when its standard input does, so that none outlives whoever started it.
+`say` is a peer's side. A peer ends when its standard input closes, so that it does not outlive the process that started
+it.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ Event = dict[str, Any]
 END_SECONDS = 15.0
 LOOK_SECONDS = 0.1
 LOG_LINES = 5
-# Where in `/proc/PID/stat`, counted from the state on; the system time, and both of the ended children, follow.
+# Fields of `/proc/PID/stat`, counted from the state on. After the user time come the system time, and both times of
+# ended children.
 STATE, PARENT, USER_TIME = 0, 1, 11
 MEMORY_FILE = b"/memfd:diloco-peer"
 
 
 def say(event: str, **fields: object) -> None:
-    """Tell whoever started us. `time` is the clock that all processes of a machine share."""
+    """Report an event to the process that started this one. `time` is the clock that all processes of a machine
+    share."""
     print(json.dumps({"event": event, "time": time.monotonic(), **fields}), flush=True)
 
 
 async def read_lines(lines: asyncio.Queue[str], leave: Callable[[], None]) -> None:
-    """Hand on what we are told; leave when nobody is there any more to tell us anything."""
+    """Put each line of standard input into the queue, and call `leave` when the input closes."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
@@ -42,7 +45,7 @@ async def read_lines(lines: asyncio.Queue[str], leave: Callable[[], None]) -> No
 
 
 def cpu_seconds() -> float:
-    """Return the processor time, user and system, of this process, of all that it has started, and of those below."""
+    """Return the processor time, user and system, of this process and of all its descendants."""
     stats, children = _stats(), dict[int, list[int]]()
     for process, stat in stats.items():
         children.setdefault(int(stat[PARENT]), []).append(process)
@@ -54,16 +57,16 @@ def cpu_seconds() -> float:
 
 
 def memory_of(process: int | str = "self") -> int:
-    """Bytes that a process takes beside files: its own, and its share of what it shares with others."""
+    """Return the bytes of a process that are not in files: its own, and its part of shared ones."""
     lines = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii").splitlines()
     wanted = ("Pss_Anon:", "Pss_Shmem:")
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(wanted))
 
 
 def memory_taken(*processes: int) -> int:
-    """Return the bytes of main memory that these processes take together, beside what lies in files on a disk.
+    """Return the bytes of main memory that these processes take together, without files on a disk.
 
-    What they share in memory files counts once, and whole: it was reserved, written to or not.
+    Shared memory files count once, with their full size, because all of it was reserved.
     """
     anonymous, shared = 0, dict[bytes, int]()
     for process in processes:
@@ -78,11 +81,11 @@ def memory_taken(*processes: int) -> int:
 
 
 class PeerProcessError(click.ClickException):
-    """A peer has ended, or is silent, where it should have answered."""
+    """A peer has ended or is silent although it should have answered."""
 
 
 class PeerProcess:
-    """One peer. Made by `start`; `end` ends it, politely if it can be."""
+    """One peer. Create it with `start`; `end` ends it, politely if possible."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
         self._process = process
@@ -92,10 +95,10 @@ class PeerProcess:
 
     @classmethod
     async def start(cls, arguments: Sequence[object], log: Path, prefix: Sequence[str] = ()) -> PeerProcess:
-        """`python -m ARGUMENTS…`, behind a prefix such as another command that runs it; `log` is for its stderr.
+        """Run `python -m ARGUMENTS…`, behind a prefix such as another command that runs it. `log` receives its stderr.
 
-        It leads a process group, with which whatever it has forked can be ended. Its temporary files lie beside the
-        log, to be removed with it if it is killed.
+        The process leads a process group, so that its descendants can be ended with it. Its temporary files lie beside
+        the log, so that they are removed with it after a kill.
         """
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(log.parent)}
         with log.open("ab") as stderr:
@@ -118,11 +121,11 @@ class PeerProcess:
         self._process.stdin.write(line.encode() + b"\n")
 
     async def next_event(self) -> Event | None:
-        """None once it has ended."""
+        """Return the next event, or None once the peer has ended."""
         return await self._events.get()
 
     async def event(self, kind: str, seconds: float) -> Event:
-        """The next event of a kind; others before it are passed over. Raises: PeerProcessError."""
+        """Return the next event of a kind, and skip the others before it. Raises: PeerProcessError."""
         try:
             async with asyncio.timeout(seconds):
                 while event := await self.next_event():
@@ -134,22 +137,22 @@ class PeerProcess:
 
     def last_words(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return f"{self._log.name}: " + (" | ".join(lines[-LOG_LINES:]) or "it said nothing")
+        return f"{self._log.name}: " + (" | ".join(lines[-LOG_LINES:]) or "it printed nothing")
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To the process alone, not to what it has started."""
+        """Send a signal to the process alone, not to its descendants."""
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     def children(self) -> set[int]:
-        """Process ids of what it has started itself."""
+        """Return the process ids of its direct children."""
         return {process for process, parent in _parents() if parent == self.process_id}
 
     async def ended(self) -> None:
         await self._process.wait()
 
     async def end(self) -> None:
-        """Let it end by itself, for a while; then end what is left of its process group."""
+        """Let the process end by itself for a while; then kill the rest of its process group."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         with suppress(TimeoutError):
@@ -163,13 +166,13 @@ class PeerProcess:
     async def _read(self) -> None:
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
-            with suppress(ValueError):  # a line of some library's, or the beginning of one of a peer that was killed
+            with suppress(ValueError):  # a library's line, or an incomplete line of a killed peer
                 self._events.put_nowait(json.loads(line))
         self._events.put_nowait(None)
 
 
 async def gone(processes: set[int], seconds: float) -> set[int]:
-    """Wait until these have ended, whosever children they are; returns those that have not."""
+    """Wait until these processes have ended. Return those that have not."""
     deadline = time.monotonic() + seconds
     while (left := processes & {process for process, _ in _parents()}) and time.monotonic() < deadline:
         await asyncio.sleep(LOOK_SECONDS)
@@ -177,12 +180,13 @@ async def gone(processes: set[int], seconds: float) -> set[int]:
 
 
 def _parents() -> list[tuple[int, int]]:
-    """Return every process that lives, with its parent."""
+    """Return each live process with its parent."""
     return [(process, int(stat[PARENT])) for process, stat in _stats().items() if stat[STATE] != b"Z"]
 
 
 def _stats() -> dict[int, list[bytes]]:
-    """Return what `/proc/PID/stat` says of each process, from its state on. Peers in a round wait for it."""
+    """Return the fields of `/proc/PID/stat` from the state on, for each process. It must be quick: peers in a round
+    wait for it."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():

@@ -1,4 +1,4 @@
-"""What all benchmarks share: interleaved timing, bars, the table, `--json` and `--run`."""
+"""The shared parts of all benchmarks: interleaved timing, bars, the table, `--json` and `--run`."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def run_option(default: str, help: str) -> Callable[[Callable[..., None]], Calla
 
 @dataclass(frozen=True)
 class Bar:
-    """A ratio that must be at least `at_least`; its verdict is a line at the end of the report."""
+    """A ratio that must be at least `at_least`. Its verdict is a line at the end of the report."""
 
     name: str
     ratio: float
     at_least: float
     digits: int = 2
-    """Of the ratio behind the point, as it is printed."""
+    """Printed decimals of the ratio."""
     best: float | None = None
-    """The other end of an interval that `ratio` is the lower end of. A bar inside the interval is undecided."""
+    """The upper end of an interval whose lower end is `ratio`. A bar inside the interval is undecided."""
 
     @property
     def is_met(self) -> bool:
@@ -50,9 +50,10 @@ class Bar:
 def time_interleaved(
     contenders: Mapping[str, Callable[[], object]], rounds: int, seconds_at_most: float = 20.0
 ) -> dict[str, list[float]]:
-    """Seconds of each call: all contenders once, then all again, so that a noisy moment hits all alike.
+    """Return the seconds of each call. All contenders run once, then all again, so that noise affects all alike.
 
-    The first round only warms up. A contender that has taken more than `seconds_at_most` in all sits out.
+    The first round only warms up. A contender that has taken more than `seconds_at_most` in all is skipped from then
+    on.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
@@ -68,13 +69,13 @@ def time_interleaved(
 
 
 def speed_ratio(seconds: Mapping[str, Sequence[float]], ours: str, theirs: str) -> float:
-    """How many times faster `ours` is: the median over rounds in which both ran of theirs / ours."""
+    """Return how many times faster `ours` is: the median of theirs / ours over the rounds in which both ran."""
     pairs = zip(seconds[ours], seconds[theirs], strict=False)
     return statistics.median(other / own for own, other in pairs)
 
 
 def report(title: str, rows: Sequence[Mapping[str, Any]], bars: Sequence[Bar], json_file: Path | None) -> None:
-    """Print one table, the bars below it, and the verdict as the last line; write the same to a file if asked."""
+    """Print a table, the bars below it, and the verdict as the last line. Write the same to a file if one is given."""
     table = Table(title=title, title_justify="left")
     columns = list(rows[0])
     for column in columns:

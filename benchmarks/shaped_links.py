@@ -1,9 +1,9 @@
-"""Rounds between network namespaces, beside what their links allow; part of benchmarks/averaging.py.
+"""Rounds between network namespaces, compared with the limits of their links; part of benchmarks/averaging.py.
 
-Two things say how fast a round could be. The *bound* is what the links need for the bytes, if the averaging is split
-as well as it can be between them: with equal links every peer sends 2 (n - 1) / n payloads. *All at once* is the same
-with the rates that iperf3 gets while everybody sends to everybody, in the better of two tries, before and after the
-rounds. What carries all the links may have less to give than they have together, so the bar is on the longer time.
+There are two limits. The *bound* is the time that the links need for the bytes if the averaging is split between them
+in the best way; with equal links every peer sends 2 (n - 1) / n payloads. *All at once* is the same time with the rates
+that iperf3 gets while all peers send to all others, in the better of two measurements, before and after the rounds. The
+links may share a medium that carries less than all of them together, so the bar uses the longer time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from opendiloco.kernels import INT8
 
 @dataclass(frozen=True)
 class Possible:
-    """Seconds that a round of one payload takes at least."""
+    """The least seconds of a round of one payload."""
 
     alone: float
     at_once: float
@@ -33,14 +33,14 @@ class Possible:
 
 
 def least_seconds(payload: int, rates: Sequence[float]) -> float:
-    """Return the time of a round of `payload` bytes whose reducing is split as well as it can be.
+    """Return the time of a round of `payload` bytes whose reducing is split between the members in the best way.
 
-    With n members, one that reduces the share x of the payload sends and receives 1 + (n - 2) x payloads. So in a time
-    T, a link of `rate` payloads a second allows for a share of (T * rate - 1) / (n - 2), and these must add up to 1.
-    None may be negative: everybody sends their own blocks, and receives the average.
+    With n members, one that reduces the share x of the payload sends and receives 1 + (n - 2) x payloads. In a time T,
+    a link of `rate` payloads a second therefore allows a share of (T * rate - 1) / (n - 2), and the shares must add up
+    to 1. No share may be negative, because every member sends its own blocks and receives the average.
 
     Args:
-        rates: bytes a second that each member's link carries both ways.
+        rates: bytes a second that each member's link carries in each direction.
     """
     members, fastest = len(rates), sorted(rates, reverse=True)
     splits = [payload * (members - 2 + count) / sum(fastest[:count]) for count in range(1, members + 1)]
@@ -80,7 +80,7 @@ def bars_of(groups: dict[str, Group], possible: Possible, streams: int, least: f
 def run(
     values: int, namespaces: Sequence[str], repetitions: int, with_gloo: bool, streams: int, least: float
 ) -> tuple[list[dict[str, Any]], list[Bar]]:
-    """Measure links and rounds. Returns the table's lines and the bars; none where iperf3 is missing."""
+    """Measure the links and the rounds. Return the table's lines and the bars; both are empty if iperf3 is missing."""
     if not has_iperf3():
         return [], []
     places, payload = list(map(place_in, namespaces)), INT8.payload_size(values)

@@ -1,8 +1,8 @@
-"""One of our peers whose inner steps only take time: `python -m benchmarks.streaming_peer`, started by the benchmarks.
+"""One of our peers with sleeping inner steps: `python -m benchmarks.streaming_peer`, started by the benchmarks.
 
-Everything is as in a volunteer's machine (driver, transport, codec, outer step, and a worker's way through a cycle),
-but for the model: an inner step sleeps, as a GPU is busy without the processors, and what was learned is noise. It says
-when a cycle is over, and trains until its standard input ends.
+Driver, transport, codec, outer step and the worker's way through a cycle are a volunteer's. The model is replaced: an
+inner step sleeps, as a CPU does while a GPU works, and the learned difference is noise. The peer reports the end of
+each cycle, and trains until its standard input ends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NEVER_SNAPSHOT = 1_000_000
 
 @dataclass(frozen=True)
 class Part:
-    """One peer's part, as its command line has it."""
+    """One peer's role, from its command line."""
 
     values: int
     peers: int
@@ -86,30 +86,30 @@ class Part:
         )
 
     def parts(self, values: int) -> list[slice]:
-        """Return where each fragment lies: all are as large, in whole blocks."""
+        """Return the slice of each fragment. All have the same size, in whole blocks, except for the last one."""
         each = values // self.fragments // ALIGNMENT * ALIGNMENT
         starts = [each * number for number in range(self.fragments)]
         return [slice(start, start + each) for start in starts[:-1]] + [slice(starts[-1], values)]
 
 
 class NoSamples:
-    """Stands in for the run's text."""
+    """A replacement for the run's text."""
 
     def expect(self, numbers: NDArray[np.int64]) -> None:
-        """Hear which samples are read next."""
+        """Ignore the announcement of the next samples."""
 
     def read(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.zeros((len(numbers), 2), np.int64)
 
 
 class FragmentPlaces(NamedTuple):
-    """Stands in for a model's layout."""
+    """A replacement for a model's layout."""
 
     fragments: list[slice]
 
 
 class SleepingReplica:
-    """What `InnerLoops` asks of a replica. Its inner steps sleep."""
+    """A replica for `InnerLoops` whose inner steps sleep."""
 
     learning_rate = 0.0
 
@@ -141,11 +141,11 @@ class SleepingReplica:
         add_noise(self._theta[place], flat[place], (fragment, self._stores))
 
     def merge(self, theta: Vector, fragment: int, alpha: float) -> None:
-        """Nothing is learned here."""
+        """Do nothing, because nothing was learned."""
 
 
 class SleepingWorker(ThreadedWorker):
-    """Takes such a replica through its cycles."""
+    """A worker that takes such a replica through its cycles."""
 
     def __init__(self, part: Part, vectors: SharedVectors) -> None:
         config = part.config
@@ -160,7 +160,7 @@ class SleepingWorker(ThreadedWorker):
 
 
 async def take_part(transport: HivemindTransport, identity: Identity, part: Part) -> None:
-    """One peer's life, until standard input ends."""
+    """Take part in the run until standard input ends."""
     vectors = await asyncio.to_thread(create_vectors, part.values)
     workload = LocalWorkload(SleepingWorker(part, vectors), part.config)
 
@@ -186,13 +186,13 @@ async def run_peer(part: Part) -> None:
 
 @click.command(help=__doc__)
 @click.option("--values", type=int, required=True)
-@click.option("--peers", type=int, required=True, help="How many must be there before the first round.")
+@click.option("--peers", type=int, required=True, help="Number of peers before the first round.")
 @click.option("--fragments", type=int, default=1, show_default=True)
-@click.option("--inner-steps", type=int, required=True, help="Of a cycle.")
-@click.option("--step-seconds", type=float, required=True, help="What an inner step takes.")
+@click.option("--inner-steps", type=int, required=True, help="Inner steps of a cycle.")
+@click.option("--step-seconds", type=float, required=True, help="Duration of an inner step.")
 @click.option("--overlap", type=int, default=0, show_default=True)
 @click.option("--codec", default="int8", show_default=True)
-@click.option("--contact", help="Address of a peer that is there already.")
+@click.option("--contact", help="Address of a running peer.")
 @click.option("--listen", default="/ip4/127.0.0.1/tcp/0", show_default=True)
 def main(**options: Any) -> None:
     asyncio.run(run_peer(Part(**options)))

@@ -1,9 +1,10 @@
-"""What a thin uplink costs a swarm, and how its work counts: `python -m benchmarks.thin_uplink --namespaces a,b,c`.
+"""The cost of a thin uplink for a swarm, and the weight of its work: `python -m benchmarks.thin_uplink --namespaces
+a,b,c`.
 
-Each namespace has one peer, which trains for some seconds, always as long, and averages with the others. The last one
-has the thin uplink. Three swarms take turns on the same links: the others without it, all of them, and all of them
-while the thin one may send the run's own format only, as without `codec.contributions`. A round is the longest that any
-of the others is in; an outer step is from one entry to the next.
+Each namespace has one peer, which trains for a fixed time and averages with the others. The last one has the thin
+uplink. Three swarms take turns on the same links: the others without it; all of them; and all of them while the thin
+peer may send only the run's own format, as without `codec.contributions`. A round's time is the longest of the other
+peers. An outer step's time is from one entry to the next.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from benchmarks.reporting import Bar, json_option, report
 
 WITHOUT, CHOSEN, OWN = "without it", "with it", "with it, int8 only"
 LEAST, MOST = 0.95, 1.1
-"""Of the entries, in which the thin member counts; times a round without it, that one with it takes."""
+"""Bars: the share of entries in which the thin member counts, and the time of a round with it as a multiple of one
+without."""
 ENTRY_SECONDS = 300.0
 
 
 @dataclass
 class Swarm:
-    """The entries of one of the swarms: seconds of each round and outer step, and by how much the thin member counts in
-    it."""
+    """The entries of one swarm: the seconds of each round and outer step, and the thin member's share in each."""
 
     name: str
     seconds: list[float] = field(default_factory=list)
@@ -43,7 +44,7 @@ class Swarm:
     formats: Counter[str] = field(default_factory=Counter)
 
     def note(self, before: Sequence[Event], entry: Sequence[Event], thin: str | None) -> None:
-        """Note what the others say of an entry, and of the one before."""
+        """Record the others' reports on an entry and on the one before."""
         both = list(zip(before, entry, strict=True))
         self.seconds.append(max(after["in_rounds"] - earlier["in_rounds"] for earlier, after in both))
         self.outer_steps.append(max(after["agreed"] - earlier["agreed"] for earlier, after in both))
@@ -69,7 +70,7 @@ class Swarm:
 
 
 async def run(swarm: Swarm, namespaces: Sequence[str], values: int, pause: float, entries: int) -> None:
-    """Have a swarm make some entries, after a first one that does not count."""
+    """Let a swarm make some entries, after a first one that does not count."""
     places = [place_in(each) for each in (namespaces[:-1] if swarm.name == WITHOUT else namespaces)]
     usual = ["--values", values, "--peers", len(places), "--pause", pause, "--steady", "--usual-timing"]
     own = ["--contribution-format", "int8"]
@@ -90,7 +91,7 @@ async def run(swarm: Swarm, namespaces: Sequence[str], values: int, pause: float
 
 
 async def _entry(peer: PeerProcess, index: int) -> Event:
-    """Return what a peer says of an entry."""
+    """Return a peer's report on an entry."""
     while (event := await peer.event("averaged", ENTRY_SECONDS))["index"] < index:
         pass
     return event
@@ -108,16 +109,16 @@ def bars_of(swarms: dict[str, Swarm]) -> list[Bar]:
 @click.option("--namespaces", required=True, help="Names of network namespaces, the thin one last.")
 @click.option("--values", default=25_000_000, show_default=True)
 @click.option("--pause", default=6.0, show_default=True, help="Seconds of training.")
-@click.option("--entries", default=20, show_default=True, help="Of each swarm in each turn.")
+@click.option("--entries", default=20, show_default=True, help="Entries of each swarm in each turn.")
 @click.option("--turns", default=2, show_default=True)
-@click.option("--own-entries", default=3, show_default=True, help="Of the swarm with int8 only, in each turn.")
+@click.option("--own-entries", default=3, show_default=True, help="Entries of the swarm with int8 only, in each turn.")
 @json_option
 def main(
     namespaces: str, values: int, pause: float, entries: int, turns: int, own_entries: int, json_file: Path | None
 ) -> None:
     names = namespaces.split(",")
     if len(names) < 3:
-        raise click.BadParameter("give three at least, the thin one last.", param_hint="--namespaces")
+        raise click.BadParameter("give at least three, the thin one last.", param_hint="--namespaces")
     swarms = {name: Swarm(name) for name in (WITHOUT, CHOSEN, OWN)}
     for _ in range(turns):
         for name, swarm in swarms.items():

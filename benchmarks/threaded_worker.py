@@ -1,4 +1,4 @@
-"""One worker in a thread of this process: what a volunteer's workers are to the peer process, without processes."""
+"""One worker in a thread of this process, in place of a volunteer's worker processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, capt
 
 
 class Channel(ControlChannel):
-    """What the worker says is heard at once, in the event loop."""
+    """A channel whose messages reach the event loop at once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(socket.socket())
@@ -36,10 +36,11 @@ class Channel(ControlChannel):
 
 
 class ThreadedWorker(WorkerGroup):
-    """One training after the other, which `carry_out` does. `vectors` and `fragments` are to be set."""
+    """A worker that runs one training after the other with `carry_out`. Subclasses set `vectors` and `fragments`."""
 
     def __init__(self, config: RunConfig, overlap: int | None = None) -> None:
-        """Averages are merged `overlap` inner steps after their fragment was stored, or as many as the run says."""
+        """Set the overlap: the number of inner steps between storing a fragment and merging its average, by default the
+        run's."""
         self.config = config
         self.channel = Channel(asyncio.get_running_loop())
         self._own_overlap = config.streaming.overlap if overlap is None else overlap
@@ -48,7 +49,7 @@ class ThreadedWorker(WorkerGroup):
 
     @abstractmethod
     async def carry_out(self, command: RunInnerLoop) -> InnerLoopDone:
-        """Train, in a thread that speaks through `channel`."""
+        """Train in a thread that sends its messages through `channel`."""
 
     async def run_inner_loop(
         self,

@@ -1,16 +1,17 @@
-"""How fast a worker trains on the CPU with how many threads: `python -m benchmarks.threads`.
+"""The training speed of a worker on the CPU by its number of threads: `python -m benchmarks.threads`.
 
-Volunteers (benchmarks/gated_volunteer.py), each alone in its run and with one worker, live side by side and take turns
-of one outer step's inner steps; each one's first turn only warms up. One chooses its threads by itself, as `join` does
-without `--threads`; the others are told: one, two, four and so on, all cores but one, and all cores.
+Several volunteers (benchmarks/gated_volunteer.py) run side by side, each alone in its run and with one worker. They
+take turns, each of one outer step's inner steps; the first turn of each only warms up. One chooses its number of
+threads by itself, as `join` does without `--threads`. The others get a number: one, two, four and so on, all cores but
+one, and all cores.
 
-"of one thread" is the median over turns of the tokens a second over those with one thread in the same turn. "late" is
-how late the peer process was at most, in a turn, to do what it wanted to do at a certain time: the median over turns,
-and the most.
+"of one thread" is the median over turns of the ratio of the tokens a second to those with one thread in the same turn.
+"late" is the longest delay in a turn with which the peer process woke up at a set time: the median over turns, and the
+most.
 
-The bar: what a volunteer chooses is as fast as any number that leaves the peer process a core. All cores are shown
-beside it. They are faster where nothing else runs, and slower where anything does: threads that have finished their
-part of an operation wait for the one whose core is taken.
+The bar: the chosen number is as fast as any number that leaves the peer process a core. All cores are shown beside it.
+They are faster if nothing else runs, and slower otherwise, because threads that have finished their part of an
+operation wait for the one whose core is taken.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ AT_LEAST = 0.97
 
 @dataclass
 class Contender:
-    """A volunteer whose worker has so many threads, and what its turns took."""
+    """A volunteer whose worker has this many threads, and the measurements of its turns."""
 
     threads: int
     seconds_per_token: list[float] = field(default_factory=list)
@@ -56,14 +57,14 @@ class Contender:
 
 
 def contenders_on(cores: int) -> dict[str, Contender]:
-    """Return who takes part on a machine with so many cores."""
+    """Return the contenders on a machine with this many cores."""
     numbers = {1, max(1, cores - 1), cores} | {2**power for power in range(cores.bit_length())}
-    told = {str(number): Contender(number) for number in sorted(numbers)}
-    return told | {BY_ITSELF: Contender(choose_threads(WorkerOptions(threads=None), ["cpu"], cores))}
+    given = {str(number): Contender(number) for number in sorted(numbers)}
+    return given | {BY_ITSELF: Contender(choose_threads(WorkerOptions(threads=None), ["cpu"], cores))}
 
 
 async def measure(config: RunConfig, contenders: dict[str, Contender], repetitions: int) -> None:
-    """Fill in all contenders' turns. Raises: PeerProcessError."""
+    """Measure the turns of all contenders. Raises: PeerProcessError."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="threads-")))
         volunteers = dict[str, PeerProcess]()
@@ -71,8 +72,8 @@ async def measure(config: RunConfig, contenders: dict[str, Contender], repetitio
             (own := folder / name.replace(" ", "-")).mkdir()
             manifest = own / "manifest.json"
             manifest.write_text(json.dumps(config.to_manifest_content()), encoding="utf-8")
-            told = [] if name == BY_ITSELF else ["--threads", contender.threads]
-            command = ["benchmarks.gated_volunteer", manifest, "--device", "cpu", *told]
+            threads = [] if name == BY_ITSELF else ["--threads", contender.threads]
+            command = ["benchmarks.gated_volunteer", manifest, "--device", "cpu", *threads]
             volunteers[name] = await start(stack, command, own)
             await volunteers[name].event("trained", START_SECONDS + TURN_SECONDS)
         for _ in range(repetitions):
@@ -99,7 +100,7 @@ def rows_of(contenders: dict[str, Contender]) -> list[dict[str, Any]]:
 
 
 def bars_of(contenders: dict[str, Contender], cores: int) -> list[Bar]:
-    """Return the one bar; of the numbers that leave a core, whichever is the fastest beside the choice."""
+    """Return the one bar: the choice, compared with the fastest number that leaves a core."""
     seconds = {name: contender.seconds_per_token for name, contender in contenders.items()}
     ratios = {
         name: speed_ratio(seconds, BY_ITSELF, name)
@@ -111,7 +112,7 @@ def bars_of(contenders: dict[str, Contender], cores: int) -> list[Bar]:
 
 
 @click.command(help=__doc__)
-@run_option("examples/llama-2m.toml", "What is trained, a run.toml.")
+@run_option("examples/llama-2m.toml", "The run to train, a run.toml.")
 @click.option("--steps", default=4, show_default=True, type=click.IntRange(min=1), help="Inner steps of a turn.")
 @click.option("--repetitions", default=8, show_default=True, type=click.IntRange(min=1), help="Turns that count.")
 @json_option

@@ -1,28 +1,28 @@
-"""How much of a good training loop's speed a volunteer has between rounds: `python -m benchmarks.training`.
+"""The speed of a volunteer between rounds as a share of a good training loop's: `python -m benchmarks.training`.
 
-The contenders have the same weights, optimizer, batches, micro-batches, precision and number of threads, and all of
-them compile or none does. They live side by side and take turns of one outer step's inner steps; the first turn only
-warms up.
+The contenders have the same weights, optimizer, batches, micro-batches, precision and number of threads, and either all
+or none compile. They run side by side and take turns of one outer step's inner steps; the first turn only warms up.
 
-- The bare loop (benchmarks/bare_loop.py) is one process, and what one would write by hand around transformers' model.
+- The bare loop (benchmarks/bare_loop.py) is one process: the loop that one would write by hand around transformers'
+  model.
 - The loop by hand is the same with a Llama written for training alone (benchmarks/plain_llama.py), in the manner of
   nanochat. By default it takes part on a GPU; see `--by-hand`.
-- The volunteer (benchmarks/gated_volunteer.py) is a peer process with its workers, alone in its run. Its clock runs
-  from theta in shared memory to the trained weights there, with the peer process at work beside it: heartbeats, the
-  digest of the last outer step's state, and now and then a snapshot and a checkpoint. Rounds and evaluations are not
-  part of it. Heartbeats go on, too, while the loops have their turns.
+- The volunteer (benchmarks/gated_volunteer.py) is a peer process with its workers, alone in its run. Its time is from
+  theta in shared memory to the trained weights there. The peer process works at the same time: heartbeats, the digest
+  of the last outer step's state, and now and then a snapshot and a checkpoint. Rounds and evaluations are not included.
+  Heartbeats also go on during the loops' turns.
 
 The bars: at least 0.98 of each loop's tokens a second, as the median over turns of the ratio in the same turn, on the
-CPU as on a GPU. "of bare" is that ratio beside the bare loop. "MFU (matmuls, causal)" is model FLOPs utilisation, where
-the device's peak is known: matrix products alone count, without the look-up of embeddings, and causal attention once
+CPU as on a GPU. "of bare" is that ratio to the bare loop. "MFU (matmuls, causal)" is model FLOPs utilisation, where the
+device's peak is known. It counts matrix products without the look-up of embeddings, and causal attention once
 (opendiloco/model/utilisation.py).
 
-"memory" is at the end of a training, at most, what the contender has beyond its libraries and the corpus. "formula" is
-docs/training.md's, which knows no activations; of a GPU's memory nothing is counted.
+"memory" is the largest memory at the end of a training, beyond the contender's libraries and corpus. "formula" is that
+of docs/training.md, which excludes activations. GPU memory is not counted.
 
 `--data` replaces the run's text and tokenizer, so that nothing is downloaded: a folder of text, or "stdlib", by bytes.
-The model stays, its vocabulary and its head included. A batch needs as many windows that are held out, a twentieth of
-the text: 11 MB for the 512 windows of llama-150m.
+The model stays, with its vocabulary and its head. The held-out text, a twentieth of all text, must have as many windows
+as a batch: 11 MB of text for the 512 windows of llama-150m.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ TURN_SECONDS = 3600.0
 FIRST_GPU = "cuda:0"
 AT_LEAST = 0.98
 LEAST_UTILISATION = 0.4
-"""Of an H100 that trains the 150M Llama in bf16."""
+"""Bar for an H100 that trains the 150M Llama in bf16."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to train with."""
+    """The means to train."""
 
     device: str
     threads: int
-    """Of each of the volunteer's workers; the loops have those of all workers."""
+    """Threads of each of the volunteer's workers. The loops have as many as all workers together."""
     cpu_workers: int
     micro_batch: int
     compiles: bool
@@ -80,20 +80,21 @@ class Machine:
         return ["--micro-batch", self.micro_batch, "--compile" if self.compiles else "--no-compile"]
 
     def formula(self, name: str, parameters: int) -> int:
-        """Bytes of main memory: weights, gradients, moments; of a volunteer also what grows in its peer process."""
+        """Return the bytes of main memory by the formula: weights, gradients and moments; for a volunteer also the
+        growing bytes of its peer process."""
         worker = WorkerMemory(parameters, parameters).training if self.device == "cpu" else 0
         return worker + (HostMemory(parameters, INT8).growing if name == VOLUNTEER else 0)
 
 
 @dataclass
 class Turns:
-    """What one contender's turns took."""
+    """The measurements of one contender's turns."""
 
     seconds_per_token: list[float] = field(default_factory=list)
     memory: int = 0
     processes: int = 0
     loss: float = 0.0
-    """Of the last turn, in nats per token."""
+    """The loss of the last turn, in nats per token."""
 
     def add(self, trained: dict[str, Any], memory: list[int]) -> None:
         self.seconds_per_token.append(trained["seconds"] / trained["tokens"])
@@ -105,15 +106,15 @@ class Measured:
     turns: dict[str, Turns]
     parameters: int
     peak: float | None = None
-    """Tokens a second of the device if it did nothing but the model's arithmetic; None: nobody knows."""
+    """Tokens a second of the device if it did only the model's arithmetic, or None if its peak is unknown."""
     device_name: str = ""
 
     def ratio(self, name: str, beside: str = BARE) -> float:
-        """A contender's speed as a share of a loop's."""
+        """Return a contender's speed as a share of a loop's."""
         return speed_ratio({name: each.seconds_per_token for name, each in self.turns.items()}, name, beside)
 
     def speed(self, name: str) -> float:
-        """Tokens a second, the median over turns."""
+        """Return the tokens a second, the median over turns."""
         return statistics.median(1 / seconds for seconds in self.turns[name].seconds_per_token)
 
     def utilisation(self, name: str) -> float | None:
@@ -121,12 +122,12 @@ class Measured:
 
 
 def prepared(config: RunConfig, steps: int | None, repetitions: int) -> RunConfig:
-    """The run with so many inner steps, for one peer, and long enough. Raises: UsageError."""
+    """Return the run with this many inner steps, for one peer, with enough outer steps. Raises: UsageError."""
     training = config.training
     if training.z_loss or training.document_mask:
         raise click.UsageError(
             f"training.z_loss = {training.z_loss:g}, training.document_mask = {str(training.document_mask).lower()}: "
-            "the bare loop knows neither. Set z_loss = 0 and document_mask = false in a copy of the run."
+            "the bare loop supports neither. Set z_loss = 0 and document_mask = false in a copy of the run."
         )
     return config.model_copy(
         update={
@@ -138,13 +139,13 @@ def prepared(config: RunConfig, steps: int | None, repetitions: int) -> RunConfi
 
 
 def with_text(config: RunConfig, text: str) -> RunConfig:
-    """Return the run on text of this machine's, by bytes: a folder, or Python's standard library."""
+    """Return the run on local text by bytes: a folder's, or Python's standard library."""
     source = text if text == STANDARD_LIBRARY else str(Path(text).resolve())
     return config.model_copy(update={"tokenizer": TokenizerSection(), "data": DataSection(source=source)})
 
 
 async def measure(config: RunConfig, machine: Machine, repetitions: int, by_hand: bool) -> Measured:
-    """All contenders' turns. Raises: PeerProcessError."""
+    """Return the turns of all contenders. Raises: PeerProcessError."""
     turns = {name: Turns() for name in (BARE, *([BY_HAND] if by_hand else []), VOLUNTEER)}
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="training-")))
@@ -174,7 +175,8 @@ async def measure(config: RunConfig, machine: Machine, repetitions: int, by_hand
 
 
 async def start(stack: AsyncExitStack, command: list[object], folder: Path, threads: int | None = None) -> PeerProcess:
-    """It ends with the stack. Libraries look up their number of threads once, as they are imported."""
+    """Start a peer process that ends with the stack. Libraries read the number of threads once, when they are
+    imported."""
     prefix = [] if threads is None else ["env", f"OMP_NUM_THREADS={threads}"]
     process = await PeerProcess.start(command, folder / f"{command[0]}.log", prefix)
     stack.push_async_callback(process.end)
@@ -182,7 +184,7 @@ async def start(stack: AsyncExitStack, command: list[object], folder: Path, thre
 
 
 def workers_of(volunteer: PeerProcess) -> list[int]:
-    """Not the network's daemon, nor who writes a checkpoint."""
+    """Return the process ids of the volunteer's workers, without its network daemon and checkpoint writer."""
     workers = []
     for process in volunteer.children():
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
@@ -192,7 +194,7 @@ def workers_of(volunteer: PeerProcess) -> list[int]:
 
 
 def row_of(name: str, measured: Measured, machine: Machine) -> dict[str, Any]:
-    """One line of the table."""
+    """Return one line of the table."""
     turns, formula = measured.turns[name], machine.formula(name, measured.parameters)
     utilisation = measured.utilisation(name)
     return {
@@ -222,14 +224,14 @@ def bars_of(config: RunConfig, measured: Measured) -> list[Bar]:
 
 
 @click.command(help=__doc__)
-@run_option("examples/llama-2m.toml", "What is trained, a run.toml.")
+@run_option("examples/llama-2m.toml", "The run to train, a run.toml.")
 @click.option("--steps", type=click.IntRange(min=1), help="Inner steps of a turn.  [default: the run's]")
 @click.option("--repetitions", default=8, show_default=True, type=click.IntRange(min=1), help="Turns that count.")
-@click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1), help="Of each worker.")
-@click.option("--cpu-workers", default=1, show_default=True, type=click.IntRange(min=1), help="The volunteer's.")
-@click.option("--by-hand/--no-by-hand", default=None, help="Also a Llama written by hand.  [default: on a GPU]")
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1), help="Threads of each worker.")
+@click.option("--cpu-workers", default=1, show_default=True, type=click.IntRange(min=1), help="Its workers.")
+@click.option("--by-hand/--no-by-hand", default=None, help="Include a Llama written by hand.  [default: on a GPU]")
 @click.option("--micro-batch", type=click.IntRange(min=1), help="Windows at once.  [default: the run's, or all]")
-@click.option("--compile/--no-compile", "compiles", default=None, help="Of all contenders.  [default: on a GPU]")
+@click.option("--compile/--no-compile", "compiles", default=None, help="In all contenders.  [default: on a GPU]")
 @click.option("--data", help='Text instead of the run\'s, by bytes: a folder, or "stdlib".')
 @click.option("--device", default="cpu", show_default=True, help="cpu, or one GPU: cuda, the first, or cuda:1.")
 @json_option

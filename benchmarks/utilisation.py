@@ -1,12 +1,12 @@
-"""How much of their time peers compute: `python -m benchmarks.utilisation --namespaces a,b,c,d`.
+"""The share of their time in which peers compute: `python -m benchmarks.utilisation --namespaces a,b,c,d`.
 
 Four ways to train take turns on the same links, each time as a new swarm: DiLoCo, which waits for each round; Streaming
-DiLoCo, which waits for each fragment; with an overlap; and with four bits as well. Peers are real but for their inner
-steps, which sleep; a cycle has as many of them as a round of DiLoCo is planned to take. Beside what is measured stands
-what `diloco-peer plan` says of links as fast as iperf3 finds these. Figures are medians over all turns, of which the
-first two cycles do not count.
+DiLoCo, which waits for each fragment; the same with an overlap; and also with four bits. Peers are real except for
+their inner steps, which sleep. A cycle has as many of them as a round of DiLoCo is planned to take. The table also has
+the plan of `diloco-peer plan` for links with the rates that iperf3 measures here. Figures are medians over all turns;
+the first two cycles of a turn do not count.
 
-The bars: at least 0.97 with overlap and four bits; and no swarm more than 0.1 away from what was planned.
+The bars: at least 0.97 with overlap and four bits, and no swarm more than 0.1 away from its plan.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from opendiloco.tools.plan import LINK_SHARE, Forecast, Peer, Plan, forecast, ro
 
 PEER = "benchmarks.streaming_peer"
 CYCLE_SECONDS = 300.0
-"""Within which a cycle ends, the founding included."""
+"""Time limit of a cycle, including the founding."""
 WARM_UP = 2
-"""Cycles of a turn that do not count: a swarm gets going, and only from its second one on fragments are taken before
-they are due."""
+"""Cycles of a turn that do not count, because a swarm stores fragments before they are due only from its second cycle
+on."""
 LEAST, OFF = 0.97, 0.1
 
 
@@ -50,11 +50,11 @@ class Way:
 
     @property
     def bits(self) -> float:
-        """Return the bits that a value takes, scales included."""
+        """The bits of a value, scales included."""
         return 8 * FORMATS[self.codec].payload_size(1 << 20) / (1 << 20)
 
     def plan(self, peers: tuple[Peer, ...], values: int, inner_steps: int) -> Plan:
-        """Return what the planner needs to know of it."""
+        """Return the plan's input for this way."""
         cuts = [values * cut // self.fragments for cut in range(self.fragments + 1)]
         fragments = tuple(end - start for start, end in pairwise(cuts))
         return Plan(fragments, peers, inner_steps, 1, 1.0, 1, self.bits, overlap=self.overlap)
@@ -62,7 +62,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all swarms have in common."""
+    """The settings that all swarms have in common."""
 
     values: int
     inner_steps: int
@@ -71,22 +71,22 @@ class Setting:
 
 @dataclass
 class Series:
-    """The turns of one way: the shares of each one's time in which its peers computed."""
+    """The turns of one way: the share of each turn's time in which its peers computed."""
 
     way: Way
     setting: Setting
     shares: list[float] = field(default_factory=list)
 
     async def take_turn(self, places: Sequence[Place], cycles: int) -> None:
-        """Have a swarm train for so many cycles that count. Raises: PeerProcessError."""
+        """Let a swarm train for this many cycles that count. Raises: PeerProcessError."""
         async with AsyncExitStack() as stack:
             logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="utilisation-")))
             peers = await start_peers(stack, [self._command(place, len(places)) for place in places], places, logs)
-            said = [await asyncio.gather(*map(_next_cycle, peers)) for _ in range(WARM_UP + cycles)]
-        for events in said:
+            reports = [await asyncio.gather(*map(_next_cycle, peers)) for _ in range(WARM_UP + cycles)]
+        for events in reports:
             if {event["peers"] for event in events} != {len(peers)} or len({event["state"] for event in events}) > 1:
                 raise PeerProcessError(f"{self.way.name}: not all peers averaged together: {events}")
-        spans = [last["time"] - first["time"] for first, last in zip(said[WARM_UP - 1], said[-1], strict=True)]
+        spans = [last["time"] - first["time"] for first, last in zip(reports[WARM_UP - 1], reports[-1], strict=True)]
         computed = cycles * self.setting.inner_steps * self.setting.step_seconds
         self.shares.append(statistics.median(computed / span for span in spans))
 
@@ -113,7 +113,7 @@ def ways(fragments: int, overlap: int) -> list[Way]:
 async def measure(
     each: Sequence[Way], setting: Setting, places: Sequence[Place], turns: int, cycles: int
 ) -> list[Series]:
-    """The turns of all ways, interleaved."""
+    """Return the turns of all ways, which are interleaved."""
     found = [Series(way, setting) for way in each]
     for _ in range(turns):
         for series in found:
@@ -148,12 +148,12 @@ def bars_of(rows: Sequence[dict[str, Any]]) -> list[Bar]:
 @click.command(help=__doc__)
 @click.option("--namespaces", required=True, help="Network namespaces, two or more, joined by links. Needs root.")
 @click.option("--values", default=25_000_000, show_default=True, help="fp32 values of the model.")
-@click.option("--fragments", default=8, show_default=True, help="Of the swarms that stream.")
+@click.option("--fragments", default=8, show_default=True, help="Fragments of the streaming swarms.")
 @click.option("--overlap", default=5, show_default=True, help="τ: inner steps while a fragment is averaged.")
-@click.option("--step-seconds", default=0.5, show_default=True, help="What an inner step takes.")
-@click.option("--turns", default=2, show_default=True, help="Of each swarm.")
-@click.option("--cycles", default=2, show_default=True, help="That count in a turn.")
-@click.option("--iperf-streams", default=IPERF_STREAMS, show_default=True, help="Connections from each to each.")
+@click.option("--step-seconds", default=0.5, show_default=True, help="Duration of an inner step.")
+@click.option("--turns", default=2, show_default=True, help="Turns of each swarm.")
+@click.option("--cycles", default=2, show_default=True, help="Cycles of a turn that count.")
+@click.option("--iperf-streams", default=IPERF_STREAMS, show_default=True, help="Connections between each two.")
 @json_option
 def main(
     namespaces: str,
@@ -171,7 +171,7 @@ def main(
     names = namespaces.split(",")
     rate, latency = min(rates_at_once(names, iperf_streams).both_ways), round_trip((names[0], names[1]))
     link = 8 * rate / LINK_SHARE
-    to_each = latency / 2  # there and back to what is half way
+    to_each = latency / 2  # a round trip to a point half way
     peers = (Peer("peer", len(names), link, link, to_each, step_seconds),)
     each = ways(fragments, overlap)
     inner_steps = max(overlap + 1, fragments, round(round_of(peers, values, each[0].bits).seconds / step_seconds))

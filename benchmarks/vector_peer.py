@@ -1,10 +1,10 @@
 """One of our peers without a model: `python -m benchmarks.vector_peer`, started by the benchmarks.
 
-Everything is as in a volunteer's machine (driver, transport, codec, outer step), but for the worker: it adds noise to
-theta. With --pause it takes that long to do so; without, it is told when by lines on its standard input: "prepare", and
-then "go". Every entry that is applied is a line, see `benchmarks.processes`. With --folder its log and snapshots lie on
-the disk, as a volunteer's do; with --votes its votes, so that it starts again as the same voter. With --follows it
-takes no part: it follows the log, as `diloco-peer follow` does.
+Driver, transport, codec and outer step are a volunteer's. The worker is replaced: it adds noise to theta. With --pause
+its training takes this long; without, lines on its standard input control it: "prepare", and then "go". It reports each
+applied entry as a line, see `benchmarks.processes`. With --folder its log and snapshots lie on the disk, as a
+volunteer's do. With --votes its votes do, so that it starts again as the same voter. With --follows it takes no part
+and only follows the log, as `diloco-peer follow` does.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ CHURN_TIMING = Timing(
 
 @dataclass(frozen=True)
 class Part:
-    """One peer's part, as its command line has it."""
+    """One peer's role, from its command line."""
 
     values: int
     peers: int
@@ -79,7 +79,7 @@ class Part:
 
     @property
     def settings(self) -> RunSettings:
-        """Its samples are more than a benchmark lasts for: nobody looks at them."""
+        """The settings of the run. It has more samples than a benchmark uses, and they are never read."""
         return RunSettings(
             run="benchmark",
             manifest_digest=digest_of(b"benchmark"),
@@ -93,7 +93,7 @@ class Part:
 
 
 class VectorWorker(WorkerGroup):
-    """Stands in for the workers: no process, no model."""
+    """A replacement for the workers, without a process or a model."""
 
     def __init__(
         self, vectors: SharedVectors, pause: float | None, lines: asyncio.Queue[str], spread: float = 0.2
@@ -111,24 +111,26 @@ class VectorWorker(WorkerGroup):
         goes_on: bool = False,
     ) -> Trained:
         if self._pause is None:
-            await self._told("prepare")
+            await self._wait_for("prepare")
         await asyncio.to_thread(add_noise, self.vectors.theta, self.vectors.local, (work.index, work.samples[0].start))
         if self._pause is None:
             say("ready", cpu=cpu_seconds())
             on_progress(Progress(0, None, 1.0))
-            await self._told("go")
+            await self._wait_for("go")
         else:
             await asyncio.sleep(self._pause * random.uniform(1 - self._spread, 1 + self._spread))
         return Trained(work.samples, TOKENS_PER_SAMPLE * sample_count(work.samples), 1.0)
 
-    async def _told(self, wanted: str) -> None:
+    async def _wait_for(self, wanted: str) -> None:
         while await self._lines.get() != wanted:
             pass
 
 
 class VectorWorkload(LocalWorkload):
-    """Notes when a round began here, when our blocks were made, when its payload was here and agreed on, when theta was
-    the new one, and the processor time until then."""
+    """A workload that records four moments of a round, and the processor time at its end.
+
+    The moments are its beginning here, the end of encoding, the arrival of the agreed payload, and the new theta.
+    """
 
     began_at: float | None = None
     encoded_at: float | None = None
@@ -159,7 +161,7 @@ class VectorWorkload(LocalWorkload):
 
 
 class TalkingTransport(HivemindTransport):
-    """Says when it first asks for a snapshot, and of whom it has got how many bytes."""
+    """A transport that reports the first request for a snapshot, and the bytes received from each donor."""
 
     is_fetching = False
 
@@ -176,9 +178,9 @@ class TalkingTransport(HivemindTransport):
 
 
 def add_noise(values: Vector, out: Vector, seed: tuple[int, ...]) -> None:
-    """out = values + noise, both of shape (n,); the same noise for every chunk, so that it takes no memory to speak of.
+    """Write values + noise to `out`, both of shape (n,). `values` may be `out`.
 
-    `values` may be `out`.
+    Each chunk gets the same noise, so that little memory is needed.
     """
     noise = np.random.default_rng(seed).standard_normal(min(CHUNK, values.size), np.float32) * np.float32(0.01)
     for start in range(0, values.size, CHUNK):
@@ -187,20 +189,22 @@ def add_noise(values: Vector, out: Vector, seed: tuple[int, ...]) -> None:
 
 
 def create_vectors(values: int) -> SharedVectors:
-    """As a volunteer's, with the same theta in every peer. Raises: MachineError when memory is short."""
+    """Return vectors like a volunteer's, with the same theta in every peer. Raises: MachineError when memory is
+    short."""
     vectors = SharedVectors.create(values)
     add_noise(vectors.theta, vectors.theta, (0,))
     return vectors
 
 
 def memory(name: str) -> int:
-    """Bytes of this process, by the name of a line in /proc/self/status: VmRSS now, VmHWM at most."""
+    """Return bytes of this process by the name of a line in /proc/self/status: VmRSS is the present size, VmHWM the
+    peak."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 async def take_part(transport: HivemindTransport, identity: Identity, part: Part) -> None:
-    """One peer's life, until standard input ends."""
+    """Take part in the run until standard input ends."""
     memory_before = memory("VmRSS")
     log, storage = None, None
     if part.folder:
@@ -252,7 +256,7 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
 
 
 def run_config() -> RunConfig:
-    """Return the demo's, of a run that no benchmark comes to the end of."""
+    """Return the demo's configuration with more outer steps than any benchmark takes."""
     config = RunConfig.from_toml(Path(opendiloco.__file__).with_name("demo.toml"))
     return config.model_copy(update={"outer_steps": OUTER_STEPS})
 
@@ -288,18 +292,18 @@ async def run_peer(part: Part) -> None:
 
 @click.command(help=__doc__)
 @click.option("--values", type=int, required=True)
-@click.option("--peers", type=int, required=True, help="How many must be there before the first round.")
-@click.option("--contact", help="Address of a peer that is there already.")
+@click.option("--peers", type=int, required=True, help="Number of peers before the first round.")
+@click.option("--contact", help="Address of a running peer.")
 @click.option("--listen", default="/ip4/127.0.0.1/tcp/0", show_default=True)
-@click.option("--identity", "identity_file", type=click.Path(dir_okay=False, path_type=Path), help="Kept here.")
+@click.option("--identity", "identity_file", type=click.Path(dir_okay=False, path_type=Path), help="Its key file.")
 @click.option("--pause", type=float, help="Seconds of training.")
 @click.option("--snapshot-every", default=8, show_default=True, help="Entries from one snapshot to the next.")
-@click.option("--fetches", is_flag=True, help="Only take over the state.")
+@click.option("--fetches", is_flag=True, help="Only fetch the state.")
 @click.option("--follows", is_flag=True, help="Only follow the log.")
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="For the log, and for snapshots.")
 @click.option("--votes", type=click.Path(exists=True, file_okay=False, path_type=Path), help="A folder for its votes.")
-@click.option("--steady", is_flag=True, help="Training always takes as long; else a fifth more or less.")
-@click.option("--usual-timing", is_flag=True, help="A manifest's, in the place of one for benchmarks.")
+@click.option("--steady", is_flag=True, help="Training takes exactly --pause; else up to a fifth more or less.")
+@click.option("--usual-timing", is_flag=True, help="Use a manifest's timing instead of one for benchmarks.")
 @join_option("upload_limit")
 @join_option("download_limit")
 @join_option("contribution_format")

@@ -1,16 +1,18 @@
-"""What the links carry during one round: `python -m benchmarks.wire --namespaces a,b`.
+"""The traffic on the links during one round: `python -m benchmarks.wire --namespaces a,b`.
 
-Peers of ours and of gloo's, with as many bytes, take turns in network namespaces that links of any shape join, while
-the counters of each namespace's interface are read every few milliseconds. For each contender, of its median round:
+Our peers and gloo's take turns in network namespaces that links of any shape join, and move the same number of bytes.
+Meanwhile the counters of each namespace's interface are read every few milliseconds. For each contender's median round:
 
-- "first byte s": from telling all to go until the first peer sends data. Ours makes its blocks first ("encode s").
-- "after last s": from the last data that arrives anywhere until all have the average, and ours know that all have.
-- "used over 80 %": the share of the time until then in which a link carried more than 0.8 of what iperf3 gets through
-  all links at once; the mean over the peers.
+- "first byte s": from the start signal to all peers until the first peer sends data. Our peers make their blocks
+  first ("encode s").
+- "after last s": from the last data that arrives anywhere until all peers have the average and, for ours, know that
+  all have it.
+- "used over 80 %": the share of the time until then in which a link carried more than 0.8 of the rate that iperf3
+  gets through all links at once; the mean over the peers.
 
-The bar is on what is said around the exchange: the time before the first byte without making the blocks (Ready, for
-the leader sends blocks when it says Begin), and the time after the last (Part, Propose, Vote 1, Vote 2), are five
-delays one way in all at most. --svg draws the two rounds.
+The bar is on the messages around the exchange, in one-way delays of the links. The time before the first byte without
+making the blocks (Ready; the leader sends blocks with its Begin) and the time after the last one (Part, Propose, Vote
+1, Vote 2) may take five of them together. --svg draws the two rounds.
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ from benchmarks.namespaces import IPERF_STREAMS, LinkRates, has_iperf3, place_in
 from benchmarks.plots import Panel, Point, svg
 from benchmarks.reporting import Bar, json_option, report
 
-PERIOD = 0.004  # seconds between two looks at the counters
-WINDOW = 0.02  # seconds over which a rate is taken
+PERIOD = 0.004  # seconds between two reads of the counters
+WINDOW = 0.02  # seconds over which a rate is averaged
 WELL_USED = 0.8
-CONTROL_BYTES = 1 << 15  # what a few messages take: less has no data in it
+CONTROL_BYTES = 1 << 15  # size of a few messages; less traffic contains no data
 DELAYS = 5.0
 
 
 @dataclass
 class Wire:
-    """Bytes that one interface has received, and sent, by the clock that all processes share."""
+    """The bytes that one interface has received and sent, by the clock that all processes share."""
 
     times: list[float] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
@@ -55,15 +57,15 @@ class Wire:
         self.sent.append(sent)
 
     def first_sent(self, start: float) -> float:
-        """Return when more had been sent since `start` than messages take."""
+        """Return the time when more bytes had been sent since `start` than messages take."""
         return self._reaches(self.sent, _at(self.times, self.sent, start) + CONTROL_BYTES)
 
     def last_received(self, end: float) -> float:
-        """Return when less was still to come until `end` than messages take."""
+        """Return the time when fewer bytes remained to be received until `end` than messages take."""
         return self._reaches(self.received, _at(self.times, self.received, end) - CONTROL_BYTES)
 
     def rates(self, start: float, end: float) -> list[Point]:
-        """Return bytes a second received, window after window: seconds after `start` that it ends at, and the rate."""
+        """Return the received bytes a second in each window, with the window's end in seconds after `start`."""
         bounds = [start + WINDOW * number for number in range(int((end - start) / WINDOW) + 1)]
         counts = [_at(self.times, self.received, bound) for bound in bounds]
         pairs = zip(bounds[1:], counts, counts[1:], strict=False)
@@ -74,7 +76,7 @@ class Wire:
 
 
 def _at(times: Sequence[float], counts: Sequence[int], at: float) -> float:
-    """Return the count at a time, between those of the two looks around it."""
+    """Return the count at a time, interpolated between the two reads around it."""
     place = bisect_left(times, at)
     if place in (0, len(times)):
         return counts[min(place, len(times) - 1)]
@@ -83,7 +85,7 @@ def _at(times: Sequence[float], counts: Sequence[int], at: float) -> float:
 
 
 class Watch:
-    """Reads the counters of the namespaces' interfaces, in a thread, until it ends."""
+    """A thread that reads the counters of the namespaces' interfaces until the stack ends."""
 
     def __init__(self, stack: ExitStack, namespaces: Sequence[str]) -> None:
         self.wires = [Wire() for _ in namespaces]
@@ -108,7 +110,7 @@ class Watch:
 
 @contextmanager
 def process_behind(prefix: Sequence[str]) -> Iterator[int]:
-    """A process there that does nothing, through which the kernel shows the namespace's counters."""
+    """Yield an idle process in the namespace. The kernel shows the namespace's counters through it."""
     with subprocess.Popen([*prefix, "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -121,7 +123,7 @@ def process_behind(prefix: Sequence[str]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Course:
-    """What a round's seconds went to."""
+    """The parts of a round's seconds."""
 
     seconds: float
     encoding: float
@@ -132,14 +134,14 @@ class Course:
 
     @property
     def talking(self) -> float:
-        """Return the seconds that no data needed, nor arithmetic; never less than can be told apart."""
+        """The seconds beside data and arithmetic, at least the shortest time that can be measured."""
         return max(PERIOD, self.first_byte - self.encoding + self.after_last)
 
 
 def course_of(group: Group, number: int, wires: Sequence[Wire], rates: LinkRates) -> Course:
     """Return the course of one of a group's rounds, until all peers have the average."""
-    began, said = group.began[number], group.rounds[number]
-    ended = max(event.get("agreed") or event["time"] for event in said)
+    began, reports = group.began[number], group.rounds[number]
+    ended = max(report.get("agreed") or report["time"] for report in reports)
     lines = [wire.rates(began, ended) for wire in wires]
     used = [
         sum(rate >= WELL_USED * down for _, rate in line) / max(1, len(line))
@@ -147,7 +149,7 @@ def course_of(group: Group, number: int, wires: Sequence[Wire], rates: LinkRates
     ]
     return Course(
         seconds=ended - began,
-        encoding=max(event.get("encoded", began) for event in said) - began,
+        encoding=max(report.get("encoded", began) for report in reports) - began,
         first_byte=min(wire.first_sent(began) for wire in wires) - began,
         after_last=ended - max(wire.last_received(ended) for wire in wires),
         well_used=statistics.mean(used),
@@ -204,7 +206,7 @@ def measure_courses(values: int, namespaces: Sequence[str], repetitions: int, ra
 @click.option("--namespaces", required=True, help="Network namespaces, two or more, joined by links. Needs root.")
 @click.option("--values", default=20_000_000, show_default=True, help="fp32 values to average.")
 @click.option("--repetitions", default=3, show_default=True, help="Rounds of each contender.")
-@click.option("--iperf-streams", default=IPERF_STREAMS, show_default=True, help="Connections from each to each.")
+@click.option("--iperf-streams", default=IPERF_STREAMS, show_default=True, help="Connections between each two.")
 @click.option("--svg", "svg_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw the rounds here.")
 @json_option
 def main(

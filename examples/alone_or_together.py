@@ -1,8 +1,8 @@
-"""What three machines reach together, and what one of them reaches alone with the same inner steps.
+"""A comparison of three machines that train together with one that trains alone for the same number of inner steps.
 
     python examples/alone_or_together.py opendiloco/demo.toml --outer-steps 40
 
-Runs DiLoCo's reference in one process, without a network; held-out loss in nats per token.
+It runs DiLoCo's reference in one process, without a network. Held-out losses are in nats per token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REPORTS = 4
 
 
 def train(config: RunConfig, replicas: int, outer_steps: int) -> None:
-    """Prints the held-out loss of theta a few times on the way."""
+    """Train, and print the held-out loss of theta a few times on the way."""
     reference, pool = Reference(config), SamplePool()
     steps = config.training.inner_steps
     for outer_step in range(1, outer_steps + 1):

@@ -1,8 +1,8 @@
-"""One's own training loop as a peer of a run, beside volunteers who typed `diloco-peer join`.
+"""A researcher's own training loop as a peer of a run, beside volunteers who typed `diloco-peer join`.
 
     python examples/own_loop.py run.toml diloco:tiny-qz3h…4a@/ip4/…
 
-Prints the loss of each outer step's last inner step, until the run is over.
+It prints the loss of each outer step's last inner step, until the run is over.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def train(config: RunConfig, invite: str, data: list[Path]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="the run.toml that the run was created from")
-    parser.add_argument("invite", help="what `diloco-peer run create` printed")
+    parser.add_argument("run", type=Path, help="the run.toml from which the run was created")
+    parser.add_argument("invite", help="the invite that `diloco-peer run create` printed")
     parser.add_argument("--data", type=Path, action="append", default=[], help="a folder, if the run reads a local one")
     options = parser.parse_args()
     try:
         train(RunConfig.from_toml(options.run), options.invite, options.data)
     except KeyboardInterrupt:
-        sys.exit(130)  # what torch does at exit can make Python forget that it was interrupted
+        sys.exit(130)  # torch's exit handlers can make Python lose the interrupt's exit code
 
 
 if __name__ == "__main__":

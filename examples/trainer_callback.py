@@ -2,8 +2,8 @@
 
     python examples/trainer_callback.py run.toml diloco:tiny-qz3h…4a@/ip4/… --text FOLDER
 
-Each effective batch has the run's size, so that it counts as much as a volunteer's; what is in it is the caller's
-business, here text from a folder.
+Each effective batch has the run's size, so that it counts as much as a volunteer's. The caller chooses its content,
+here text from a folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from opendiloco.library import DiLoCoCallback
 
 
 class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Windows of a folder's text, as bytes."""
+    """The windows of a folder's text, as bytes."""
 
     def __init__(self, folder: Path, length: int) -> None:
         text = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.txt")))
@@ -56,14 +56,14 @@ def train(config: RunConfig, invite: str, text: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="the run.toml that the run was created from")
-    parser.add_argument("invite", help="what `diloco-peer run create` printed")
+    parser.add_argument("run", type=Path, help="the run.toml from which the run was created")
+    parser.add_argument("invite", help="the invite that `diloco-peer run create` printed")
     parser.add_argument("--text", type=Path, required=True, help="a folder with .txt files")
     options = parser.parse_args()
     try:
         train(RunConfig.from_toml(options.run), options.invite, options.text)
     except KeyboardInterrupt:
-        sys.exit(130)  # what torch does at exit can make Python forget that it was interrupted
+        sys.exit(130)  # torch's exit handlers can make Python lose the interrupt's exit code
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Builds `opendiloco._kernels` with cffi in API mode; setup.py names this file, setuptools runs it.
+"""The build of `opendiloco._kernels` with cffi in API mode. setup.py names this file, and setuptools runs it.
 
-Run from the repository's root: setuptools wants paths relative to setup.py.
+It must run in the repository's root, because setuptools requires paths relative to setup.py.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from cffi import FFI
 NATIVE = Path("native")
 HEADER = NATIVE / "kernels.h"
 
-# The results must not depend on the machine that compiled: no fast-math, no fused multiply-add, no -march. Files
-# that need an instruction set switch it on for themselves.
+# The results must not depend on the compiling machine: no fast-math, no fused multiply-add, no -march. Files that need
+# an instruction set enable it themselves.
 COMPILE_ARGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"]
 ERRORS = ["-Werror=incompatible-pointer-types", "-Werror=implicit-function-declaration"]
 
 
 def declarations(header: str) -> str:
-    """The prototypes of a C header: what is left of it without comments and preprocessor lines."""
+    """Return the prototypes of a C header, without comments and preprocessor lines."""
     without_comments = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
     return "\n".join(line for line in without_comments.splitlines() if not line.startswith("#"))
 

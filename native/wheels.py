@@ -1,10 +1,10 @@
 """Builds the source distribution and, from it, a wheel for each kind of Linux: `python -m native.wheels dist`.
 
-zig's C compiler brings the declarations of old versions of glibc along, for every processor: the wheels run on systems
-that are older than the one that built them. auditwheel says whether they do. With `--try`, the source distribution and
-this machine's wheel are each installed into a fresh virtual environment, without torch, and the kernels are tested.
+zig's C compiler includes the declarations of old versions of glibc for every processor. The wheels therefore run on
+systems older than the one that built them, and auditwheel checks this. With `--try`, the source distribution and this
+machine's wheel are each installed into a fresh virtual environment without torch, and the kernels are tested.
 
-Needs the packages build, ziglang, auditwheel, and what pyproject.toml asks for to build.
+It needs the packages build, ziglang and auditwheel, and the build requirements of pyproject.toml.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PROCESSORS = "x86_64", "aarch64"
 GLIBC = 2, 17
-"""The oldest version for which a wheel claims to work: manylinux2014's."""
+"""The oldest version of glibc for which a wheel claims to work, manylinux2014's."""
 
-# What git does not track is not source.
+# Files that git does not track, and the tests, which wheels do not need.
 NOT_SOURCE = shutil.ignore_patterns(
     ".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "kernels-check*", "tests"
 )
@@ -35,13 +35,13 @@ BASE = re.compile(r'platform tag: "manylinux_(\d+)_(\d+)_(\w+)"')
 
 
 class WheelError(Exception):
-    """A wheel that cannot be built, or that is not what its name says."""
+    """A wheel cannot be built, or does not match its name."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m native.wheels", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("out", type=Path, help="the folder for what is built")
-    parser.add_argument("--try", dest="is_tried", action="store_true", help="install it into fresh environments, too")
+    parser.add_argument("out", type=Path, help="the folder for the built files")
+    parser.add_argument("--try", dest="is_tried", action="store_true", help="also install them into fresh environments")
     arguments = parser.parse_args()
     try:
         built = build_all(arguments.out.resolve())
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def build_all(out: Path) -> list[Path]:
-    """Return the paths of the source distribution and of the wheels, each of which was checked. Raises: WheelError."""
+    """Return the paths of the source distribution and of the wheels, all checked. Raises: WheelError."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder) / "checkout"
@@ -61,7 +61,7 @@ def build_all(out: Path) -> list[Path]:
         [source] = build(checkout, out, "--sdist")
         built = [source]
         for processor in PROCESSORS:
-            with tarfile.open(source) as archive:  # anew for each, lest one has what was compiled for another
+            with tarfile.open(source) as archive:  # once each, so that none has another's compiled files
                 archive.extractall(Path(folder) / processor, filter="data")
             [unpacked] = (Path(folder) / processor).iterdir()
             tag = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{processor}"
@@ -79,7 +79,7 @@ def compiler(processor: str) -> dict[str, str]:
 
 
 def build(source: Path, out: Path, *options: str, environment: Mapping[str, str] | None = None) -> list[Path]:
-    """Return what was built into `out` from the sources in a folder. Raises: WheelError."""
+    """Build into `out` from the sources in a folder. Return the built files. Raises: WheelError."""
     with tempfile.TemporaryDirectory() as fresh:
         command = [sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", fresh, str(source)]
         run(command, environment)
@@ -87,22 +87,23 @@ def build(source: Path, out: Path, *options: str, environment: Mapping[str, str]
 
 
 def check(wheel: Path, processor: str) -> None:
-    """Raises: WheelError when a wheel's machine code needs another processor, or a newer system, than its name says."""
-    said = run([sys.executable, "-m", "auditwheel", "show", str(wheel)])
-    needs = platform_of(said)
+    """Check that a wheel's machine code needs the processor and no newer system than its name promises. Raises:
+    WheelError."""
+    audit = run([sys.executable, "-m", "auditwheel", "show", str(wheel)])
+    needs = platform_of(audit)
     if needs is None or needs[1] != processor or needs[0] > GLIBC:
-        raise WheelError(f"{wheel.name} is not what its name says. auditwheel: {said}")
+        raise WheelError(f"{wheel.name} does not match its name. auditwheel: {audit}")
     print(f"{wheel.name}: needs glibc {needs[0][0]}.{needs[0][1]} on {processor}, or newer")
 
 
-def platform_of(said: str) -> tuple[tuple[int, int], str] | None:
-    """Return the version of glibc and the processor that auditwheel names, or None where it names none."""
-    match = BASE.search(" ".join(said.split()))
+def platform_of(audit: str) -> tuple[tuple[int, int], str] | None:
+    """Return the version of glibc and the processor that auditwheel's output names, or None."""
+    match = BASE.search(" ".join(audit.split()))
     return match and ((int(match[1]), int(match[2])), match[3])
 
 
 def try_packages(packages: Sequence[Path]) -> None:
-    """Install each into a fresh environment. Raises: WheelError where the kernels of one differ from another's."""
+    """Install each package into a fresh environment. Raises: WheelError when their kernels differ."""
     kernels = {package.name: try_package(package) for package in packages}
     print("\n".join(f"{name}: {found}" for name, found in kernels.items()))
     if len(set(kernels.values())) > 1:
@@ -110,7 +111,7 @@ def try_packages(packages: Sequence[Path]) -> None:
 
 
 def try_package(package: Path) -> str:
-    """Return which kernels an installed package has and uses, which were tested. Raises: WheelError."""
+    """Test an installed package's kernels. Return the line that names those it has and uses. Raises: WheelError."""
     with tempfile.TemporaryDirectory() as folder:
         run([sys.executable, "-m", "venv", folder])
         binaries = Path(folder) / "bin"
@@ -121,7 +122,7 @@ def try_package(package: Path) -> str:
 
 
 def run(command: Sequence[str], environment: Mapping[str, str] | None = None, folder: str | None = None) -> str:
-    """Return what a command has printed. Raises: WheelError when it fails."""
+    """Return a command's standard output. Raises: WheelError when it fails."""
     variables = os.environ | (environment or {})
     done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=folder)
     if done.returncode != 0:

@@ -11,7 +11,7 @@ __all__ = ["DiLoCo", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # Importing torch takes seconds, reading the installed metadata milliseconds, that most importers need not pay.
+    # Imported on demand: torch takes seconds, and reading the installed metadata milliseconds.
     if name == "DiLoCo":
         from opendiloco.library import DiLoCo
 

@@ -1,11 +1,12 @@
-"""Where fragments begin in flat vectors."""
+"""The alignment of fragments in flat vectors."""
 
 from __future__ import annotations
 
 ALIGNMENT = 1024
-"""Values. A fragment begins at a multiple of them. It is encoded by itself, with blocks of its own in every codec."""
+"""Alignment of a fragment's first value, in values. Each fragment is encoded separately, with its own blocks in every
+codec."""
 
 
 def next_fragment(end: int) -> int:
-    """Return where the fragment begins that comes after one that ends there."""
+    """Return the offset of the fragment that follows one ending at `end`."""
     return -(-end // ALIGNMENT) * ALIGNMENT

@@ -1,11 +1,11 @@
-"""Child processes that run a module of ours, with the modules that are here, from whatever folder this was started."""
+"""Child processes that run a module of this project, with the same import path as this process in any folder."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-NICENESS = 19  # of those that prepare or save something: the lowest priority, since training comes first
+NICENESS = 19  # for child processes that prepare or save data: the lowest priority, because training comes first
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -14,10 +14,10 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def child_environment(**variables: str) -> dict[str, str]:
-    """Return the environment for it: that of this process, with further variables."""
+    """Return the environment of such a process: this process's environment with further variables."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | variables
 
 
 def last_line(output: str) -> str:
-    """Return the last line of what a process has printed, or nothing: where it says how its job went."""
+    """Return the last line of a process's output, which reports its result, or an empty string."""
     return output.strip().rpartition("\n")[2].strip()

@@ -1,4 +1,4 @@
-"""How many cores this process may use."""
+"""The number of cores that this process may use."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ CPU_LIMIT = "/sys/fs/cgroup/cpu.max"
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may run on, as far as a container's limit lets it.
+    """Return the number of cores that this process may run on, within a container's limit.
 
-    Threads that share a core count once: arithmetic on both of them is no faster than on one.
+    Threads that share a core count once, because both together compute no faster than one.
     """
     cores = {_read(THREADS_OF_CORE.format(number)) or str(number) for number in os.sched_getaffinity(0)}
     quota, _, period = (_read(CPU_LIMIT) or "max").partition(" ")

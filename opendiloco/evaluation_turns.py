@@ -1,4 +1,4 @@
-"""Whose turn it is to evaluate theta: each time another peer's, so that all give up as little training."""
+"""The turns of evaluating theta: another peer each time, so that all lose the same training time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from peers.log.state import LogState
 
 
 class HeldOut(NamedTuple):
-    """theta's loss on held-out text, and whether that is the text that the run means."""
+    """The loss of theta on held-out text. `is_runs_text` is true if that is the text that the run defines."""
 
     loss: float
     is_runs_text: bool
 
 
 def is_our_turn(me: str, log: LogState, section: EvaluationSection) -> bool:
-    """Return whether theta at this place in the log is to be evaluated by us. All peers there know by whom."""
+    """Return whether this peer evaluates theta at this place in the log. All peers there compute the same turns."""
     index, roster = log.position.index, log.roster
     if not section.every or not roster or index % section.every:
         return False
@@ -25,5 +25,5 @@ def is_our_turn(me: str, log: LogState, section: EvaluationSection) -> bool:
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:
-    """Return a loss in nats per token in bits per byte of the text, which can be compared between tokenizers."""
+    """Convert a loss in nats per token to bits per byte of text, which can be compared between tokenizers."""
     return loss / math.log(2) / bytes_per_token

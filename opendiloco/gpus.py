@@ -1,6 +1,6 @@
-"""NVIDIA's GPUs as Linux and their driver show them, and what a person is told where torch cannot use them.
+"""NVIDIA's GPUs as Linux and their driver list them, and the error texts for GPUs that torch cannot use.
 
-Imports no torch, but in `usable_gpus`. `join`, the workers and the doctor say the same here.
+Only `usable_gpus` imports torch. `join`, the workers and the doctor all use these texts.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 
 PCI, NVIDIA_DRIVER = Path("/sys/bus/pci/devices"), Path("/proc/driver/nvidia")
 DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Of NVIDIA's driver on Linux, and of any driver of Windows in WSL 2, where a GPU is on no bus."""
+"""Device files of NVIDIA's driver on Linux, and of any Windows driver in WSL 2, where a GPU is on no bus."""
 NVIDIA, DISPLAYS = "0x10de", ("0x0300", "0x0302")
-"""A vendor's number on the PCI bus, and how the classes of its graphics and compute cards begin."""
+"""NVIDIA's vendor number on the PCI bus, and the prefixes of the class numbers of graphics and compute cards."""
 LEAST_DRIVER = {"11": 450, "12": 525, "13": 580}
-"""The oldest drivers for each major version of CUDA, by its compatibility table."""
+"""The oldest driver for each major version of CUDA, from NVIDIA's compatibility table."""
 TURING = (7, 5)
-"""Compute capability of the oldest GPUs that builds for CUDA 13 have kernels for."""
+"""Compute capability of the oldest GPUs for which builds for CUDA 13 have kernels."""
 OLD_CARDS = (
     "Builds of torch for CUDA 13 have no kernels for GPUs older than Turing. Install the build for CUDA 12.6 instead: "
     "pip uninstall torch; pip install 'torch<2.15' --index-url with the address that pytorch.org names for it."
@@ -33,19 +33,22 @@ DEVICE_FAILURE = re.compile(
     r"\b(cuda error(?!.*device-side assert)|xid \d|ecc error|cu(blas|dnn)_status_(execution_failed|internal_error))",
     re.IGNORECASE,
 )
-"""How CUDA's libraries begin to say that a GPU, its driver or a kernel on it has failed."""
+"""Texts with which CUDA's libraries report that a GPU, its driver or a kernel on it has failed."""
 NO_KERNELS = re.compile(r"kernel image|\bptx\b", re.I)
-"""How CUDA says that a program was built for other GPUs."""
+"""Texts with which CUDA reports that a program was built for other GPUs."""
 LOOK_AT_DEVICE = (
     "Look at `nvidia-smi -q` (ECC errors, heat, other processes) and at the kernel's log (`dmesg`: lines with Xid). "
-    "If it comes again: restart the machine, check power and cooling, or train without this GPU."
+    "If it happens again: restart the machine, check power and cooling, or train without this GPU."
 )
 
 
 @dataclass(frozen=True)
 class Cards:
-    """GPUs of this machine, usable or not. `driver` is the version of NVIDIA's, where it can be read. `is_driven`: a
-    process here can reach it, so its device file or nvidia-smi is there; in a container they may be missing."""
+    """The GPUs of this machine, whether torch can use them or not.
+
+    `driver` is the version of NVIDIA's driver, if it can be read. `is_driven` is true if a process here can reach the
+    driver: its device file or nvidia-smi exists. In a container both may be missing.
+    """
 
     names: tuple[str, ...] = ()
     driver: str | None = None
@@ -53,18 +56,19 @@ class Cards:
 
     @property
     def are_reachable(self) -> bool:
-        """Return whether torch should see them."""
+        """True if torch should see GPUs."""
         return bool(self.names) and self.is_driven
 
     def are_too_old_for(self, platform: str | None) -> bool:
-        """Return whether the driver's version is too old for what torch was built for, such as "CUDA 13.0"."""
+        """Return whether the driver is too old for torch's build platform, such as "CUDA 13.0"."""
         least = _least_driver(platform)
         return least is not None and self.driver is not None and int(self.driver.partition(".")[0]) < least
 
-    def hidden_from(self, version: str, platform: str | None, said: str) -> tuple[str, str]:
-        """Return what to say where this torch sees none of them, of which it has `said` why; and the remedy."""
+    def hidden_from(self, version: str, platform: str | None, reason: str) -> tuple[str, str]:
+        """Return an error text and a remedy for a torch of this `version` that sees no GPU. `reason` is torch's own
+        message."""
         driver = f" with driver {self.driver}" if self.driver else ""
-        built, why = platform or "CPUs alone", f": {said}" if said else ""
+        built, why = platform or "CPUs alone", f": {reason}" if reason else ""
         found = f"{', '.join(self.names)} is here{driver}, but torch {version}, built for {built}, cannot use it{why}"
         least = _least_driver(platform)
         if least is None:
@@ -80,37 +84,41 @@ def _least_driver(platform: str | None) -> int | None:
     return LEAST_DRIVER.get(version.partition(".")[0]) if name == "CUDA" else None
 
 
-def unusable(name: str, capability: tuple[int, int], version: str, said: str) -> tuple[str, str]:
-    """Return what to say of a GPU that this torch sees and cannot compute on, of which it has `said` why; and the
-    remedy."""
-    found = f"torch {version} cannot compute on {name} (compute capability {'.'.join(map(str, capability))}): {said}"
+def unusable(name: str, capability: tuple[int, int], version: str, reason: str) -> tuple[str, str]:
+    """Return an error text and a remedy for a GPU that this torch sees but cannot compute on. `reason` is torch's own
+    message."""
+    found = f"torch {version} cannot compute on {name} (compute capability {'.'.join(map(str, capability))}): {reason}"
     if capability < TURING:
         return found, f"{OLD_CARDS} {ON_CPU}"
-    return found, f"{INSTALL_TORCH if NO_KERNELS.search(said) else LOOK_AT_DEVICE} {ON_CPU}"
+    return found, f"{INSTALL_TORCH if NO_KERNELS.search(reason) else LOOK_AT_DEVICE} {ON_CPU}"
 
 
 def usable_gpus() -> tuple[int, str]:
-    """Return how many GPUs torch can use, and what it says where that is none. `torch.cuda.device_count` alone also
-    counts those whose driver is too old."""
+    """Return the number of GPUs that torch can use, and torch's message if it is 0.
+
+    `torch.cuda.device_count` alone is not enough, because it also counts GPUs whose driver is too old.
+    """
     import torch
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         is_available = torch.cuda.is_available()
     if is_available:
         return torch.cuda.device_count(), ""
-    return 0, first_sentence(said[-1].message if said else "")
+    return 0, first_sentence(caught[-1].message if caught else "")
 
 
 def first_sentence(message: object) -> str:
-    """Return the beginning of what a library says at length."""
+    """Return the first sentence of a library's message, cut to 200 characters."""
     return str(message).strip().partition(". ")[0].partition("\n")[0][:200]
 
 
-# What is there --------------------------------------------------------------------------------------------------------
+# Detection -----------------------------------------------------------------------------------------------------------
 def read_cards(pci: Path = PCI, driver: Path = NVIDIA_DRIVER, devices: tuple[Path, ...] = DEVICE_FILES) -> Cards:
-    """Return NVIDIA's cards: by name where its driver tells it, else those on the PCI bus. Those that the owner keeps
-    from all programs (CUDA_VISIBLE_DEVICES) are left out."""
+    """Return NVIDIA's cards, with names if the driver lists them, else those on the PCI bus.
+
+    If the owner hides the cards from all programs (CUDA_VISIBLE_DEVICES), return none.
+    """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return Cards()
     has_tool = shutil.which("nvidia-smi") is not None

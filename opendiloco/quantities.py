@@ -1,28 +1,28 @@
-"""Units; and bytes, bandwidths and durations in words for people."""
+"""Units; and texts for bytes, bandwidths and durations."""
 
 from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-VALUE_BYTES = 4  # of an fp32 value: weights, moments and averages in main memory are of these
+VALUE_BYTES = 4  # of an fp32 value, the type of weights, moments and averages in main memory
 MEGABIT, GIGABYTE = 1e6 / 8, 1e9  # bytes
 SECONDS_A_DAY = 86_400  # without leap seconds, as computers count
 FormatName: TypeAlias = Literal["int8", "uint4", "e2m1-block32", "e2m1", "e3m0", "fp16", "sparse"]
-"""A format of payloads (docs/codecs.md)."""
+"""The name of a payload format (docs/codecs.md)."""
 OptimizerState: TypeAlias = Literal["device", "host", "8bit"]
-"""How a worker keeps its inner optimizer's moments between two steps: on its device, in main memory, or on its device
-in 8 bits a value."""
+"""The place of an inner optimizer's moments between two steps: on the device, in main memory, or on the device in 8
+bits a value."""
 UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
 def in_words(count: int) -> str:
-    """Return bytes with a unit, to three digits."""
+    """Return a number of bytes with a unit, to three digits."""
     unit, name = next(((size, name) for size, name in UNITS if count >= size), UNITS[-1])
     return f"{float(f'{count / unit:.3g}'):g} {name}"
 
 
 def bandwidth_in_words(bits_per_second: float) -> str:
-    """Return a bandwidth as a person writes it."""
+    """Return a bandwidth with a unit, to three digits."""
     for factor, unit in ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s")):
         if bits_per_second >= factor:
             return f"{bits_per_second / factor:.3g} {unit}"
@@ -30,7 +30,7 @@ def bandwidth_in_words(bits_per_second: float) -> str:
 
 
 def days_in_words(days: float) -> str:
-    """Return a duration in the largest unit of which it has at least one, to two digits."""
+    """Return a duration in its largest whole unit, to two digits."""
     for name, length in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
         if days >= length:
             count = float(f"{days / length:.2g}")
@@ -39,7 +39,7 @@ def days_in_words(days: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as people say it."""
+    """Return a duration in seconds, minutes or hours."""
     minutes, hours = seconds / 60, seconds / 3600
     if seconds < 90:
         return f"{seconds:.0f} s"

@@ -1,4 +1,5 @@
-"""A run as its two sides need it: the swarm's settings and the training's configuration, from one signed manifest."""
+"""A run as its two sides need it: the swarm's settings and the training's configuration, both from one signed
+manifest."""
 
 from __future__ import annotations
 
@@ -29,40 +30,44 @@ class Run:
     manifest: SignedManifest
     config: RunConfig
     goes_on_alone: bool = True
-    """Whether this machine's owner has it train with a minority when most peers have been gone for long."""
+    """True if this machine's owner lets it train with a minority when most peers have been gone for long."""
     has_runs_text: bool = True
-    """Whether what is read is what the run names; where each volunteer chooses that, only a digest shows it."""
+    """True if the machine reads the text that the run defines. If volunteers choose the text, only a digest can show
+    this."""
 
     def __post_init__(self) -> None:
-        """Raises: ManifestError for a run that does not say how large its fragments are."""
+        """Check that a run with several fragments names their sizes. Raises: ManifestError."""
         streaming = self.config.streaming
         if streaming.layers_per_fragment is not None and streaming.sizes is None:
             raise ManifestError(
-                "streaming.sizes: a run with several fragments says how many values each of them has.",
+                "streaming.sizes is missing; a run with several fragments needs the number of values of each.",
                 "Create it with `diloco-peer run create`, which fills them in.",
             )
 
     @classmethod
     def sign(cls, config: RunConfig, organiser: Identity) -> Run:
-        """Return a new run. Raises: ManifestError."""
+        """Return a new run, signed by its organiser. Raises: ManifestError."""
         return cls(SignedManifest.create(organiser, config.name, config.to_manifest_content()), config)
 
     @classmethod
     def from_manifest(cls, manifest: SignedManifest) -> Run:
-        """Raises: ManifestError when the content is no configuration that this version knows."""
+        """Return the run of a manifest. Raises: ManifestError when this version does not know its configuration."""
         return cls(manifest, RunConfig.from_manifest_content(manifest.values))
 
     def with_data(self, folders: Sequence[Path] = ()) -> Run:
-        """Return the run as a volunteer has it, who reads no local folders but these. Raises: see `volunteered`."""
+        """Return the run for a volunteer who lets it read only these local folders. Raises: see `volunteered`."""
         data, sources = self.config.data, self.config.data.all_sources
         own = [source for source in sources if is_local(source.source)] or sources
-        # Text in volunteers' own folders can only be held against a digest.
+        # A volunteer's own text can only be checked against a digest.
         says_which = self.config.evaluation.digest is not None or all(source.digest for source in own)
         config = self.config.model_copy(update={"data": volunteered(data, folders)})
         return replace(self, config=config, has_runs_text=not folders or says_which)
 
     def with_own(self, own: OwnFiles) -> Run:
-        """Return the run where nothing local is opened for its model and tokenizer but these. Raises: DataError."""
+        """Return the run with the volunteer's own files in place of local paths for model and tokenizer.
+
+        Raises: DataError for a local path in the manifest that the volunteer has not replaced.
+        """
         for table, path in local_tables(self.config).items():
             if getattr(own, table) is None:
                 raise DataError(
@@ -77,7 +82,7 @@ class Run:
 
     @property
     def settings(self) -> RunSettings:
-        """Return what the protocol needs to know."""
+        """The settings that the protocol needs."""
         training, rounds = self.config.training, self.config.rounds
         return RunSettings(
             run=self.run_id,
@@ -104,7 +109,8 @@ class Run:
 
 
 def local_tables(config: RunConfig) -> dict[str, str]:
-    """Return the paths of the run's model and tokenizer, as far as they are on each volunteer's machine."""
+    """Return the local paths of the run's model and tokenizer, by table. Each volunteer must have its own files for
+    them."""
     paths = {"model": config.model.path, "tokenizer": config.tokenizer.path}
     is_file = config.tokenizer.kind == "file"
     return {
@@ -115,26 +121,26 @@ def local_tables(config: RunConfig) -> dict[str, str]:
 
 
 def with_own_files(config: RunConfig, own: OwnFiles) -> RunConfig:
-    """Return the configuration with these in the place of its paths. Raises: DataError where it has no path."""
+    """Return the configuration with these files in place of its paths. Raises: DataError where it has no path."""
     sections: dict[str, ModelSection | TokenizerSection] = {}
     for table, section, given in (("model", config.model, own.model), ("tokenizer", config.tokenizer, own.tokenizer)):
         if given is None:
             continue
         if section.path is None:
-            raise DataError(f"--{table} {given}: this run brings its {table} itself.", f"Leave out --{table}.")
+            raise DataError(f"--{table} {given}: this run's manifest defines its {table}.", f"Leave out --{table}.")
         sections[table] = section.model_copy(update={"path": str(given.absolute())})
     return config.model_copy(update=sections)
 
 
 async def find_run(network: HivemindTransport, run_id: str, remembered: SignedManifest | None = None) -> Run:
-    """Return a run: as remembered, or as the network has it. Raises: SwarmUnreachableError, ManifestError."""
+    """Return a run from the remembered manifest or from the network. Raises: SwarmUnreachableError, ManifestError."""
     if remembered is not None and remembered.run_id == run_id:
         network.learn(remembered)
         return Run.from_manifest(remembered)
     manifest = await network.find_manifest(run_id)
     if manifest is None:
         raise SwarmUnreachableError(
-            f"nobody at the given addresses knows the run {run_id}.",
+            f"no peer at the given addresses knows the run {run_id}.",
             "Check the run id and the addresses; ask the organiser whether the run still exists.",
         )
     return Run.from_manifest(manifest)

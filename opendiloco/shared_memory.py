@@ -1,7 +1,7 @@
-"""Flat fp32 vectors that the peer process and its workers all see.
+"""Flat fp32 vectors that the peer process shares with its workers.
 
-They live in an anonymous memory file, inherited as a descriptor: it has no name, so nothing can be left behind in
-/dev/shm whoever dies, and Docker's small default /dev/shm does not matter.
+They lie in an anonymous memory file that workers inherit as a descriptor. It has no name, so no process can leave it
+behind in /dev/shm by dying, and Docker's small default /dev/shm does not matter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CGROUP = Path("/sys/fs/cgroup")
 class SharedVectors:
     """`theta` (the outer parameters) and `local` (the workers' weights), each of `size` fp32 values.
 
-    The views keep the mapping alive; it is returned to the system when the last of them is gone.
+    The views keep the mapping alive; the system frees it with the last view.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -38,34 +38,34 @@ class SharedVectors:
 
     @classmethod
     def create(cls, size: int) -> Self:
-        """For this process alone. Raises: MachineError when there is not enough memory."""
+        """Return vectors for this process alone. Raises: MachineError when memory is too small."""
         descriptor = create_memory_file()
         try:
             reserve(descriptor, size)
             return cls(descriptor, size)
         finally:
-            os.close(descriptor)  # the mapping needs it no more
+            os.close(descriptor)  # the mapping stays without it
 
 
 def create_memory_file() -> int:
-    """Descriptor of a new, empty memory file. Close it when all have inherited and mapped it."""
+    """Return the descriptor of a new, empty memory file. Close it once all processes have inherited and mapped it."""
     return os.memfd_create("diloco-peer")
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Take memory for two vectors of `size` values, so that no later write fails. Raises: MachineError."""
+    """Allocate memory for two vectors of `size` values, so that no later write fails. Raises: MachineError."""
     needed = 2 * VALUE_BYTES * size
     check_available("The run's shared vectors", needed)
     try:
         os.posix_fallocate(descriptor, 0, needed)
     except OSError as error:
         raise MachineError(
-            f"{needed / 2**20:.0f} MiB of shared memory cannot be had ({error.strerror}).", MORE_MEMORY
+            f"{needed / 2**20:.0f} MiB of shared memory cannot be allocated ({error.strerror}).", MORE_MEMORY
         ) from error
 
 
 def check_available(what: str, needed: int) -> None:
-    """Raises: MachineError when there are fewer than `needed` bytes; it says what needs them."""
+    """Raise MachineError, which names `what` needs the memory, if fewer than `needed` bytes are available."""
     available = available_memory()
     if needed > available:
         remedy = (
@@ -77,13 +77,13 @@ def check_available(what: str, needed: int) -> None:
 
 
 _cap: tuple[int, int] | None = None
-"""Bytes, and the process that takes no more of them together with its descendants."""
+"""The limit in bytes, and the process to which it applies together with its descendants."""
 
 
 def cap_memory(limit: int | None, family: int | None = None) -> None:
-    """Have `available_memory` keep to so many bytes for a process and all its descendants; by default this process.
+    """Limit `available_memory` to this many bytes for a process, by default this one, and all its descendants.
 
-    Memory that several of them see counts once. None: there is no cap.
+    Memory that several of them share counts once. None removes the limit.
     """
     global _cap
     _cap = None if limit is None else (limit, family or os.getpid())
@@ -96,7 +96,8 @@ def _used_by(process: psutil.Process) -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes that this process can still take: what is free, or what its owner's cap leaves of that."""
+    """Return the bytes that this process can still allocate: the free memory, or less if the owner's limit leaves
+    less."""
     free = _free_memory()
     if _cap is None:
         return free
@@ -105,9 +106,9 @@ def available_memory() -> int:
 
 
 def _free_memory() -> int:
-    """Return the kernel's estimate, or what the container's limit leaves.
+    """Return the kernel's estimate of free memory, or less if the container's limit leaves less.
 
-    What a container used last for files it has read counts against its limit, but is given back when it is needed.
+    Memory that holds recently read files counts against a container's limit, but the kernel frees it on demand.
     """
     available = int(psutil.virtual_memory().available)
     try:

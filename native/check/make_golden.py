@@ -1,8 +1,8 @@
-"""Writes golden.txt: payloads of each format that every implementation must make, by reference.py.
+"""The writer of golden.txt: payloads of each format, made by reference.py, that every implementation must reproduce.
 
-Run `python -m native.check.make_golden` in the repository's root after a format has changed on purpose; the file is
-else never made anew. A line: format, rounding, seed, index of the first block, and in hex the values (fp32), their
-payload, and what it decodes to. Each has a whole tile and a ragged one, with ties, zeros, subnormals, and both signs.
+Run `python -m native.check.make_golden` in the repository's root only after a format has changed on purpose. Each line
+has the format, the rounding, the seed, the index of the first block, and in hex the values (fp32), their payload and
+the decoded values. Each payload has a whole tile and a ragged one, with ties, zeros, subnormals, and both signs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ SEED = 20_241_121
 
 
 def golden_values(name: str) -> reference.Floats:
-    """Normal noise with blocks of different sizes, in which every ninth value lies half way between two levels."""
+    """Return normal noise with blocks of different sizes, in which every ninth value lies half way between two
+    levels."""
     generator, count = np.random.default_rng(SEED), max(1024, reference.BLOCK[name]) + RAGGED
     values = generator.standard_normal(count).astype(np.float32)
     values[:128] *= np.float32(1e-3)
     ties = np.arange(count) % 9 == 0
     values[ties] = (generator.integers(-24, 25, count)[ties] / 4).astype(np.float32)
     values[200:204] = np.float32(0), np.float32(-0.0), np.float32(1e-40), np.float32(-1e-42)
-    # With these a block's unit is a power of two, so that quarters are exact ties.
+    # These values make a block's unit a power of two, so that quarters are exact ties.
     values[600] = {"int8": 127, "uint4": -1, "e3m0": -64, "fp16": 1}.get(name, 12)
     if name == "uint4":
         values[600:768] = np.clip(values[600:768], -1, 14)
@@ -34,7 +35,7 @@ def golden_values(name: str) -> reference.Floats:
 
 
 def golden_line(name: str, seed: int | None, first_block: int) -> str:
-    """One line of the file. `seed` None: rounded to nearest."""
+    """Return one line of the file. `seed` None rounds to nearest."""
     values = golden_values(name)
     payload = reference.encode(name, values, seed, first_block)
     decoded = reference.decode(name, payload, values.size)

@@ -1,6 +1,6 @@
 """The formats of native/formats.h in numpy, written from their definition: levels, and the points half way between.
 
-It shares nothing with the C code, so that golden.txt and the tests that use it would show a mistake in either.
+It shares no code with the C kernels, so that golden.txt and its tests show a mistake in either.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
 BLOCK = {"int8": 1024, "uint4": 256, "e2m1-block32": 32, "e2m1": 1024, "e3m0": 1024, "fp16": 1024, "sparse": 4096}
-KEPT = 64  # one value in so many of a sparse block
+KEPT = 64  # values of a sparse block for each one that is kept
 LEVELS = {"e2m1": np.array([0, 1, 2, 3, 4, 6, 8, 12]), "e3m0": np.array([0, 1, 2, 4, 8, 16, 32, 64])}
 SMALLEST_UNIT = np.finfo(np.float32).tiny
 
 
 def random_bits(count: int, seed: int, block: int) -> Integers:
-    """The 16 random bits of a block's values (native/random.h)."""
+    """Return the 16 random bits of each value of a block (native/random.h)."""
     mask = (1 << 64) - 1
     state = (seed + (block + 1) * 0x9E3779B97F4A7C15) & mask
     state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & mask
@@ -43,7 +43,7 @@ def _linear(v: Floats, random: Integers | None) -> Integers:
 
 
 def _exponential(w: Floats, levels: Integers, random: Integers | None) -> Integers:
-    """Codes on the scale t = |w| + max(|w|, 2), where level L lies at the t of the w that it stands for."""
+    """Return codes by the scale t = |w| + max(|w|, 2). Level L lies at the t of the w that it represents."""
     magnitude = np.abs(w)
     t = (magnitude + np.maximum(magnitude, np.float32(2))).astype(np.float64)
     places = (levels + np.maximum(levels, 2)).astype(np.float64)
@@ -68,13 +68,13 @@ def _unit(span: np.float32, largest: int) -> tuple[np.float32, np.float32]:
 
 
 def _bfloat16(value: np.float64) -> int:
-    """The nearest to what fp32 makes of a positive value: of 16 bits, exponent and 7 bits of mantissa."""
+    """Return the bits of the bfloat16 nearest to a positive value's fp32: 16 bits, exponent and 7 bits of mantissa."""
     mantissa, exponent = np.frexp(np.float64(np.float32(value)))
     return (int(exponent) + 126 << 7) + int(np.rint(mantissa * 256)) - 128
 
 
 def _mean(values: npt.NDArray[np.float64]) -> np.float64:
-    """The mean of what is added up one after the other, as `sum` does not."""
+    """Return the mean from a sequential sum, which numpy's `sum` does not compute."""
     mean: np.float64 = np.cumsum(values)[-1] / values.size
     return mean
 
@@ -107,7 +107,7 @@ def _decode_sparse(block: bytes, count: int) -> Floats:
 
 
 def encode_block(name: str, values: Floats, random: Integers | None) -> bytes:
-    """One block. `random`: the values' random bits, or None to round to nearest."""
+    """Return one encoded block. `random` is the values' random bits, or None to round to nearest."""
     absmax = np.abs(values).max()
     if name == "fp16":
         return values.astype(np.float16).tobytes()
@@ -129,7 +129,7 @@ def encode_block(name: str, values: Floats, random: Integers | None) -> bytes:
 
 
 def decode_block(name: str, block: bytes, count: int) -> Floats:
-    """The values of one block that an encoder made."""
+    """Return the values of an encoded block."""
     if name == "fp16":
         return np.frombuffer(block, "<f2").astype(np.float32)
     if name == "sparse":
@@ -146,7 +146,7 @@ def decode_block(name: str, block: bytes, count: int) -> Floats:
 
 
 def encode(name: str, values: Floats, seed: int | None = None, first_block: int = 0) -> bytes:
-    """The payload of finite values, rounded to nearest, or by chance if there is a seed."""
+    """Return the payload of finite values, rounded to nearest, or stochastically if there is a seed."""
     payload = b""
     for index, start in enumerate(range(0, values.size, BLOCK[name])):
         block = values[start : start + BLOCK[name]]
@@ -156,7 +156,7 @@ def encode(name: str, values: Floats, seed: int | None = None, first_block: int 
 
 
 def decode(name: str, payload: bytes, count: int) -> Floats:
-    """The values of a payload that an encoder made."""
+    """Return the values of a payload."""
     values = []
     for start in range(0, count, BLOCK[name]):
         length = min(BLOCK[name], count - start)

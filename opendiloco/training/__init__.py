@@ -1,7 +1,7 @@
 """DiLoCo: the inner loop of a worker, the outer step of a peer, and both in one process (`reference`).
 
-evaluation, inner, optimizers, reference, team and trials import torch; codec, moments_file, outer and streaming, which
-the peer process uses, do not.
+evaluation, inner, optimizers, reference, team and trials import torch. codec, moments_file, outer and streaming do not,
+because the peer process uses them.
 
 Other rooms import:
 codec: BLOCK_VALUES, BlockCodec, Residual, RunRounding, block_bytes

@@ -1,4 +1,4 @@
-"""Pseudo-gradients as payloads: their blocks of bytes, how values are rounded, and error feedback."""
+"""Pseudo-gradients as payloads: their blocks of bytes, the rounding of their values, and error feedback."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from peers.values.workload import BadBlocksError, Blocks
 logger = logging.getLogger(__name__)
 
 PIECE_BLOCKS = 16
-"""Of a payload, that are decoded at once, so that it takes no memory to speak of."""
+"""Number of a payload's blocks that are decoded at once, to use little memory."""
 BLOCK_VALUES = 4096
-"""Values of what the swarm takes for a block: a whole number of each format's blocks."""
+"""Number of values in one of the swarm's blocks, a multiple of each format's block size."""
 
 
 def block_bytes(codec: CodecSection) -> int:
-    """Return the bytes of a block of a run's averages, as the swarm cuts them."""
+    """Return the number of bytes in one of the swarm's blocks of a run's averages."""
     return FORMATS[codec.kind].payload_size(BLOCK_VALUES)
 
 
 @dataclass(frozen=True)
 class BlockCodec:
-    """Payloads of `values` fp32 values, in blocks of BLOCK_VALUES: averages are in `format`, and contributions also in
-    the `thinner` ones, numbered from 1."""
+    """Payloads of `values` fp32 values, in blocks of BLOCK_VALUES. Averages have `format`. Contributions have it, too,
+    or one of the `thinner` formats, numbered from 1."""
 
     format: Format
     values: int
@@ -44,7 +44,7 @@ class BlockCodec:
 
     @classmethod
     def of(cls, codec: CodecSection, values: int) -> Self:
-        """Return a run's codec for so many values."""
+        """Return a run's codec for this number of values."""
         format, *thinner = (FORMATS[kind] for kind in codec.contributions)
         return cls(format, values, tuple(thinner))
 
@@ -62,17 +62,20 @@ class BlockCodec:
         return -(-self.values // BLOCK_VALUES)
 
     def byte_range(self, first_block: int, last_block: int, format: int = 0) -> tuple[int, int]:
-        """Byte offsets [start, stop) of blocks [first_block, last_block); the payload's last block may be short."""
+        """Return the byte offsets [start, stop) of blocks [first_block, last_block). The payload's last block may be
+        short."""
         kind = self.formats[format]
         each = BLOCK_VALUES // kind.block_values
         return kind.byte_range(first_block * each, last_block * each, self.values)
 
     def empty_payload(self) -> Payload:
-        """Memory for a payload; worth keeping, since taking it from the system takes longer than encoding into it."""
+        """Return memory for a payload. Callers should keep it, because allocating it takes longer than encoding into
+        it."""
         return Payload(self.format, self.values, empty(self.format.payload_size(self.values)))
 
     def check(self, blocks: Blocks, first_block: int) -> None:
-        """Raises: BadBlocksError when these bytes are not whole blocks from `first_block` on that an encoder makes."""
+        """Check that these bytes are whole blocks from `first_block` on, as an encoder makes them. Raises:
+        BadBlocksError."""
         try:
             kernels.check_payload(self._payload(blocks, first_block))
         except kernels.CorruptPayloadError as error:
@@ -86,10 +89,10 @@ class BlockCodec:
             raise BadBlocksError(error.message) from error
 
     def checked(self, payload: Blocks) -> Payload:
-        """Return a whole payload. Raises: BadBlocksError unless it is one that an encoder makes."""
+        """Return a whole payload. Raises: BadBlocksError unless an encoder could have made it."""
         self.check(payload, 0)
         if len(payload) != self.format.payload_size(self.values):
-            raise BadBlocksError(f"{len(payload)} bytes are no payload of {self.values} values")
+            raise BadBlocksError(f"a payload of {self.values} values cannot have {len(payload)} bytes")
         return Payload(self.format, self.values, payload)
 
     def average(
@@ -101,11 +104,13 @@ class BlockCodec:
         rounding: Rounding = NEAREST,
         formats: Sequence[int] = (),
     ) -> memoryview:
-        """Return the mean of blocks from `first_block` on: fp32, in this order, weighted; quantized once.
+        """Return the weighted mean of blocks from `first_block` on: summed in fp32 in this order, and quantized once.
 
-        The sum is divided by `tokens`, by default the sum of the weights: a contribution that is clipped weighs less.
-        It lies in `out`, if given, which has as many bytes as it takes: new memory costs more than the mean. `formats`
-        are those of the contributions; by default the average's. Raises: CorruptPayloadError, NonFiniteError.
+        The sum is divided by `tokens`, by default the sum of the weights; a clipped contribution has less weight than
+        tokens. The mean is written to `out` if given, which must have its exact size; allocating it takes longer than
+        the mean. `formats` are the contributions' formats, by default the average's.
+
+        Raises: CorruptPayloadError, NonFiniteError.
         """
         payloads = [
             (self._payload(blocks, first_block, format), weight)
@@ -123,16 +128,16 @@ class BlockCodec:
         return average.buffer
 
     def _payload(self, blocks: Blocks, first_block: int, format: int = 0) -> Payload:
-        """Return as many values as these bytes hold if they are whole blocks of the format."""
+        """Return these bytes as a payload, with the number of values in them if they are whole blocks of the format."""
         kind = self.formats[format]
         whole = -(-len(blocks) // kind.block_bytes) * kind.block_values
         return Payload(kind, min(whole, max(0, self.values - first_block * BLOCK_VALUES)), blocks)
 
 
 class RunRounding:
-    """The rounding of a run's payloads: to the nearest code, or by chance. Outer steps are counted from 0.
+    """The rounding of a run's payloads: nearest or stochastic. Outer steps are counted from 0.
 
-    Chance follows from the log, so that everybody who makes a payload again makes the same one.
+    The random numbers follow from the log, so that every peer that makes a payload again gets the same bytes.
     """
 
     def __init__(self, codec: CodecSection) -> None:
@@ -140,15 +145,18 @@ class RunRounding:
         self._formats = [FORMATS[kind] for kind in codec.contributions]
 
     def of_contribution(self, index: int, fragment: int, samples: Sequence[SampleRange], format: int = 0) -> Rounding:
-        """Return that of a fragment's pseudo-gradient in a format. No two peers have the same chance: their samples
-        differ. It does not matter how many of them are trained, which is not known yet when the first fragment is
-        taken. Formats that have no stochastic rounding are rounded to the nearest code."""
+        """Return the rounding of a fragment's pseudo-gradient in a format.
+
+        The random numbers depend on the first sample, so no two peers use the same ones. They do not depend on the
+        number of trained samples, which is not known yet when the first fragment is stored. Formats without stochastic
+        rounding round to the nearest code.
+        """
         if not self._formats[format].is_stochastic:
             return NEAREST
         return self._rounding(0, index, fragment, *(part.start for part in samples[:1]))
 
     def of_average(self, index: int, fragment: int, first_block: int = 0) -> Rounding:
-        """Return that of the average's blocks from `first_block` on, whoever averages them."""
+        """Return the rounding of the average's blocks from `first_block` on, the same for all reducers."""
         return self._rounding(first_block * (BLOCK_VALUES // self._formats[0].block_values), index, fragment)
 
     def _rounding(self, first_block: int, *drawn_from: int) -> Rounding:
@@ -159,7 +167,8 @@ class RunRounding:
 
 
 def decoded(payload: Payload, start: int, out: Vector) -> Vector:
-    """Return the values of a payload from `start` on, a multiple of a block's: as many as `out` has room for."""
+    """Return a payload's values from `start` on, which must be a multiple of the block size, as many as fit into
+    `out`."""
     format, values = payload.format, min(out.size, payload.values - start)
     block = start // format.block_values
     first, last = format.byte_range(block, block + format.block_count(values), payload.values)
@@ -169,45 +178,49 @@ def decoded(payload: Payload, start: int, out: Vector) -> Vector:
 
 # Error feedback ------------------------------------------------------------------------------------------------------
 def share_made_up_for(codec: CodecSection, format: int) -> float:
-    """Return the share of what a payload in a format leaves out that the next one makes up for: the run's, and of a
-    thinner format than the run's at least SparseLoCo's."""
+    """Return the share of a payload's quantization error that the next payload adds again.
+
+    It is the run's share; for a thinner format than the run's, it is at least SparseLoCo's.
+    """
     return max(codec.error_feedback, SPARSE_ERROR_FEEDBACK) if format else codec.error_feedback
 
 
 def _zeros(values: int, folder: Path | None) -> Vector:
-    """Return so many zeros: in a file if they are many, since no memory was counted for them. Without a folder, or room
-    in it, they are in memory."""
+    """Return this many zeros. If they are many, they lie in a file, because no memory was counted for them; without a
+    folder, or room in it, they are in memory."""
     size = VALUE_BYTES * values
     if folder is not None and size > IN_MEMORY:
         try:
             return np.frombuffer(MemoryFile.on_disk(size, folder).data, np.float32)
         except OSError as error:
-            logger.warning("no room for error feedback, %d MiB, in %s: %s; it is in memory", size >> 20, folder, error)
+            logger.warning("no room for %d MiB of error feedback in %s: %s; using memory", size >> 20, folder, error)
     return np.zeros(values, np.float32)
 
 
 class Residual:
-    """Error feedback: what payloads have left out, and later ones make up for (arXiv 1901.09847), whatever the formats
-    of either.
+    """Error feedback (arXiv 1901.09847): the quantization errors of payloads, which later payloads add again, in any
+    formats.
 
-    A share of what a payload has left out is added to the next pseudo-gradient that is encoded. Once an outer step was
-    taken without our payload nobody knows what of it is still to be made up for, so it is forgotten.
+    A share of a payload's error is added to the next pseudo-gradient before it is encoded. When an outer step is taken
+    without this peer's payload, it is unknown how much of the error still matters, so the residual is reset.
 
-    A sparse average leaves out most of what its members' payloads hold, and reducers keep no residuals. Each member
-    takes back what of its own is where the average has nothing: all of them together take back all that was left out.
+    A sparse average leaves out most values of its members' payloads, and reducers keep no residuals. Each member takes
+    back its own values where the average has none, so that all members together take back everything that was left out.
     """
 
     def __init__(self, codec: CodecSection, values: int) -> None:
-        """It has so many fp32 `values`, once a payload leaves something out that is to be made up for."""
+        """Begin without errors. Memory for `values` fp32 values is allocated when the first error is to be kept."""
         self._codec = codec
         self._values = values
-        self._share = codec.error_feedback  # of what the last payload has left out
+        self._share = codec.error_feedback  # of the last payload's error
         self._vector: Vector | None = np.zeros(values, np.float32) if self._share else None
-        self._is_sent = False  # what a payload holds, that no average has answered yet
+        self._is_sent = False  # true while a payload waits for its average
 
     def to_add(self, format: int = 0, folder: Path | None = None) -> Vector | None:
-        """Return what to add to the pseudo-gradient, and to replace by what its payload in a format leaves out. Few
-        volunteers need it: where it is large, it lies in the folder."""
+        """Return the vector to add to the pseudo-gradient; encoding replaces it by the new payload's error.
+
+        Few volunteers need it, so a large one lies in the folder.
+        """
         before, self._share = self._share, share_made_up_for(self._codec, format)
         self._is_sent = True
         if not (before or self._share):
@@ -219,7 +232,8 @@ class Residual:
         return self._vector
 
     def take_back(self, own: Payload, average: Payload) -> None:
-        """Add what our payload holds where the average that it is in has nothing. Both were checked before."""
+        """Add this peer's own values where the average that includes them has none. Both payloads must have been
+        checked."""
         is_answered, self._is_sent = self._is_sent, False
         if self._vector is None or not is_answered or average.format is not SPARSE:
             return
@@ -230,12 +244,12 @@ class Residual:
             self._vector[start : start + sent.size] += sent
 
     def forget(self) -> None:
-        """Have nothing made up for: an outer step was taken without our payload."""
+        """Reset all errors, because an outer step was taken without this peer's payload."""
         self._is_sent = False
         if self._vector is not None:
             self._vector[:] = 0
 
     def forget_unanswered(self) -> None:
-        """Forget it if its payload is in no entry by now: training begins anew."""
+        """Reset all errors if the last payload is in no entry yet, because training begins anew."""
         if self._is_sent:
             self.forget()

@@ -1,4 +1,4 @@
-"""How good the model is: its loss on held-out text, and what it writes."""
+"""The quality of the model: its loss on held-out text, and samples of its text."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from opendiloco.model.loss import predicted_tokens, window_loss
 from opendiloco.training.team import Team
 
 EVALUATED_AT_ONCE = 4
-"""Windows, where nobody has tried how many fit."""
+"""Number of windows at once if no trial has found how many fit."""
 
 
 @contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and each of its modules back into its own mode in the end.
+    """Put a model into evaluation mode, and restore the mode of each module at the end.
 
-    A loop may train some of them in evaluation mode, a frozen batch norm for example.
+    A training loop may keep some modules in evaluation mode, such as a frozen batch norm.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -41,13 +41,14 @@ def held_out_loss(
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     team: Team | None = None,
 ) -> tuple[float, int]:
-    """Return the mean loss in nats per token (per byte with the byte tokenizer), and how many tokens it is a mean of.
+    """Return the mean loss in nats per token (per byte with the byte tokenizer), and the number of tokens in the mean.
 
-    At most `windows` windows are read, evenly spread over the held-out text: the same ones at every call. `batch_size`
-    of them go through the model at once, in the context `precision`; compiled blocks are left out, as they would be
-    compiled again, and nobody would see to it that this ends. Each worker of a `team` reads its piece of them, and all
-    return the same. They make as many forward passes, which are collectives; what is read in place of nothing counts
-    nothing.
+    It reads at most `windows` windows, evenly spread over the held-out text, the same ones at every call. `batch_size`
+    of them go through the model at once, in the context `precision`. Compiled blocks run uncompiled here: they would be
+    compiled again, with no limit on the time.
+
+    Each worker of a `team` reads its piece of the windows, and all return the same result. All make the same number of
+    forward passes, which are collectives; a worker without windows left computes one that does not count.
     """
     device = next(model.parameters()).device
     team = team or Team(device)
@@ -70,10 +71,11 @@ def held_out_loss(
 def generate_sample(
     model: Any, tokenizer: Tokenizer, prompt: str, tokens: int, seed: int, temperature: float = 0.8
 ) -> str:
-    """Return a continuation of `prompt`, sampled from the 50 likeliest tokens each; the likeliest at temperature 0.
+    """Return a continuation of `prompt`, each token sampled from the 50 most likely ones; at temperature 0 the most
+    likely.
 
-    It is the same for the same weights and seed. Compiled blocks are left out: they would be compiled again for each
-    length.
+    The same weights and seed give the same text. Compiled blocks run uncompiled here, because they would be compiled
+    again for each length.
     """
     pretrained = tokenizer.pretrained()
     encoded = pretrained(prompt or "\n", return_tensors="pt", add_special_tokens=False)

@@ -1,11 +1,11 @@
-"""One replica: the k-th worker of DiLoCo's Algorithm 1, lines 3 to 9 (arXiv 2311.08105), and its inner loop.
+"""A replica and its inner loop: the k-th worker of DiLoCo's Algorithm 1, lines 3 to 9 (arXiv 2311.08105).
 
-inner_steps = replica.inner_steps(theta, index, lease, steps)
-for step in inner_steps:
-    print(step.number, step.loss)
-tokens = inner_steps.trained.tokens
+    inner_steps = replica.inner_steps(theta, index, lease, steps)
+    for step in inner_steps:
+        print(step.number, step.loss)
+    tokens = inner_steps.trained.tokens
 
-The worker process and the one-process reference both train through this module, so they do the same arithmetic.
+The worker process and the one-process reference both train through this module, so that they do the same arithmetic.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ from peers.values.workload import Trained
 
 # Inner steps ----------------------------------------------------------------------------------------------------------
 class InnerStep(NamedTuple):
-    """A batch's mean loss, and its gradient's norm before clipping. If either is not finite, nothing has changed.
+    """A batch's mean loss, and its gradient's norm before clipping. If either is not finite, the step has changed
+    nothing.
 
-    `number` counts from 1; `samples` are those trained up to here.
+    `number` counts from 1; `samples` is the number of samples trained up to and including this step.
     """
 
     number: int
@@ -68,10 +69,10 @@ class InnerStep(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaTrained(Trained):
-    """What came of an inner loop. `loss` is the mean over its inner steps, in nats per token.
+    """The results of an inner loop. `loss` is the mean over its inner steps, in nats per token.
 
-    `skipped`: how many of the `inner_steps` changed nothing, since their loss or gradient was not finite.
-    `gradient_norm` is the mean over the others, before clipping; `waited_seconds` is how long they waited for data.
+    `skipped` of the `inner_steps` changed nothing, because their loss or gradient was not finite. `gradient_norm` is
+    the mean over the others, before clipping. `waited_seconds` is the time that the loop waited for data.
     """
 
     inner_steps: int
@@ -81,7 +82,7 @@ class ReplicaTrained(Trained):
 
 
 class InnerSteps:
-    """Takes an inner step for each turn of a loop over it; after that, `trained` says what came of them."""
+    """An iterator that takes one inner step each turn. Afterwards `trained` has the results."""
 
     def __init__(
         self,
@@ -93,9 +94,12 @@ class InnerSteps:
         steps: int,
         tokens: int,
     ) -> None:
-        """`take` trains on a batch of shape (windows, window_length): inner step so-and-so of the run, after which the
-        run has so many tokens. It returns the loss, the gradient's norm, and whether a worker wants all to stop. For
-        all else see `ModelReplica.inner_steps`."""
+        """Plan the inner steps of a lease. The arguments besides `take` are those of `ModelReplica.inner_steps`.
+
+        `take(batch, step, tokens)` trains on a batch of shape (windows, window_length). `step` is the run's number of
+        the inner step, and `tokens` the number of tokens that the run has trained after it. It returns the loss, the
+        gradient's norm, and whether a worker wants all to stop.
+        """
         self._take = take
         self._training = training
         self._first_step = index * training.inner_steps
@@ -107,20 +111,22 @@ class InnerSteps:
         self.planned = math.ceil(len(numbers) / training.batch_size)
         self.planned_tokens = len(numbers) * training.sequence_length
         self.planned_samples = prefix(lease, len(numbers))
-        """How many inner steps there will be, how many tokens in them, and which samples, if nobody wants to stop."""
+        """The planned number of inner steps, the number of tokens in them, and their samples, if no worker wants to
+        stop."""
         self._taken: list[InnerStep] = []
         self._samples_done = 0
 
     def __iter__(self) -> Iterator[InnerStep]:
-        """Return the inner steps that change the weights, as they are taken. Raises: see `every`."""
+        """Return the inner steps that change the weights, as they are taken. Raises: as `every`."""
         return (taken for taken in self.every() if taken.is_finite)
 
     def every(self) -> Iterator[InnerStep]:
-        """Yield each inner step, also those that changed nothing.
+        """Yield each inner step, including those that changed nothing.
 
-        The last batch may be smaller, so that a short lease is trained whole; a lease longer than `steps` batches is
-        trained up to there. Raises: WorkerError when the losses or gradients of more than half of the inner steps are
-        not finite.
+        The last batch may be smaller, so that a short lease is trained whole. A lease longer than `steps` batches is
+        trained only that far.
+
+        Raises: WorkerError when the losses or gradients of more than half of the inner steps are not finite.
         """
         for batch in self._batches:
             self._samples_done += len(batch)
@@ -131,7 +137,7 @@ class InnerSteps:
             if not taken.is_finite and 2 * self._skipped > self.planned:
                 raise WorkerError(
                     f"inner step {step}: the loss is {loss}, its gradient's norm {norm}; {self._skipped} inner steps, "
-                    "more than half of this training, were skipped for that.",
+                    "more than half of this training, were skipped for this reason.",
                     "Training diverged: lower inner_optimizer.learning_rate or gradient_clip in a new run.",
                 )
             yield taken
@@ -140,7 +146,7 @@ class InnerSteps:
 
     @property
     def trained(self) -> ReplicaTrained:
-        """Return what came of the inner steps so far."""
+        """The results of the inner steps so far."""
         good = [taken for taken in self._taken if taken.is_finite]
         return ReplicaTrained(
             samples=prefix(self._lease, self._samples_done),
@@ -167,29 +173,35 @@ def _mean(values: Sequence[float]) -> float:
 
 # The replica ----------------------------------------------------------------------------------------------------------
 ROOM_OF_COPY = 2
-"""Times the bytes of a copy of all moments, which must be free before it is made: the peer process takes some, too."""
+"""Free memory that a copy of all moments requires, as a multiple of its size, because the peer process allocates,
+too."""
 LONG_AGO = 64
-"""Outer steps. Moments that were kept before them are of quite another theta, so the first steps are smaller."""
+"""Age of kept moments, in outer steps, beyond which the learning rate is warmed up again. Older moments belong to a
+very different theta."""
 
 
 class LossScale:
-    """The factor by which the loss is multiplied where gradients are in fp16, whose smallest ones would be zero. It is
-    halved where they overflow, and the batch is computed again; it is doubled after `STEADY` inner steps without."""
+    """The factor by which the loss is multiplied for fp16 gradients, so that small ones do not become zero.
+
+    When gradients overflow, it is halved and the batch is computed again. It is doubled after `STEADY` inner steps
+    without an overflow.
+    """
 
     STEADY = 200
     ATTEMPTS = 4
-    """Times that a batch is computed again. One that overflows even then is skipped, like any whose gradient is not
-    finite: no factor may help it."""
+    """Number of times that a batch is computed again. If it still overflows, it is skipped like any batch whose
+    gradient is not finite, because a smaller factor may not help."""
     LARGEST = 2.0**24
 
     def __init__(self, factor: float = 2.0**16) -> None:
-        """All factors are powers of two, so that dividing by them rounds nothing."""
+        """Set the first factor, a power of two like all factors, so that dividing by it rounds nothing."""
         self.factor = factor
-        self._steps = 0  # since it changed
-        self._attempts = 0  # at the present batch
+        self._steps = 0  # inner steps since the factor changed
+        self._attempts = 0  # to compute the present batch
 
     def overflows(self, loss: float, norm: float) -> bool:
-        """Take in a batch's loss and its gradient's norm. Return whether it is to be computed again, with less."""
+        """Record a batch's loss and its gradient's norm. Return whether to compute the batch again, with the halved
+        factor."""
         if math.isfinite(loss) and not math.isfinite(norm):
             self._steps, self._attempts = 0, self._attempts + 1
             if self.factor > 1 and self._attempts <= self.ATTEMPTS:
@@ -206,9 +218,9 @@ class LossScale:
 class ModelReplica:
     """A model with its inner optimizer's state, which persists while theta replaces the weights at each outer step.
 
-    The workers of one machine have one replica together: the `model` of each is sharded (see `shard_model` in team.py),
-    and each trains on its piece of a batch, at most `micro_batch` windows at once (None: all of it). All make the same
-    calls in the same order, and arrive at the same inner step with the same loss.
+    The workers of one machine together have one replica. Each has a shard of the `model` (see `shard_model` in team.py)
+    and trains on its piece of a batch, at most `micro_batch` windows at once (None: the whole piece). All make the same
+    calls in the same order, and get the same loss at the same inner step.
     """
 
     def __init__(
@@ -222,13 +234,16 @@ class ModelReplica:
         layout: Layout | None = None,
         optimizer_state: OptimizerState = "device",
     ) -> None:
-        """With `reduces_once`, workers sum their gradients after a batch's last windows only. `layout` is by default
-        the run's. Raises: MachineError when the `optimizer_state` cannot be kept so."""
+        """Build the optimizer and the shards. If `reduces_once`, workers sum their gradients only after a batch's last
+        windows. `layout` is by default the run's.
+
+        Raises: MachineError when the optimizer's state cannot be kept as `optimizer_state` asks.
+        """
         self.model = model
         self.layout = layout_of(model, config.streaming) if layout is None else layout
         self.micro_batch = micro_batch
-        self.uncompiled_micro_batch: int | None = None  # where fewer fit uncompiled; see enlarge_micro_batch
-        self.attention: str | None = None  # to train with, if not the model's own; see document_attention
+        self.uncompiled_micro_batch: int | None = None  # set if fewer windows fit uncompiled; see enlarge_micro_batch
+        self.attention: str | None = None  # for training, if not the model's own; see document_attention
         self.compiled_loss = CompiledLoss() if compiled_blocks(model) else None
         self._config = config
         self._samples = samples
@@ -240,26 +255,26 @@ class ModelReplica:
         is_fp16 = config.training.precision == "bf16" and self._team.half == torch.float16
         self._loss_scale = LossScale() if is_fp16 else None
         self._warmed_up: int | None = None  # inner steps of `rewarmup_steps`
-        self._kept_at: int | None = None  # outer steps taken when the moments that it goes on with were kept
+        self._kept_at: int | None = None  # number of outer steps taken when the loaded moments were written
 
     @property
     def window_length(self) -> int:
-        """Return the tokens of a window: one more than are predicted."""
+        """The number of tokens of a window, one more than are predicted."""
         return self._config.training.sequence_length + 1
 
     @property
     def codec(self) -> CodecSection:
-        """Return how the run encodes what is averaged."""
+        """The run's encoding of averages."""
         return self._config.codec
 
     @property
     def optimizer_state(self) -> OptimizerState:
-        """Return how the inner optimizer's state is kept between two steps."""
+        """The place of the inner optimizer's state between two steps."""
         return kept_state(self._optimizer)
 
     @property
     def learning_rate(self) -> float:
-        """Return that of the last inner step, for the optimizer's first group of parameters."""
+        """The learning rate of the last inner step, for the optimizer's first parameter group."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def load(self, theta: Vector) -> None:
@@ -267,8 +282,10 @@ class ModelReplica:
 
     @contextmanager
     def showing(self, theta: Vector) -> Iterator[Any]:
-        """Have the model show theta for a while. Where training goes on from the present weights, they come back: a
-        copy of them takes the memory of the gradients, which are of no use any more."""
+        """Load theta into the model for a while. If training goes on from the present weights, restore them afterwards.
+
+        The copy of the present weights takes the memory of the gradients, which are no longer needed.
+        """
         kept: list[torch.Tensor] = []
         if not self._config.streaming.is_plain and self._warmed_up is not None:
             self._optimizer.zero_grad(set_to_none=True)
@@ -282,47 +299,51 @@ class ModelReplica:
                     local_part(tensor).copy_(own)
 
     def store(self, flat: Vector, fragment: int | None = None) -> None:
-        """Store this worker's part of the weights, or of a fragment's, unless another replica does."""
+        """Store this worker's part of all weights, or of one fragment's. Only workers of the first replica do."""
         if self._team.is_in_first_replica:
             self._shards_of(fragment).store(self._parameters(), flat)
 
     def merge(self, theta: Vector, fragment: int, alpha: float) -> None:
-        """Merge theta into this worker's part of a fragment's weights, which keep a share of `alpha`; see `merge`."""
+        """Merge theta into this worker's part of a fragment's weights, which keep a share of `alpha`; see
+        `Shards.merge`."""
         self._shards_of(fragment).merge(theta, self._parameters(), alpha)
 
     def keep_moments(self, path: Path, run: str, index: int) -> Callable[[], None]:
-        """Return a function that writes the inner optimizer's present state into a file, after `index` outer steps of a
-        run: this worker's part of it, unless another replica does. Training may go on meanwhile.
+        """Return a function that writes this worker's part of the inner optimizer's present state to a file. Training
+        may go on meanwhile. Only workers of the first replica write. `index` is the number of outer steps taken in the
+        run.
 
-        Raises: SnapshotError when there is none, or torch has it in a form that no file holds; OSError.
+        Raises: SnapshotError when there is no state yet, or a file cannot hold its form; OSError.
         """
-        said = self._kept_by(run) | {"index": str(index), "warmed_up": str(self._warmed_up or 0)}
+        metadata = self._kept_by(run) | {"index": str(index), "warmed_up": str(self._warmed_up or 0)}
         has_room = self._team.smallest(available_memory() >= ROOM_OF_COPY * MOMENTS_BYTES * self.layout.size)
         if not self._team.is_in_first_replica:
             return lambda: None
-        return write_state(path, self._optimizer, self._parameters(), self._shards, said, bool(has_room))
+        return write_state(path, self._optimizer, self._parameters(), self._shards, metadata, bool(has_room))
 
     def recall_moments(self, path: Path, run: str) -> None:
-        """Go on with what such a file has. Where another worker cannot read it, this one begins anew, too: otherwise
-        they would go on with moments of different times. Workers call this together.
+        """Load the inner optimizer's state from a file. All workers call this together.
 
-        Raises: SnapshotError when it does not fit, and changes nothing; OSError.
+        If another worker cannot read it, this worker begins anew, too, because moments of different times do not fit
+        together.
+
+        Raises: SnapshotError, without a change, when the file does not fit; OSError.
         """
         has_read = False
         try:
-            said = read_state(path, self._optimizer, self._parameters(), self._shards, self._kept_by(run))
+            metadata = read_state(path, self._optimizer, self._parameters(), self._shards, self._kept_by(run))
             has_read = True
         finally:
             all_have_read = self._team.smallest(has_read)
         if all_have_read:
-            self._warmed_up, self._kept_at = int(said["warmed_up"]), int(said["index"])
+            self._warmed_up, self._kept_at = int(metadata["warmed_up"]), int(metadata["index"])
         else:
             self._optimizer.zero_grad(set_to_none=True)
             self._optimizer.state.clear()
             self._warmed_up = self._kept_at = None
 
     def _kept_by(self, run: str) -> dict[str, str]:
-        """Return what a file of moments must say of itself."""
+        """Return the metadata that a file of moments must have."""
         return {"run": run, "optimizer": self._config.inner_optimizer.model_dump_json()}
 
     def inner_steps(
@@ -335,14 +356,14 @@ class ModelReplica:
         stop_wanted: Callable[[], bool] = lambda: False,
         overrides: Overrides = NO_OVERRIDES,
     ) -> InnerSteps:
-        """Load theta, and return at most `steps` inner steps of outer step `index`, each on the lease's next batch.
-        Without a theta, the weights go on from where they are.
+        """Load theta, and return at most `steps` inner steps of outer step `index`, each on the lease's next batch. If
+        theta is None, the weights stay as they are.
 
-        `tokens` is what all peers have trained before this outer step, for schedules that go by it. All workers stop
-        after the first inner step in which `stop_wanted` to any of them, asked before the weights change. `overrides`
-        are in force in this outer step.
+        `tokens` is the number that all peers have trained before this outer step, for schedules in tokens.
+        `stop_wanted` is called in each inner step before the weights change; all workers stop after the first inner
+        step in which it is true on one of them. `overrides` apply in this outer step.
         """
-        if self._warmed_up is None:  # from the run's beginning its schedule has a warmup of its own
+        if self._warmed_up is None:  # at the run's beginning the schedule's own warmup applies
             self._warmed_up = 0 if index else self._config.inner_optimizer.rewarmup_steps
         if self._kept_at is not None and index - self._kept_at > LONG_AGO:
             self._warmed_up = 0
@@ -356,7 +377,7 @@ class ModelReplica:
     def train(
         self, theta: Vector, index: int, lease: tuple[SampleRange, ...], steps: int, tokens: int = 0
     ) -> ReplicaTrained:
-        """Take all of these inner steps, and return what came of them. Raises: WorkerError."""
+        """Take all of these inner steps, and return their results. Raises: WorkerError."""
         inner_steps = self.inner_steps(theta, index, lease, steps, tokens)
         for _ in inner_steps:
             pass
@@ -365,7 +386,8 @@ class ModelReplica:
     def _inner_step(
         self, stop_wanted: Callable[[], bool], overrides: Overrides, batch: NDArray[np.int64], step: int, tokens: int
     ) -> tuple[float, float, bool]:
-        """Take inner step `step` of the run, counted from 0, after which `tokens` are trained."""
+        """Take inner step `step` of the run, counted from 0. `tokens` is the run's number of trained tokens after this
+        step."""
         factor = inner_learning_rate_factor(self._config, overrides, step, tokens) * self._rewarmup()
         for group in self._optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
@@ -378,7 +400,7 @@ class ModelReplica:
             if self._loss_scale is not None:
                 torch._foreach_mul_(gradients, 1 / self._loss_scale.factor)
             own_norm = torch.nn.utils.get_total_norm(gradients)
-            own_square = own_norm.double().square() if self._team.is_in_first_replica else 0.0  # others have the same
+            own_square = own_norm.double().square() if self._team.is_in_first_replica else 0.0  # all have the same
             numbers = self._team.sums_on_device([own_loss, own_square, stop_wanted()])
             total_norm = numbers[1].sqrt_()
             read = read_later(numbers)
@@ -406,15 +428,15 @@ class ModelReplica:
             return window_loss(self.model, windows, end, z_loss, router_loss, slope, self.compiled_loss)
 
     def add_gradient(self, batch: NDArray[np.int64]) -> torch.Tensor:
-        """Backward passes on this worker's piece of a batch; returns its part of the batch's mean loss.
+        """Run the backward passes of this worker's piece of a batch. Return the piece's part of the batch's mean loss.
 
-        FSDP2 averages the gradients of the workers, so each has its own times their number. Nothing here waits for the
-        device, so that it always has something to do, unless the model itself does.
+        FSDP2 averages the workers' gradients, so each worker multiplies its own by their number. This function does not
+        wait for the device, unless the model does, so that the device is always busy.
         """
         end = self._samples.document_end
         predicted, tried_sizes = predicted_tokens(batch, end), self.tried_sizes
         losses = []
-        # What autocast has cast for one part is there for the next: it forgets weights when its outermost context ends.
+        # An outer autocast context, although disabled, keeps the cast weights from one part to the next.
         with torch.autocast(self._team.device.type, enabled=False):
             for part, is_last in self._micro_batches(batch):
                 if self.reduces_once:
@@ -430,25 +452,27 @@ class ModelReplica:
         return torch.stack(losses).double().sum()
 
     def _micro_batches(self, batch: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], bool]]:
-        """Yield this worker's piece in parts, and whether each is the last. Workers have as many parts each, since each
-        forward pass is a collective; some are empty. What is trained on in place of an empty one counts nothing.
+        """Yield this worker's piece in parts, and for each whether it is the last.
 
-        A batch that is smaller than the run's ends with windows of which no such number was tried. They are computed
-        uncompiled, so there are fewer of them in a part.
+        All workers have the same number of parts, because each forward pass is a collective. Some parts may be empty;
+        the caller then trains on other windows, which do not count.
+
+        A batch smaller than the run's ends with a number of windows that was not tried. Those are computed uncompiled,
+        so their parts are smaller.
         """
         count = len(batch)
         own, largest = batch[self._team.piece(count)], self._team.largest_piece(count)
         size = self.micro_batch or largest
         rest = size if count == self._config.training.batch_size else self.uncompiled_micro_batch or size
-        filled = count // self._team.size // size * size  # windows of each worker in parts that all of them fill
+        filled = count // self._team.size // size * size  # windows of each worker in parts that are full on all workers
         starts = [*range(0, filled, size), *range(filled, largest, rest)]
         for start, end in pairwise([*starts, largest]):
             yield own[start:end], end == largest
 
     @property
     def tried_sizes(self) -> tuple[int, ...]:
-        """Return how many windows go through the model first and last of a whole batch: compiled blocks and attention
-        are tried with them. Each worker has as many of these numbers."""
+        """The numbers of windows in the first and the last part of a whole batch. Compiled blocks and attention are
+        tried with them. All workers have the same number of sizes."""
         batch_size = self._config.training.batch_size
         own, largest = self._team.piece(batch_size), self._team.largest_piece(batch_size)
         size = self.micro_batch or largest
@@ -458,8 +482,11 @@ class ModelReplica:
 
     @contextmanager
     def _as_tried(self, is_tried: bool) -> Iterator[None]:
-        """Have windows computed as was found to work; if that was not tried with as many, then without, so that nothing
-        is compiled in the midst of training. The last batch of a lease may have any number of them."""
+        """Compute windows as in the trial if their number was tried, and uncompiled otherwise.
+
+        The last batch of a lease may have any number of windows, and nothing should be compiled in the middle of
+        training.
+        """
         if is_tried:
             with attending_by(self.model, self.attention):
                 yield
@@ -470,7 +497,7 @@ class ModelReplica:
     def precision(self) -> AbstractContextManager[Any]:
         """Return the context in which the model computes in the run's precision.
 
-        FSDP2 sees to it where the model is sharded; elsewhere autocast does, on the CPU as on a GPU.
+        FSDP2 sets the precision of a sharded model; autocast sets it in all other cases, on the CPU as on a GPU.
         """
         if self._team.mesh is None and self._config.training.precision == "bf16":
             return torch.autocast(self._team.device.type, self._team.half)
@@ -480,21 +507,21 @@ class ModelReplica:
         return self._shards if fragment is None else self._shards.of(self.layout.fragment(fragment))
 
     def _parameters(self) -> Mapping[str, torch.Tensor]:
-        """Return the parameters that are trained, as the optimizer knows them."""
+        """Return the trained parameters, as the optimizer has them."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # after a forward pass without a backward pass FSDP2 keeps some weights whole
+                module.reshard()  # after a forward pass without a backward pass, FSDP2 keeps some weights gathered
         return trainable(self.model)
 
     def _rewarmup(self) -> float:
-        """Return a factor of the learning rate: a replica whose moments are fresh takes smaller steps at first."""
+        """Return a factor of the learning rate, which is below 1 during the first steps with fresh moments."""
         steps = self._config.inner_optimizer.rewarmup_steps
         self._warmed_up = min(steps, (self._warmed_up or 0) + 1)
         return self._warmed_up / steps if steps else 1.0
 
 
 def _on_device(windows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy windows to a device. To a GPU they go by pinned memory, for which nobody waits."""
+    """Copy windows to a device. A copy to a GPU goes through pinned memory, so that the host does not wait for it."""
     if device.type != "cuda":
         return windows.to(device)
     return windows.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,8 @@
-"""An inner optimizer's state as a safetensors file, whichever optimizer it is and however many workers share it.
+"""A safetensors file with the state of an inner optimizer, for any optimizer and any number of workers.
 
-Each tensor is named after its parameter and what torch calls it there, as in "model.norm.weight/exp_avg", and is whole:
-workers write and read their own rows. Standard library alone: the process that finishes a file must start at once.
+Each tensor is whole, and its name joins its parameter's name and torch's name for it, as in
+"model.norm.weight/exp_avg". Workers write and read their own rows. This module uses only the standard library, because
+the process that finishes a file must start quickly.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from opendiloco.quantities import VALUE_BYTES
 FORMAT = "diloco-peer inner optimizer, version 1"
 HEADER_LIMIT = 64 << 20  # bytes: names and shapes of tensors; thousands of them take one MiB
 UNSEALED = "0" * 64
-"""The digest of the values until all are written."""
+"""The digest in the header until all values are written."""
 NO_STEP = "its inner optimizer has not made a step"
-"""The reason why there is no file yet: a machine that has joined, and has not trained."""
+"""The reason why there is no file yet: a machine that has joined and not yet trained."""
 
 
 def header_of(tensors: Iterable[Parameter], metadata: Mapping[str, str]) -> bytes:
-    """Return all of a file that comes before the values."""
+    """Return the bytes of a file before its values."""
     content: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
     for tensor in tensors:
         bounds = [VALUE_BYTES * tensor.offset, VALUE_BYTES * (tensor.offset + tensor.size)]
@@ -35,14 +36,14 @@ def header_of(tensors: Iterable[Parameter], metadata: Mapping[str, str]) -> byte
 def read_header(file: BinaryIO) -> tuple[dict[str, str], Layout, int]:
     """Return the metadata, the tensors, and the offset of the first value in bytes.
 
-    Raises: ValueError when our workers would not have written it; OSError.
+    Raises: ValueError when the file is not as this project's workers write it; OSError.
     """
     file_bytes = file.seek(0, 2)
     file.seek(0)
     start = file.read(8)
     length = int.from_bytes(start, "little")
     if len(start) < 8 or not 2 <= length <= HEADER_LIMIT:
-        raise ValueError("it does not begin as a safetensors file of ours does")
+        raise ValueError("it does not begin like a safetensors file of diloco-peer")
     text = file.read(length)
     try:
         content = json.loads(text)
@@ -52,7 +53,7 @@ def read_header(file: BinaryIO) -> tuple[dict[str, str], Layout, int]:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError("it has no safetensors header that can be read") from error
     if start + text != expected or any(min(tensor.shape, default=0) < 0 for tensor in tensors):
-        raise ValueError("it has a header that we would not write")
+        raise ValueError("it has a header that diloco-peer does not write")
     wanted = len(expected) + VALUE_BYTES * tensors.size
     if file_bytes != wanted:
         raise ValueError(f"it has {file_bytes} bytes instead of {wanted}")
@@ -60,6 +61,6 @@ def read_header(file: BinaryIO) -> tuple[dict[str, str], Layout, int]:
 
 
 def digest_place(header: bytes) -> int:
-    """Return where in the header the digest of the values is. Raises: ValueError when there is none."""
+    """Return the offset of the values' digest in the header. Raises: ValueError when there is none."""
     name = b'"digest":"'
     return header.index(name) + len(name)

@@ -1,11 +1,11 @@
-"""The inner optimizers, as torch has them, and their state to and from the files in which a machine keeps its own.
+"""Torch's inner optimizers, and the files in which a machine keeps their state.
 
-Where a replica is sharded (its parameters are DTensors), all work but Adafactor and Rprop, which torch cannot compute
-on shards. The others step value by value, apart from Muon: it orthogonalizes whole matrices, which torch gathers for
-that at each of its products, so that it agrees with an unsharded replica up to the rounding of bfloat16.
+All optimizers but Adafactor and Rprop work on a sharded replica, whose parameters are DTensors. They step value by
+value, apart from Muon: it orthogonalizes whole matrices, which torch gathers for each of its products. Its results
+agree with an unsharded replica's up to the rounding of bfloat16.
 
-A card with little memory can keep what is as large as its parameter, AdamW's two moments for example, in main memory,
-or in 8 bits a value: `PackedOptimizer`.
+To save GPU memory, `PackedOptimizer` keeps state tensors as large as their parameter, such as AdamW's two moments, in
+main memory or in 8 bits a value.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from peers.errors import ManifestError
 from peers.values.wire import printable
 from peers.values.workload import SnapshotError
 
-# LBFGS wants the loss again and again, SparseAdam sparse gradients, Muon matrices only.
+# LBFGS evaluates the loss several times a step, SparseAdam needs sparse gradients, Muon takes matrices only.
 UNUSABLE = frozenset({torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon})
 UNSHARDABLE = (torch.optim.Adafactor, torch.optim.Rprop)
-# Given elsewhere in run.toml, or about how this machine computes instead of what.
+# Set elsewhere in run.toml, or a matter of how a machine computes, not of the result.
 RESERVED = frozenset({"params", "lr", "foreach", "fused", "capturable", "differentiable", "maximize"})
 
 FUSED_ON = {"cuda"}
-"""Devices on which AdamW makes its step in one kernel. The others' steps take memory for themselves: on the CPU for one
-parameter at a time; on a GPU, where torch would step all parameters together, for a whole copy of them."""
+"""Devices on which AdamW makes its step in one kernel. Elsewhere the step needs memory for itself: on the CPU for one
+parameter at a time; on a GPU, where torch would step all parameters together, for a copy of all of them."""
 
 Groups = list[dict[str, Any]]
 
@@ -57,11 +57,12 @@ Groups = list[dict[str, Any]]
 def build_inner_optimizer(
     model: torch.nn.Module, section: InnerOptimizerSection, kept: OptimizerState = "device"
 ) -> torch.optim.Optimizer:
-    """Return the optimizer over the trainable parameters, with its state `kept` so between two steps. Each group has
-    its peak learning rate as `initial_lr`.
+    """Return the optimizer over the trainable parameters, with its state `kept` in this way between two steps.
 
-    Raises: ManifestError when torch knows no such optimizer or option; MachineError when it cannot step on shards, or
-    its state cannot be kept so.
+    Each parameter group has its peak learning rate as `initial_lr`.
+
+    Raises: ManifestError when torch has no such optimizer or option; MachineError when the optimizer cannot step on
+    shards, or its state cannot be kept in this way.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: torch.optim.Optimizer
@@ -97,25 +98,26 @@ def build_inner_optimizer(
 
 
 def steps_without_waiting(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `step_if` can have this optimizer leave a step out. torch's fused AdamW can."""
+    """Return whether `step_if` can make this optimizer skip a step. Only torch's fused AdamW can."""
     return type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
 
 
 def step_if(optimizer: Any, is_wanted: torch.Tensor) -> None:
-    """Take a step, which changes nothing unless `is_wanted`: a bool on the device, for which the host does not wait."""
-    optimizer.found_inf = (~is_wanted).float()  # torch's name for it: with a 1, fused kernels write nothing
+    """Take a step that changes nothing unless `is_wanted`, a bool on the device. The host does not wait for it."""
+    optimizer.found_inf = (~is_wanted).float()  # torch's name; if it is 1, fused kernels write nothing
     optimizer.step()
     del optimizer.found_inf
 
 
 def check_inner_optimizer(section: InnerOptimizerSection, kept: OptimizerState = "device") -> None:
     """Raise ManifestError unless torch has this optimizer with these options, and MachineError unless its state can be
-    `kept` so."""
+    `kept` in this way."""
     build_inner_optimizer(torch.nn.Linear(1, 1), section, kept)
 
 
 def _groups(parameters: Sequence[torch.nn.Parameter], weight_decay: float, vectors_decay: bool = False) -> Groups:
-    """Return two groups: parameters with two or more dimensions, which decay, and vectors, which do if told so."""
+    """Return two groups: parameters with two or more dimensions, which decay, and vectors, which decay if
+    `vectors_decay`."""
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": weight_decay * vectors_decay},
@@ -133,7 +135,7 @@ def _muon(
     model: torch.nn.Module, trainable: Sequence[torch.nn.Parameter], section: MuonSection
 ) -> torch.optim.Optimizer:
     outer: list[Any] = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    output_embeddings = getattr(model, "get_output_embeddings", None)  # as models of transformers have it
+    output_embeddings = getattr(model, "get_output_embeddings", None)  # models of transformers have this method
     if output_embeddings is not None:
         outer.append(output_embeddings())
     not_hidden = {id(parameter) for module in outer for parameter in module.parameters()}
@@ -155,12 +157,13 @@ def _from_torch(parameters: Sequence[torch.nn.Parameter], section: TorchSection)
     kind = _optimizer_class(section.name)
     known = {name: option for name, option in inspect.signature(kind).parameters.items() if name not in RESERVED}
     for key, value in section.options.items():
-        said = printable(f"inner_optimizer.options.{key} = {value!r}")
+        setting = printable(f"inner_optimizer.options.{key} = {value!r}")
         if key not in known:
             allowed = f"It has: {', '.join(known)}."
-            raise ManifestError(f"{said}: torch.optim.{section.name} has no such option for a run.", allowed)
+            raise ManifestError(f"{setting}: torch.optim.{section.name} has no such option for a run.", allowed)
         if not _fits(value, known[key].default):
-            raise ManifestError(f"{said}: not of the right kind.", f"Its default is {known[key].default!r}.")
+            default = known[key].default
+            raise ManifestError(f"{setting} has the wrong type.", f"Use the type of its default, {default!r}.")
     options: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in section.options.items()
     }
@@ -173,7 +176,8 @@ def _from_torch(parameters: Sequence[torch.nn.Parameter], section: TorchSection)
 
 
 def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """Only what torch.optim itself has: a manifest's author is a stranger, and names no code of their choice."""
+    """Return the optimizer of this name if torch.optim has it. Other code is refused, because the manifest's author is
+    a stranger."""
     known = {
         key: kind
         for key, kind in vars(torch.optim).items()
@@ -181,14 +185,14 @@ def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     }
     if name not in known:
         raise ManifestError(
-            f"inner_optimizer.name = {name!r}: no optimizer of torch.optim that a run can use.",
+            f"inner_optimizer.name = {name!r} is no optimizer of torch.optim that a run can use.",
             f"Use one of: {', '.join(sorted(known))}.",
         )
     return known[name]
 
 
 def _fits(value: Any, default: Any) -> bool:
-    """Return whether a value from TOML is of the kind that an option's default is."""
+    """Return whether a value from TOML has the type of an option's default."""
     if isinstance(default, bool):
         return isinstance(value, bool)
     if isinstance(default, tuple):
@@ -197,7 +201,7 @@ def _fits(value: Any, default: Any) -> bool:
 
 
 class _JointOptimizer(torch.optim.Optimizer):
-    """Several optimizers of disjoint parameters as one, which has the groups and the state of all of them."""
+    """Several optimizers of disjoint parameters as one optimizer with all their groups and state."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self.parts = parts
@@ -205,7 +209,7 @@ class _JointOptimizer(torch.optim.Optimizer):
         self._share()
 
     def step(self, closure: Any = None) -> Any:
-        """One step of each. A closure is not called."""
+        """Take one step of each optimizer. `closure` is not called."""
         for part in self.parts:
             part.step()
 
@@ -214,7 +218,7 @@ class _JointOptimizer(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Have the parts look at our groups and our state, not at copies."""
+        """Let the parts use this object's groups and state instead of copies."""
         first = 0
         for part in self.parts:
             last = first + len(part.param_groups)
@@ -223,23 +227,23 @@ class _JointOptimizer(torch.optim.Optimizer):
 
 # Packed state ---------------------------------------------------------------------------------------------------------
 KEPT = "optimizer_state"
-"""The key of a group of parameters that says how their state is kept."""
+"""The key of a parameter group that names how the group's state is kept."""
 LEAST_QUANTIZED = 4096
-"""Values of the smallest moment that is kept in 8 bits, as torchao and bitsandbytes have it."""
+"""Number of values of the smallest moment that is kept in 8 bits, as in torchao and bitsandbytes."""
 PAGE_VALUES = 1024
-"""Values of a page of memory, of 4 KiB."""
+"""Number of values in a page of memory, 4 KiB."""
 
 
 class _Packed(NamedTuple):
-    """A tensor of an optimizer's state between two steps: in flat pieces, one after the other, which have the values
-    of this worker's part. `shape` is that of the whole tensor."""
+    """A tensor of an optimizer's state between two steps, in consecutive flat pieces that hold the values of this
+    worker's part. `shape` is the shape of the whole tensor."""
 
     shape: torch.Size
     pieces: tuple[torch.Tensor, ...]
 
     @classmethod
     def like(cls, tensor: torch.Tensor, kept: OptimizerState, is_signed: bool) -> _Packed:
-        """Return room for a tensor, without its values."""
+        """Return uninitialised pieces for a tensor."""
         count, device = local_part(tensor).numel(), tensor.device
         if kept == "host":
             is_pinned = device.type == "cuda"
@@ -252,25 +256,27 @@ class _Packed(NamedTuple):
         return cls(tensor.shape, (*pieces, torch.empty(count - quantized, device=device)))
 
     def take(self, tensor: torch.Tensor) -> None:
-        """Copy a tensor's values into the pieces. Between a GPU and pinned memory nothing waits for that."""
+        """Copy a tensor's values into the pieces. The host does not wait for copies between a GPU and pinned memory."""
         for piece, values in self._beside(tensor):
             piece.copy_(values, non_blocking=True)
 
     def whole(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, on the device of its parameter, and sharded as that is."""
+        """Return the unpacked tensor on its parameter's device, with its parameter's sharding."""
         tensor = torch.empty_like(parameter, requires_grad=False)
         for piece, values in self._beside(tensor):
             values.copy_(piece, non_blocking=True)
         return tensor
 
     def _beside(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the pieces, each with its part of a tensor."""
+        """Yield each piece with its part of a tensor."""
         yield from zip(self.pieces, local_part(tensor).view(-1).split([*map(len, self.pieces)]), strict=True)
 
 
 def _powers_of_two(count: int) -> Iterator[int]:
-    """Yield sizes that add up to `count`, all powers of two but a last one that is less than a page: torch would round
-    pinned memory of any other size up to one, and take up to twice as much."""
+    """Yield sizes that add up to `count`: powers of two, and a last one of less than a page.
+
+    Torch rounds pinned memory of other sizes up to a power of two, which could take up to twice as much.
+    """
     while count >= PAGE_VALUES:
         size = 1 << (count.bit_length() - 1)
         yield size
@@ -280,11 +286,11 @@ def _powers_of_two(count: int) -> Iterator[int]:
 
 
 class PackedOptimizer(torch.optim.Optimizer):
-    """An optimizer of torch that has its state packed between two steps: in main memory ("host"), or AdamW's moments on
-    the device in 8 bits a value ("8bit"), as torchao has them.
+    """A torch optimizer that keeps its state packed between two steps: in main memory ("host"), or AdamW's moments on
+    the device in 8 bits a value ("8bit"), in torchao's format.
 
-    Parameters step one by one, on their device, each while its state is whole there. So a step takes memory for the
-    state of the largest parameter; and from main memory it gives the bits that it would without packing.
+    Parameters step one by one on their device, each with its state unpacked. A step therefore needs memory for the
+    state of the largest parameter. With "host" it gives the same bits as without packing.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, kept: OptimizerState) -> None:
@@ -293,7 +299,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take a step of all parameters that have a gradient. A closure is not called."""
+        """Take a step of all parameters that have a gradient. `closure` is not called."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -313,7 +319,7 @@ def _whole(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def _keep(state: dict[str, Any], key: str, value: Any, parameter: torch.Tensor, kept: OptimizerState) -> None:
-    """Put a value into a parameter's state: packed, if it is as large as the parameter, and is to be."""
+    """Put a value into a parameter's state, packed if `kept` asks for it and the value is as large as the parameter."""
     is_large = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dtype == torch.float32
     if kept == "device" or not is_large:
         state[key] = value
@@ -330,15 +336,15 @@ def kept_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
 
 
 def _check_8bit(optimizer: torch.optim.Optimizer) -> None:
-    """Raise MachineError unless an optimizer's state can be kept in 8 bits a value here."""
+    """Raise MachineError unless this optimizer's state can be kept in 8 bits a value on this machine."""
     if not isinstance(optimizer, torch.optim.AdamW):
         raise MachineError(
-            "--optimizer-state 8bit: only AdamW's moments are kept in 8 bits; the run's inner optimizer is another.",
-            "Use --optimizer-state host, which keeps those of any in main memory.",
+            "--optimizer-state 8bit: only AdamW's moments can be kept in 8 bits; the run has another inner optimizer.",
+            "Use --optimizer-state host, which keeps any optimizer's state in main memory.",
         )
     try:
         import torchao.optim.subclass_8bit  # noqa: F401
-    except Exception as error:  # one that is built for another torch fails in ways of its own
+    except Exception as error:  # a torchao that is built for another torch may raise any error
         raise MachineError(
             f"--optimizer-state 8bit: torchao cannot be imported: {first_line(error)}", INSTALL_TORCHAO
         ) from error
@@ -353,11 +359,14 @@ def write_state(
     metadata: dict[str, str],
     has_room: bool = True,
 ) -> Callable[[], None]:
-    """Return a function that writes an optimizer's present state into a file: each worker its rows, the first all else.
-    Training may go on before it is called, and beside it. The file has its whole length and room at once, and no digest
-    yet. Unless main memory `has_room` for a copy of the state, it is written now, and nothing is left to do.
+    """Return a function that writes an optimizer's present state to a file. Each worker writes its rows, and the first
+    worker writes all other values.
 
-    Raises: SnapshotError when there is nothing to keep, or what a file cannot hold; OSError. So does the function.
+    Training may go on before and during the call. The file has its full length at once, and no digest yet. Unless main
+    memory `has_room` for a copy of the state, the state is written now and the returned function does nothing.
+
+    Raises: SnapshotError when there is no state, or a file cannot hold it; OSError. The returned function raises
+    OSError.
     """
     tensors = _StateTensors(optimizer, parameters)
     if not tensors:
@@ -370,7 +379,7 @@ def write_state(
         for way in ways:
             way.store(tensors, flat)
         return lambda: None
-    copied: Vector = np.empty(layout.size, np.float32)  # takes memory only for what is written: this worker's rows
+    copied: Vector = np.empty(layout.size, np.float32)  # only written pages use memory: this worker's rows
     for way in ways:
         way.store(tensors, copied)
     parts = [part for way in ways for part in way.slices()]
@@ -390,23 +399,23 @@ def read_state(
     shards: Shards,
     metadata: dict[str, str],
 ) -> Mapping[str, str]:
-    """Have an optimizer go on with what a file has, which must say `metadata` of itself. Returns all that it says.
+    """Load an optimizer's state from a file whose metadata must include `metadata`. Return all of its metadata.
 
-    Raises: SnapshotError, and changes nothing, when it is of another optimizer, or of another model; OSError.
+    Raises: SnapshotError, without a change, when the file is of another optimizer or model; OSError.
     """
     try:
         with path.open("rb") as file:
-            said, layout, start = read_header(file)
+            found, layout, start = read_header(file)
     except ValueError as error:
         raise SnapshotError(str(error)) from error
     for key, wanted in (metadata | {"format": FORMAT, "torch": _torch_version()}).items():
-        if said.get(key) != wanted:
-            raise SnapshotError(f"its {key} is {said.get(key)!r}, not {wanted!r}")
+        if found.get(key) != wanted:
+            raise SnapshotError(f"its {key} is {found.get(key)!r}, not {wanted!r}")
     for tensor in layout:
         name = tensor.name.rpartition("/")[0]
         if name not in parameters or len(tensor.shape) > parameters[name].ndim:
             raise SnapshotError(f"it has {tensor.name!r} of shape {tensor.shape}, which no parameter here can have")
-    flat = _mapped(path, start, layout, "c")  # torch wants memory that could be written to
+    flat = _mapped(path, start, layout, "c")  # copy-on-write, because torch requires writable memory
     group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     optimizer.zero_grad(set_to_none=True)
     optimizer.state.clear()
@@ -415,21 +424,21 @@ def read_state(
         parameter, group = parameters[name], group_of[id(parameters[name])]
         if tensor.shape == tuple(parameter.shape):
             value = torch.empty_like(parameter, requires_grad=False)
-        else:  # torch keeps the number of a step in main memory, unless a kernel counts it
+        else:  # torch keeps the step count in main memory, unless a kernel counts
             is_counted = key != "step" or group.get("fused") or group.get("capturable")
             value = torch.empty(tensor.shape, device=parameter.device if is_counted else "cpu")
         for way in _ways(layout.part({tensor.name}), parameters, shards, reads=True):
             way.load(flat, {tensor.name: value})
         _keep(optimizer.state[parameter], key, value, parameter, kept_state(optimizer))
-    return said
+    return found
 
 
 class _StateTensors(Mapping[str, torch.Tensor]):
-    """What an optimizer knows of its parameters, by the names that the tensors have in a file. What is packed becomes
-    whole when it is asked for, so that it is not all there at once."""
+    """An optimizer's state, by the names that its tensors have in a file. Packed tensors are unpacked one at a time on
+    access, to save memory."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Raises: SnapshotError when a file cannot hold it."""
+        """Collect the tensors. Raises: SnapshotError when a file cannot hold one."""
         self._parameters = parameters
         self._values: dict[str, torch.Tensor | _Packed] = {}
         for name, parameter in parameters.items():
@@ -454,17 +463,19 @@ class _StateTensors(Mapping[str, torch.Tensor]):
 
 
 def _check_kept(key: str, value: object, parameter: torch.Tensor) -> None:
-    """Raise SnapshotError when a file cannot hold a value of an optimizer's state."""
+    """Raise SnapshotError when a file cannot hold this value of an optimizer's state."""
     if isinstance(value, _Packed):
         return
     is_part = isinstance(value, DTensor) and value.shape != parameter.shape
     if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or is_part:
-        raise SnapshotError(f"its inner optimizer's {key} is a {type(value).__name__}, which cannot be kept")
+        raise SnapshotError(f"its inner optimizer's {key} is a {type(value).__name__}, which no file can hold")
 
 
 def _ways(layout: Layout, parameters: Mapping[str, torch.Tensor], own: Shards, reads: bool) -> Iterator[Shards]:
-    """Yield the ways of tensors to or from the file: of those that are cut as parameters are, and of the others, which
-    are the same on all workers, so that the first alone writes them."""
+    """Yield the shards that copy tensors to or from the file: first those sharded as their parameters, then the others.
+
+    The others are the same on all workers, so only the first worker writes them.
+    """
     cut = set()
     for tensor in layout:
         parameter = parameters[tensor.name.rpartition("/")[0]]
@@ -476,7 +487,7 @@ def _ways(layout: Layout, parameters: Mapping[str, torch.Tensor], own: Shards, r
 
 
 def _created(path: Path, header: bytes, layout: Layout, rank: int) -> Vector:
-    """Return the values of a new file, or of one that another worker has made."""
+    """Return the values of a new file, or of the same file that another worker has already created."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         os.posix_fallocate(descriptor, 0, len(header) + VALUE_BYTES * layout.size)
@@ -493,5 +504,5 @@ def _mapped(path: Path, start: int, layout: Layout, mode: Any) -> Vector:
 
 
 def _torch_version() -> str:
-    """Return what decides how torch names its optimizers' state."""
+    """Return the part of torch's version on which the names in its optimizers' state depend."""
     return ".".join(torch.__version__.split(".")[:2])

@@ -1,4 +1,4 @@
-"""The outer loop's state: parameters theta and momentum m, the same bits on every peer. No worker, and no torch.
+"""The outer loop's state: parameters theta and momentum m, the same bits on every peer. This module imports no torch.
 
 An outer step of DiLoCo (Algorithm 1, lines 12 to 14 of arXiv 2311.08105) with Nesterov's method as outer optimizer:
 
@@ -6,13 +6,13 @@ An outer step of DiLoCo (Algorithm 1, lines 12 to 14 of arXiv 2311.08105) with N
     m     = mu * m + g
     theta = theta - learning_rate * (g + mu * m)
 
-The learning rate and mu are the manifest's, or those that the amendment in force sets in their place. They must be the
-same bits on every machine: a schedule only uses operations that IEEE 754 rounds in one way, in float64 (division,
-multiplication, differences and square roots, but no cosine of a C library's).
+The learning rate and mu come from the manifest, or from the amendment in force. They must be the same bits on every
+machine. Schedules therefore use only float64 operations that IEEE 754 rounds in one way: division, multiplication,
+differences and square roots, but not the cosine of a C library.
 
-Of a run that streams, each fragment takes its own (Algorithm 2, line 20, of arXiv 2501.18512).
+In a run that streams, each fragment takes its own outer steps (Algorithm 2, line 20, of arXiv 2501.18512).
 
-With a momentum that is delayed, of N outer steps only the last one moves theta by it (`OuterState.apply`):
+With a delayed momentum, only the last of N outer steps moves theta by the momentum (`OuterState.apply`):
 
     m     = mu * m + the sum of the N averages
     theta = theta - learning_rate / N * g                in each of them
@@ -44,11 +44,11 @@ from peers.values.workload import Blocks, SnapshotError
 
 # Learning rate --------------------------------------------------------------------------------------------------------
 def learning_rate_factor(schedule: OuterScheduleSection, done: int, decayed: float | None = None) -> float:
-    """Return the factor of the peak learning rate in the step that brings the count of steps, or tokens, to `done`.
+    """Return the factor of the peak learning rate in the step that raises the count of steps, or tokens, to `done`, 1
+    or more.
 
-    Warmup rises linearly and reaches 1 at its last step; decay reaches `final_fraction` at its last step, where the
-    factor stays. `done` is 1 or more. `decayed` is the share of another decay that is over, if there is one in place of
-    the schedule's own.
+    Warmup rises linearly and reaches 1 at its last step. Decay reaches `final_fraction` at its last step, and stays
+    there. `decayed` is the finished share of a decay that replaces the schedule's own.
     """
     warmup, stable, decay = schedule.phases
     if done <= warmup:
@@ -62,8 +62,8 @@ def learning_rate_factor(schedule: OuterScheduleSection, done: int, decayed: flo
 
 
 def inner_learning_rate_factor(config: RunConfig, overrides: Overrides, step: int, tokens: int) -> float:
-    """Return the factor of the inner learning rate in inner step `step` of the run, counted from 0, after which
-    `tokens` are trained."""
+    """Return the factor of the inner learning rate in inner step `step` of the run, counted from 0. `tokens` is the
+    run's number of trained tokens after this step."""
     done, decay = tokens if config.schedule.unit == "tokens" else step + 1, overrides.decay
     decayed = None if decay is None else decay.fraction(config.training.inner_steps, step + 1)
     factor, lowered = learning_rate_factor(config.schedule, done, decayed), overrides.inner_learning_rate_factor
@@ -71,7 +71,7 @@ def inner_learning_rate_factor(config: RunConfig, overrides: Overrides, step: in
 
 
 def _half_cosine(fraction: float) -> float:
-    """(1 - cos(pi * fraction)) / 2, by the cosine's series, whose last term here is below the last bit."""
+    """Return (1 - cos(pi * fraction)) / 2 by the cosine's series, up to a term that is below the last bit."""
     if fraction >= 1.0:
         return 1.0
     square, cosine = (math.pi * fraction) * (math.pi * fraction), 1.0
@@ -84,7 +84,7 @@ _SHAPES: dict[str, Callable[[float], float]] = {"linear": float, "cosine": _half
 
 
 # State ----------------------------------------------------------------------------------------------------------------
-PIECE = 1 << 20  # values checked at once, so that it takes no memory to speak of
+PIECE = 1 << 20  # values checked at once, to use little memory
 
 
 class OuterState:
@@ -93,7 +93,7 @@ class OuterState:
     def __init__(
         self, theta: Vector, optimizer: OuterOptimizerSection, fragments: Sequence[slice] | None = None
     ) -> None:
-        """`fragments` says where each lies in theta; by default there is one."""
+        """Begin with zeros as momentum. `fragments` are the slices of theta; by default there is one."""
         self.theta = theta
         self.fragments = tuple(fragments or [slice(0, theta.size)])
         self.momentum: Vector = np.zeros_like(theta)
@@ -102,34 +102,38 @@ class OuterState:
     def apply(
         self, payload: kernels.Payload, index: int, fragment: int = 0, overrides: Overrides = NO_OVERRIDES
     ) -> None:
-        """Take outer step `index` of the run, counted from 0, of one fragment, with an average: a whole payload of the
-        fragment that is known to be one (`BlockCodec.checked`). `overrides` are in force in it."""
+        """Take outer step `index` of the run, counted from 0, of one fragment, with an average.
+
+        The payload must be a whole one of the fragment, checked by `BlockCodec.checked`. `overrides` apply in this
+        outer step.
+        """
         coefficient, every, part = self.coefficient(overrides), self._optimizer.momentum_every, self.fragments[fragment]
         rate, theta, momentum = self.learning_rate(index, overrides) / every, self.theta[part], self.momentum[part]
         if (index + 1) % every == 0:
             kernels.outer_step(payload, theta, momentum, rate, coefficient)
             return
         kernels.gradient_step(payload, theta, rate)
-        if coefficient:  # with which all that is here is multiplied in the last one
+        if coefficient:  # divided by it here, because the last step multiplies the whole sum by it
             kernels.accumulate(payload, 1 / coefficient, momentum)
 
     def learning_rate(self, index: int, overrides: Overrides = NO_OVERRIDES) -> float:
-        """Return the learning rate of outer step `index`, with these overrides in force: the same bits everywhere."""
+        """Return the learning rate of outer step `index` with these overrides, the same bits on every machine."""
         peak, schedule = overrides.outer_learning_rate, self._optimizer.schedule
         peak = self._optimizer.learning_rate if peak is None else peak
         return peak if schedule is None else peak * learning_rate_factor(schedule, index + 1)
 
     def coefficient(self, overrides: Overrides = NO_OVERRIDES) -> float:
-        """Return mu, with these overrides in force."""
+        """Return mu with these overrides."""
         return self._optimizer.momentum if overrides.outer_momentum is None else overrides.outer_momentum
 
     def replace(self, theta: Vector, momentum: Vector) -> None:
-        """Take over another peer's state."""
+        """Copy another peer's state into this one."""
         self.theta[:] = theta
         self.momentum[:] = momentum
 
     def copy_to(self, out: memoryview) -> None:
-        """Write momentum's bytes, then theta's, by numpy: Python's own copying would keep the event loop waiting."""
+        """Write momentum's bytes, then theta's. numpy copies them, because Python's own copying would block the event
+        loop."""
         momentum, theta = np.frombuffer(out, np.float32).reshape(2, -1)
         momentum[:], theta[:] = self.momentum, self.theta
 
@@ -138,18 +142,20 @@ class OuterState:
 
     @property
     def vectors(self) -> tuple[memoryview, memoryview]:
-        """Return the state's bytes, in the order of snapshots: momentum, theta."""
+        """The state's bytes in the order of snapshots: momentum, theta."""
         return self.momentum.view(np.uint8).data, self.theta.view(np.uint8).data
 
 
 class LocalState:
-    """The outer state of this machine, which the log drives: all that following a run takes.
+    """The outer state of this machine, which the log drives. Following a run needs nothing else.
 
-    Implements `peers.values.workload.ReplicatedState`. Arithmetic runs in threads, so that the event loop never waits.
+    It implements `peers.values.workload.ReplicatedState`. Arithmetic runs in threads, so that the event loop never
+    waits.
     """
 
     def __init__(self, theta: Vector, config: RunConfig, fragments: Sequence[slice] | None = None) -> None:
-        """`theta` is used in place; momentum begins as zeros. `fragments` are the layout's; by default there is one."""
+        """Begin with zeros as momentum. `theta` is used in place. `fragments` are the layout's; by default there is
+        one."""
         self.outer = OuterState(theta, config.outer_optimizer, fragments)
         self._config = config
         self.fragments = [BlockCodec.of(config.codec, part.stop - part.start) for part in self.outer.fragments]
@@ -157,7 +163,7 @@ class LocalState:
     async def apply(
         self, payload: Blocks, index: int, fragment: int = 0, *, amendment: Amendment | None = None
     ) -> None:
-        """Raises: BadBlocksError, AmendmentError, and changes nothing."""
+        """Take an outer step with a payload. Raises: BadBlocksError, AmendmentError, both without a change."""
         overrides = Overrides.of(amendment, self._config)
         await asyncio.to_thread(
             lambda: self.outer.apply(self.fragments[fragment].checked(payload), index, fragment, overrides)
@@ -174,7 +180,7 @@ class LocalState:
         await asyncio.to_thread(self.outer.copy_to, out)
 
     async def restore(self, state: Blocks, state_digest: bytes) -> None:
-        """Raises: SnapshotError, and changes nothing."""
+        """Replace the state by a snapshot. Raises: SnapshotError, without a change."""
         await asyncio.to_thread(self._restore, state, state_digest)
 
     def _restore(self, state: Blocks, state_digest: bytes) -> None:
@@ -189,14 +195,14 @@ class LocalState:
 
 # Statistics -----------------------------------------------------------------------------------------------------------
 TILE_BLOCKS = 128
-"""Blocks that are decoded at once: few enough for their values to stay in the processor's cache."""
+"""Number of blocks decoded at once, small enough for their values to stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
 class OuterStatistics:
     """Norms of the averaged pseudo-gradient, of one peer's own, and of the momentum after the step.
 
-    `cosine` is that of the angle between the average and the peer's own. Both are NaN where the peer has none.
+    `cosine` is the cosine of the angle between the average and the peer's own. Both are NaN if the peer has none.
     """
 
     average_norm: float
@@ -206,7 +212,7 @@ class OuterStatistics:
 
     @classmethod
     def measured(cls, average: Payload, momentum: Vector, own: Payload | None = None) -> OuterStatistics:
-        """Return those of an outer step, from whole payloads that were checked before."""
+        """Return the statistics of an outer step, from whole payloads that have been checked."""
         tile = TILE_BLOCKS * average.format.block_values
         first, second = np.empty((2, tile), np.float32)
         average_square = momentum_square = own_square = product = 0.0
@@ -240,7 +246,7 @@ class OuterStatistics:
 
 @dataclass(frozen=True)
 class OuterStepTaken:
-    """An outer step. `pause_seconds`: from the end of training to the new theta; NaN where training went on."""
+    """An outer step. `pause_seconds` is the time from the end of training to the new theta; NaN if training went on."""
 
     index: int
     learning_rate: float
@@ -250,33 +256,37 @@ class OuterStepTaken:
 
 
 class Measuring:
-    """Reads a state's momentum and `contributions`, one for each fragment, while nobody changes them: `finished`."""
+    """Measurements of outer steps. They read a state's momentum and the `contributions`, one for each fragment; before
+    either changes, await `finished`."""
 
     def __init__(
         self, state: OuterState, contributions: Sequence[Callable[[], Payload]], trains_on: bool = False
     ) -> None:
-        """With `trains_on`, workers do not wait for outer steps."""
+        """Prepare to measure. With `trains_on`, workers do not wait for outer steps, so there is no pause to
+        measure."""
         self.on_outer_step: Callable[[OuterStepTaken], None] | None = None
-        """Told of each outer step, once all of its fragments are measured."""
+        """Called with each outer step once all of its fragments are measured."""
         self._state = state
         self._contributions = contributions
         self._trains_on = trains_on
-        self._trained_at: dict[int, float] = {}  # when what was trained that no outer step has had yet
+        self._trained_at: dict[int, float] = {}  # by fragment, when its training ended that no outer step has taken yet
         self._index = 0
-        self._parts: dict[int, OuterStatistics] = {}  # what is measured of the present outer step
+        self._parts: dict[int, OuterStatistics] = {}  # measured fragments of the present outer step
         self._measuring: asyncio.Task[None] | None = None
 
     def trained(self, fragment: int) -> None:
-        """Note that this machine has trained a fragment, and encodes its contribution to the next outer step."""
+        """Record that this machine has trained a fragment and encodes its contribution to the next outer step."""
         self._trained_at[fragment] = time.monotonic()
 
     def forget(self) -> None:
-        """No outer step takes what has been trained."""
+        """Record that no outer step will take the trained fragments."""
         self._trained_at.clear()
 
     def taken(self, average: Payload, index: int, fragment: int, keeps_work: bool, overrides: Overrides) -> None:
-        """Measure the outer step that a fragment has just taken, if somebody listens. One that `keeps_work` until a
-        later cycle does not take our contribution."""
+        """Measure the outer step that a fragment has just taken, if `on_outer_step` is set.
+
+        If this machine `keeps_work` for a later cycle, the step does not include its contribution.
+        """
         is_last = fragment == len(self._contributions) - 1
         trained_at = None if keeps_work and is_last else self._trained_at.pop(fragment, None)
         if (on_outer_step := self.on_outer_step) is None:
@@ -297,12 +307,12 @@ class Measuring:
         self._measuring = asyncio.create_task(measure())
 
     async def finished(self) -> None:
-        """Wait until nobody reads the momentum and the contributions of the last outer step any more."""
+        """Wait until no measurement reads the momentum and the contributions of the last outer step."""
         if self._measuring is not None:
             await asyncio.wait([self._measuring])
             self._measuring = None
 
 
 def _dot(first: Vector, second: Vector) -> float:
-    """Return the sum of products. (BLAS would start threads for it, beside those that train.)"""
+    """Return the sum of products. BLAS is not used, because its threads would compete with training."""
     return float(np.einsum("i,i->", first, second))

@@ -1,20 +1,20 @@
 """DiLoCo in one process, with the swarm's codec: Algorithm 2 of arXiv 2501.18512 (Streaming DiLoCo) as a loop over
-replicas. With one fragment and no overlap it is Algorithm 1 (DiLoCo, arXiv 2311.08105), by the same code.
+replicas. With one fragment and no overlap, the same code is Algorithm 1 (DiLoCo, arXiv 2311.08105).
 
-It is what a swarm must agree with, bit for bit, when given the same leases. It is also where an idea is tried: an outer
-optimizer, a codec and a pattern of fragments may be given in Python (docs/library.md).
+With the same leases, a swarm must agree with it bit for bit. It is also the place to try an idea: an outer optimizer, a
+codec and a pattern of fragments can be given in Python (docs/library.md).
 
-A cycle, or outer step, is H inner steps of each replica, in which each fragment is synchronised once. Where the paper
-leaves something open:
+A cycle, or outer step, is H inner steps of each replica, in which each fragment is synchronised once. The paper leaves
+some points open; here they are:
 
-- Fragments are spread evenly over a cycle: `Cycles` says after which inner step each is synchronised and merged.
-- The theta that a pseudo-gradient is taken from is the one after the fragment's last outer step (line 15).
-- Averages are weighted by the tokens of the cycle's leases; in an asynchronous run old ones count less (`aged`).
-- A replica that took no part in the cycle before begins with theta, and nothing is left to be merged into it.
+- Fragments are spread evenly over a cycle. `Cycles` defines the inner step at which each is synchronised and merged.
+- A pseudo-gradient counts from the theta after the fragment's last outer step (line 15).
+- Averages are weighted by the tokens of the cycle's leases. In an asynchronous run old leases count less (`aged`).
+- A replica that did not take part in the previous cycle begins with theta, and has nothing left to merge.
 - A replica with no more inner steps than its overlap merges a fragment before that is synchronised again.
-- A replica may be so slow that its inner steps take several of the others' cycles. Each of its fragments is then part
-  of the first outer step of that fragment that is taken once it is stored. If there was one before, which it missed,
-  nothing is awaited: what comes back is theta as it is when the fragment is stored.
+- A slow replica's inner steps may take several of the others' cycles. Each of its fragments then joins the fragment's
+  first outer step after it is stored. If it has missed an outer step before, it waits for nothing, and merges the theta
+  at the time of the store.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from peers.values.manifest import LoggedAmendment
 CPU = torch.device("cpu")
 OuterOptimizer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """An optimizer's class, or a function that makes one. It is called once for each fragment, with theta's tensors in the
-model's shapes. `step` finds their pseudo-gradients, averaged, where gradients are."""
+model's shapes. `step` finds the averaged pseudo-gradients in the tensors' gradients."""
 Pattern: TypeAlias = Callable[[Layout], Sequence[Sequence[str]]]
-"""A function from the model's layout to fragments: the names of each one's parameters. Fragments are synchronised in
-this order within a cycle."""
+"""A function from the model's layout to fragments, each a list of parameter names. Fragments are synchronised in this
+order within a cycle."""
 
 
 # The algorithm --------------------------------------------------------------------------------------------------------
@@ -62,10 +62,11 @@ this order within a cycle."""
 class Work:
     """One replica's part in one outer step. `overlap` is its own τ (the paper's section 3.3.2), if not the run's.
 
-    `age` is how many outer steps were taken since the replica began, and `fragments` are those that it brings; None:
-    all. Work that takes several outer steps is in the roster of each that it brings fragments into. `formats` are
-    those of each fragment's contribution, by their numbers in the manifest's `codec.contributions`; none: all of them
-    are in the run's own."""
+    `age` is the number of outer steps taken since the replica began. `fragments` are the ones that it contributes
+    (None: all). Work that takes several outer steps is in the roster of each to which it contributes fragments.
+    `formats` are the formats of the fragments' contributions, as numbers in the manifest's `codec.contributions`; if
+    empty, all have the run's format.
+    """
 
     replica: str
     samples: tuple[SampleRange, ...]
@@ -80,12 +81,12 @@ class Work:
         return self.formats[fragment] if self.formats else 0
 
     def brings(self, fragment: int) -> bool:
-        """Return whether a fragment of this outer step has what the replica has learned of it."""
+        """Return whether this work contributes a fragment to this outer step."""
         return self.fragments is None or fragment in self.fragments
 
 
 class Member:
-    """One replica on its way through the cycles that it takes part in."""
+    """One replica on its way through the cycles in which it takes part."""
 
     work: Work
 
@@ -93,23 +94,26 @@ class Member:
         self.replica = replica
         self.cycles = Cycles(replica.store, replica.merge, len(replica.layout.fragments), streaming)
         self.residual: Vector = np.zeros(replica.layout.size, np.float32)
-        """What payloads have left out, for error feedback."""
+        """The errors of payloads, for error feedback."""
         self.shares: dict[int, float] = {}
-        """The share of that, by fragment, that the next payload makes up for."""
+        """By fragment, the share of the error that the next payload adds again."""
         self.base = self.residual.copy()
-        """The theta that what it learns of each fragment counts from."""
+        """The theta from which each fragment's pseudo-gradient counts."""
         self.returned = self.base.copy()
-        """What has come back of each fragment, to be merged."""
+        """The theta of each fragment to merge."""
         self.began_at = -1
-        """The outer step for which it trains, once it does."""
+        """The outer step for which the replica trains, or -1."""
         self._ended_at: int | None = None
         self._streams = len(replica.layout.fragments) > 1 or not streaming.is_plain
 
     def take_part(
         self, work: Work, theta: Vector, tokens: int, overrides: Overrides, index: int, overlap: int, config: RunConfig
     ) -> None:
-        """Begin with a lease, or go on with it; without the cycle before, from `theta`. After `tokens` of the run, and
-        with `overrides` in force: those of the outer step that it begins in."""
+        """Begin a lease, or continue it. A replica that was not in the previous cycle begins from `theta`.
+
+        `tokens` is the number that the run has trained before the outer step in which the work begins, and `overrides`
+        apply there.
+        """
         self.work, began_at = work, index - work.age
         if began_at == self.began_at:
             return
@@ -132,23 +136,23 @@ class Member:
         assert self.cycles.train_up_to(fragment, self.returned), "there are fewer inner steps than planned"
 
     def get_back(self, part: slice, theta: Vector) -> None:
-        """Go on with a fragment that was stored: with what has come back of it, from which all counts from now on."""
+        """Continue a stored fragment with its new theta, from which its next pseudo-gradient counts."""
         self.base[part] = self.returned[part] = theta
 
     def end(self, index: int) -> None:
-        """Take the inner steps that are left, and have the work end with this outer step."""
+        """Take the remaining inner steps, and end the work with this outer step."""
         assert self.cycles.train_to_the_end(self.returned), "there are fewer inner steps than planned"
         self.cycles.merge_what_is_due(self.returned)
         self._ended_at = index
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens this cycle's inner steps train."""
+        """The number of tokens that this cycle's inner steps train."""
         return self._inner_steps.planned_tokens
 
 
 class StreamingDiLoCo:
-    """The algorithm, whatever its replicas train. A replica is made when its name first appears."""
+    """The algorithm for any kind of replica. A replica is made when its name first appears."""
 
     def __init__(
         self,
@@ -159,31 +163,33 @@ class StreamingDiLoCo:
         outer_optimizer: OuterOptimizer | None = None,
         codec: Codec | None = None,
     ) -> None:
-        """`theta` is used in place, and begins with zeros in the padding. The outer optimizer and the codec are the
-        run's unless others are given. A given optimizer stands in place of `config.outer_optimizer` and of amendments,
-        a given codec in place of `config.codec` but for its error feedback."""
+        """Begin a run. `theta` is used in place, and must have zeros in the padding.
+
+        A given outer optimizer replaces `config.outer_optimizer` and amendments. A given codec replaces `config.codec`
+        except for its error feedback.
+        """
         self.config = config
         self.layout = layout
         self.state = OuterState(theta, config.outer_optimizer, layout.fragments)
         self.members: dict[str, Member] = {}
         self._rounding = RunRounding(config.codec)
         self._beginnings = deque[tuple[Vector, int, Overrides]](maxlen=1 + config.rounds.staleness)
-        """Theta, the run's tokens and what was in force as the last outer steps began."""
+        """Theta, the run's tokens and the overrides at the beginning of the last outer steps."""
         self.index = 0
         self.tokens = 0
         self.overrides: Overrides = NO_OVERRIDES
-        """Those that are in force from the next outer step on."""
+        """The overrides from the next outer step on."""
         self._new_replica = new_replica
         self._codec = codec
         self._optimizers: list[tuple[list[torch.nn.Parameter], torch.optim.Optimizer]] = []
-        """Of each fragment, theta's tensors and their optimizer, where one is given."""
+        """By fragment, theta's tensors and their optimizer, if one was given."""
         if outer_optimizer is not None:
             for fragment in range(len(layout.fragments)):
                 tensors = [torch.nn.Parameter(tensor) for tensor in self._tensors(theta, fragment)]
                 self._optimizers.append((tensors, outer_optimizer(tensors)))
 
     def outer_step(self, roster: Sequence[Work]) -> bytes:
-        """One outer step, its members in roster order (the order matters to the last bit). Returns the state digest.
+        """Take one outer step. Return the state digest. The order of the roster matters to the last bit.
 
         Raises: IndexError for work that is older than any that counts.
         """
@@ -195,7 +201,7 @@ class StreamingDiLoCo:
                 member.bring(fragment)
             if present:
                 self.synchronise(fragment, present)
-            for member in present:  # late ones did not wait for this
+            for member in present:  # late members did not wait for this step
                 member.get_back(part, before if member.work.age else self.state.theta[part])
         return self.end(present)
 
@@ -212,8 +218,8 @@ class StreamingDiLoCo:
         return members
 
     def end(self, members: Sequence[Member]) -> bytes:
-        """End an outer step, and the work of those that bring its last fragment. Returns the state digest; with a given
-        outer optimizer, the digest of theta alone."""
+        """End an outer step, and the work of the members that contribute its last fragment. Return the state digest, or
+        with a given outer optimizer the digest of theta alone."""
         for member in members:
             member.end(self.index)
         self.index += 1
@@ -221,7 +227,7 @@ class StreamingDiLoCo:
         return digest_of_state([self.state.theta.view(np.uint8).data]) if self._optimizers else self.state.digest()
 
     def synchronise(self, fragment: int, members: Sequence[Member]) -> None:
-        """Average a fragment's pseudo-gradients, as the codec leaves each, and take the fragment's outer step."""
+        """Average a fragment's pseudo-gradients after the codec, and take the fragment's outer step."""
         part = self.state.fragments[fragment]
         codec = self._codec_with(self._rounding.of_average(self.index, fragment))
         sent = [self._contribution(fragment, member) for member in members]
@@ -233,7 +239,8 @@ class StreamingDiLoCo:
         self._take_outer_step(fragment, average)
 
     def _contribution(self, fragment: int, member: Member) -> Vector:
-        """Return a member's pseudo-gradient as its format leaves it, after a share of what was left out is added."""
+        """Return a member's pseudo-gradient after its format's encoding. A share of the previous error is added
+        before."""
         part, format = self.state.fragments[fragment], member.work.format(fragment)
         local = np.empty_like(self.state.theta)
         member.cycles.store(local, fragment)
@@ -247,7 +254,7 @@ class StreamingDiLoCo:
         return sent
 
     def mean(self, fragment: int, members: Sequence[Member], sent: Sequence[Vector]) -> Vector:
-        """Return the mean of what members have sent of a fragment, by their weights."""
+        """Return the weighted mean of the members' contributions to a fragment."""
         weights, total = [self._weight(member) for member in members], np.zeros_like(sent[0])
         for weight, values in zip(weights, sent, strict=True):
             total += np.float32(weight) * values
@@ -255,7 +262,7 @@ class StreamingDiLoCo:
         return total
 
     def _take_outer_step(self, fragment: int, average: Vector) -> None:
-        """Take a fragment's outer step with its average, as `OuterState.apply` does, or by the given optimizer."""
+        """Take a fragment's outer step with its average, as `OuterState.apply` does, or with the given optimizer."""
         part = self.state.fragments[fragment]
         theta, momentum = self.state.theta[part], self.state.momentum[part]
         if self._optimizers:
@@ -272,7 +279,8 @@ class StreamingDiLoCo:
                 momentum += np.float32(1 / coefficient) * average
 
     def _take_given_step(self, fragment: int, average: Vector) -> None:
-        """Take a fragment's outer step by the given optimizer. Raises: ArgumentError when theta is not finite then."""
+        """Take a fragment's outer step with the given optimizer. Raises: ArgumentError when theta is no longer
+        finite."""
         part, (tensors, optimizer) = self.state.fragments[fragment], self._optimizers[fragment]
         gradient = np.zeros_like(self.state.theta)
         gradient[part] = average
@@ -303,7 +311,7 @@ class StreamingDiLoCo:
 
 
 class Reference(StreamingDiLoCo):
-    """A run with all its replicas in this process, each with an inner optimizer of its own."""
+    """A run with all its replicas in this process, each with its own inner optimizer."""
 
     def __init__(
         self,
@@ -314,10 +322,12 @@ class Reference(StreamingDiLoCo):
         pattern: Pattern | None = None,
         device: torch.device = CPU,
     ) -> None:
-        """See `StreamingDiLoCo`. The fragments are the run's unless a pattern is given. All replicas train on `device`;
-        a swarm's bits are those of the CPU.
+        """Build the model and the data; see also `StreamingDiLoCo`.
 
-        Raises: ArgumentError for an argument of no use; ManifestError; DataError.
+        The fragments are the run's unless a pattern is given. All replicas train on `device`. A swarm's bits are the
+        CPU's.
+
+        Raises: ArgumentError for an argument that cannot be used; ManifestError; DataError.
         """
         self._tokenizer: Tokenizer = build_tokenizer(config.tokenizer)
         self._data: TrainingData = load_data(config, self._tokenizer)
@@ -332,33 +342,34 @@ class Reference(StreamingDiLoCo):
 
     @property
     def _team(self) -> Team:
-        """The one worker that each replica has, on the device of all."""
+        """The one worker of each replica, on the device of all."""
         return Team(next(self._judge.model.parameters()).device)
 
     def amend(self, amendments: Sequence[LoggedAmendment]) -> None:
-        """Go on with what the log has taken in until now: with the values of the last one, and the mixtures of all."""
+        """Apply the log's amendments so far: the values of the last one, and the mixtures of all."""
         self.overrides = Overrides.of(amendments[-1].amendment if amendments else None, self.config)
         self._data.samples.mix(mixture_phases(amendments, self.config))
 
     def held_out_loss(self) -> float:
-        """Return the loss of theta in nats per token, on the windows that a swarm evaluates on."""
+        """Return the loss of theta in nats per token, on the windows on which a swarm evaluates."""
         self._judge.load(self.state.theta)
         model, windows, precision = self._judge.model, self.config.evaluation.windows, self._judge.precision
         at_once = min(self.config.training.batch_size, EVALUATED_AT_ONCE)
         return held_out_loss(model, self._data.held_out, windows, at_once, precision, self._team)[0]
 
     def build_replica(self) -> ModelReplica:
-        """Return a replica with the run's initial weights and an inner optimizer of its own."""
+        """Return a replica with the run's initial weights and its own inner optimizer."""
         model = build_model(self.config, self._tokenizer).to(self._team.device)
         return ModelReplica(self.config, model, self._data.samples, self._team, layout=self.layout)
 
 
-# What may be given ----------------------------------------------------------------------------------------------------
+# Arguments -----------------------------------------------------------------------------------------------------------
 class Codec(NamedTuple):
-    """A pair of functions: `encode` makes anything of a float32 array, of which `decode` makes one of the same shape.
+    """A pair of functions: `encode` turns a float32 array into any object, `decode` turns that into an array of the
+    same shape.
 
-    With `encodes_average`, the average is encoded, too, as in a run. Where the codec `is_sparse`, an average has zeros
-    for what it leaves out: with error feedback, members take back what they sent of that (see `Residual`).
+    If `encodes_average`, the average is encoded, too, as in a run. If the codec `is_sparse`, an average has zeros for
+    the values that it leaves out. With error feedback, members take back what they sent of those (see `Residual`).
     """
 
     encode: Callable[[Vector], Any]
@@ -367,13 +378,16 @@ class Codec(NamedTuple):
     is_sparse: bool = False
 
     def round_trip(self, values: Vector) -> Vector:
-        """Return values as they arrive. Raises: WorkerError when they are not finite; ArgumentError when the codec
-        returns another shape or type, or values that are not finite."""
+        """Return the values after encoding and decoding.
+
+        Raises: WorkerError when they are not finite; ArgumentError when the codec returns another shape or type, or
+        values that are not finite.
+        """
         if not np.isfinite(values).all():
             raise WorkerError(
                 "a pseudo-gradient holds NaN or infinity.", "Training has diverged: lower learning rates."
             )
-        decoded: Any = self.decode(self.encode(values.copy()))  # copies: the functions may use their arrays again
+        decoded: Any = self.decode(self.encode(values.copy()))  # copies, because the functions may reuse their arrays
         if not isinstance(decoded, np.ndarray) or (decoded.dtype, decoded.shape) != (values.dtype, values.shape):
             kind = f"{type(decoded).__name__} {getattr(decoded, 'dtype', '')} {getattr(decoded, 'shape', '')}".rstrip()
             raise ArgumentError(
@@ -389,7 +403,7 @@ class Codec(NamedTuple):
 
 
 def run_codec(format: kernels.Format, rounding: kernels.Rounding) -> Codec:
-    """Return the codec of a run, with the rounding of one payload."""
+    """Return the codec of a run with the rounding of one payload."""
 
     def encode(values: Vector) -> kernels.Payload:
         payload = kernels.Payload(format, values.size)

@@ -1,11 +1,13 @@
-"""Fragments of theta on their way: in a worker, `Cycles`; in the peer process, `FragmentWork`.
+"""The life of a fragment between training and averaging: `Cycles` in a worker, `FragmentWork` in the peer process.
 
-A run that does not stream has one fragment, for which everybody waits.
+A run that does not stream has one fragment, and all workers wait for its average.
 
-While workers train for outer step k they store a fragment into `local`, are told when its outer step is taken, and then
-find its new values in `local`. They never read theta in the midst of training, so nobody waits for them to change it.
-`local` belongs to the workers until all have stored the fragment; then it is encoded; then it belongs to the peer
-process, until the workers are told; then to the workers again.
+While workers train for outer step k, they store a fragment into `local`. The peer process informs them when the
+fragment's outer step is taken, and they find its new values in `local`. They do not read theta during training, so they
+need not wait while it changes.
+
+`local` belongs to the workers until all have stored the fragment. Then the peer process encodes it, and owns it until
+it informs the workers; then it belongs to the workers again.
 """
 
 from __future__ import annotations
@@ -26,18 +28,23 @@ _ENDED = object()
 
 
 class Cycles:
-    """One replica's way through cycles: what Algorithm 2 of arXiv 2501.18512 has it do, and after which inner step. The
-    worker process and the one-process reference both go this way, so that they do the same at the same step.
+    """One replica's sequence of inner steps, stores and merges through cycles, by Algorithm 2 of arXiv 2501.18512.
 
-    A replica stores each fragment on its way, and goes on with what it has until the average is to be merged.
+    The worker process and the one-process reference both use this class, so that they do the same at the same step.
 
-    Of a replica that takes n inner steps in a cycle, fragment p = 0 … P - 1 is due after ceil((p + 1) n / P) of them,
-    the last one after all. In the run's last cycle all are due after all steps: a final synchronisation, without which
-    theta would lack what was learned of a fragment after it was stored. A fragment is stored the run's overlap before
-    it is due, so that no average is awaited when a cycle ends; but when it is due in the cycle that the replica begins
-    with theta, since it has learned nothing before, and in the last one, after which nothing is awaited. What was
-    averaged is merged into it when the overlap is over, before the next inner step, which may be one of the next cycle;
-    and at once where it would be stored once more.
+    The replica stores each fragment during a cycle, and trains on until it merges the fragment's average. In a cycle of
+    n inner steps, fragment p = 0 … P - 1 is due after ceil((p + 1) n / P) of them, so the last fragment is due after
+    all n.
+
+    In the run's last cycle all fragments are due after all steps. Without this final synchronisation, theta would lose
+    the training of a fragment after its store.
+
+    A fragment is stored the run's overlap before it is due, so that no average is awaited at the end of a cycle. There
+    are two exceptions: in a cycle that begins with theta the replica has learned nothing before, and after the last
+    cycle there is nothing to wait for. There a fragment is stored when it is due.
+
+    The replica merges the average when the overlap is over, before the next inner step, which may belong to the next
+    cycle. If it is to store the fragment again earlier, it merges right before that.
     """
 
     def __init__(
@@ -47,17 +54,19 @@ class Cycles:
         fragments: int,
         streaming: StreamingSection,
     ) -> None:
-        """`store` and `merge` are those of a replica; see `ModelReplica`."""
+        """Begin without any inner steps. `store` and `merge` are those of a `ModelReplica`."""
         self._store_weights, self._merge_theta = store, merge
         self._fragments = fragments
         self._alpha = streaming.mixing
         self._lead = streaming.overlap
-        self._taken = 0  # inner steps, ever
-        self._due: dict[int, int] = {}  # after how many of them a fragment is merged
+        self._taken = 0  # inner steps in all cycles
+        self._due: dict[int, int] = {}  # by fragment, the number of inner steps after which it is merged
 
     def begin(self, planned: int, steps: Iterator[object], overlap: int, goes_on: bool, is_last: bool) -> None:
-        """Begin a cycle of so many planned inner steps, each taken by a turn of `steps`: where the replica was when the
-        cycle before ended, or else with theta, when nothing is left to be merged. `is_last`: it is the run's last one.
+        """Begin a cycle of `planned` inner steps; each turn of `steps` takes one.
+
+        If the replica `goes_on`, it continues from the end of the previous cycle. Otherwise it begins with theta, and
+        merges nothing that was stored before. `is_last` is true in the run's last cycle.
         """
         if not goes_on:
             self._due.clear()
@@ -66,8 +75,8 @@ class Cycles:
         self._overlap, self._began = overlap, self._taken
 
     def train_up_to(self, fragment: int, theta: Vector) -> bool:
-        """Take the inner steps before a fragment is stored, and merge what is due before each. Returns whether the
-        replica has come so far: it may have been told to stop."""
+        """Take the inner steps before a fragment's store, and merge before each step the fragments that are due. Return
+        whether all of them were taken, because a worker may stop early."""
         due = self._planned if self._is_last else -(-(fragment + 1) * self._planned // self._fragments)
         has_come = self._take_up_to(max(due - self._lead_now, 0), theta)
         if has_come and fragment in self._due:
@@ -75,12 +84,12 @@ class Cycles:
         return has_come
 
     def store(self, local: Vector, fragment: int) -> None:
-        """Store a fragment's weights, to be averaged. What comes of it is merged when the overlap is over."""
+        """Store a fragment's weights for averaging. The average is merged when the overlap is over."""
         self._store_weights(local, fragment)
         self._due[fragment] = self._taken + self._overlap
 
     def train_to_the_end(self, theta: Vector) -> bool:
-        """Take the inner steps that are left when the last fragment is stored. Returns as `train_up_to`."""
+        """Take the inner steps after the last fragment's store. Return as `train_up_to`."""
         has_come = self._take_up_to(self._planned, theta)
         assert next(self._steps, _ENDED) is _ENDED, "there are more inner steps than planned"
         return has_come
@@ -106,79 +115,80 @@ class Cycles:
 
 
 class FragmentWork:
-    """Work on one fragment begins with its theta, its *base*, which mostly stays so until the work is encoded.
+    """The peer process's work on one fragment. It begins with a theta, its *base*, and ends with an encoded payload.
 
-    A copy of the base is made only where an outer step is taken before: one that others have made without us. In a run
-    that streams work may go on from what is encoded, where nothing comes of that: `outlives_encoding`.
+    The base is usually the present theta. A copy is made only when an outer step is taken before the work is encoded,
+    which is one that others have made without this peer. In a run that streams, the base is kept after encoding
+    (`outlives_encoding`), because work may go on from the encoded weights if no outer step takes them.
 
-    What may become of the fragment in outer step k, and what the workers are told:
+    The possible outcomes for the fragment in outer step k, and what the workers do:
 
-    - Stored, encoded, then applied, whether or not our contribution is in it: its new values are there. Work goes on
-      from those, and counts from the new theta.
-    - Applied before it is stored, since others have made the entry without us: the same, as soon as it is stored. What
-      was learned of it goes into the fragment's next entry, for which nobody waits here.
-    - No payload, since nobody had trained it, or nobody takes what we have: go on. Work counts from what it counted
-      from.
-    - Applied, but workers that had stored it are lost: nothing. New ones train the lease again from the fragments'
-      bases. They store it once more, where it is not encoded again, and are told what became of it.
-    - Not decided when the training is stopped or fails, or another state is fetched: nothing, also later. The next
-      training begins with theta.
-    - Not decided when the training is done: the same as in its midst. All is decided before the next one begins.
-    - Said to have no payload, and applied after all, since its entry was on the way: workers have gone on. Their work
-      counts from the theta before that entry until the next one.
+    - Stored, encoded, then applied, with or without this peer's contribution: the workers take the new values. Their
+      work counts from the new theta.
+    - Applied before it is stored, because others have made the entry without this peer: the workers take the new
+      values as soon as they have stored it. Their work so far goes into the fragment's next entry.
+    - No payload, because no peer has trained it or no peer takes this contribution: the workers go on. Their work
+      counts from the same base as before.
+    - Applied, but the workers that had stored it are lost: replacements train the lease again from the fragments'
+      bases. They store the fragment again, it is not encoded again, and they learn the outcome.
+    - Not decided when the training is stopped or fails, or when another state is fetched: the workers get no outcome.
+      The next training begins with theta.
+    - Not decided when the training is done: as during training. All fragments are decided before the next training.
+    - Decided as having no payload, and applied after all, because its entry was on its way: the workers have gone on.
+      Their work counts from the theta before that entry until the next one.
     """
 
     def __init__(
         self, theta: Vector, local: Vector, codec: BlockCodec, residual: Residual, outlives_encoding: bool
     ) -> None:
-        """`theta` and `local` are the fragment's parts of the vectors."""
+        """Begin work from theta. `theta` and `local` are the fragment's parts of the vectors."""
         self.theta = theta
         self.local = local
         self.codec = codec
         self.payload = codec.empty_payload()
         """The newest contribution."""
-        self._room = self.payload.buffer  # the largest format is the average's
+        self._room = self.payload.buffer  # the average's format is the largest, so all payloads fit
         self.residual = residual
         self._outlives_encoding = outlives_encoding
-        self._copy: Vector | None = None  # of the base, if that is not theta any more
-        self._is_base_needed = True  # until what has been trained is encoded
+        self._copy: Vector | None = None  # of the base, if theta has changed since
+        self._is_base_needed = True  # until the trained weights are encoded
         self.begin_training(from_theta=True)
 
     def begin_training(self, from_theta: bool) -> None:
-        """Begin another training: `from_theta`, or from where workers are."""
+        """Begin another training, from theta or from the workers' present weights."""
         if from_theta:
             self.begin()
-        self.is_read = False  # whether what workers have stored was encoded, and is offered next
-        self.is_encoded = False  # whether it was stored and encoded, perhaps by workers that are lost
-        self.is_changed: bool | None = None  # whether the outer step has changed it; None: not decided yet
+        self.is_read = False  # whether the stored weights were encoded, so that they are offered next
+        self.is_encoded = False  # whether the fragment was stored and encoded, perhaps by workers that are lost now
+        self.is_changed: bool | None = None  # whether the outer step has changed the fragment; None: not decided yet
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Note that the workers are lost: new ones train the same once more."""
-        self.is_stored = self.is_told = False
+        """Reset the state of the workers after they were lost. Replacements train the same lease again."""
+        self.is_stored = self.is_handed_over = False
 
     @property
     def base(self) -> Vector:
-        """Return the theta that the work has begun with."""
+        """The theta with which the work has begun."""
         return self.theta if self._copy is None else self._copy
 
     def begin(self) -> None:
-        """Have work begin, or go on, with the present theta."""
+        """Let the work count from the present theta."""
         self._copy, self._is_base_needed = None, True
 
     def keep_base(self) -> None:
-        """Keep the base: theta is about to change."""
+        """Copy the base, because theta is about to change."""
         if self._copy is None and self._is_base_needed:
             self._copy = self.theta.copy()
 
     def drop_base(self) -> None:
-        """Have the next work begin with the theta of then: none goes on, if there was any."""
+        """Drop the copy of the base, so that the next work begins with the present theta."""
         self._copy = None
 
     def encode(self, rounding: Rounding, format: int = 0, folder: Path | None = None) -> None:
-        """Encode what has been trained in a format; see `Residual.to_add`.
+        """Encode the trained weights in a format; see `Residual.to_add`.
 
-        Raises: WorkerError when the weights that training left are not finite.
+        Raises: WorkerError when the trained weights are not finite.
         """
         kind = self.codec.formats[format]
         self.payload = Payload(kind, self.codec.values, self._room[: kind.payload_size(self.codec.values)])
@@ -186,14 +196,14 @@ class FragmentWork:
             quantize_difference(self.base, self.local, self.payload, rounding, self.residual.to_add(format, folder))
         except NonFiniteError as error:
             raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
-        if not self._outlives_encoding:  # nobody asks for the base any more
+        if not self._outlives_encoding:  # the base is no longer needed
             self._copy, self._is_base_needed = None, False
 
     def decide(self, is_changed: bool) -> bool:
-        """Take in whether an outer step has changed the fragment. Return False where that was decided before.
+        """Record whether an outer step has changed the fragment. Return False if that was decided before.
 
-        What is said first counts, but an outer step that is taken before workers have stored the fragment counts more
-        than that it is left as it is.
+        The first decision counts, with one exception: an outer step that is taken before the workers have stored the
+        fragment overrides the decision that it has not changed.
         """
         if self.is_changed is not None and (self.is_changed or self.is_read):
             return False
@@ -201,6 +211,6 @@ class FragmentWork:
         return True
 
     def take_theta(self) -> None:
-        """Give workers the new values, from which their work counts from now on."""
+        """Copy the new values to `local` for the workers. Their work counts from them from now on."""
         np.copyto(self.local, self.theta)
         self.begin()

@@ -1,11 +1,11 @@
-"""The workers of one volunteer: the device of each, what they tell each other, and the model that they share.
+"""The workers of one volunteer: their devices, their communication, and the model that they share.
 
-Workers meet at a store that the first of them serves on a socket of the peer process, bound to the loopback interface:
-no other machine can reach it, and no port is chosen before it is taken.
+Workers connect to each other through a store. The first worker serves it on a socket of the peer process that is bound
+to the loopback interface, so no other machine can reach it, and no other program can take the port first.
 
-The model is sharded by FSDP2 (arXiv 2304.11277), one group per transformer block and the rest. On a mesh of two
-dimensions, replicas and shards, each replica has the whole model, and gradients are summed over both. A worker builds
-the model without memory for its weights, and takes memory block by block, keeping its part only.
+FSDP2 (arXiv 2304.11277) shards the model, with one group for each transformer block and one for the rest. On a mesh of
+two dimensions, replicas and shards, each replica has the whole model, and gradients are summed over both. A worker
+builds the model without memory for its weights, then allocates memory block by block and keeps only its part.
 """
 
 from __future__ import annotations
@@ -34,52 +34,53 @@ from opendiloco.model.parameters import local_part, shard_rows, transformer_bloc
 
 # Device ---------------------------------------------------------------------------------------------------------------
 TRITON_CAPABILITY = (7, 0)
-"""Compute capability of the oldest GPUs that it compiles for."""
+"""Compute capability of the oldest GPUs for which Triton compiles."""
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 
 def choose_device(wanted: str) -> torch.device:
     """Return the device for "auto" (a GPU if torch sees one, else the CPU), "cpu", "cuda" or "cuda:1".
 
-    Raises: MachineError when it is none of these, or torch cannot compute on it.
+    Raises: MachineError when the text is none of these, or torch cannot compute on the device.
     """
     if not DEVICE.fullmatch(wanted):
-        raise MachineError(f"--device {wanted} is nothing to train on.", "Use auto, cpu, cuda, or cuda:1 and so on.")
+        raise MachineError(f"--device {wanted} is not a device.", "Use auto, cpu, cuda, or cuda:1 and so on.")
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(wanted)
-        torch.zeros(1, device=device).add_(1).item()  # a kernel: memory can be had on GPUs that torch has none for
+        torch.zeros(1, device=device).add_(1).item()  # runs a kernel, because allocating works on unsupported GPUs, too
         if device.index is not None:
-            torch.cuda.set_device(device)  # so that nothing is put on another GPU for want of a name
+            torch.cuda.set_device(device)  # so that allocations without a device use this GPU
     except (RuntimeError, AssertionError) as error:
         raise _cannot_be_used(wanted, first_line(error)) from error
     return device
 
 
-def _cannot_be_used(wanted: str, said: str) -> MachineError:
-    """Return the error for a device of which torch has `said` why it cannot use it."""
+def _cannot_be_used(wanted: str, reason: str) -> MachineError:
+    """Return the error for a device that torch cannot use. `reason` is torch's message."""
     device, version = torch.device(wanted), torch.__version__
     count, why = usable_gpus()
     if device.type == "cuda" and (device.index or 0) < count:
         about = torch.cuda.get_device_properties(device)
-        found, remedy = unusable(about.name, (about.major, about.minor), version, said.rstrip("."))
+        found, remedy = unusable(about.name, (about.major, about.minor), version, reason.rstrip("."))
         return MachineError(f"{found}.", remedy)
     cards, cuda = read_cards(), torch.version.cuda
     if cards.are_reachable and not count and cuda:
         found, remedy = cards.hidden_from(version, f"CUDA {cuda}", why)
         return MachineError(f"{found}.", remedy)
     remedy = "Use --device cpu, or install a torch that supports this GPU."
-    return MachineError(f"--device {wanted} cannot be used by torch {version}: {said}", remedy)
+    return MachineError(f"--device {wanted} cannot be used by torch {version}: {reason}", remedy)
 
 
 def device_name(device: torch.device) -> str:
-    """Return a GPU's name as its driver says it, such as "NVIDIA A100-SXM4-80GB"; else the device's type."""
+    """Return a GPU's name from its driver, such as "NVIDIA A100-SXM4-80GB"; for other devices, their type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def compiling_lacks(device: torch.device) -> str | None:
-    """Return what torch.compile would lack on a GPU: Triton has a C compiler make its launchers. None: nothing."""
+    """Return the reason why torch.compile cannot work on a GPU, or None. Triton needs a C compiler for its
+    launchers."""
     if torch.cuda.get_device_capability(device) < TRITON_CAPABILITY:
         return f"a {device_name(device)} is too old for it"
     compilers = [*filter(None, [os.environ.get("CC")]), "gcc", "clang"]
@@ -87,44 +88,45 @@ def compiling_lacks(device: torch.device) -> str | None:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Return whether a device computes in bf16 itself. GPUs older than Ampere convert each value, and are slower."""
+    """Return whether a device computes in bf16 natively. GPUs older than Ampere convert each value, and are slower."""
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def has_fast_fp16(device: torch.device) -> bool:
-    """Return whether a device multiplies fp16 much faster than fp32: since Volta, GPUs have tensor cores for it."""
+    """Return whether a device multiplies fp16 much faster than fp32. GPUs since Volta do, with tensor cores."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """`peak_memory` counts from now on. That of the CPU cannot be forgotten."""
+    """Reset `peak_memory` of a GPU. The peak of the CPU cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that were taken: on a GPU by tensors since it was forgotten, on the CPU by this process."""
+    """Return the peak in bytes: on a GPU, of tensors since `forget_peak_memory`; on the CPU, of this process since its
+    start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
 
 
 # Team -----------------------------------------------------------------------------------------------------------------
 Value: TypeAlias = float | torch.Tensor
-"""A number, or a tensor that holds one, on the worker's device."""
+"""A number, or a tensor with one number on the worker's device."""
 LOOPBACK = "127.0.0.1"
 HYBRID = ("replicas", "shards")
 SETTING_UP = timedelta(hours=2)
-"""For which workers wait for each other before they train: the first alone downloads weights, or draws and writes those
-of a large model. NCCL would give up after ten minutes. Workers that die are noticed otherwise."""
+"""Time limit for workers that wait for each other before training. The first worker alone downloads weights, or draws
+and writes those of a large model, and NCCL's default limit is ten minutes. Dead workers are noticed in other ways."""
 
 
 class Team:
-    """Worker `rank` of `size`. A worker without a mesh is alone: it has the plain model, and no process group.
+    """Worker `rank` of `size`. A worker without a mesh is alone: it has the plain model and no process group.
 
-    They share the model `replicas` times: each of so many groups of workers with consecutive ranks has all of it, and
-    cuts it into as many `shards` as it has workers. This one has number `shard`. They compute in `half` precision where
-    a run asks for bf16: in fp16, with a loss scale, where one of their GPUs has no bf16.
+    The workers form equal groups of consecutive ranks, `replicas` of them. Each group has the whole model, cut into as
+    many `shards` as it has workers; this worker has number `shard`. Where a run asks for bf16, they compute in `half`:
+    in bf16, or, if one GPU has no bf16, in fp16 with a loss scale.
     """
 
     def __init__(self, device: torch.device, rank: int = 0, size: int = 1, mesh: DeviceMesh | None = None) -> None:
@@ -140,13 +142,13 @@ class Team:
     def meet(
         cls, device: torch.device, rank: int, size: int, port: int = 0, listener: int | None = None, replicas: int = 1
     ) -> Team:
-        """Return the team once all have come to the store that the first worker serves on `listener`, a socket bound to
-        `port`. The listener is taken over.
+        """Return the team once all workers have connected to the store that the first one serves on `listener`, a
+        socket bound to `port`. The team takes ownership of the listener.
 
-        A worker that is the only one meets nobody, whatever its device: FSDP2 over one GPU would copy all parameters
-        twice a micro-batch, and make shards of them on which torch cannot compute every optimizer.
+        A single worker connects to no store, whatever its device. With FSDP2 over one GPU all parameters would be
+        copied twice a micro-batch, and torch could not compute every optimizer on the shards.
 
-        Raises: MachineError when so many workers cannot be so many equal groups.
+        Raises: MachineError when `replicas` does not divide the number of workers.
         """
         if size % replicas:
             raise MachineError(
@@ -169,37 +171,39 @@ class Team:
         return cls(device, rank, size, init_device_mesh(device.type, shape, mesh_dim_names=names))
 
     def wait_at_most(self, seconds: float) -> None:
-        """Have this worker fail when another keeps it waiting for longer in a collective, from the next one on."""
+        """Make this worker fail when another keeps it waiting for longer in a collective. It applies from the next
+        collective on."""
         if self.mesh is not None:
             for group in {dist.group.WORLD, *self.mesh.get_all_groups()}:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     @property
     def is_in_first_replica(self) -> bool:
-        """Return whether it is up to this worker to hand its shard out: the other replicas have the same."""
+        """True if this worker must write out its shard. The workers of other replicas have the same shards, and write
+        none."""
         return self.rank < self.shards
 
     def piece(self, count: int) -> slice:
-        """Return this worker's share of `count` things in a row: consecutive, and as even as possible."""
+        """Return this worker's share of `count` items in a row. Shares are consecutive and as even as possible."""
         share, larger = divmod(count, self.size)
         start = share * self.rank + min(self.rank, larger)
         return slice(start, start + share + (self.rank < larger))
 
     def largest_piece(self, count: int) -> int:
-        """Return the length of worker 0's piece."""
+        """Return the length of worker 0's piece, the largest one."""
         return math.ceil(count / self.size)
 
     def sums(self, values: Sequence[Value]) -> list[float]:
-        """Return the sum of each value over all workers, in their order, so that all have the same bits.
+        """Return the sum of each value over all workers. They add in the order of ranks, so that all get the same bits.
 
-        This process waits once for the device, however many values are still being computed there.
+        This process waits once for the device, even if several values are still being computed there.
         """
         if self.mesh is None and not any(isinstance(value, torch.Tensor) for value in values):
             return [float(value) for value in values]
         return [float(value) for value in self.sums_on_device(values).tolist()]
 
     def sums_on_device(self, values: Sequence[Value]) -> torch.Tensor:
-        """Return the same sums as a vector of fp64 on the device, without waiting for it."""
+        """Return the same sums as an fp64 vector on the device, without waiting for it."""
         return reduce(torch.add, self._gather(values))
 
     def smallest(self, value: int) -> int:
@@ -215,29 +219,30 @@ class Team:
         self.sums([0.0])
 
     def _gather(self, values: Sequence[Value]) -> list[torch.Tensor]:
-        """Return every worker's values, ordered by rank: a vector of fp64 on the device for each worker."""
+        """Return the values of all workers, ordered by rank, as one fp64 vector on the device for each worker."""
         own = torch.stack([self._on_device(value) for value in values])
         if self.mesh is None:
             return [own]
-        everyones = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(everyones, own)
-        return everyones
+        gathered = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(gathered, own)
+        return gathered
 
     def _on_device(self, value: Value) -> torch.Tensor:
-        """Return a value as a tensor of fp64. A number is filled in, since a copy would wait for the device."""
+        """Return a value as an fp64 tensor on the device. A number is filled in, because a copy would wait for the
+        device."""
         if isinstance(value, torch.Tensor):
             return value.to(self.device, torch.float64)
         return torch.full((), float(value), dtype=torch.float64, device=self.device)
 
 
 def read_later(numbers: torch.Tensor) -> Callable[[], list[float]]:
-    """Begin to copy a vector to the host. Return a function that waits for it and returns its numbers.
+    """Begin to copy a vector to the host. Return a function that waits for the copy and returns its numbers.
 
-    It does not wait for what a GPU was given after this call.
+    The function does not wait for work that a GPU is given after this call.
     """
     if numbers.device.type != "cuda":
         return numbers.tolist
-    copied, there = torch.cuda.Event(), numbers.to("cpu", non_blocking=True)  # torch takes pinned memory for that
+    copied, there = torch.cuda.Event(), numbers.to("cpu", non_blocking=True)  # torch uses pinned memory for this copy
     copied.record()
 
     def read() -> list[float]:
@@ -249,10 +254,10 @@ def read_later(numbers: torch.Tensor) -> Callable[[], list[float]]:
 
 # The model that they share --------------------------------------------------------------------------------------------
 def shard_model(model: Any, team: Team, training: TrainingSection, whole_layers: bool = False) -> None:
-    """Share a model, in place; what is on the meta device gets memory, but no values.
+    """Shard a model in place. Tensors on the meta device get memory, but no values.
 
-    The rest has the head, with which the loss is computed after the forward pass; so it stays gathered until the
-    backward pass, which begins with it. With `whole_layers` all groups do.
+    The group of the rest contains the head. It stays gathered from the forward to the backward pass, because the loss
+    is computed with the head in between. With `whole_layers` all groups stay gathered.
     """
     computed = team.half if training.precision == "bf16" else torch.float32
     summed = torch.bfloat16 if training.gradient_reduction == "bf16" and team.half == torch.bfloat16 else torch.float32
@@ -264,13 +269,14 @@ def shard_model(model: Any, team: Team, training: TrainingSection, whole_layers:
 
 
 def has_other_tensors(model: torch.nn.Module) -> bool:
-    """Return whether a model keeps tensors beside its parameters and buffers: only its constructor can fill those."""
+    """Return whether a model has tensors besides its parameters and buffers. Only its constructor can fill those."""
     return any(isinstance(value, torch.Tensor) for module in model.modules() for value in vars(module).values())
 
 
 @torch.no_grad()
 def fill_untrained(model: Any, whole: Any, team: Team) -> None:
-    """Frozen parameters and buffers, which theta does not have, from worker 0's whole model; the others give None."""
+    """Fill frozen parameters and buffers, which theta does not contain, from worker 0's whole model. Other workers pass
+    None."""
     source = {} if whole is None else dict(_untrained(whole))
     for name, tensor in _untrained(model):
         if team.rank == 0:
@@ -288,7 +294,8 @@ def _untrained(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _take_memory(module: torch.nn.Module, device: torch.device) -> None:
-    """Replace what is on the meta device. Tied parameters stay one, which `Module.to_empty` would not see to."""
+    """Replace tensors on the meta device by uninitialised ones. Unlike with `Module.to_empty`, tied parameters stay
+    tied."""
     replaced: dict[int, torch.nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):

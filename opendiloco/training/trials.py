@@ -1,7 +1,8 @@
-"""Trials before training, so that nothing breaks in it: compiled blocks, attention, and the size of a micro-batch.
+"""Trials before training, so that nothing fails during it: compiled blocks, attention, and the size of a micro-batch.
 
-Workers that share a model wait for each other at each of its blocks. So a worker on which something fails must not
-leave the pass: it goes on without it, at the same block, and all compare notes when the pass is over.
+Workers that share a model wait for each other at each of its blocks. If a trial fails on one worker, that worker must
+therefore not leave the pass. It continues from the same block without the tried feature, and all workers compare their
+results after the pass.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ if TYPE_CHECKING:
 
 # Trials ---------------------------------------------------------------------------------------------------------------
 class _Trial:
-    """A pass forward in which each block also trains, by itself, on what it is given there; so does a compiled loss.
+    """A forward pass in which each block also runs a backward pass of its own, and so does a compiled loss.
 
-    With an `attention`, the model attends by that implementation. `error` is the first one of this worker's blocks. A
-    loss that was given up is tried anew.
+    With an `attention`, the model uses that implementation. `error` is the first error of this worker's blocks. A
+    compiled loss that was given up before is tried again.
     """
 
     def __init__(self, replica: ModelReplica, attention: str | None = None) -> None:
@@ -53,10 +54,10 @@ class _Trial:
         self._is_in_blocks = False
 
     def loss(self, windows: torch.Tensor) -> float:
-        """Return the loss of windows; it says nothing after an error. Leaves no gradient behind, and no random numbers
-        used. Workers call this together.
+        """Return the loss of windows, which means nothing after an error. Workers call this together.
 
-        Raises: what cannot be got round, so that the worker ends, and the others with it.
+        It leaves no gradient behind, and restores the state of the random numbers. An error that cannot be caught here
+        ends the worker, and the other workers with it.
         """
         model, device = self._replica.model, windows.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), ExitStack() as stack:
@@ -69,7 +70,7 @@ class _Trial:
             return float(self._replica.loss(windows))
 
     def _tried(self, block: Any) -> Callable[..., Any]:
-        """Return a block's forward pass that tries training; and, once something has failed, tries nothing."""
+        """Return a block's forward pass that also tries training, until something has failed."""
         forward, plain = block.forward, partial(type(block).forward, block)
 
         def computed(*arguments: Any, **options: Any) -> Any:
@@ -77,8 +78,8 @@ class _Trial:
             if self.error is None:
                 try:
                     return _trained(block, forward, arguments, options)
-                except Exception as error:  # PyTorch's compiler, Triton and a C compiler each have their own
-                    self.error = error.with_traceback(None)  # whose frames would keep activations
+                except Exception as error:  # PyTorch's compiler, Triton and C compilers raise their own errors
+                    self.error = error.with_traceback(None)  # the traceback's frames would keep activations
             with torch.compiler.set_stance("force_eager"), attending_by(self._replica.model, self._own_attention):
                 return plain(
                     *map(_without_block_mask, arguments),
@@ -88,7 +89,8 @@ class _Trial:
         return computed
 
     def _attending(self, model: Any) -> Callable[..., Any]:
-        """Return the model's forward pass by the other implementation; by its own if that fails before any block."""
+        """Return the model's forward pass with the other attention, or with its own if that fails before the first
+        block."""
         forward = model.forward
 
         def computed(*arguments: Any, **options: Any) -> Any:
@@ -105,11 +107,11 @@ class _Trial:
 
 
 def _trained(block: Any, forward: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Return what a block makes of its input, after a pass back through this block alone.
+    """Return a block's output for its input, after a backward pass through this block alone.
 
-    Nothing waits for another worker here: FSDP2 has gathered the block's weights, and hears of no gradient.
+    It waits for no other worker: FSDP2 has gathered the block's weights, and is not informed of the gradients.
     """
-    inputs = [one.detach().requires_grad_() for one in arguments[:1]]  # hidden states come first, and they alone vary
+    inputs = [one.detach().requires_grad_() for one in arguments[:1]]  # the hidden states, the only varying argument
     with torch.enable_grad():
         output = forward(*inputs, *arguments[1:], **options)
         made = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad]
@@ -119,13 +121,13 @@ def _trained(block: Any, forward: Callable[..., Any], arguments: tuple[Any, ...]
 
 
 def _without_block_mask(value: Any) -> Any:
-    """Return an argument; None for flex attention's mask, which uncompiled takes memory for all pairs of tokens."""
+    """Return an argument, or None for flex attention's mask, which uncompiled needs memory for all pairs of tokens."""
     return None if isinstance(value, BlockMask) else value
 
 
 @contextmanager
 def attending_by(model: Any, attention: str | None) -> Iterator[None]:
-    """Have a transformers model compute attention by the implementation of this name; None leaves it as it is."""
+    """Let a transformers model use the attention of this name. None leaves it unchanged."""
     if attention is None:
         yield
         return
@@ -138,16 +140,17 @@ def attending_by(model: Any, attention: str | None) -> Iterator[None]:
 
 
 def _trial_windows(replica: ModelReplica, device: torch.device) -> list[torch.Tensor]:
-    """Return batches of the replica's `tried_sizes`, for which blocks are compiled; as many on all workers."""
+    """Return batches of the replica's `tried_sizes`, for which blocks are compiled. All workers have the same number of
+    them."""
     ids = torch.arange(replica.window_length, device=device).remainder(replica.model.config.vocab_size)
     return [ids.repeat(windows, 1) for windows in replica.tried_sizes]
 
 
 def compile_blocks(model: Any) -> None:
-    """Compile each block's forward pass. To be called on a sharded model, not before it is sharded.
+    """Compile each block's forward pass. Call this on a model that is already sharded, if it is to be sharded.
 
-    FSDP2 gives a block another class, whose forward is the one that checkpoints activations; a forward that was bound
-    before that checkpoints nothing.
+    FSDP2 gives a block another class, whose forward is the one that checkpoints activations. A forward bound before
+    that checkpoints nothing.
     """
     for block in transformer_blocks(model):
         block.forward = torch.compile(block.forward)
@@ -159,17 +162,17 @@ def compiled_blocks(model: Any) -> list[Any]:
 
 
 def keep_compiled_if_it_works(replica: ModelReplica, team: Team, cache: Path | None = None) -> str:
-    """Compile now, for training, in a pass that changes nothing. Where that fails on any worker, all train without;
-    a loss that alone cannot be compiled is given up by itself. Return why blocks are not compiled; nothing if they are.
-    Workers call this together.
+    """Compile for training now, in a pass that changes nothing. Return the reason why blocks stay uncompiled, or an
+    empty string. Workers call this together.
 
-    `cache` is a folder of ours in which the compiler keeps what it makes. A device that runs out of memory is no fault
-    of the compiler: training will, too, and goes on with fewer windows.
+    If compiling fails on any worker, all train uncompiled. If only the loss cannot be compiled, only the loss stays
+    uncompiled. `cache` is this project's folder for compiled code. An out-of-memory error is not the compiler's fault:
+    it would come up in training, too, which then goes on with fewer windows.
     """
     compiled, loss = compiled_blocks(replica.model), replica.compiled_loss
     if not compiled:
         return ""
-    errors: list[Exception | None] = []  # of the blocks, in each attempt
+    errors: list[Exception | None] = []  # the blocks' error in each attempt
 
     def attempt() -> Exception | None:
         trial = _Trial(replica)
@@ -192,11 +195,10 @@ def keep_compiled_if_it_works(replica: ModelReplica, team: Team, cache: Path | N
 
 
 def _tried_twice(team: Team, cache: Path | None, attempt: Callable[[], Exception | None]) -> str:
-    """Return in a line why an attempt to compile fails on any worker; nothing if it succeeds. Workers call this
-    together.
+    """Return the reason why an attempt to compile fails on any worker, or an empty string. Workers call this together.
 
-    A compiler that was killed may have left a library that nobody can load, now or later. So what fails is tried once
-    more without what the cache had before.
+    A killed compiler may have left a library in the cache that cannot be loaded. A failed attempt is therefore repeated
+    once with an empty cache.
     """
     is_new = team.smallest(cache is None or not any(cache.iterdir()))
     error = attempt()
@@ -211,7 +213,7 @@ def _tried_twice(team: Team, cache: Path | None, attempt: Callable[[], Exception
         error = attempt()
         if _works(team, error):
             return ""
-    return "another worker cannot." if error is None else first_line(error)
+    return "another worker cannot compile." if error is None else first_line(error)
 
 
 def _works(team: Team, error: Exception | None) -> bool:
@@ -219,7 +221,7 @@ def _works(team: Team, error: Exception | None) -> bool:
 
 
 def _empty(folder: Path) -> None:
-    """Remove all that is in a folder, as far as that is possible."""
+    """Remove the content of a folder as far as possible."""
     with suppress(OSError):
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -230,17 +232,17 @@ def _empty(folder: Path) -> None:
 
 # Attention ------------------------------------------------------------------------------------------------------------
 FLEX = "flex_attention"
-"""Its name in transformers."""
+"""The name of flex attention in transformers."""
 FLEX_ON = {"cuda"}
 TOLERANCE = 0.01
-"""The share by which the trial's loss may differ: both ways are right, but round differently in bf16."""
+"""Share by which the trial's loss may differ, because the two implementations round differently in bf16."""
 
 
 def document_attention(replica: ModelReplica, team: Team, end: int, cache: Path | None = None) -> str | None:
-    """Return the attention to train with, where documents end with `end`; None for the one that the model has.
+    """Return the attention to train with, or None for the model's own. Documents end with the token `end`.
 
-    Flex attention is tried once, where it can be compiled. It is taken if it works on all workers and gives the loss
-    that the model gives without it. Workers call this together. For `cache` see `keep_compiled_if_it_works`.
+    Flex attention is tried once if it can be compiled. It is used if it works on all workers and gives the same loss as
+    the model's own. Workers call this together. For `cache` see `keep_compiled_if_it_works`.
     """
     if team.device.type not in FLEX_ON or compiling_lacks(team.device) is not None:
         return None
@@ -258,21 +260,21 @@ def document_attention(replica: ModelReplica, team: Team, end: int, cache: Path 
         if loss is not None:
             loss.say_why_not()
         return FLEX
-    problem = "another worker needs it." if problems[-1] is None else first_line(problems[-1])
-    at_stage(f"attention is computed between documents, too, and masked: {problem}")
+    problem = "flex attention fails on another worker." if problems[-1] is None else first_line(problems[-1])
+    at_stage(f"attention across documents is computed and masked, which is slower: {problem}")
     return None
 
 
 class _OtherLossError(Exception):
-    """Flex attention can be compiled, and gives another loss."""
+    """Flex attention can be compiled but gives another loss."""
 
 
 def _problem_with_flex(replica: ModelReplica, device: torch.device, end: int) -> Exception | None:
-    """Return why windows of two documents cannot be trained with flex attention; None if they can."""
+    """Return the reason why flex attention cannot train windows of two documents, or None."""
     trial, wrong = _Trial(replica, FLEX), None
-    for windows in _trial_windows(replica, device):  # workers make as many passes each, whatever they find
+    for windows in _trial_windows(replica, device):  # all workers make the same number of passes, whatever they find
         windows[:, windows.shape[1] // 2] = end
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # that is compiled for training alone
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiled blocks are for training only
             expected = float(replica.loss(windows))
         found = trial.loss(windows)
         if not math.isclose(found, expected, rel_tol=TOLERANCE):
@@ -282,36 +284,41 @@ def _problem_with_flex(replica: ModelReplica, device: torch.device, end: int) ->
 
 # Micro-batch ----------------------------------------------------------------------------------------------------------
 SHARE = {"cpu": 0.25, "cuda": 0.5}
-"""Of the memory that is left, what windows may take by the size of their tensors. Operations take memory for
-themselves, too, and malloc keeps much that was freed: on the CPU we measured 1.3 to 1.7 times the tensors, and 3.6
-times with activation checkpointing."""
+"""Share of the free memory that windows may take by the size of their tensors.
+
+Operations allocate memory for themselves, too, and malloc keeps much freed memory: on the CPU we measured 1.3 to 1.7
+times the size of the tensors, and 3.6 times with activation checkpointing.
+"""
 
 
 def fixed_and_each(one: int, two: int) -> tuple[int, int]:
-    """Return the bytes that any number of windows takes, and those of each, from what one and two take. Fixed are the
-    weights once more in bf16, or what FSDP2 gathers, for example."""
+    """Return the bytes that are the same for any number of windows, and the bytes of each window, from those of one and
+    two.
+
+    The fixed bytes are for example the weights in bf16, or FSDP2's gathered weights.
+    """
     each = min(max(1, two - one), one)
     return one - each, each
 
 
 def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: bool = True) -> int:
-    """Return 1 to `piece` windows, the same number on all workers. They call this together."""
+    """Return the number of windows that fit, 1 to `piece`, the same on all workers. They call this together."""
     if piece == 1:
-        return 1  # whether it fits or not
+        return 1  # there is no smaller number
     with trying(replica, team, trains) as taken:
         one = taken(1)
-        team.wait_for_all()  # so that nobody sees what another takes to try
+        team.wait_for_all()  # so that no worker counts the memory of another's trial
         room = _free_memory(team) - _taken_later(replica, team, trains)
         room -= VALUE_BYTES * replica.layout.size * replica.reduces_once  # whole gradients, until they are summed
         if not team.smallest(room > 2 * one):
-            return 1  # two are not even to be tried
+            return 1  # even a trial with two might not fit
         fixed, each = fixed_and_each(one, taken(2))
         room = int(SHARE[team.device.type] * (room - fixed))
         fitting = team.smallest(min(room // each, piece))
         length = replica.window_length - 1
         at_once = positions_at_once(replica.model.config.vocab_size, team.device) // length
         if 1 < at_once < fitting:
-            # Those beyond have no logits of their own, but the head's gradient is added up beside those of the rest.
+            # Further windows need no more logits, but the head's gradient is summed beside the other gradients.
             with in_pieces_of(length):
                 two, three = taken(2), taken(3)
             beyond = min(max(1, three - two), each)
@@ -322,20 +329,18 @@ def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: b
 
 
 MEASURED_ON = {"cuda"}
-"""Devices whose training itself is measured: there all is known that takes memory."""
+"""Devices on which training itself is measured, because all memory use is known there."""
 MEASURED_SHARE = 0.8
-"""Of the memory that is left, what windows may take by that. The rest is for gaps between tensors, and for what other
-programs take later."""
+"""Share of the free memory that windows may take by this measurement. The rest is for gaps between tensors, and for
+other programs."""
 
 
 def enlarge_micro_batch(replica: ModelReplica, batch_size: int, team: Team) -> bool:
-    """Let more windows of a batch through the model at once where they fit by what training takes as it is now:
-    compiled, and by the attention that was chosen.
+    """Raise the micro-batch if more windows fit by the memory that training really uses: compiled, with the chosen
+    attention.
 
-    Return False when more were tried and do not work: then as many as before are to be compiled again.
-
-    Only a worker that is alone tries more. Of workers that share a model, one that runs out of memory amid a pass would
-    leave the others waiting for it.
+    Return False if a larger one was tried and does not work; the caller must then compile for the old size again. Only
+    a single worker tries this. A worker that ran out of memory in a shared pass would leave the others waiting.
     """
     proven = replica.micro_batch
     if team.device.type not in MEASURED_ON or proven is None or proven >= batch_size or team.size > 1:
@@ -345,45 +350,47 @@ def enlarge_micro_batch(replica: ModelReplica, batch_size: int, team: Team) -> b
     while 2 * (more := _evenly(fitting, batch_size)) >= 3 * proven:
         at_stage(COMPILING_MORE)
         replica.micro_batch = more
-        torch.compiler.reset()  # what is compiled for a second size is compiled for any size, which is slower
+        torch.compiler.reset()  # else a second size would be compiled for any size, which is slower
         fitting = _fitting_as_trained(replica, batch_size, more, team)
-        if fitting < more:  # moments come on top of what was tried
+        if fitting < more:  # moments come on top of the trial's memory
             replica.micro_batch = proven
             torch.compiler.reset()
-            gc.collect()  # what a pass that failed has left
+            gc.collect()  # remove the remains of a failed pass
             return False
         proven = more
     return True
 
 
 def _evenly(fitting: int, batch_size: int) -> int:
-    """Return the size of as few parts of a batch as fit, all as large as each other."""
+    """Return the size of the parts when a batch is cut into as few equal parts as fit."""
     return math.ceil(batch_size / math.ceil(batch_size / fitting)) if fitting else 0
 
 
 def _fitting_as_trained(replica: ModelReplica, batch_size: int, at_once: int, team: Team) -> int:
-    """Return how many windows fit, by the gradient of two parts of `at_once` windows; 0 if that cannot be computed.
-    What does not grow with them is counted as if it did, but for gradients."""
+    """Return the number of windows that fit, or 0 if the gradient of two parts of `at_once` windows cannot be computed.
+
+    Except for gradients, memory that does not grow with the windows is counted as if it did.
+    """
     ids = np.arange(replica.window_length) % replica.model.config.vocab_size
     batch = np.tile(ids, (min(2 * at_once, batch_size), 1))
     try:
         with torch.random.fork_rng([team.device] if team.device.type == "cuda" else []):
-            replica.add_gradient(batch)  # libraries keep what they take the first time
+            replica.add_gradient(batch)  # libraries keep the memory that they allocate the first time
             replica.model.zero_grad(set_to_none=True)
             room = _free_memory(team) - _taken_later(replica, team, trains=True)
             peak = peak_while(lambda: replica.add_gradient(batch), team.device)
         gradients: int = sum(one.grad.nbytes for one in replica.model.parameters() if one.grad is not None)
         each = math.ceil(max(1, peak - gradients) / at_once)
         return max(0, int(MEASURED_SHARE * (room - gradients))) // each
-    except Exception:  # compilers have their own, and libraries say in their own ways that memory has run out
+    except Exception:  # compilers raise their own errors, and libraries report full memory in many ways
         return 0
     finally:
         replica.model.zero_grad(set_to_none=True)
 
 
 def _taken_later(replica: ModelReplica, team: Team, trains: bool) -> int:
-    """Return this worker's share of the bytes that nobody has taken yet when workers have tried a window: moments,
-    where there is training; in main memory also what the peer process takes."""
+    """Return this worker's share of the bytes that are allocated only after the trial of windows: moments, if there is
+    training, and in main memory also the peer process's bytes."""
     trained, kept = replica.layout.size * trains // team.shards, replica.optimizer_state
     moments = moments_bytes(trained, kept)
     if team.device.type != "cpu":
@@ -395,10 +402,11 @@ def _taken_later(replica: ModelReplica, team: Team, trains: bool) -> int:
 
 @contextmanager
 def trying(replica: ModelReplica, team: Team, trains: bool = True) -> Iterator[Callable[[int], int]]:
-    """Yield a function that measures what some windows take: forward and back, beside the weights' gradients; without
-    `trains`, forward alone.
+    """Yield a function that measures the memory of a number of windows: forward and backward, or without `trains` only
+    forward.
 
-    There are gradients meanwhile, as there are from a batch's first windows on. In the end the replica is as it was.
+    The weights have gradients during the measurement, as they do after a batch's first windows. Afterwards the replica
+    is as before.
     """
     gpus = [team.device] if team.device.type == "cuda" else []
 
@@ -419,7 +427,7 @@ def trying(replica: ModelReplica, team: Team, trains: bool = True) -> Iterator[C
 
 
 def _free_memory(team: Team) -> int:
-    """Return the free bytes for this worker: of its GPU, or its share of what the machine has."""
+    """Return the free bytes for this worker: of its GPU, or its share of the machine's."""
     if team.device.type == "cpu":
         return available_memory() // team.size
     unused = torch.cuda.memory_reserved(team.device) - torch.cuda.memory_allocated(team.device)
@@ -427,7 +435,7 @@ def _free_memory(team: Team) -> int:
 
 
 def peak_while(work: Callable[[], object], device: torch.device) -> int:
-    """Return the most bytes of this device that tensors made by `work` take at any time."""
+    """Return the peak of the bytes of tensors on this device that `work` makes."""
     if device.type == "cuda":
         forget_peak_memory(device)
         before: int = torch.cuda.memory_allocated(device)
@@ -440,7 +448,7 @@ def peak_while(work: Callable[[], object], device: torch.device) -> int:
 
 
 class _Noticing(TorchDispatchMode):
-    """Sees what each operation returns. What an operation takes for itself alone is not seen."""
+    """A record of the tensors that operations return. It does not see memory that an operation uses internally."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,5 @@
-"""Admission to a run: this machine's ticket, the signed heads that it knows, and the tickets that it has given."""
+"""Admission to a run: this machine's ticket, the signed heads that it knows, and the tickets that an organiser has
+given."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK = 2.0  # seconds between two looks at whether we may stay
+LOOK = 2.0  # seconds between two checks that the ticket is still valid
 ASK_LIMIT = 5.0  # seconds that a start may wait for nodes that do not answer
 TICKET_FILE, REVOCATIONS_FILE = "ticket", "revocations"
 GIVEN, GIVEN_REVOCATIONS = "given.tickets", "given.revocations"
@@ -47,7 +48,7 @@ TEXT_LIMIT = 10_000  # characters of a file with a ticket
 
 
 def read_ticket(text: str) -> Ticket:
-    """Return a ticket, given as its text or as a file that has it. Raises: AdmissionError."""
+    """Return a ticket from its text or from a file that contains it. Raises: AdmissionError."""
     try:
         return Ticket.parse(Path(text).read_text()[:TEXT_LIMIT] if os.path.isfile(text) else text)
     except (OSError, UnicodeDecodeError) as error:
@@ -65,8 +66,10 @@ async def enter(
     folder: RunFolder | None = None,
     ticket: Ticket | None = None,
 ) -> RunAdmission | None:
-    """Show our ticket from now on, if the run is by invitation. Without a `ticket` it is the one of last time, from the
-    `folder`. Nodes at the `addresses` are asked which tickets were revoked. Returns None where the run is open.
+    """Show this machine's ticket in its heartbeats from now on. Return the admission, or None if the run needs no
+    ticket.
+
+    Without a `ticket`, the one kept in the `folder` is used. Nodes at the `addresses` are asked for revoked tickets.
 
     Raises: AdmissionError.
     """
@@ -74,7 +77,7 @@ async def enter(
     admission = transport.runs.admissions.of(run.run_id)
     if admission is None:
         if ticket is not None:
-            logger.info("the run %s is open to everybody: the ticket is not needed", run.run_id)
+            logger.info("the run %s is open to all, so the ticket is not needed", run.run_id)
         return None
     if folder is not None:
         path = folder.path / REVOCATIONS_FILE
@@ -89,18 +92,18 @@ async def enter(
 
 
 def _show_ticket(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket | None) -> None:
-    """Show a ticket in our heartbeats, or the one that was `kept` last time. Raises: AdmissionError."""
+    """Show the given ticket, or the `kept` one, in this machine's heartbeats. Raises: AdmissionError."""
     admission.ticket = _shown(admission, me, kept, ticket)
     if error := _refusal(admission, me):
         raise error
     if kept is not None and admission.ticket:
-        # A volunteer whose disk is full has its ticket, and can give it again.
+        # If the disk is full, the volunteer still has the ticket and can give it again.
         with suppress(OSError), open(kept, "wb", opener=open_private) as file:
             file.write(admission.ticket)
 
 
 def _shown(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket | None) -> bytes:
-    """Return the ticket that our heartbeats are to show; the organiser needs none. Raises: AdmissionError."""
+    """Return the ticket for this machine's heartbeats; empty for the organiser. Raises: AdmissionError."""
     if me == admission.organiser:
         return b""
     if ticket is not None:
@@ -116,13 +119,14 @@ def _shown(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket |
 
 
 def _refusal(admission: RunAdmission, me: str) -> AdmissionError | None:
-    """Return the error to end with when our ticket does not admit us: by our own clock it has no grace."""
+    """Return the error to end with if the ticket does not admit this machine. By this machine's own clock it has no
+    grace."""
     reason = admission.refusal(me, admission.ticket, time.time() + GRACE)
     return refused(me, admission.run, reason) if reason else None
 
 
-async def shown_out(admission: RunAdmission, me: str) -> AdmissionError:
-    """Wait until our ticket expires or is revoked; return the error to end with."""
+async def wait_for_refusal(admission: RunAdmission, me: str) -> AdmissionError:
+    """Wait until this machine's ticket expires or is revoked. Return the error to end with."""
     while (error := _refusal(admission, me)) is None:
         await asyncio.sleep(LOOK)
     return error
@@ -131,8 +135,11 @@ async def shown_out(admission: RunAdmission, me: str) -> AdmissionError:
 async def ask_for_signed_heads(
     transport: HivemindTransport, run: Run, addresses: Sequence[str], folder: RunFolder | None = None
 ) -> None:
-    """Learn what a run's archives have signed: from last time, as the folder has it, and from the nodes at the
-    `addresses`. What is heard later is kept in the folder, too."""
+    """Load the heads that a run's archives have signed from the folder, and ask the nodes at the `addresses` for newer
+    ones.
+
+    Heads that arrive later are kept in the folder, too.
+    """
     if folder is not None:
         path = folder.signed_heads
         try:
@@ -140,7 +147,7 @@ async def ask_for_signed_heads(
         except FileNotFoundError:
             pass
         except (OSError, SignedHeadsError) as error:
-            logger.warning("%s is passed over: %s", path, error)
+            logger.warning("%s is ignored: %s", path, error)
         transport.runs.on_heads = partial(_keep, path, run.run_id)
     with suppress(TimeoutError):
         async with asyncio.timeout(ASK_LIMIT):
@@ -150,13 +157,13 @@ async def ask_for_signed_heads(
 def _keep(path: Path, run_id: str, run: str, packed: bytes) -> None:
     """Write the newest list of a run into a file, if it is the run with this id."""
     if run == run_id:
-        with suppress(OSError):  # others have it, too
+        with suppress(OSError):  # other nodes have it, too
             write_whole(path, [packed])
 
 
 # An organiser's tickets ---------------------------------------------------------------------------------------
 class GivenTickets:
-    """An organiser's tickets for a run and the newest list of revoked ones: two files in its folder."""
+    """An organiser's tickets for a run, and the newest list of revoked ones: two files in its folder."""
 
     def __init__(self, run: str, organiser: str, base: Path | None = None) -> None:
         self._run = run
@@ -165,27 +172,28 @@ class GivenTickets:
 
     @property
     def tickets(self) -> list[Ticket]:
-        """Return all of them, in the order in which they were given. Raises: MachineError."""
+        """All given tickets, oldest first. Raises: MachineError."""
         with _readable(self._folder / GIVEN) as kept:
             return [Ticket.parse(line) for line in (kept or b"").decode().splitlines()]
 
     def add(self, ticket: Ticket) -> None:
-        """Raises: MachineError when it cannot be written down."""
+        """Write down a new ticket. Raises: MachineError when that fails."""
         with self._writable(), open(self._folder / GIVEN, "a", opener=open_private) as file:
             file.write(f"{ticket}\n")
 
     @property
     def revocations(self) -> Revocations | None:
-        """Return the newest list that this machine has signed. Raises: MachineError."""
+        """The newest list that this machine has signed, or None. Raises: MachineError."""
         with _readable(self._folder / GIVEN_REVOCATIONS) as kept:
             return None if kept is None else Revocations.unpack(kept, self._run, self._organiser)
 
-    def revoke(self, ids: Sequence[str], organiser: Identity, told: Revocations | None = None) -> Revocations:
-        """Sign and keep a list that has these tickets, and those of the newest lists here and in the run (`told`).
+    def revoke(self, ids: Sequence[str], organiser: Identity, published: Revocations | None = None) -> Revocations:
+        """Sign and keep a list with these tickets and those of the newest lists on this machine and in the run
+        (`published`).
 
         Raises: AdmissionError, MachineError.
         """
-        before = [one for one in (self.revocations, told) if one is not None]
+        before = [one for one in (self.revocations, published) if one is not None]
         number = max((one.number for one in before), default=0) + 1
         revoked = tuple(dict.fromkeys([each for one in before for each in one.revoked] + list(map(_id, ids))))
         if len(revoked) > REVOKED_LIMIT:
@@ -199,7 +207,7 @@ class GivenTickets:
 
     @contextmanager
     def _writable(self) -> Iterator[None]:
-        """Make the folder, and write there. Raises: MachineError."""
+        """Make the folder for writing. Raises: MachineError, also for errors of the caller's writing."""
         try:
             make_private_folder(self._folder)
             yield
@@ -210,7 +218,8 @@ class GivenTickets:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[bytes | None]:
-    """Yield what a file has, None if there is none. Raises: MachineError where the file or its content is no good."""
+    """Yield a file's content, or None if there is no file. Raises: MachineError when the file or its content is
+    unusable."""
     try:
         kept = None
         with suppress(FileNotFoundError):

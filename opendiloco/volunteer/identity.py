@@ -1,4 +1,5 @@
-"""A machine's identity: the key file that makes it the same peer again, and the check that no other machine has it."""
+"""A machine's identity: the key file that makes it the same peer again, and the check that no other machine uses the
+key."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ logger = logging.getLogger(__name__)
 
 
 def _default_path() -> Path:
-    """`~/.config/diloco-peer/identity.pem`, or where XDG_CONFIG_HOME says."""
+    """Return `~/.config/diloco-peer/identity.pem`, or the same file below XDG_CONFIG_HOME."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "diloco-peer" / "identity.pem"
 
 
 def usable_path(path: Path | None) -> Path:
-    """Return `path`, or the default one, whose folder is made if need be. Raises: LocalNetworkError."""
+    """Return `path`, or the default path after making its folder. Raises: LocalNetworkError."""
     if path is not None:
         return path
     path = _default_path()
@@ -45,15 +46,15 @@ def usable_path(path: Path | None) -> Path:
 
 
 def load_identity(path: Path | None) -> Identity:
-    """Return the identity in `path`, made if there is none, to sign with. Raises: LocalNetworkError."""
+    """Return the identity in `path` for signing. A missing file is made. Raises: LocalNetworkError."""
     return Identity.load_or_create(usable_path(path))
 
 
 @contextmanager
 def hold_identity(path: Path | None) -> Iterator[Identity]:
-    """Yield the identity in `path`, made if there is none, to be a peer with; the file is locked meanwhile.
+    """Yield the identity in `path` for a peer, and lock the file meanwhile. A missing file is made.
 
-    Raises: LocalNetworkError when another process holds it, or the file cannot be read or made.
+    Raises: InUseError when another process holds the lock; LocalNetworkError when the file cannot be read or made.
     """
     path = usable_path(path)
     identity = Identity.load_or_create(path)
@@ -68,13 +69,16 @@ def hold_identity(path: Path | None) -> Iterator[Identity]:
         yield identity
 
 
-LOOK = 0.5  # seconds between two looks while we say nothing yet
-LOOK_LATER = 2.0  # seconds between two looks afterwards
+LOOK = 0.5  # seconds between two checks before this machine publishes anything
+LOOK_LATER = 2.0  # seconds between two checks afterwards
 
 
 @asynccontextmanager
 async def listening(transport: HivemindTransport, run_id: str) -> AsyncIterator[asyncio.Task[None]]:
-    """Listen beside other work. Yields what to wait for before we say anything; it raises CopiedKeyError."""
+    """Listen for a copied key during other work. Yield the task to await before this machine publishes anything.
+
+    The task raises CopiedKeyError.
+    """
     task = start_task(listen(transport, run_id))
     try:
         yield task
@@ -83,25 +87,25 @@ async def listening(transport: HivemindTransport, run_id: str) -> AsyncIterator[
 
 
 async def listen(transport: HivemindTransport, run_id: str) -> None:
-    """Listen until it is certain that no other machine has our key. Raises: CopiedKeyError when one has it."""
-    copies, has_told = transport.discovery_of(run_id).copies, False
+    """Listen until it is certain that no other machine has this key. Raises: CopiedKeyError when one has it."""
+    copies, has_logged = transport.discovery_of(run_id).copies, False
     await transport.heartbeats(run_id)
     while copies.may_live(now()):
-        if not has_told:
-            logger.info("this machine's key was heard of a moment ago; listening whether another machine has it")
-            has_told = True
+        if not has_logged:
+            logger.info("this machine's key was in use a moment ago; checking whether another machine uses it")
+            has_logged = True
         await asyncio.sleep(LOOK)
         await transport.heartbeats(run_id)
         if (other := copies.living(now())) is not None:
             raise _copied(transport.peer_id, other)
 
 
-async def doubled(transport: HivemindTransport, run_id: str, peer: Peer) -> DilocoPeerError:
-    """Wait for as long as we may go on beside another machine that speaks with our key, should there be one; returns
-    the error to end with.
+async def wait_for_copy(transport: HivemindTransport, run_id: str, peer: Peer) -> DilocoPeerError:
+    """Wait until this process must end because another machine uses its key. Return the error to end with.
 
-    Of two that began at once, neither heard of the other before, so one must go, and the same one as both see it:
-    the one that has no say in the log's next entry; if that tells nothing, the one with the smaller number.
+    If two machines began at the same time, neither could hear the other before, so one must end, and both must choose
+    the same one. The one without a vote on the log's next entry ends; if that does not decide, the one with the lower
+    number.
     """
     while True:
         await asyncio.sleep(LOOK_LATER)
@@ -115,7 +119,7 @@ async def doubled(transport: HivemindTransport, run_id: str, peer: Peer) -> Dilo
 
 
 def _copied(me: str, other: Heartbeat) -> CopiedKeyError:
-    """Return what to end with beside another machine that has our key."""
+    """Return the error to end with when another machine has this key."""
     where = f", reached at {other.addresses[0]}" if other.addresses else ""
     return CopiedKeyError(
         f"another machine{where} takes part in {other.run} with the key of this one ({me}).",

@@ -1,6 +1,7 @@
-"""Ctrl-C and SIGTERM: the first asks politely, the second insists. A terminal that hangs up asks, and never insists.
+"""Ctrl-C and SIGTERM: the first signal asks to leave politely, the second one insists. A terminal that hangs up only
+asks.
 
-In somebody else's program Ctrl-C is that program's, and Python's; there we only see to it that it is not lost.
+In a researcher's own program, that program and Python handle Ctrl-C; this module only makes sure that it is not lost.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ T = TypeVar("T")
 
 
 class Interrupts:
-    """What the signals of this process do to its main task. Each one first calls `heard`.
+    """The effect of signals on the main task of this process. Each signal first calls `heard`.
 
-    The first one calls `polite`, or cancels the task while there is nothing to be polite about; the second cancels it.
-    Later ones change nothing, so that what the task tidies up is tidied up. Nor does a hang-up after another signal:
-    a closing terminal sends SIGHUP twice (once through its shell), and systemd may send it after SIGTERM.
+    The first signal calls `polite`, or cancels the task if `polite` is not set. The second one cancels the task. Later
+    ones do nothing, so that the task can clean up. A hang-up after another signal does nothing either: a closing
+    terminal sends SIGHUP twice (once through its shell), and systemd may send it after SIGTERM.
     """
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
@@ -44,14 +45,14 @@ class Interrupts:
 
 
 class RememberedInterrupt:
-    """Ctrl-C as it was, but remembered. A context, which puts the former handler back.
+    """A context in which a lost Ctrl-C is remembered. It restores the former handler at its end.
 
     Python loses a KeyboardInterrupt that is raised in a destructor or in some libraries' callbacks: it prints
-    "Exception ignored in", and the program goes on as if nothing had happened. So the work in the context calls
-    `raise_again` now and then.
+    "Exception ignored in", and the program continues. The work in the context therefore calls `raise_again` now and
+    then.
 
-    The former handler decides what Ctrl-C means: only if it raises KeyboardInterrupt is there anything to remember. In
-    a thread other than the main one, or where Ctrl-C ends the process or is ignored, the context changes nothing.
+    The former handler runs first. Only if it raises KeyboardInterrupt is an interrupt remembered. In a thread other
+    than the main one, or if Ctrl-C ends the process or is ignored, the context changes nothing.
     """
 
     def __init__(self) -> None:
@@ -66,12 +67,12 @@ class RememberedInterrupt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        is_ours = signal.getsignal(signal.SIGINT) == self._heard  # nobody has set another one meanwhile
+        is_ours = signal.getsignal(signal.SIGINT) == self._heard  # false if another handler was set meanwhile
         if is_ours and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._former)
 
     def raise_again(self) -> None:
-        """Raise the KeyboardInterrupt that was lost, if there was one. Raises: KeyboardInterrupt."""
+        """Raise the KeyboardInterrupt that was lost, if there was one."""
         was_raised, self._was_raised = self._was_raised, False
         if was_raised:
             raise KeyboardInterrupt
@@ -85,7 +86,8 @@ class RememberedInterrupt:
 
 
 def run_interruptible(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T | None:
-    """Run `main`; None when the first signal cancelled it. Raises: KeyboardInterrupt when a second one did."""
+    """Run `main` and return its result, or None if the first signal cancelled it. Raises: KeyboardInterrupt after a
+    second one."""
     interrupts: Interrupts | None = None
 
     async def with_signals() -> T:

@@ -1,4 +1,4 @@
-"""The training side as the swarm sees it: what trains, and the kernels between it and the state.
+"""The training side as the swarm sees it: a trainer, and the kernels between it and the outer state.
 
 Heavy arithmetic runs in threads, so that the event loop never waits.
 """
@@ -46,11 +46,11 @@ NO_TEXT = replace(NO_TRAINING, reads=False)
 
 
 class Trainer(Protocol):
-    """What makes the inner steps: the machine's workers, or one's own loop."""
+    """The object that takes the inner steps: the machine's workers, or a researcher's own loop."""
 
     vectors: SharedVectors
     fragments: Sequence[slice]
-    """Where each lies in the vectors."""
+    """The slice of each fragment in the vectors."""
     device: str
     telemetry: Telemetry
 
@@ -62,39 +62,42 @@ class Trainer(Protocol):
         from_local: bool = False,
         goes_on: bool = False,
     ) -> Trained:
-        """See `peers.values.workload.Workload.run_inner_loop`. What came of it is in `vectors.local`.
+        """Train, and leave the weights in `vectors.local`. See `peers.values.workload.Workload.run_inner_loop`.
 
-        It begins from theta, or `from_local`, or `goes_on` from where the training before has ended. Raises:
-        WorkersRestartedError when all of it is lost, and it can train again.
+        The training begins from theta, from `vectors.local` if `from_local`, or from the end of the previous training
+        if it `goes_on`.
+
+        Raises: WorkersRestartedError when all of the training is lost, but can be repeated.
         """
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
-        """Go on with a captured fragment: with its new values, which are in `vectors.local`, if it `is_changed`."""
+        """Go on with a captured fragment. If it `is_changed`, its new values are in `vectors.local`."""
 
     def end_rest(self) -> None:
-        """Leave the last inner steps of what was trained, if there are any to take."""
+        """Skip the inner steps that the last training still has to take, if any."""
 
     async def held_out(self, section: EvaluationSection) -> HeldOut | None:
-        """Return theta's loss on held-out text; None if that cannot be known. Not while training."""
+        """Return theta's loss on held-out text, or None if it cannot be computed. Not to be called during training."""
 
     async def wait_for_death(self) -> DilocoPeerError:
-        """Return what to raise once it cannot train any more."""
+        """Wait until the trainer can no longer train, and return the error to raise."""
 
 
 Trainer_co = TypeVar("Trainer_co", bound=Trainer, covariant=True)
 
 
 class Workload(Generic[Trainer_co]):
-    """Implements `peers.values.workload.Workload`, whatever trains.
+    """An implementation of `peers.values.workload.Workload` for any trainer.
 
-    Trains until the run's last outer step, as the amendment in force there has it. After that its peer stays, to hand
-    out the finished state: no entry follows that could take an amendment in.
+    It trains until the run's last outer step, as the amendment in force defines it. After that the peer stays, to serve
+    the finished state. No later entry can contain an amendment.
     """
 
     def __init__(
         self, trainer: Trainer_co, config: RunConfig, run_is_over: Callable[[int], object] = lambda outer_steps: None
     ) -> None:
-        """Calls `run_is_over` once there is nothing more to train, after so many outer steps."""
+        """Prepare the state and the fragments. `run_is_over` is called with the number of outer steps when training is
+        complete."""
         self.trainer = trainer
         vectors = trainer.vectors
         self._state = state = LocalState(vectors.theta, config, trainer.fragments)
@@ -108,16 +111,16 @@ class Workload(Generic[Trainer_co]):
             )
             for part, codec in zip(state.outer.fragments, state.fragments, strict=True)
         ]
-        self._work = InnerLoop(0, (), 0, 0)  # what is trained, or has been
-        self._ended_at: int | None = None  # the outer step that has had all of it, or else that it was trained for
-        self._index: int | None = None  # the outer step that it is trained for, if workers may go on from it
-        self._state_lock = asyncio.Lock()  # held while theta changes, or a part of it is copied
+        self._work = InnerLoop(0, (), 0, 0)  # the present training, or the last one
+        self._ended_at: int | None = None  # the outer step that took all of that training, or else the one it was for
+        self._index: int | None = None  # the outer step of that training, if workers may go on from its end
+        self._state_lock = asyncio.Lock()  # held while theta changes or is copied
         self.is_our_turn: Callable[[], bool] = lambda: False
         self.on_evaluated: Callable[[HeldOutLoss], None] = lambda held_out: None
         own = [lambda work=work: work.payload for work in self._fragments]
         self.measuring = Measuring(state.outer, own, trains_on=config.streaming.overlap > 0)
         self.folder: Path | None = None
-        """See `Residual.to_add`."""
+        """The folder for a large residual; see `Residual.to_add`."""
 
     # The state -------------------------------------------------------------------------------------------------------
     @property
@@ -135,7 +138,7 @@ class Workload(Generic[Trainer_co]):
         await self._state.copy_state(out)
 
     async def restore(self, state: Blocks, state_digest: bytes) -> None:
-        """Raises: SnapshotError, and changes nothing."""
+        """Replace the state by a snapshot. Raises: SnapshotError, without a change."""
         async with self._state_lock:
             await self.measuring.finished()
             await self._state.restore(state, state_digest)
@@ -167,29 +170,32 @@ class Workload(Generic[Trainer_co]):
             raise
 
     def _begin(self, index: int) -> bool:
-        """Begin a training. Return whether workers go on from where they are: in a run that streams, where it follows
-        what they have trained, and they know what became of all of that. Otherwise they begin with theta."""
+        """Begin a training. Return whether the workers go on from their present weights.
+
+        They do so in a run that streams, if this training follows their last one and all of its fragments were handed
+        over. Otherwise they begin with theta.
+        """
         follows = self._index is not None and self._ended_at == index - 1
-        goes_on = follows and all(work.is_told for work in self._fragments)
+        goes_on = follows and all(work.is_handed_over for work in self._fragments)
         for work in self._fragments:
             work.begin_training(from_theta=not goes_on)
         self._index = index
         if not goes_on:
-            self.trainer.end_rest()  # or it may keep us waiting when it is our turn to evaluate
+            self.trainer.end_rest()  # otherwise an evaluation would wait for it
         return goes_on
 
     def _end(self) -> None:
-        """Have nothing of what was trained go on."""
+        """Make the next training begin with theta."""
         self._index = None
         self.trainer.end_rest()
 
     async def _train(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured, goes_on: bool
     ) -> Trained:
-        """Train again from the same bases, for as long as new workers take the place of lost ones.
+        """Train, and repeat the training from the same bases each time that lost workers are replaced.
 
-        In a run that streams fragments of theta may change before workers have loaded them, so that they begin with the
-        bases, unless they go on from where they are.
+        In a run that streams, fragments of theta may change before the workers have loaded them. The workers therefore
+        begin with the bases, unless they go on from their present weights.
         """
 
         async def captured(fragment: int) -> None:
@@ -204,14 +210,14 @@ class Workload(Generic[Trainer_co]):
             for fragment in self._fragments:
                 fragment.begin_again()
             async with self._state_lock:
-                for fragment in self._fragments:  # an entry that was applied meanwhile has kept its base
+                for fragment in self._fragments:  # the base is a copy if an entry was applied meanwhile
                     await asyncio.to_thread(np.copyto, fragment.local, fragment.base)
             with suppress(WorkersRestartedError):
                 return await self.trainer.run_inner_loop(work, on_progress, captured, from_local=True)
 
     # An outer step ---------------------------------------------------------------------------------------------------
     async def contribution(self, fragment: int = 0, format: int = 0) -> Blocks:
-        """Raises: WorkerError when the weights that training left are not finite."""
+        """Encode a fragment's trained weights. Raises: WorkerError when they are not finite."""
         await self.measuring.finished()
         self.measuring.trained(fragment)
         work = self._fragments[fragment]
@@ -243,7 +249,7 @@ class Workload(Generic[Trainer_co]):
         *,
         amendment: Amendment | None = None,
     ) -> None:
-        """Raises: BadBlocksError, AmendmentError, and changes nothing."""
+        """Take an outer step of a fragment. Raises: BadBlocksError, AmendmentError, both without a change."""
         work, overrides = self._fragments[fragment], Overrides.of(amendment, self._config)
         async with self._state_lock:
             await self.measuring.finished()
@@ -251,17 +257,17 @@ class Workload(Generic[Trainer_co]):
             if counts:
                 await asyncio.to_thread(work.residual.take_back, work.payload, average)
                 self._ended_at = index if fragment == len(self._fragments) - 1 else self._ended_at
-            elif not keeps_work:  # else a later entry may take our payload
+            elif not keeps_work:  # else a later entry may include this peer's payload
                 await asyncio.to_thread(work.residual.forget)
             self.measuring.taken(average, index, fragment, keeps_work, overrides)
             await self._decided(index, fragment, is_changed=True)
 
     def _apply(self, payload: Blocks, index: int, fragment: int, keeps_work: bool, overrides: Overrides) -> Payload:
-        """Take an outer step beside what is trained. Return its average."""
+        """Take an outer step of a fragment, and keep or drop the base of its training. Return the average."""
         work = self._fragments[fragment]
         average = work.codec.checked(payload)
         is_awaited = self._waits_for(index) and work.is_stored and work.is_changed is None
-        if (keeps_work or self._has_told(work)) and not is_awaited:
+        if (keeps_work or self._goes_on_with(work)) and not is_awaited:
             work.keep_base()
         else:
             work.drop_base()
@@ -270,22 +276,24 @@ class Workload(Generic[Trainer_co]):
 
     async def unchanged(self, index: int, fragment: int) -> None:
         work = self._fragments[fragment]
-        if not self._has_told(work):  # else a later entry may take our payload
+        if not self._goes_on_with(work):  # else a later entry may include this peer's payload
             work.residual.forget()
         async with self._state_lock:
             await self._decided(index, fragment, is_changed=False)
 
-    # What workers are told -------------------------------------------------------------------------------------------
+    # Handing fragments over ------------------------------------------------------------------------------------------
     def _waits_for(self, index: int) -> bool:
         return self._index is not None and index >= self._index
 
-    def _has_told(self, work: FragmentWork) -> bool:
-        """Return whether workers go on with a fragment that they have stored: from then on its theta is their base,
-        also where a later outer step takes what they had stored."""
-        return self._index is not None and work.is_told
+    def _goes_on_with(self, work: FragmentWork) -> bool:
+        """Return whether the workers go on with a fragment that they have stored.
+
+        From then on its theta is their base, even if a later outer step takes the stored weights.
+        """
+        return self._index is not None and work.is_handed_over
 
     async def _stored(self, fragment: int) -> None:
-        """Take in that all workers have stored a fragment, and that it is encoded."""
+        """Record that all workers have stored a fragment, and that it is encoded."""
         work = self._fragments[fragment]
         work.is_encoded = work.is_stored = True
         if work.is_changed is not None:
@@ -293,7 +301,7 @@ class Workload(Generic[Trainer_co]):
                 await self._hand_over(fragment)
 
     async def _decided(self, index: int, fragment: int, is_changed: bool) -> None:
-        """Take in that an outer step of a fragment is taken, or leaves it as it is. The lock is held."""
+        """Record that an outer step has changed a fragment or left it unchanged. The caller holds the lock."""
         work = self._fragments[fragment]
         if self._streams and self._waits_for(index) and work.decide(is_changed) and work.is_stored:
             await self._hand_over(fragment)
@@ -304,22 +312,23 @@ class Workload(Generic[Trainer_co]):
         if is_changed:
             await asyncio.to_thread(work.take_theta)
         if index != self._index or not work.is_stored:
-            return  # nobody waits any more
+            return  # the training has ended meanwhile
         await self.trainer.take_average(fragment, is_changed)
-        work.is_told = True
+        work.is_handed_over = True
 
     # Evaluating theta ------------------------------------------------------------------------------------------------
     def take_turns(self, driver: Driver, me: str) -> None:
-        """Evaluate theta whenever the log says that it is this peer's turn, and tell the others."""
+        """Evaluate theta whenever the log gives this peer the turn, and publish the loss."""
         self.is_our_turn = lambda: is_our_turn(me, driver.peer.log, self._config.evaluation)
         self.on_evaluated = driver.evaluated
 
     async def _take_turn(self, index: int) -> None:
-        """Evaluate theta at outer step `index`, if it is our turn. The others hear of a loss of the run's text only."""
+        """Evaluate theta at outer step `index`, if it is this peer's turn. Only a loss on the run's own text is
+        published."""
         if not self.is_our_turn() or (found := await self.trainer.held_out(self._config.evaluation)) is None:
             return
         if not math.isfinite(found.loss):
-            logger.warning("the held-out loss after outer step %d is %s: nobody is told", index, found.loss)
+            logger.warning("the held-out loss after outer step %d is %s; it is not published", index, found.loss)
             return
         held_out = HeldOutLoss(index=index, loss=found.loss)
         self.trainer.telemetry.evaluated(held_out, found.is_runs_text)
@@ -328,12 +337,12 @@ class Workload(Generic[Trainer_co]):
 
 
 LocalWorkload: TypeAlias = Workload[WorkerGroup]
-"""With the machine's workers, which can do more with a model than train it."""
+"""A workload with the machine's workers, which can also evaluate, generate and export."""
 
 
 @asynccontextmanager
 async def working(run: Run, options: WorkerOptions = NO_TRAINING) -> AsyncIterator[LocalWorkload]:
-    """Yield a run's workload in its initial state, with workers of its own, which end with the context.
+    """Yield a run's workload in its initial state with new workers, which end with the context.
 
     Raises: see `WorkerGroup.start` and `check_initial_weights`.
     """

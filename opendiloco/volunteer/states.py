@@ -1,4 +1,4 @@
-"""A state of a run without training in it: from its peers or from this machine's disk, to look at and to export."""
+"""A state of a run for viewing and exporting, without training: from its peers or from this machine's disk."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Past:
-    """What came before a state: `last` is the entry that led to it, None before the first.
+    """The history of a state. `last` is the entry that led to it, None for the initial state.
 
-    `contributors` is the number of peers that have trained in the entries that are known; `is_whole`: those are all.
-    `tokens` are those of the lineage by outer step, and `losses` what peers have found on held-out text.
+    `contributors` is the number of peers that have trained in the known entries; `is_whole` is true if all entries are
+    known. `tokens` has the lineage's tokens by outer step, and `losses` the peers' losses on held-out text.
     """
 
     last: Header | None
@@ -54,7 +54,7 @@ class Past:
 
     @classmethod
     def of(cls, log: RunLog, last: Header | None, losses: Mapping[int, float]) -> Past:
-        """Return what a log tells of the state after the entry `last`."""
+        """Return a log's history of the state after the entry `last`."""
         if last is None:
             return cls(None, 0, True)
         contributors, tokens = set[str](), dict[int, int]()
@@ -68,7 +68,7 @@ class Past:
         return self.last.index + 1 if self.last else 0
 
     def curve(self, loss: float) -> tuple[CurvePoint, ...]:
-        """Return the losses in order up to this state, whose own loss is given."""
+        """Return the losses in order, up to this state's own `loss`."""
         losses = {step: found for step, found in self.losses.items() if step < self.outer_steps} | {
             self.outer_steps: loss
         }
@@ -78,7 +78,7 @@ class Past:
 
 
 def command_line(*words: str | Sequence[str]) -> str:
-    """Return the words of a `diloco-peer` command as one types them."""
+    """Return the words of a `diloco-peer` command as a line for a shell."""
     flat = [word for part in words for word in ([part] if isinstance(part, str) else part)]
     return shlex.join(["diloco-peer", *flat])
 
@@ -89,17 +89,17 @@ async def newest_state(
 ) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
     """Yield the newest state of a run's peers, in a workload that can evaluate, generate and export.
 
-    The local text of the run is in the folders `data`, its local model and tokenizer in `own`: nothing else of this
-    machine is read. Without `data` (None) no text is read, and the workload can only generate.
+    The run's local text is in the folders `data`, its local model and tokenizer in `own`; no other file of this machine
+    is read. Without `data` (None) no text is read, and the workload can only generate.
 
-    Raises: DataError when these do not name all that is local; SwarmUnreachableError when no peer gives a state; what
-    starting a worker raises.
+    Raises: DataError when these do not name all local files of the run; SwarmUnreachableError when no peer gives a
+    state; the errors of starting a worker.
     """
     async with connected(key, invite.addresses) as transport:
         run = (await find_run(transport, invite.run_id)).with_own(own)
         run = run if data is None else run.with_data(data)
         await ask_for_signed_heads(transport, run, invite.addresses)
-        if not await transport.heartbeats(run.run_id):  # that should not cost the start of a worker
+        if not await transport.heartbeats(run.run_id):  # checked before a worker is started
             raise nobody_trains(run.run_id)
         async with working(run, NO_TEXT if data is None else NO_TRAINING) as workload:
             following = await fetch_state(run, transport, workload)
@@ -108,20 +108,21 @@ async def newest_state(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """Make a folder, as `make_folder` does, before minutes of work; drop it if those fail and leave it empty."""
+    """Make a folder, as `make_folder` does, before work that takes minutes. If that fails, remove the folder if it is
+    empty."""
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     make_folder(folder)
     try:
         yield
     except BaseException:
         with suppress(OSError):
-            for one in missing:  # from the innermost
+            for one in missing:  # innermost first
                 one.rmdir()
         raise
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder. Raises: MachineError when it cannot be made or written to, or has something in it."""
+    """Make a folder. Raises: MachineError when it cannot be made or written to, or is not empty."""
     remedy = "Give a new folder with --out."
     try:
         make_private_folder(folder)
@@ -134,34 +135,36 @@ def make_folder(folder: Path) -> None:
 
 
 async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWorkload) -> Following:
-    """Take over the newest state; return what followed the run to it. Raises: SwarmUnreachableError."""
+    """Fetch the newest state into the workload. Return the follower that has done it. Raises: SwarmUnreachableError."""
     following = Following(transport, workload, run.settings)
     await following.begin()
     while True:
         try:
             if await following.advance() is None:
                 return following
-        except CannotFollowError as error:  # perhaps nobody keeps the payload any more
+        except CannotFollowError as error:  # perhaps no peer keeps the payload any more
             await following.begin(error.least)
 
 
 def past_of(run: Run, following: Following, losses: Mapping[int, float]) -> Past:
-    """Return how the state came to be that was followed to. `losses` are those on held-out text that are known here,
-    beside those that peers tell."""
+    """Return the history of the state that `following` has reached. `losses` are locally known ones, added to the
+    peers'."""
     found = RunView(run, following.donors.heartbeats).held_out
     return Past.of(following.past, following.log.last, {one.index: one.loss for one in found} | dict(losses))
 
 
 def warn_of_other_text(found: HeldOut) -> None:
-    """Log a warning where a loss is of other text than the run's."""
+    """Log a warning if a loss is on another text than the run's."""
     if not found.is_runs_text:
-        logger.warning("the held-out text here is not the run's: its loss is not to be compared with the run's curve")
+        logger.warning(
+            "this machine's held-out text is not the run's, so its loss does not compare with the run's curve"
+        )
 
 
 async def export_state(
     run: Run, past: Past, workload: LocalWorkload, folder: Path, command: str = "", dtype: Dtype = "float32"
 ) -> RunFacts:
-    """Evaluate and write the state that `workload` has. The card says that `command` makes it."""
+    """Evaluate and write the workload's state. The model card names `command` as the way to repeat it."""
     workers, last = workload.trainer, past.last
     found = await workers.held_out(run.config.evaluation)
     warn_of_other_text(found)
@@ -186,8 +189,10 @@ async def export_state(
 
 @dataclass(frozen=True)
 class Origin:
-    """A model's origin: the state after `index` outer steps, by a checkpoint and the log that may be in `folder`; None:
-    as far as that leads."""
+    """The place of a state on the disk: a checkpoint, and the log in `folder`.
+
+    The state is the one after `index` outer steps, or the last one to which the log leads if `index` is None.
+    """
 
     run: Run
     checkpoint: Checkpoint
@@ -195,12 +200,12 @@ class Origin:
     folder: RunFolder
 
     async def bring(self, workload: LocalWorkload) -> Past:
-        """Give the workload that state. Return how it came to be. Nothing on the disk is changed.
+        """Load that state into the workload. Return its history. Nothing on the disk is changed.
 
         Raises: CheckpointError when the checkpoint is of another model, or the log does not lead that far.
         """
         empty_log, file = self.run.settings.empty_log, self.folder.log / ENTRIES
-        # Its peer may be writing to it: what is wrong at its end is passed over.
+        # Its peer may be writing to it, so errors at its end are ignored.
         chain = read_chain(file, empty_log)[0] if file.exists() else Chain(empty_log)
         log = LogFolder(self.folder.log, chain, block_bytes(self.run.config.codec))
         try:
@@ -212,25 +217,26 @@ class Origin:
             raise CheckpointError(
                 f"from {self.checkpoint.path} on, the log in {self.folder.log} leads to outer step "
                 f"{reached.position.index} and not to {self.index}.",
-                "Choose one from there to there, or one of which there is a checkpoint.",
+                "Choose an outer step between these, or one with a checkpoint.",
             )
         return Past.of(log, reached.last, read_curve(self.folder.held_out))
 
 
 @asynccontextmanager
 async def state_of(origin: Origin, data: Sequence[Path] | None) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
-    """Yield the state there, as `newest_state` does. Raises: DataError; see `Origin.bring` and `working`."""
+    """Yield the state at `origin`, as `newest_state` does. Raises: DataError; see `Origin.bring` and `working`."""
     run = origin.run if data is None else origin.run.with_data(data)
     async with working(run, NO_TEXT if data is None else NO_TRAINING) as workload:
         yield run, await origin.bring(workload), workload
 
 
 def find_origin(source: Path, index: int | None = None, manifest: Path | None = None, own: OwnFiles = NONE) -> Origin:
-    """Return where to export from: a checkpoint's file, a peer's folder of a run, or the folder of its checkpoints.
+    """Return the place of a state: from a checkpoint's file, a peer's folder of a run, or the folder of its
+    checkpoints.
 
-    Without an index it is the checkpoint in the file, or the newest good one in a folder and what its log adds. The
-    run's manifest lies beside the checkpoints or one folder above, if it is not given. A folder above, such as an
-    archive's, will do where it has one run of one peer.
+    Without an index, a file means its checkpoint, and a folder means its newest good checkpoint and the log after it.
+    The manifest, if not given, lies beside the checkpoints or one folder above. A folder higher up, such as an
+    archive's, works if it contains one run of one peer.
 
     Raises: CheckpointError, ManifestError; DataError, see `Run.with_own`.
     """
@@ -245,7 +251,7 @@ def find_origin(source: Path, index: int | None = None, manifest: Path | None = 
     if checkpoint is None:
         limit = "" if index is None else f" after {index} outer steps or fewer"
         there = ", ".join(map(str, checkpoints.indices())) or "none"
-        raise CheckpointError(f"{folder} has no good checkpoint{limit}.", f"Those that are there: {there}.")
+        raise CheckpointError(f"{folder} has no good checkpoint{limit}.", f"Available outer steps: {there}.")
     beside = RunFolder(folder.absolute().parent)
     if index is None:
         return Origin(run, checkpoint, None if source.is_dir() else checkpoint.index, beside)
@@ -259,7 +265,7 @@ def find_origin(source: Path, index: int | None = None, manifest: Path | None = 
 
 
 def _only_run(folder: Path) -> Path:
-    """Return the folder of a peer's run: this one, or the only one below. Raises: CheckpointError for several."""
+    """Return the folder of a peer's run: this one, or the only one below it. Raises: CheckpointError for several."""
     if (folder / MANIFEST).exists():
         return folder
     found = sorted(folder.glob(f"*/{MANIFEST}")) or sorted(folder.glob(f"*/*/{MANIFEST}"))

@@ -1,6 +1,6 @@
-"""Tracking a live run: every state that its log leads to, one after the other, and whether its peers have it, too.
+"""Tracking of a live run: each state to which its log leads, in order, and the comparison with its peers' states.
 
-Who follows a run computes its states again, and so is an auditor of all that its peers say of theirs.
+A follower computes the run's states again, and thereby audits what all peers report about theirs.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from peers.values.system import cancel_and_wait, start_task
 
 logger = logging.getLogger(__name__)
 
-POSITIONS = 1024  # that are remembered: of states computed here, and of what peers say, each
+POSITIONS = 1024  # remembered ones: as many for computed states as for reported ones
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Reached:
-    """A state of the run that this machine has now: after an entry, or as it was taken over from others."""
+    """A state of the run that this machine has now, after an entry or from a snapshot."""
 
     log: LogState
     state_digest: bytes
     is_snapshot: bool
-    agreeing: int  # peers that have said, by now, that this is their state there
+    agreeing: int  # number of peers that have reported the same state there so far
 
     @property
     def index(self) -> int:
-        """Outer steps taken."""
+        """The number of outer steps taken."""
         return self.log.position.index
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """What a peer says of its state after `index` outer steps, and what the log leads to."""
+    """A peer's state after `index` outer steps as it reported it, and the state to which the log leads."""
 
     index: int
     peer: str
@@ -59,53 +59,55 @@ class Disagreement:
 
 
 class Audit:
-    """Holds what peers say of their states against those that were computed here, whichever comes first."""
+    """A comparison of the states that peers report with those computed here, in any order of arrival."""
 
     def __init__(self) -> None:
         self.disagreements: list[Disagreement] = []
         self._computed: OrderedDict[Position, bytes] = OrderedDict()
-        self._said: OrderedDict[Position, dict[str, bytes]] = OrderedDict()
+        self._reported: OrderedDict[Position, dict[str, bytes]] = OrderedDict()
 
     def heard(self, heartbeats: Iterable[Heartbeat]) -> None:
         for beat in heartbeats:
             if beat.state is PeerState.ARCHIVING:
                 continue  # it has no state of its own
             position = Position(index=beat.index, head=beat.head)
-            said = _remembered(self._said, position, {})
-            if said.get(beat.peer) != beat.state_digest:
-                said[beat.peer] = beat.state_digest
+            reports = _remembered(self._reported, position, {})
+            if reports.get(beat.peer) != beat.state_digest:
+                reports[beat.peer] = beat.state_digest
                 self._compare(position, beat.peer)
 
     def computed(self, position: Position, state_digest: bytes) -> None:
         self._computed.pop(position, None)
         _remembered(self._computed, position, state_digest)
-        for peer in self._said.get(position, {}):
+        for peer in self._reported.get(position, {}):
             self._compare(position, peer)
 
     def agreeing(self, position: Position) -> int:
-        """Return how many peers have named the state computed here."""
-        return sum(said == self._computed.get(position) for said in self._said.get(position, {}).values())
+        """Return the number of peers that have reported the state computed here."""
+        digests = self._reported.get(position, {}).values()
+        return sum(digest == self._computed.get(position) for digest in digests)
 
     def check(self) -> None:
-        """Raises: DisagreementError if any was found."""
+        """Raise DisagreementError if there is any disagreement."""
         if self.disagreements:
             first, peers = self.disagreements[0], {one.peer for one in self.disagreements}
             raise DisagreementError(
                 f"{len(peers)} peer{'s' * (len(peers) > 1)} had another state than the log leads to, "
                 f"first {first.peer} after outer step {first.index}.",
-                "If all of them had, suspect this machine, and follow the run from another.",
+                "If all peers had, this machine may be at fault: follow the run from another one.",
             )
 
     def _compare(self, position: Position, peer: str) -> None:
-        said, expected = self._said[position][peer], self._computed.get(position)
-        if expected not in (None, said):
-            found = Disagreement(position.index, peer, said, expected)
+        reported, expected = self._reported[position][peer], self._computed.get(position)
+        if expected not in (None, reported):
+            found = Disagreement(position.index, peer, reported, expected)
             if found not in self.disagreements:
                 self.disagreements.append(found)
 
 
 def _remembered(known: OrderedDict[Position, T], position: Position, value: T) -> T:
-    """Return what is known of a position, which is `value` if nothing was. The oldest is forgotten for it."""
+    """Return the known value of a position, or store `value` for it and drop the oldest position if there are too
+    many."""
     if position not in known:
         known[position] = value
         if len(known) > POSITIONS:
@@ -116,15 +118,16 @@ def _remembered(known: OrderedDict[Position, T], position: Position, value: T) -
 async def states_until(
     last: Callable[[LogState], int], following: Following, audit: Audit, poll: float
 ) -> AsyncIterator[Reached | Disagreement]:
-    """Yield a snapshot first, then every state up to the one after the `last` outer step, as that follows from the log
-    until there, which is looked for every `poll` seconds; and disagreements when they are found.
+    """Yield a snapshot, then each state up to the one after the `last` outer step, and each disagreement when it is
+    found.
 
-    Where what follows cannot be had, or the run went on with another lineage, it begins anew with a snapshot. When no
-    peer is there it waits.
+    `last` computes that outer step from the log so far. New entries are fetched every `poll` seconds. If an entry
+    cannot be fetched, or the run has continued another lineage, the states begin anew with a snapshot. While no peer is
+    online, this waits.
     """
 
     async def advance() -> bool | None:
-        """Return whether a snapshot was taken over rather than an entry applied; None: nothing new."""
+        """Return True if a snapshot was fetched, False if an entry was applied, None if there is nothing new."""
         try:
             advanced = await following.advance()
         except CannotFollowError as error:
@@ -138,7 +141,7 @@ async def states_until(
     await retrying(following.begin, poll)
     audit.heard(following.donors.heartbeats)
     is_snapshot: bool | None = True
-    named = 0  # of the audit's disagreements
+    named = 0  # disagreements already yielded
     while True:
         position = following.log.position
         if is_snapshot is not None:
@@ -156,26 +159,26 @@ async def states_until(
 
 
 async def retrying(attempt: Callable[[], Awaitable[T]], seconds: float) -> T:
-    """Repeat an attempt every so many seconds for as long as no peer is there; the log says so once."""
+    """Repeat an attempt at this interval while no peer is online. The log reports the wait once."""
     is_waiting = False
     while True:
         try:
             result = await attempt()
         except SwarmUnreachableError as error:
             if not is_waiting:
-                logger.warning("%s Waiting for somebody.", error.message)
+                logger.warning("%s Waiting for a peer.", error.message)
             is_waiting = True
             await asyncio.sleep(seconds)
         else:
             if is_waiting:
-                logger.info("somebody is there: going on")
+                logger.info("a peer is online: going on")
             return result
 
 
 async def state_for(run: Run, transport: FollowTransport) -> LocalState:
-    """Return room for the run's state, of the size that the run says, or else most peers.
+    """Return memory for the run's state, of the size that the run's configuration gives, or else most peers report.
 
-    Raises: SwarmUnreachableError when no peer says, MachineError when there is not so much memory.
+    Raises: SwarmUnreachableError when no peer reports it; MachineError when memory is too small.
     """
     fragments = run.config.streaming.fragments
     size = await Donors(transport, run.settings.empty_log).state_size(available_memory())
@@ -186,7 +189,7 @@ async def state_for(run: Run, transport: FollowTransport) -> LocalState:
 
 
 async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, Any, DilocoPeerError]) -> T:
-    """Return the result of `work`, unless what it stands on fails before. Raises: that failure."""
+    """Return the result of `work`, unless `failure` returns an error before. Raises: that error."""
     working, failing = start_task(work), start_task(failure)
     try:
         await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)

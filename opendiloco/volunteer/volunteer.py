@@ -1,6 +1,6 @@
 """One machine in a run: its session from finding the run to leaving it, and the volunteer that trains in it.
 
-The protocol's driver is above a volunteer, the workers and the outer state are below.
+The protocol's driver is above a volunteer; the workers and the outer state are below it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from opendiloco.view.amended import outer_steps_in_force
 from opendiloco.view.curves import Curves, configuration_of
 from opendiloco.view.progress import CHECKING, FINDING, Fragments, JoinView, OwnFacts, ProgressReader
 from opendiloco.view.run_view import RunView, holders, is_finished
-from opendiloco.volunteer.admission import ask_for_signed_heads, enter, shown_out
-from opendiloco.volunteer.identity import doubled, listening
+from opendiloco.volunteer.admission import ask_for_signed_heads, enter, wait_for_refusal
+from opendiloco.volunteer.identity import listening, wait_for_copy
 from opendiloco.volunteer.local_workload import LocalWorkload, Trainer, Workload, working
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.supervisor import Supervisor
@@ -60,22 +60,22 @@ from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
-RESUMABLE = 2  # of the newest checkpoints have the payloads after them: should one be damaged, there is another
+RESUMABLE = 2  # newest checkpoints whose later payloads are kept, so that one may be damaged
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 AT_WORK = frozenset({State.TRAINING, State.READY, State.AVERAGING, State.APPLYING})
-LOOK_SECONDS = 2.0  # between two looks at what other peers say of theta, and whether the run is over
+LOOK_SECONDS = 2.0  # between two checks for other peers' losses, and for the end of the run
 ALONE = (
     "no other peer and no archive of this run was found: this machine begins it at outer step 0. If others have "
-    "trained in it before, leave (Ctrl-C) and join when one of them or an archive is there: of two beginnings a run "
-    "keeps one"
+    "trained in it before, leave (Ctrl-C) and join when one of them or an archive is online: if a run begins twice, "
+    "only one beginning is kept"
 )
-HAND_OVER_SECONDS = 10.0  # for which a volunteer that leaves waits for another machine to have the newest outer step
-HAND_OVER_LOOK = 0.2  # seconds between two looks whether one has it
+HAND_OVER_SECONDS = 10.0  # that a leaving volunteer waits for another machine to have the newest outer step
+HAND_OVER_LOOK = 0.2  # seconds between two checks whether one has it
 
 
 @dataclass(frozen=True)
 class Session:
-    """One machine's time in a run, as its settings and its owner say."""
+    """One machine's time in a run, by its settings and its owner's limits."""
 
     settings: JoinSettings
     invite: Invite
@@ -115,7 +115,7 @@ class Session:
                 neighbours = announced(key.peer_id, run.run_id, transport.addresses)
                 async with (
                     neighbours if settings.local_network else nullcontext(),
-                    listening(transport, run.run_id) as sole,
+                    listening(transport, run.run_id) as key_is_unused,
                     self.traffic.counting(lambda: (transport.upload.passed, transport.download.passed)),
                     working(run, settings.workers) as workload,
                     Checkpointer(self._keeping(folder, caps)) as checkpointer,
@@ -137,8 +137,8 @@ class Session:
                         name=settings.name or "",
                         share=self.traffic.share,
                     )
-                    await sole
-                    view.say(f"what outlives this process is in {folder.path}")
+                    await key_is_unused
+                    view.say(f"checkpoints and the log are in {folder.path}")
                     view.say(f"joining as {key.peer_id} on {workload.trainer.device}; Ctrl-C to leave")
                     self.watch.begin(volunteer, run.settings.timing.grace)
                     when_ready(volunteer, transport)
@@ -178,9 +178,9 @@ async def volunteer_with(
     name: str = "",
     share: Callable[[], float] = lambda: 1.0,
 ) -> Volunteer:
-    """Return a volunteer whose workers are ready to train; with a folder, from where this machine left off.
+    """Return a volunteer whose workers are ready to train. With a folder, it continues from this machine's last state.
 
-    `checkpointer` writes every snapshot, `journal` every entry that is applied. Raises: DilocoPeerError.
+    `checkpointer` writes every snapshot, and `journal` every applied entry. Raises: DilocoPeerError.
     """
     log, lineage, storage, votes = None, None, None, None
     if folder is not None:
@@ -208,7 +208,7 @@ async def volunteer_with(
 
 
 def _prune_log(folder: RunFolder, log: LogFolder) -> None:
-    """Drop the entries before the oldest checkpoint that may still be resumed from."""
+    """Drop the entries before the oldest checkpoint that may still be resumed."""
     try:
         newest = Checkpoints(folder.checkpoints, folder.run_id).indices()[:RESUMABLE]
         log.prune(min(newest, default=0))
@@ -217,12 +217,12 @@ def _prune_log(folder: RunFolder, log: LogFolder) -> None:
 
 
 async def _resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolder) -> LogState:
-    """Bring the workload to the newest state that this machine has; return where in the log that is."""
+    """Load the newest state that this machine has into the workload. Return its place in the log."""
     checkpoint = Checkpoints(folder.checkpoints, folder.run_id).load_newest()
     try:
         position = await resume(workload, log, checkpoint)
     except SnapshotError as error:
-        logger.warning("%s: %s. The run begins anew here, and is fetched.", folder.checkpoints, error)
+        logger.warning("%s: %s. This machine fetches the state from other peers.", folder.checkpoints, error)
         return log.empty_log
     if position.last:
         logger.info("this machine goes on after outer step %d", position.position.index)
@@ -230,7 +230,7 @@ async def _resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolde
 
 
 async def _recall_moments(folder: RunFolder, supervisor: Supervisor) -> None:
-    """Have the inner optimizer go on with what this machine kept of it, and say so; or that it begins anew."""
+    """Load the kept moments into the inner optimizer. Log that it continues with them, or that it begins anew."""
     path = newest_moments(folder.checkpoints, folder.peer_id)
     if path is None:
         logger.info("there are no moments beside the checkpoints: the inner optimizer begins anew, with smaller steps")
@@ -245,7 +245,7 @@ async def _recall_moments(folder: RunFolder, supervisor: Supervisor) -> None:
 
 
 class Volunteer:
-    """A peer that trains. Made by `volunteer_with`."""
+    """A peer that trains. Create it with `volunteer_with`."""
 
     def __init__(
         self,
@@ -257,8 +257,11 @@ class Volunteer:
         admission: RunAdmission | None = None,
         remembered: RememberedPeers | None = None,
     ) -> None:
-        """It stays for as long as its ticket is good, by `admission`. The addresses of other peers are kept in
-        `remembered`, so that this machine finds the run again without its bootstrap nodes."""
+        """Connect the parts. With an `admission`, the volunteer stays while its ticket is valid.
+
+        The addresses of other peers are kept in `remembered`, so that this machine finds the run again without its
+        bootstrap nodes.
+        """
         self.run = run
         self._driver = driver
         self._transport = transport
@@ -268,14 +271,14 @@ class Volunteer:
         self._remembered = remembered
         self._leaving: asyncio.Task[None] | None = None
         self.log: RunLog = driver.entries
-        """The entries of the run that are here."""
+        """The run's entries on this machine."""
         self.held_out = HeldOutCurve(folder.held_out if folder else None)
-        """The losses of theta that this machine has found or heard of."""
+        """The losses of theta that this machine has computed or received."""
         self._curves = Curves(workload.trainer.telemetry, self.held_out)
         workload.measuring.on_outer_step = lambda step: self._curves.taken(step, driver.rounds.costs)
 
     async def take_part(self) -> None:
-        """Take part until `leave` is called. Raises: DilocoPeerError: what made going on impossible."""
+        """Take part until `leave` is called. Raises: the DilocoPeerError that makes going on impossible."""
         driving = start_task(self._driver.run())
         keeping = start_task(keep_announced(self._transport, self.run.manifest, self.others, self._remembered))
         beside = [keeping, start_task(self._look_at_run())]
@@ -283,16 +286,16 @@ class Volunteer:
         ends = [
             self._workload.trainer.wait_for_death(),
             self._transport.daemon.failure(),
-            doubled(self._transport, self.run.run_id, peer),
+            wait_for_copy(self._transport, self.run.run_id, peer),
         ]
         if self._admission is not None:
-            ends.append(shown_out(self._admission, peer.me))
+            ends.append(wait_for_refusal(self._admission, peer.me))
         failures = [start_task(end) for end in ends]
         try:
             done, _ = await asyncio.wait([driving, *failures], return_when=asyncio.FIRST_COMPLETED)
             broken: list[DilocoPeerError] = [end.result() for end in failures if end in done]
             if broken:
-                self._driver.leave(at_once=True)  # the others need not find out by waiting
+                self._driver.leave(at_once=True)  # so that the others need not wait for this peer
             try:
                 await driving
             except LocalNetworkError as error:
@@ -300,12 +303,13 @@ class Volunteer:
             for failure in broken:
                 if self._leaving is None:
                     raise failure
-                logger.debug("while leaving: %s", failure)  # systemd, for one, ends a service's processes all at once
+                # systemd, for example, ends all processes of a service at once.
+                logger.debug("while leaving: %s", failure)
         finally:
             await cancel_and_wait(driving, *beside, *failures, *filter(None, [self._leaving]))
 
     async def _look_at_run(self) -> None:
-        """Take in what others say of theta, and whether there is anything left to train."""
+        """Record the other peers' losses, and stop training when the run is finished."""
         has_warned = False
         while True:
             if self._founds_alone and not has_warned:
@@ -319,17 +323,17 @@ class Volunteer:
 
     @property
     def _founds_alone(self) -> bool:
-        """Whether this machine trains the first outer step of another organiser's run, and no other peer is there."""
+        """True if this machine trains the first outer step of another organiser's run, and no other peer is online."""
         peer, organiser = self._driver.peer, self.run.manifest.organiser
         return peer.log.last is None and peer.trainer.is_training and not self.others() and organiser != peer.me
 
     @property
     def outer_step(self) -> int:
-        """How many outer steps the log has here."""
+        """The number of outer steps in this machine's log."""
         return self._driver.peer.log.position.index
 
     def facts(self) -> OwnFacts:
-        """Return what this process knows of the run, for people who look."""
+        """Return this process's knowledge of the run, for displays."""
         under_way = None if self._workers is None else self._workers.under_way
         return OwnFacts(
             heartbeats=self.heartbeats(),
@@ -349,7 +353,7 @@ class Volunteer:
         )
 
     def _fragments(self) -> Fragments | None:
-        """Return what becomes of fragments; None in a run that does not stream."""
+        """Return the state of the fragments, or None in a run that does not stream."""
         workers = self._workers
         if self.run.config.streaming.is_plain or workers is None:
             return None
@@ -368,34 +372,37 @@ class Volunteer:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether an outer step is under way in which this machine takes part."""
+        """True if this machine takes part in an outer step that is under way."""
         outer_steps = outer_steps_in_force(self.run.config, self._driver.peer.log.amendment)
         return self._driver.peer.state in AT_WORK and self.outer_step < outer_steps
 
     def hold(self, held: bool) -> None:
-        """Make no inner step while `held`; the peer goes on, and others see a member that is late."""
+        """Pause the inner steps while `held`. The peer stays in the run, and others see a late member."""
         if self._workers is not None:
             self._workers.supervisor.hold(held)
 
     def leave(self) -> None:
-        """Leave politely: another machine gets the newest outer step, a round under way is finished, then the others
-        are told, and `take_part` returns."""
+        """Leave politely: wait until another machine has the newest outer step, finish a round under way, and inform
+        the others. Then `take_part` returns."""
         self._leaving = self._leaving or start_task(self._hand_over())
 
     async def _hand_over(self) -> None:
-        """Leave once another machine has the newest outer step, or after some seconds. Train nothing meanwhile."""
+        """Leave once another machine has the newest outer step, or after some seconds. Pause training meanwhile."""
         deadline = now() + HAND_OVER_SECONDS
         self.hold(True)
         try:
             while not self._is_handed_over and now() < deadline:
                 await asyncio.sleep(HAND_OVER_LOOK)
-        finally:  # whatever goes wrong, the owner wants to leave
+        finally:  # the owner wants to leave even after an error
             self._driver.leave()
 
     @property
     def _is_handed_over(self) -> bool:
-        """Whether the newest outer step needs this machine no more. Other volunteers suffice, unless this one is the
-        last of them by its id, since all may leave at once: then an archive is waited for, if there is one."""
+        """True if the newest outer step no longer depends on this machine.
+
+        Other volunteers suffice, unless this one's id is the highest. As all volunteers may leave at once, that one
+        waits for an archive, if there is one.
+        """
         others, me = self.others(), self._driver.peer.me
         at_work = [beat for beat in others if beat.state in PARTICIPATING]
         archives = [beat for beat in others if beat.state is PeerState.ARCHIVING]
@@ -405,26 +412,26 @@ class Volunteer:
 
     @property
     def farewell(self) -> str:
-        """Which machines have the newest outer step now that this one has left, in words."""
+        """A message that names the machines that have the newest outer step after this one has left."""
         step = self.outer_step
         having = holders(self.others(), step)
         if not step:
             return "left the run before its first outer step"
         if having:
             return f"left the run; outer step {step} is with {having}"
-        return f"left the run; only this machine has outer step {step}: join again from it, and the run goes on there"
+        return f"left the run; only this machine has outer step {step}: join again from it to continue the run there"
 
     def heartbeats(self) -> list[Heartbeat]:
-        """Return the newest heartbeat of each live peer, ours first."""
+        """Return the newest heartbeat of each live peer, this one's first."""
         return [self._driver.heartbeat(), *self.others()]
 
     def others(self) -> list[Heartbeat]:
-        """Return the newest heartbeat of each other peer that is live."""
+        """Return the newest heartbeat of each other live peer."""
         return list(self._driver.peer.membership.live(now()).values())
 
 
 def _bytes_by_purpose(sent: int, received: int) -> dict[str, tuple[int, int]]:
-    """Return what became of all bytes of bulk data that were sent and received."""
+    """Return the sent and received bytes of bulk data by purpose."""
     counts = {"rounds": metrics.moved(metrics.ROUND_BYTES), "measuring": metrics.moved(metrics.MEASURING_BYTES)}
     known = [sum(directions) for directions in zip(*counts.values(), strict=True)]
     return counts | {"serving": (max(0, sent - known[0]), max(0, received - known[1]))}
@@ -440,7 +447,8 @@ async def connected(
     links: LinkSettings | None = None,
     remembered: Callable[[], Sequence[str]] = tuple,
 ) -> AsyncIterator[HivemindTransport]:
-    """Connect to the swarm. Raises: SwarmUnreachableError, LocalNetworkError, ManifestError."""
+    """Connect to the swarm, and disconnect at the end. Raises: SwarmUnreachableError, LocalNetworkError,
+    ManifestError."""
     transport = await HivemindTransport.create(
         identity, initial_peers, listen, announce, client_mode, links=links, remembered=remembered
     )

@@ -1,6 +1,6 @@
-"""The processes of a machine that train, and how the peer process commands them.
+"""The processes of a machine that train, and the peer process's control over them.
 
-Only a worker imports torch, in worker and assembly; what the peer process imports from here needs none.
+Only the worker process imports torch, in `worker` and `assembly`. The modules that the peer process imports need none.
 
 Other rooms import:
 control: InnerLoopDone, InnerStepDone

@@ -1,4 +1,4 @@
-"""A worker's model: plain if the worker is alone, else sharded; and whether there is memory for it."""
+"""The model of a worker: plain for a single worker, sharded for several; and the checks that its memory suffices."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ from opendiloco.workers.needs import worker_memory
 from opendiloco.workers.options import WorkerOptions
 
 SHARE_OF_LOGITS = 0.25
-"""Of the memory of a GPU that the model leaves, what the logits of a piece may take. The rest is for activations."""
+"""Share of the GPU memory beside the model that the logits of one piece may take. The rest is for activations."""
 
 
 def in_fitting_precision(config: RunConfig, team: Team) -> RunConfig:
-    """Return a run as these workers compute it. Where it asks for bf16, and one of them does not have it, they compute
-    in fp16 if that is fast on all, else in fp32."""
+    """Return the run's configuration with the precision in which these workers compute.
+
+    If the run asks for bf16 and one worker's device does not support it, all compute in fp16 if that is fast on all
+    devices, and otherwise in fp32.
+    """
     if config.training.precision != "bf16" or team.smallest(has_bf16(team.device)):
         return config
     if team.smallest(has_fast_fp16(team.device)):
@@ -48,12 +51,12 @@ def in_fitting_precision(config: RunConfig, team: Team) -> RunConfig:
 def assemble_model(
     config: RunConfig, tokenizer: Tokenizer, team: Team, options: WorkerOptions, memory_descriptor: int | None
 ) -> Any:
-    """Return the worker's model on its device. What theta has of it is to be loaded from there, if it is sharded.
+    """Return the worker's model on its device. If the model is sharded, the caller must load theta into it.
 
-    With a `memory_descriptor`, the first worker takes that shared memory, and puts the initial theta into it. It alone
-    builds a whole model; the others do, too, if the model has tensors that only its constructor can fill.
+    With a `memory_descriptor`, the first worker allocates that shared memory and writes the initial theta into it. Only
+    the first worker builds a whole model, unless the model has tensors that only its constructor can fill; then all do.
 
-    Raises: MachineError when the machine or device has too little memory; see `build_model`.
+    Raises: MachineError when the machine or device has too little memory; see also `build_model`.
     """
     skeleton = build_skeleton(config, tokenizer)
     layout = layout_of(skeleton, config.streaming)
@@ -68,7 +71,7 @@ def assemble_model(
         _check_memory(memory, team, options.trains, config.codec)
         reserve(memory_descriptor, layout.size)
     at_stage("building the model")
-    # Where theta is already in the shared memory, nobody draws the initial weights again.
+    # If theta is already in the shared memory, no worker draws the initial weights again.
     draws = memory_descriptor is not None or each_builds or not is_all_trained(skeleton)
     whole: Any = None
     if team.rank == 0 or each_builds:
@@ -81,7 +84,7 @@ def assemble_model(
         checkpoint_activations(model)
     if team.mesh is None:
         model.to(team.device)
-        model.tie_weights()  # to some kinds of device, tied weights are moved one by one
+        model.tie_weights()  # moving to some kinds of device unties them
         if team.device.type == "cuda":
             _cast_embeddings(model)
     else:
@@ -90,13 +93,13 @@ def assemble_model(
             fill_untrained(model, whole, team)
     if _is_compiled(options, team.device):
         compile_blocks(model)
-    team.wait_for_all()  # the others map the shared memory now, which must have its size
+    team.wait_for_all()  # the others map the shared memory next, which must have its full size by then
     return model
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Have each block compute its activations again in the backward pass. Raises: MachineError when it cannot."""
-    # Its name until transformers 5.
+    """Let each block compute its activations again in the backward pass. Raises: MachineError when it cannot."""
+    # gradient_checkpointing_enable is the name before transformers 5.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False})
@@ -105,8 +108,11 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def _cast_embeddings(model: torch.nn.Module) -> None:
-    """Have embeddings return what autocast computes in, where it is on. Blocks add to that: what they read and keep for
-    the backward pass is then in half precision, as where FSDP2 sees to the precision, and half as large."""
+    """Make embeddings return autocast's type while autocast is on.
+
+    Blocks add to this output. In half precision, the activations that they read and keep for the backward pass are half
+    as large, as they are under FSDP2's precision policy.
+    """
 
     def cast(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         kind = output.device.type
@@ -118,7 +124,7 @@ def _cast_embeddings(model: torch.nn.Module) -> None:
 
 
 def _is_compiled(options: WorkerOptions, device: torch.device) -> bool:
-    """Return whether blocks are compiled: as the owner says; else to train on GPUs, where that is possible."""
+    """Return whether to compile blocks: the owner's choice, or by default to train on GPUs that can compile."""
     if options.compile is not None or device.type != "cuda" or not options.trains:
         return bool(options.compile)
     lacking = compiling_lacks(device)
@@ -128,7 +134,7 @@ def _is_compiled(options: WorkerOptions, device: torch.device) -> bool:
 
 
 def _check_memory(memory: WorkerMemory, team: Team, trains: bool, codec: CodecSection) -> None:
-    """Raise MachineError where main memory is too small. What activations take cannot be known, and comes on top."""
+    """Raise MachineError if main memory is too small for the model. Activations, whose size is unknown, come on top."""
     host = HostMemory.of(memory.trained, codec)
     starting = host.shared + memory.evaluating  # the first worker's whole model
     replicas = team.size // team.shards
@@ -140,7 +146,7 @@ def _check_memory(memory: WorkerMemory, team: Team, trains: bool, codec: CodecSe
 
 
 def _check_device(memory: WorkerMemory, team: Team, trains: bool) -> int:
-    """Return the bytes of a GPU that are left for activations. Raises: MachineError where it is too small."""
+    """Return the bytes of a GPU that are left for activations. Raises: MachineError when the GPU is too small."""
     needed = (memory.training if trains else memory.evaluating) // team.shards
     free = torch.cuda.mem_get_info(team.device)[0]
     if needed > free:

@@ -1,11 +1,13 @@
-"""The control channel: what the peer process and each of its workers say to each other, one message a line over a
-socket pair; and the peer process's handle on a worker. Knows no torch.
+"""The control channel between the peer process and each of its workers, and the peer process's handle on a worker.
 
-Commands are carried out one after the other; only `EndInnerLoop`, `Hold`, `TakeAverage` and those about moments are
-heard while training. Each command is answered by exactly one reply of its kind, or by `Failed`; to `RunInnerLoop` the
-first worker also sends `InnerStepDone` in between, and each sends `FragmentStored`. `AtStage` may come at any time.
+The channel is a socket pair that carries one message a line. This module imports no torch.
 
-A worker's death is noticed at once, since its end of the channel closes with it.
+A worker carries out commands one after the other. While it trains, it takes only `EndInnerLoop`, `Hold`, `TakeAverage`
+and the commands about moments. It answers each command with exactly one reply of that command's kind, or with `Failed`.
+During `RunInnerLoop` the first worker also sends `InnerStepDone`, and each worker sends `FragmentStored`. A worker may
+send `AtStage` at any time.
+
+The peer process notices a worker's death at once, because the worker's end of the channel closes.
 """
 
 from __future__ import annotations
@@ -41,22 +43,24 @@ from peers.values.workload import InnerLoop, SnapshotError
 logger = logging.getLogger(__name__)
 
 SETTING_UP = 7200.0
-"""Seconds without a word of a training whose first inner step is not done: there data are read, and blocks compiled."""
+"""Seconds for which a training may be silent before its first inner step is done. In this time the worker reads data
+and compiles blocks."""
 LEAST_PATIENCE = 600.0
-"""Seconds without a word after that, at least: a machine that is busy otherwise may be slow now and then."""
-STEPS_OF_PATIENCE = 10  # of the slowest inner step so far
-ALIVE_SECONDS = 30.0  # between two reports of a worker that waits for what others do
-LINE_LIMIT = 16 * 2**20  # bytes of a reply: asyncio's 64 KiB are too few for long tracebacks or texts
-CLOSE_SECONDS = 2.0  # in which a worker ends by itself, before it is killed
-KILLED_SECONDS = 60.0  # in which the kernel takes a killed worker's memory back; a GPU's driver may hold it for good
-LOOK_SECONDS = 0.2  # between two looks at whether the process has ended
-LINES_KEPT = 60  # as many as a traceback through torch has
-LINE_LENGTH = 500  # characters of a line that are kept: a worker may print anything
-IN_A_SENTENCE = 3  # lines that an error repeats, the last ones; the log has all that were kept
+"""Least number of seconds for which a training may be silent after its first inner step, because other programs may
+slow the machine down for a while."""
+STEPS_OF_PATIENCE = 10  # times the slowest inner step so far
+ALIVE_SECONDS = 30.0  # between two reports of a worker that waits for other peers
+LINE_LIMIT = 16 * 2**20  # bytes of a reply; asyncio's default of 64 KiB is too small for long tracebacks and texts
+CLOSE_SECONDS = 2.0  # given to a worker to end by itself before it is killed
+KILLED_SECONDS = 60.0  # given to the kernel to free a killed worker's memory; a GPU's driver may hold it for good
+LOOK_SECONDS = 0.2  # between two checks of whether the process has ended
+LINES_KEPT = 60  # enough for a traceback through torch
+LINE_LENGTH = 500  # characters kept of a line, because a worker may print lines of any length
+IN_A_SENTENCE = 3  # last lines that an error message repeats; the log has all kept lines
 TERMINAL_COMMANDS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""What torch's allocator for GPUs is set up with: its name, and two older ones."""
+"""Environment variables that configure torch's GPU allocator: the current name, and two older ones."""
 
 
 class ControlMessage(BaseModel):
@@ -84,27 +88,28 @@ class ControlMessage(BaseModel):
 
 
 class Command(ControlMessage):
-    """From the peer process to a worker."""
+    """A message from the peer process to a worker."""
 
 
 class Reply(ControlMessage):
-    """From a worker to the peer process."""
+    """A message from a worker to the peer process."""
 
 
 class Report(Reply):
-    """Comes while a command is carried out."""
+    """A message that a worker sends while it carries out a command."""
 
 
 class CountDevices(Command):
-    """Say how many GPUs torch can use. Answered by `DevicesCounted`."""
+    """Command to count the GPUs that torch can use. The worker answers with `DevicesCounted`."""
 
 
 class Configure(Command):
-    """Build model, data and optimizer as worker `rank` of `workers`. Answered by `Configured` when all have.
+    """Command to build model, data and optimizer as worker `rank` of `workers`. Each worker answers with `Configured`
+    once all workers have built theirs.
 
-    `memory` is the inherited descriptor of the `SharedVectors`. Workers meet at the first one's store, on this `port`;
-    the first inherits its socket as `listener`. With `fresh`, the first puts the initial weights into shared memory;
-    else they are left there.
+    `memory` is the inherited descriptor of the `SharedVectors`. The workers connect to each other through the first
+    worker's store on `port`; the first worker inherits the socket of that store as `listener`. If `fresh`, the first
+    worker writes the initial weights into shared memory; otherwise shared memory already holds the weights.
     """
 
     manifest_content: dict[str, Any]
@@ -120,12 +125,14 @@ class Configure(Command):
 
 
 class RunInnerLoop(Command):
-    """Run at most `steps` inner steps of outer step `index` on the samples of a lease. Answered by `InnerLoopDone`.
+    """Command to run at most `steps` inner steps of outer step `index` on the samples of a lease. The worker answers
+    with `InnerLoopDone`.
 
-    `number` counts the trainings of these workers from 1; `tokens` are the run's before this outer step. Averages are
-    merged `overlap` inner steps after their fragment was stored. Workers begin from theta, or from what lies in
-    `local`, or else go on from where the training before has ended. `overrides` are in force in the outer step;
-    samples are dealt to sources by these `mixtures` after the manifest's.
+    `number` counts the trainings of these workers from 1. `tokens` is the number of tokens that the run had trained
+    before this outer step. The workers merge an average `overlap` inner steps after they stored its fragment. They
+    begin from the weights in `local` if `from_local`, from the end of the previous training if `goes_on`, and otherwise
+    from theta. `overrides` apply in this outer step. `mixtures` are the mixture phases that amendments have added to
+    the manifest's.
     """
 
     number: int
@@ -141,7 +148,7 @@ class RunInnerLoop(Command):
 
     @classmethod
     def of(cls, work: InnerLoop, config: RunConfig, **fields: Any) -> Self:
-        """Return the command to train this work of a run. Raises: AmendmentError."""
+        """Return the command to train `work` in a run with this `config`. Raises: AmendmentError."""
         overrides = Overrides.of(work.amendment, config)
         return cls(
             index=work.index,
@@ -155,27 +162,28 @@ class RunInnerLoop(Command):
 
 
 class EndInnerLoop(Command):
-    """End training `number` after its present inner step, or after its first. Has no reply.
+    """Command to end training `number` after its present inner step, or after its first one. It has no reply.
 
-    All workers end after the same inner step, as soon as one of them has heard it.
+    All workers end after the same inner step, as soon as one of them has received this command.
     """
 
     number: int
 
 
 class Hold(Command):
-    """Make no inner step until told that it is not `held` any more. Has no reply.
+    """Command to pause (`held`) or to go on (not `held`). It has no reply.
 
-    Each worker waits between two inner steps; those that share a model wait for each other.
+    Each worker pauses between two inner steps. Workers that share a model also wait for each other.
     """
 
     held: bool
 
 
 class TakeAverage(Command):
-    """Go on with a fragment that training `number` has stored: its new values lie in `local`, or else it is as it was.
+    """Command to go on with a fragment that training `number` has stored. If `is_changed`, `local` holds the fragment's
+    new values; otherwise the fragment keeps its values.
 
-    Has no reply. May come at any time until the fragment is stored again.
+    It has no reply. The peer process may send it at any time until the worker stores the fragment again.
     """
 
     number: int
@@ -184,13 +192,15 @@ class TakeAverage(Command):
 
 
 class Evaluate(Command):
-    """Held-out loss of theta over at most `windows` windows. Answered by `Evaluated`."""
+    """Command to compute the held-out loss of theta over at most `windows` windows. The worker answers with
+    `Evaluated`."""
 
     windows: int
 
 
 class Generate(Command):
-    """Continue `prompt` by at most `tokens` tokens with theta, sampled at this temperature. Answered by `Generated`."""
+    """Command to continue `prompt` by at most `tokens` tokens, sampled from theta at `temperature`. The worker answers
+    with `Generated`."""
 
     prompt: str
     tokens: int
@@ -199,7 +209,8 @@ class Generate(Command):
 
 
 class Export(Command):
-    """Write theta as a transformers model folder, its weights as `dtype`. Answered by `Exported`."""
+    """Command to write theta as a transformers model folder with weights of type `dtype`. The worker answers with
+    `Exported`."""
 
     folder: str
     facts: RunFacts
@@ -207,32 +218,38 @@ class Export(Command):
 
 
 class AtStage(Reply):
-    """What the worker is busy with (see `opendiloco.stages`). `share` of it is done; None if that is not known."""
+    """The stage that the worker has reached (see `opendiloco.stages`). `share` is the finished share of the stage, 0 to
+    1, or None if the worker does not know it."""
 
     stage: str
     share: float | None
 
 
 class MoveMoments(Command):
-    """Have the inner optimizer's state of a run in a file (see training/moments_file.py), or from there. A worker that
-    is alone does it between two inner steps, and all write a copy while they train. Answered by `MomentsMoved`."""
+    """Command to write the inner optimizer's state to a file, or to read it from one (see training/moments_file.py).
+
+    A single worker carries it out between two inner steps; several workers carry it out between two trainings. When
+    they write, they copy the state and go on; a thread writes the copy. The worker answers with `MomentsMoved`.
+    """
 
     path: str
     run: str
 
 
 class KeepMoments(MoveMoments):
-    """Write it: each worker its part. The file is there when all have answered. `index` outer steps are taken."""
+    """Command to write the file. Each worker writes its part; the file is complete when all workers have answered.
+    `index` is the number of outer steps taken."""
 
     index: int
 
 
 class RecallMoments(MoveMoments):
-    """Go on with it."""
+    """Command to continue with the state in the file."""
 
 
 class DevicesCounted(Reply):
-    """How many GPUs torch can use. `hidden` says what keeps it from those that are there, and `remedy` what helps."""
+    """The number of GPUs that torch can use. If it cannot use GPUs that are present, `hidden` is the reason and
+    `remedy` the remedy."""
 
     gpus: int
     hidden: str = ""
@@ -240,13 +257,14 @@ class DevicesCounted(Reply):
 
 
 class Configured(Reply):
-    """The worker is ready. `parameters` is the length of theta: all trainable values, and what pads fragments.
+    """The worker is ready.
 
-    `device_name` is the GPU's as torch has it, or "cpu"; `flops_per_token` see model/utilisation.py; `micro_batch`
-    windows go through the model at once, uncompiled at most `uncompiled_micro_batch`. `held_out_digest` is that of the
-    windows that evaluation reads, and `bytes_per_token` how much text a token of theirs stands for. `fragments` says
-    where each lies in theta: its first value, and where it ends. `is_compiled`: its blocks are, for training;
-    `uncompiled` says why not, if they should be.
+    `parameters` is the length of theta: all trainable values, and the padding between fragments. `device_name` is
+    torch's name of the GPU, or "cpu". `flops_per_token` is explained in model/utilisation.py. `micro_batch` windows go
+    through the model at once; uncompiled, at most `uncompiled_micro_batch` do. `held_out_digest` is the digest of the
+    windows that evaluation reads, and `bytes_per_token` the mean number of bytes of text per token in them. `fragments`
+    has the start and end of each fragment in theta. `is_compiled` is true if training runs compiled blocks;
+    `uncompiled` is the reason why it does not, if it should.
     """
 
     parameters: int
@@ -263,13 +281,14 @@ class Configured(Reply):
 
 
 class Alive(Report):
-    """Comes now and then while a worker waits for what others do, and after an inner step that changed nothing."""
+    """A sign of life. A worker sends it now and then while it waits for other peers, and after each skipped inner
+    step."""
 
 
 class InnerStepDone(Report):
-    """After an inner step. `loss` in nats per token; `gradient_norm` before clipping; `learning_rate` of its first
-    group of parameters; `tokens_per_second` over this training so far. The slowest inner step of this training so
-    far took `slowest_seconds`."""
+    """The measurements of one inner step. `loss` is in nats per token. `gradient_norm` is the norm before clipping.
+    `learning_rate` is that of the first parameter group. `tokens_per_second` is the mean speed of this training so far.
+    `slowest_seconds` is the duration of its slowest inner step so far."""
 
     inner_step: int
     loss: float
@@ -280,10 +299,11 @@ class InnerStepDone(Report):
 
 
 class FragmentStored(Report):
-    """In the midst of training, or at its end: this worker's part of a fragment's weights is in `local`.
+    """The worker has written its part of a fragment's weights to `local`, during training or at its end.
 
-    `samples` (the lease, or a prefix of it) are those that will have been trained in the end, `tokens` the tokens in
-    them; of a training that is stopped, those that have been. `loss` is the mean so far.
+    `samples` (the lease, or a prefix of it) are the samples that the whole training will have used, and `tokens` is the
+    number of tokens in them. If the training is stopped, they count what it has used so far. `loss` is the mean loss so
+    far.
     """
 
     fragment: int
@@ -293,14 +313,16 @@ class FragmentStored(Report):
 
 
 class InnerLoopDone(Reply):
-    """All inner steps are taken. Before, each fragment was stored.
+    """The worker has taken all inner steps, and had stored each fragment before.
 
-    Of the inner steps, `skipped` changed nothing: their loss or gradient was not finite. `loss` and `gradient_norm` are
-    means over the others; `learning_rate` is that of the last one. `waited_seconds` of its `seconds` the worker waited
-    for data. `peak_memory_bytes`: on a GPU, what tensors took at most in this training; on the CPU, the process since
-    it started. For `late_averages` of a fragment this worker had to wait, `average_wait_seconds` in all. Averages
-    were there `longest_average_seconds` after their fragment was stored, at most; they are merged after `overlap` inner
-    steps.
+    `skipped` counts the inner steps that changed nothing, because their loss or gradient was not finite. `loss` and
+    `gradient_norm` are means over the other steps. `learning_rate` is that of the last step. The worker waited for data
+    for `waited_seconds` of its `seconds`. `peak_memory_bytes` is the peak of a GPU's tensors in this training; on the
+    CPU it is the peak of the process since its start.
+
+    The worker had to wait for the averages of `late_averages` fragments, for `average_wait_seconds` in all.
+    `longest_average_seconds` is the longest time between storing a fragment and receiving its average. The worker
+    merges an average `overlap` inner steps after it stored the fragment.
     """
 
     tokens: int
@@ -319,14 +341,14 @@ class InnerLoopDone(Reply):
 
 
 class Evaluated(Reply):
-    """Mean loss in nats per token over `tokens` predicted tokens."""
+    """The mean loss in nats per token over `tokens` predicted tokens."""
 
     loss: float
     tokens: int
 
 
 class Generated(Reply):
-    """The continuation, without the prompt."""
+    """The continuation without the prompt."""
 
     text: str
 
@@ -336,13 +358,13 @@ class Exported(Reply):
 
 
 class MomentsMoved(Reply):
-    """The moments are there, or `problem` says why not. Training goes on in any case."""
+    """The moments were moved, or `problem` is the reason why they were not. Training goes on in both cases."""
 
     problem: str | None = None
 
 
 class Failed(Reply):
-    """A command failed. `error` is a class of `opendiloco.errors` if the error is expected, else anything."""
+    """A command failed. `error` is the name of the error's class; `EXPECTED_ERRORS` has the expected ones."""
 
     error: str
     message: str
@@ -351,8 +373,10 @@ class Failed(Reply):
 
 
 def patience(slowest_seconds: float | None) -> float:
-    """Return for how many seconds a worker may be silent in a training, and its collectives may take, when its slowest
-    inner step so far took so many; None: it has done none yet."""
+    """Return the seconds for which a worker may be silent in a training, and its collectives may take.
+
+    `slowest_seconds` is the duration of its slowest inner step so far, or None before the first one.
+    """
     return SETTING_UP if slowest_seconds is None else max(LEAST_PATIENCE, STEPS_OF_PATIENCE * slowest_seconds)
 
 
@@ -364,19 +388,20 @@ EXPECTED_ERRORS: dict[str, type[DilocoPeerError]] = {
 
 
 class UnexpectedWorkerError(WorkerError):
-    """The worker failed in a way that none of ours describes."""
+    """The worker failed with an error that is not in `EXPECTED_ERRORS`."""
 
 
 def _rebuild(failure: Failed) -> DilocoPeerError:
-    """Return the worker's error as one of ours, with its traceback as a note; unexpected ones as a WorkerError."""
+    """Return the worker's error with its traceback as a note: an expected error as its own class, any other as an
+    `UnexpectedWorkerError`."""
     expected = EXPECTED_ERRORS.get(failure.error)
     error: DilocoPeerError
     if expected is not None:
         error = expected(failure.message, failure.remedy)
     else:
         logger.error("in the worker:\n%s", failure.traceback.rstrip())
-        said = f"the worker failed: {failure.error}: {failure.message}."
-        error = UnexpectedWorkerError(said, "This may be a bug; report it.")
+        message = f"the worker failed: {failure.error}: {failure.message}."
+        error = UnexpectedWorkerError(message, "This may be a bug; report it.")
     error.add_note(f"In the worker:\n{failure.traceback}")
     return error
 
@@ -386,31 +411,33 @@ Answer = TypeVar("Answer", bound=ControlMessage)
 
 
 class _LastWords:
-    """The last lines that a worker has printed, fit for a terminal: without colours, progress bars as they ended."""
+    """The last lines that a worker has printed, fit for a terminal: without colours, and with only the final state of
+    each progress bar."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
 
     def heard(self, line: str) -> None:
-        """Take a line."""
+        """Add a line."""
         plain = TERMINAL_COMMANDS.sub("", line).rstrip().rpartition("\r")[2].replace("\t", "    ")[:LINE_LENGTH]
         shown = "".join(character if character.isprintable() else " " for character in plain)
         if shown.strip():
             self._lines.append(shown)
-            logger.debug("the worker says: %s", shown)
+            logger.debug("the worker prints: %s", shown)
 
     def sentence(self) -> str:
-        """Return the last lines as the end of an error's message; nothing if there are none."""
+        """Return the last lines as the end of an error message; empty if there are none."""
         lines = [line.strip() for line in self._lines][-IN_A_SENTENCE:]
-        return f" Its last words: {' | '.join(lines)}" if lines else ""
+        return f" It printed last: {' | '.join(lines)}" if lines else ""
 
     def device_failure(self) -> str:
-        """Return the last line that says that a device has failed; nothing if none does. NCCL ends the process so."""
-        said = (line.strip() for line in reversed(self._lines) if DEVICE_FAILURE.search(line))
-        return next(said, "")
+        """Return the last line that reports a device failure; empty if there is none. NCCL ends the process after such
+        a line."""
+        failures = (line.strip() for line in reversed(self._lines) if DEVICE_FAILURE.search(line))
+        return next(failures, "")
 
     def log(self, name: str) -> None:
-        """Log all that was kept."""
+        """Log all kept lines."""
         if self._lines:
             logger.error("%s printed last:\n%s", name, "\n".join(f"    {line}" for line in self._lines))
 
@@ -420,7 +447,8 @@ class WorkerDeathError(WorkerError):
 
 
 class WorkerProcess:
-    """A running worker. It takes one request at a time, and moves of moments beside it. Made by `start`."""
+    """A running worker. It carries out one request at a time, and moves moments at the same time. Create it with
+    `start`."""
 
     def __init__(self, process: asyncio.subprocess.Process, on_stage: Watch) -> None:
         self.name = "the worker"
@@ -428,17 +456,18 @@ class WorkerProcess:
         self._replies: asyncio.Queue[Reply | None] = asyncio.Queue()
         self._moments_replies: asyncio.Queue[Reply | None] = asyncio.Queue()
         self.death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
-        """What to raise once the worker is dead."""
+        """The error to raise once the worker is dead."""
         self._process = process
         self._writer: asyncio.StreamWriter
         self._output = _LastWords()
         self._is_ended = False
-        """Whether its end is our doing."""
+        """True once this object has ended the worker on purpose."""
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
     async def start(cls, inherited: Sequence[int], threads: int, on_stage: Watch = lambda stage, share: None) -> Self:
-        """Start a worker that inherits these descriptors. `on_stage` hears what it is busy with."""
+        """Start a worker that inherits these descriptors. `on_stage` is called with each stage that the worker
+        reports."""
         ours, theirs = socket.socketpair()
         with theirs:
             worker = cls(await _spawn(theirs.fileno(), inherited, threads), on_stage)
@@ -452,16 +481,17 @@ class WorkerProcess:
         return worker
 
     def write(self, message: ControlMessage) -> None:
-        """Send a message. To a dead worker it is lost without an error: the caller hears of the death."""
+        """Send a message. A message to a dead worker is lost without an error, because `death` reports the end."""
         if not self._writer.is_closing():
             self._writer.write(message.line())
 
     async def exchange(
         self, command: ControlMessage, answer: type[Answer], on_report: Callable[[Report], None]
     ) -> Answer:
-        """Send a command and wait for its answer. Must not be cancelled, or the next command gets this one's answer.
+        """Send a command and return its answer. The caller must not cancel this, or the next command would get this
+        answer.
 
-        Raises: the worker's error as one of ours; WorkerError when it dies.
+        Raises: the worker's error, rebuilt as an error of this project; WorkerDeathError when the worker dies.
         """
         self.write(command)
         while True:
@@ -476,9 +506,10 @@ class WorkerProcess:
                 raise WorkerError(f"the worker answered {command} with {reply}.", "This is a bug; report it.")
 
     async def move_moments(self, command: MoveMoments) -> None:
-        """Have the worker move moments. Also while it answers another command. One at a time.
+        """Send a command to move moments and wait for its reply. The worker may be answering another command at the
+        same time, but moves moments for one caller at a time.
 
-        Raises: SnapshotError when they cannot be moved; WorkerError when it dies.
+        Raises: SnapshotError when the worker cannot move them; WorkerDeathError when it dies.
         """
         self.write(command)
         reply = await self._next(self._moments_replies)
@@ -487,14 +518,14 @@ class WorkerProcess:
             raise SnapshotError(reply.problem)
 
     def kill(self) -> None:
-        """End the worker at once, without waiting for its end; who waits for its replies hears that it is dead."""
+        """Kill the worker without waiting for its end. Callers that wait for its replies get a WorkerDeathError."""
         self._is_ended = True
         self._kill()
         self._end(WorkerDeathError(f"{self.name} was ended."))
 
     @property
     def is_running(self) -> bool:
-        """Return whether its process is there."""
+        """True while the worker's process exists."""
         return self._process.returncode is None
 
     def _kill(self) -> None:
@@ -502,8 +533,11 @@ class WorkerProcess:
             self._process.kill()
 
     async def close(self) -> None:
-        """End the worker: by closing its channel, else with SIGKILL. Leaves no process behind, unless it `is_running`
-        even then: the kernel ends none that waits for a GPU's driver."""
+        """End the worker by closing its channel, and kill it if it does not end in time.
+
+        Afterwards no process is left, unless `is_running` is still true: the kernel cannot end a process that waits for
+        a GPU's driver.
+        """
         self._is_ended = True
         self._writer.close()
         try:
@@ -517,7 +551,7 @@ class WorkerProcess:
         self._end(self._describe_death())
 
     def _hear(self, line: bytes) -> None:
-        """Take a line of the worker's. Raises: ValueError when it is none of the protocol's."""
+        """Pass on one line from the worker. Raises: ValueError when it is no message of the protocol."""
         reply = Reply.parse(line)
         if isinstance(reply, AtStage):
             self._on_stage(reply.stage, reply.share)
@@ -527,23 +561,23 @@ class WorkerProcess:
             self._replies.put_nowait(reply)
 
     def _end(self, death: DilocoPeerError) -> None:
-        """Take in that the worker is dead, and why: pass that on to all that wait for it."""
+        """Record why the worker is dead, and wake all callers that wait for its replies."""
         if not self.death.done():
             self.death.set_result(death)
             self._replies.put_nowait(None)
             self._moments_replies.put_nowait(None)
 
     async def _next(self, replies: asyncio.Queue[Reply | None]) -> Reply:
-        """Return the next reply. Raises: what says how the worker has died."""
+        """Return the next reply. Raises: the error that describes the worker's death."""
         reply = await replies.get()
         if reply is None:
-            replies.put_nowait(None)  # for the next one that waits
+            replies.put_nowait(None)  # for the next caller that waits
             raise self.death.result()
         return reply
 
     async def _ended(self) -> None:
-        """Return once the process has ended. Some versions of asyncio also wait for other processes that hold its
-        output, such as a compiler that it called and that hangs."""
+        """Wait until the process has ended. `Process.wait` alone is not enough: in some versions of asyncio it also
+        waits for other processes that hold the worker's output, such as a compiler that hangs."""
         while self._process.returncode is None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), LOOK_SECONDS)
@@ -552,7 +586,7 @@ class WorkerProcess:
         try:
             while line := await reader.readline():
                 self._hear(line)
-        except ConnectionError:  # it has ended before it read all that we said
+        except ConnectionError:  # the worker ended before it had read all commands
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended(), CLOSE_SECONDS)
             self._kill()
@@ -566,7 +600,7 @@ class WorkerProcess:
     async def _read_output(self) -> None:
         assert self._process.stdout is not None
         while not self._process.stdout.at_eof():
-            with contextlib.suppress(ValueError):  # a line beyond the reader's limit; asyncio has dropped it
+            with contextlib.suppress(ValueError):  # asyncio has dropped a line longer than the reader's limit
                 line = await self._process.stdout.readline()
                 self._output.heard(line.decode(errors="replace"))
 
@@ -582,8 +616,8 @@ class WorkerProcess:
 
 
 async def _spawn(control: int, inherited: Sequence[int], threads: int) -> asyncio.subprocess.Process:
-    """Start a worker that prints to a pipe of ours."""
-    with signals_held_back():  # it would be gone before a polite leave could finish the round under way
+    """Start a worker whose output goes to a pipe of this process."""
+    with signals_held_back():  # else Ctrl-C would end the worker before a leaving peer could finish its round
         return await asyncio.create_subprocess_exec(
             *module_command("opendiloco.workers.worker", str(control)),
             pass_fds=(control, *inherited),
@@ -595,6 +629,9 @@ async def _spawn(control: int, inherited: Sequence[int], threads: int) -> asynci
 
 
 def _allocator() -> dict[str, str]:
-    """Return what has torch's allocator for GPUs grow its segments, so that tensors of many sizes leave no gaps.
-    Nothing if the volunteer has set the allocator up. Workers on a CPU pass it over."""
+    """Return the environment that makes torch's GPU allocator grow its segments, so that tensors of many sizes leave no
+    gaps.
+
+    It is empty if the volunteer has configured the allocator. Workers on a CPU ignore it.
+    """
     return {} if any(name in os.environ for name in ALLOCATOR) else {ALLOCATOR[0]: "expandable_segments:True"}

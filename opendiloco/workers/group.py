@@ -43,11 +43,13 @@ from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, capt
 logger = logging.getLogger(__name__)
 
 SEEN = 4
-"""Trainings whose averages count: a machine that waited once has more time for that long."""
+"""Number of past trainings whose averages count, so that a machine that had to wait once keeps the longer time for a
+while."""
 
 
 class WorkerGroup:
-    """Running, configured workers. Made by `start`; `close` ends them. Requests queue up behind one another."""
+    """Running, configured workers. Create it with `start`; `close` ends them. It carries out requests one after the
+    other."""
 
     vectors: SharedVectors
     fragments: Sequence[slice]
@@ -96,16 +98,18 @@ class WorkerGroup:
         from_local: bool = False,
         goes_on: bool = False,
     ) -> Trained:
-        """Train, and publish all fragments into `vectors.local`; see `Workload`. When cancelled, stops within one
-        inner step. In a run with an overlap workers have then inner steps to take yet, and do so before all else.
+        """Train, and write all fragments to `vectors.local`; see `Workload`. When cancelled, stop within one inner
+        step.
 
-        Begins from theta, or with `from_local` from what `vectors.local` holds; or it `goes_on` from where these
-        workers' last training has ended. With each fragment that was captured, workers go on when `take_average` says
-        so.
+        In a run with an overlap, the workers still have inner steps to take when this returns. They take them before
+        any other request.
 
-        Raises: WorkersRestartedError when a worker died or failed, or a device ran out of memory, and others have been
-        started in their place; or were before, and the training `goes_on`. Too often, WorkerError and
-        DeviceMemoryError; WorkerError also when most losses are not finite. AmendmentError.
+        The training begins from theta, from `vectors.local` if `from_local`, or from the end of these workers' last
+        training if it `goes_on`. For each captured fragment, the workers wait for `take_average`.
+
+        Raises: WorkersRestartedError when a worker died or failed, or a device ran out of memory, and replacements are
+        running, also when that happened before and the training `goes_on`. WorkerError and DeviceMemoryError when that
+        happened too often. WorkerError also when most losses are not finite. AmendmentError.
         """
         before = self.under_way
         if not goes_on:
@@ -118,7 +122,7 @@ class WorkerGroup:
 
         def on_step(step: InnerStepDone) -> None:
             self.telemetry.progressed(work.index, step)
-            number = 0 if under_way.is_known else step.inner_step  # its outcome is known already
+            number = 0 if under_way.is_known else step.inner_step  # 0: the training's outcome is known already
             on_progress(Progress(number, step.loss, step.tokens_per_second))
 
         async def carry_out() -> InnerLoopDone:
@@ -128,7 +132,11 @@ class WorkerGroup:
                 done = await self.supervisor.ask(command, InnerLoopDone, on_report=under_way.heard)
             except DilocoPeerError as error:
                 if under_way.is_known:
-                    logger.warning("training after outer step %d has failed in the end: %s", work.index, error.message)
+                    logger.warning(
+                        "the last inner steps after outer step %d failed; their work is lost: %s",
+                        work.index,
+                        error.message,
+                    )
                 raise
             if under_way.is_wanted:
                 self.telemetry.trained(work.index, done)
@@ -140,33 +148,33 @@ class WorkerGroup:
         request = supervisor.requests.add(carry_out)
         stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
         if not self._has_rests:
-            await asyncio.shield(request)  # there is nothing more to take
+            await asyncio.shield(request)  # the last inner steps are taken then
         return Trained(stored.samples, stored.tokens, stored.loss)
 
     def end_rest(self) -> None:
-        """Have workers leave their last inner steps, which may wait for averages that never come."""
+        """Stop the workers' last inner steps, which may wait for averages that never come."""
         if self.under_way is not None and self.under_way.has_rest:
             self._tell(EndInnerLoop(number=self._trainings))
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
-        """Have workers go on with a stored fragment: with what is in `vectors.local` now, if it `is_changed`."""
+        """Let the workers go on with a stored fragment, with the new values in `vectors.local` if it `is_changed`."""
         self._tell(TakeAverage(number=self._trainings, fragment=fragment, is_changed=is_changed))
 
-    def _tell(self, command: ControlMessage) -> None:  # a worker in a thread is told in another way
+    def _tell(self, command: ControlMessage) -> None:  # a benchmark's worker in a thread overrides this
         self.supervisor.tell(command)
 
     # The model -------------------------------------------------------------------------------------------------------
     async def evaluate(self, windows: int) -> Evaluated:
-        """Held-out loss of theta over at most so many windows."""
+        """Return the held-out loss of theta over at most this many windows."""
         return await self._insist(Evaluate(windows=windows), Evaluated)
 
     async def held_out(self, section: EvaluationSection) -> HeldOut:
-        """Return theta's loss on held-out windows: as many as the manifest says."""
+        """Return theta's loss on as many held-out windows as the manifest names."""
         is_runs_text = self.reads_runs_text and section.digest in (None, self.held_out_digest)
         return HeldOut((await self.evaluate(section.windows)).loss, is_runs_text)
 
     async def generate(self, prompt: str, tokens: int, seed: int = 0, temperature: float = TEMPERATURE) -> str:
-        """theta's continuation of a prompt; the likeliest one at temperature 0."""
+        """Return theta's continuation of a prompt. At temperature 0 it is the most likely one."""
         command = Generate(prompt=prompt, tokens=tokens, seed=seed, temperature=temperature)
         return (await self._insist(command, Generated, workers=1)).text
 
@@ -176,7 +184,7 @@ class WorkerGroup:
         await self._insist(command, Exported, workers=1)
 
     async def _insist(self, command: ControlMessage, answer: type[Answer], workers: int | None = None) -> Answer:
-        """Give workers a command, also others in the place of lost ones, when it is its turn. Return the answer."""
+        """Give the workers a command in its turn, and again to replacements if they are lost. Return the answer."""
 
         async def ask() -> Answer:
             while True:
@@ -186,21 +194,21 @@ class WorkerGroup:
         return await asyncio.shield(self.supervisor.requests.add(ask))
 
     async def wait_for_death(self) -> DilocoPeerError:
-        """Return what to raise once the workers are dead; a caller that only waits for `close` cancels this."""
+        """Wait until the workers are dead, and return the error to raise. Callers cancel this once they only wait for
+        `close`."""
         return await asyncio.shield(self.supervisor.death)
 
     async def close(self) -> None:
-        """End the workers. Leaves no process behind."""
+        """End the workers. Afterwards no process of theirs is left."""
         await self.supervisor.close()
 
 
 class UnderWay:
     """One training as the peer process sees it: the reports of its workers, and its outcome.
 
-    Passes on what `workers()` workers report: to `on_captured` each of the `fragments` that all of them have stored,
-    but the last one, with which the training is known.
-
-    What is trained is known once that is so of all fragments. Workers may still have inner steps to take: the *rest*.
+    It calls `on_captured` for each of the `fragments`, except the last, that all `workers()` workers have stored. The
+    training's outcome is known when the last fragment is stored. The workers may still have inner steps to take then:
+    the *rest*.
     """
 
     def __init__(
@@ -222,21 +230,21 @@ class UnderWay:
         self._errors: list[Exception] = []
         self.is_wanted = True
         self.is_known = False
-        """What is trained, since it was returned as the outcome."""
+        """True once `outcome` has returned what was trained."""
 
     @property
     def has_rest(self) -> bool:
-        """Whether what is trained is known, and workers have inner steps to take yet."""
+        """True while the outcome is known and the workers still have inner steps to take."""
         return self.is_known and self._request is not None and not self._request.done()
 
     def check_rest(self) -> None:
-        """Raises: what has gone wrong with the rest, once it is over."""
+        """Raise the error of the rest, if it is over and has failed."""
         if self.is_known and self._request is not None:
             with suppress(asyncio.CancelledError):
                 self._request.result()
 
     def heard(self, report: Report) -> None:
-        """One of the workers reports something."""
+        """Take a report of one of the workers."""
         if not self.is_wanted:
             return
         if isinstance(report, InnerStepDone):
@@ -247,8 +255,8 @@ class UnderWay:
                 self._captures.add(start_task(self._capture(report)))
 
     async def outcome(self, request: asyncio.Task[InnerLoopDone], stop: Callable[[], None]) -> FragmentStored:
-        """Return what the request has trained, once all that was captured is taken. When it is cancelled or fails,
-        call `stop`, which has the workers stop, and wait until they have."""
+        """Return what the request has trained, once all captured fragments are processed. When this is cancelled or
+        fails, call `stop`, which stops the workers, and wait until they have stopped."""
         self._request = request
         try:
             ended: list[asyncio.Future[Any]] = [request, self._news]
@@ -258,7 +266,7 @@ class UnderWay:
             if self._errors:
                 raise self._errors[0]
             if self._last is None:
-                raise request.exception() or AssertionError("trained, and not stored")
+                raise request.exception() or AssertionError("trained but not stored")
             self.is_known = True
             return self._last
         except BaseException:
@@ -282,15 +290,16 @@ class UnderWay:
 
 
 class Overlap:
-    """How many inner steps after a fragment was stored a machine merges what was averaged: its own τ (arXiv 2501.18512,
-    section 3.3.2).
+    """This machine's own τ: the number of inner steps between storing a fragment and merging its average (arXiv
+    2501.18512, section 3.3.2).
 
-    `steps` is for the next training. With "auto" these are as many as averages have lately taken at most, less than
-    a cycle has; the run's τ until that is known. Peers that wait for averages, in a run without overlap, do so anyway.
+    `steps` is for the next training. With "auto" it is the longest time that recent averages took, in inner steps, and
+    less than a cycle's; it is the run's τ until that is known. In a run without overlap peers wait for averages in any
+    case.
     """
 
     def __init__(self, config: RunConfig, own: str | None) -> None:
-        """`own` is what the machine's owner says, if anything. Raises: MachineError when a run has no such overlap."""
+        """Set the overlap. `own` is the owner's choice, if any. Raises: MachineError when the run does not allow it."""
         self.steps = config.streaming.overlap
         self._most = config.training.inner_steps - 1
         self._follows = own == AUTO and self.steps > 0
@@ -302,13 +311,13 @@ class Overlap:
             raise MachineError(f"--overlap {own}: in this run peers wait for averages.", "Leave --overlap out.")
         if chosen > self._most:
             raise MachineError(
-                f"--overlap {own} is no less than the run's training.inner_steps = {self._most + 1}.",
-                f"Choose {self._most} at most, or auto.",
+                f"--overlap {own} is not below the run's training.inner_steps = {self._most + 1}.",
+                f"Choose at most {self._most}, or auto.",
             )
         self.steps = chosen
 
     def learn(self, done: InnerLoopDone) -> None:
-        """Take account of a training."""
+        """Update `steps` with the times of a finished training."""
         computed = done.seconds - done.average_wait_seconds
         if self._follows and done.inner_steps and computed > 0 and done.longest_average_seconds > 0:
             self._needed.append(math.ceil(done.longest_average_seconds * done.inner_steps / computed))

@@ -1,7 +1,7 @@
-"""The needs of a machine that takes part in a run: memory, disk, bandwidth and time, before anything is started.
+"""The needs of a machine that takes part in a run: memory, disk, bandwidth and time, computed before it starts.
 
-Memory is by the same formula that `join` holds against what a machine has. Speeds are what arithmetic gives at a share
-of a GPU's peak, and not measured.
+Memory follows the formula by which `join` checks the machine. Speeds are not measured: they are a share of a GPU's
+peak.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from opendiloco.workers.options import WorkerOptions
 from peers.log.settings import Timing
 from peers.protocol.planning import deadline, seconds_to_send
 
-UTILISATION = 0.4  # share of its peak at which a GPU is taken to train
-SHARE_OF_ROUNDS = 0.1  # of a peer's time, that rounds may take: what a link must carry follows from it
-CHECKPOINTS = 3  # two that are kept, and one that is being written
-MOMENTS_FILES = 2  # one that is kept, and one that is being written
-SHORTEST_ROUND = 1.0  # seconds that a round over the internet takes for its messages alone, more or less
+UTILISATION = 0.4  # assumed share of its peak at which a GPU trains
+SHARE_OF_ROUNDS = 0.1  # of a peer's time that rounds may take; it determines the bandwidth that a link needs
+CHECKPOINTS = 3  # two kept ones, and one that is being written
+MOMENTS_FILES = 2  # a kept one, and one that is being written
+SHORTEST_ROUND = 1.0  # rough number of seconds that the messages of a round take over the internet
 
 
 @dataclass(frozen=True)
 class _Machine:
-    """GPUs as people can rent them. `gpu` is what torch calls one, `memory` its bytes."""
+    """A machine with GPUs that people can rent. `gpu` is torch's name of each GPU, `memory` its bytes."""
 
     name: str
     gpu: str
@@ -50,9 +50,12 @@ MACHINES = (
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one peer of a run, with so many GPUs. Bytes and tokens; activations come on top of what its devices take.
-    `contributions` are the bytes of one in each format that the run allows, of its largest fragment; `overlap` is the
-    share of an outer step for which training goes on meanwhile."""
+    """The needs of one peer of a run with this many GPUs, in bytes and tokens.
+
+    Device memory does not include activations. `contributions` has the bytes of a contribution of the largest fragment
+    in each format that the run allows. `overlap` is the share of an outer step for which training goes on during a
+    round.
+    """
 
     gpus: int
     host: HostMemory
@@ -68,31 +71,31 @@ class Needs:
 
     @property
     def main_memory(self) -> int:
-        """Of a machine that trains on GPUs."""
+        """The main memory of a machine that trains on GPUs, in bytes."""
         return self.host.most + self.device.on_host
 
     @property
     def main_memory_on_cpu(self) -> int:
-        """Of a machine that trains on its CPU."""
+        """The main memory of a machine that trains on its CPU, in bytes."""
         return self.host.most + self.on_cpu.training + self.on_cpu.on_host
 
     @property
     def device_memory(self) -> int:
-        """Of each GPU: its part of the model, and what CUDA and NCCL take for themselves."""
+        """The bytes of each GPU: its part of the model, and the memory of CUDA and NCCL."""
         return self.device.training // self.gpus + CONTEXT_BYTES + NCCL_BYTES * (self.gpus > 1)
 
     @property
     def disk(self) -> int:
-        """Of checkpoints and AdamW's moments, as `join` keeps them; the log is on top."""
+        """The bytes of checkpoints and AdamW's moments, as `join` keeps them. The log comes on top."""
         return CHECKPOINTS * STATE_BYTES * self.host.values + MOMENTS_FILES * MOMENTS_BYTES * self.host.values
 
     @property
     def tokens(self) -> int:
-        """Trained by one peer that is there from the first outer step to the last."""
+        """The tokens that one peer trains from the first outer step to the last."""
         return self.outer_steps * self.tokens_per_outer_step
 
     def plain(self) -> dict[str, Any]:
-        """Return what a machine with one GPU, or none, has to have, in bytes."""
+        """Return the needs of a machine with one GPU or none, in bytes."""
         return {
             "parameters": self.host.values,
             "gpu_memory": self.device_memory,
@@ -104,21 +107,28 @@ class Needs:
         }
 
     def days(self, machine: _Machine) -> float | None:
-        """Return how long a peer with such GPUs trains; None where that is not known, or they are too small."""
+        """Return the days for which a peer with such GPUs trains, or None if their speed is unknown or their memory too
+        small."""
         if self.device_memory > machine.memory:
             return None
         peak = peak_tokens_per_second(machine.gpu, machine.gpus, self.precision, self.token_flops)
         return None if peak is None else self.tokens / (UTILISATION * peak) / SECONDS_A_DAY
 
     def link(self, days: float) -> tuple[float, float]:
-        """Return the seconds that a round may take of so many days of training, and the bits a second that a link must
-        carry in each direction for that: a member of a large round sends two payloads and gets two."""
+        """Return the seconds that a round may take, and the bits a second that a link must carry in each direction for
+        that.
+
+        `days` is the length of the training. A member of a large round sends two payloads and receives two.
+        """
         seconds = SECONDS_A_DAY * days / self.outer_steps * SHARE_OF_ROUNDS / (1 - SHARE_OF_ROUNDS)
         return seconds, 8 * 2 * self.host.payload / seconds
 
     def uplinks(self, days: float) -> tuple[float, dict[str, float]]:
-        """Return the seconds in which contributions should be out, and the bytes a second that carry one in each format
-        in that time. The others have links as `link` says, and train for as many days."""
+        """Return the seconds in which contributions should be sent, and the bytes a second that each format needs for
+        that.
+
+        The other peers have links as `link` returns, and train for as many days.
+        """
         needed = max(self.link(days)[0], SHORTEST_ROUND)
         overlap = self.overlap * SECONDS_A_DAY * days / self.outer_steps
         seconds = seconds_to_send(deadline([needed], self.timing), self.timing, overlap)
@@ -126,7 +136,7 @@ class Needs:
 
 
 def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1, options: WorkerOptions | None = None) -> Needs:
-    """Return what a run takes of a peer with so many GPUs, from the skeleton of its model."""
+    """Return the needs of a peer with this many GPUs, computed from the skeleton of the run's model."""
     training, layout = config.training, layout_of(skeleton, config.streaming)
     host = HostMemory.of(layout.size, config.codec)
     largest = max(part.stop - part.start for part in layout.fragments)
@@ -146,7 +156,7 @@ def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1, options: WorkerOpt
 
 
 def needs_lines(needs: Callable[[int], Needs]) -> Iterator[str]:
-    """Yield what a person wants to know, of peers with as many GPUs as each of `MACHINES` has."""
+    """Yield the needs as lines of text, for peers with as many GPUs as each of `MACHINES` has."""
     one = needs(1)
     beside, alone = in_words(one.main_memory), in_words(one.main_memory_on_cpu)
     yield f"{one.host.values:,} parameters; {one.outer_steps} outer steps, {one.tokens:,} tokens of each peer"
@@ -165,14 +175,14 @@ def needs_lines(needs: Callable[[int], Needs]) -> Iterator[str]:
 
 
 def _uplinks(needs: Needs, days: float) -> str:
-    """Return which uplink carries which format in time, where peers train for so many days."""
+    """Return the uplink that each format needs, as text, for peers that train for this many days."""
     seconds, uplinks = needs.uplinks(days)
     each = ", ".join(f"{format} {float(f'{rate / MEGABIT:.2g}'):,g}" for format, rate in uplinks.items())
     return f"uplink in Mbit/s for a contribution in {duration(seconds)}: {each}"
 
 
 def _time_on(machine: _Machine, needs: Needs) -> str:
-    """Return the end of a sentence about a machine: how long it trains, and with which link."""
+    """Return the end of a sentence about a machine: its training time, and the link that it needs."""
     if needs.device_memory > machine.memory:
         return ": it is too small"
     if (days := needs.days(machine)) is None:
@@ -192,9 +202,12 @@ def worker_memory(
     options: WorkerOptions | None = None,
     is_shared: bool | None = None,
 ) -> WorkerMemory:
-    """Return what a model takes on devices of a kind. Of one that is shared, each worker gathers two blocks and what is
-    in none, one block for now and one for then; by its `options` all of it, or it keeps all gradients. By default, they
-    share where there are several."""
+    """Return the memory of a model on devices of one kind, for all workers together.
+
+    Each worker of a shared model gathers two blocks, one in use and one ahead, and all values outside of blocks. With
+    `whole_layers` it gathers the whole model; with `reduces_once` it also keeps all gradients. By default several
+    workers share the model.
+    """
     options = options or WorkerOptions()
     sizes = [parameter.numel() for parameter in skeleton.parameters()]
     blocks = [sum(each.numel() for each in block.parameters()) for block in transformer_blocks(skeleton)]
@@ -202,11 +215,11 @@ def worker_memory(
     gathered = sum(sizes) if options.whole_layers else sum(sizes) - sum(blocks) + sum(sorted(blocks)[-2:])
     head, embedding = skeleton.get_output_embeddings(), skeleton.get_input_embeddings()
     vocabulary, matrix = (head.out_features, head.weight.numel()) if isinstance(head, torch.nn.Linear) else (0, 0)
-    with in_pieces_of(max(1, LEAST_LOGITS // max(1, vocabulary))):  # a GPU with more room has larger ones
+    with in_pieces_of(max(1, LEAST_LOGITS // max(1, vocabulary))):  # a GPU with more free memory uses larger pieces
         positions = min(positions_at_once(max(1, vocabulary), torch.device(device)), training.sequence_length)
     is_tied = bool(matrix) and head.weight is embedding.weight
     copied = multiplied_weights(skeleton)
-    if positions < training.sequence_length:  # by pieces, for which the head's matrix is copied alone
+    if positions < training.sequence_length:  # the loss is computed in pieces, which copy the head's matrix
         copied -= matrix
     return WorkerMemory(
         weights=sum(sizes),

@@ -1,4 +1,4 @@
-"""The owner's choices of how this machine trains, which no other peer needs to know."""
+"""The owner's choices for training on this machine. No other peer needs to know them."""
 
 from __future__ import annotations
 
@@ -9,38 +9,48 @@ from opendiloco.errors import MachineError
 from opendiloco.quantities import OptimizerState
 
 TEMPERATURE = 0.8
-"""Of samples, unless told otherwise: a little more likely than the model would write by itself."""
+"""Default sampling temperature. Below 1, likely tokens become more likely than the model predicts."""
 AUTO = "auto"
 
 
 def parse_overlap(text: str) -> int | None:
-    """Return a number of inner steps, or None for "auto". Raises: ValueError."""
+    """Return the number of inner steps, or None for "auto". Raises: ValueError."""
     if text == AUTO:
         return None
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{text} is neither auto nor a number of inner steps, of which there is at least 1")
+        raise ValueError(f"{text} is neither auto nor a number of inner steps, 1 or more")
     return int(text)
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """`device` is "auto" (all GPUs if torch sees any, else the CPU), "cpu", "cuda" (all GPUs) or one, as "cuda:1".
+    """The owner's choices for the workers of one machine.
 
-    `cpu_workers` counts on the CPU, `gpus` (None: all) on GPUs. Each worker has `threads` CPU threads, also to draw the
-    initial weights (None: see `choose_threads`, and all cores to draw; 1 by default: more sum in another order).
-    `micro_batch` windows go through the model at once (None: as many as fit, on the CPU no more than the run says).
+    `device` is "auto" (all GPUs if torch sees any, else the CPU), "cpu", "cuda" (all GPUs), or one GPU, such as
+    "cuda:1". `cpu_workers` is the number of workers on the CPU, `gpus` the number on GPUs (None: all GPUs).
+
+    `threads` is the number of CPU threads of each worker, also for drawing the initial weights. None: see
+    `choose_threads`, and all cores for drawing. The default is 1, because sums by several threads differ in their
+    rounding.
+
+    `micro_batch` windows go through the model at once (None: as many as fit; on the CPU at most the run's number).
     `activation_checkpointing` None: as the run recommends. `compile` None: on GPUs. With `tf32`, GPUs multiply in TF32
-    where the run says fp32. With `whole_gradients`, workers that share a model keep their gradients whole until a
-    batch's last window; with `whole_layers` also its layers, from the forward to the backward pass. They share it
-    `replicas` times, each of so many equal groups once. Between two steps the inner optimizer's moments are on the
-    device, in main memory or in 8 bits a value, as `optimizer_state` says.
-    `overlap` is "auto" or a number: an average is merged here so many inner steps after its fragment was stored (None:
-    as the run says).
-    Workers are `nice`, 0 to 19: other processes that are less so come first. All processes of the volunteer together
-    keep to `max_memory` bytes of main memory, as far as they can choose.
-    What is compiled is kept in the folder `compile_cache` (None: where PyTorch keeps it).
-    Workers that are lost are started again up to `restarts` times in a row. Without `trains` there is one worker, which
-    only evaluates, generates and exports; without `reads` it opens none of the run's text, and only generates.
+    where the run asks for fp32.
+
+    With `whole_gradients`, workers that share a model keep whole gradients until the last window of a batch. With
+    `whole_layers`, they also keep whole layers from the forward to the backward pass. `replicas` is the number of equal
+    groups of workers; the workers of one group share one copy of the model.
+
+    `optimizer_state` is the place of the inner optimizer's moments between two steps: on the device, in main memory, or
+    on the device in 8 bits a value. `overlap` is the number of inner steps between storing a fragment and merging its
+    average, or "auto" (None: as the run says).
+
+    Workers run with the niceness `nice`, 0 to 19, so that processes with a lower one come first. All processes of the
+    volunteer together keep to `max_memory` bytes of main memory as far as possible. Compiled code is kept in the folder
+    `compile_cache` (None: PyTorch's own folder).
+
+    Lost workers are restarted up to `restarts` times in a row. Without `trains` there is one worker, which evaluates,
+    generates and exports. Without `reads` it opens none of the run's text, and can only generate.
     """
 
     device: str = "auto"
@@ -65,18 +75,21 @@ class WorkerOptions:
 
     @property
     def reduces_once(self) -> bool:
-        """Whether workers sum their gradients once an inner step, not with each micro-batch."""
+        """True if workers sum their gradients once an inner step instead of once a micro-batch."""
         return self.whole_gradients or self.whole_layers
 
 
 def needs_gpu_count(options: WorkerOptions) -> bool:
-    """Whether `choose_devices` must know how many GPUs torch sees."""
+    """Return whether `choose_devices` needs the number of GPUs that torch sees."""
     return options.device in ("auto", "cuda")
 
 
 def choose_threads(options: WorkerOptions, devices: Sequence[str], cores: int) -> int:
-    """Return the CPU threads of each worker: one beside a GPU. On the CPU, workers share all cores but one, which the
-    peer process has to itself: it hears others while they train."""
+    """Return the number of CPU threads of each worker.
+
+    A worker beside a GPU has one. Workers on the CPU share all cores but one, which the peer process needs to receive
+    messages while they train.
+    """
     if options.threads is not None:
         return options.threads
     on_cpu = sum(device == "cpu" for device in devices)
@@ -84,7 +97,7 @@ def choose_threads(options: WorkerOptions, devices: Sequence[str], cores: int) -
 
 
 def choose_devices(options: WorkerOptions, gpus: int) -> list[str]:
-    """The device of each worker on a machine with so many GPUs. Raises: MachineError when these are too few."""
+    """Return the device of each worker on a machine with this many GPUs. Raises: MachineError when it has too few."""
     wanted = options.gpus or (gpus if needs_gpu_count(options) else 0)
     if options.gpus and not needs_gpu_count(options):
         raise MachineError(

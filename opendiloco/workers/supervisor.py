@@ -1,7 +1,7 @@
-"""The supervisor of a volunteer's workers: starts them, gives them commands, and replaces those that are lost.
+"""The supervisor of a volunteer's workers: it starts them, gives them commands, and replaces lost ones.
 
-All workers do the same at the same time, or end together. Workers that share a model wait for each other in every
-collective, so the death or failure of one would leave the others waiting for good.
+All workers do the same at the same time, and end together. Workers that share a model wait for each other in every
+collective, so the others would wait forever for a dead or failed worker.
 """
 
 from __future__ import annotations
@@ -54,38 +54,41 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 EXPLANATION_SECONDS = 2.0
-"""How long we wait, once a worker has failed, for what the others have to say: one of them may be the cause."""
+"""Seconds to wait for the errors of the other workers after one has failed, because one of them may be the cause."""
 COMPILING_SECONDS = 1800.0
-"""For all blocks together. Where a compiler works, it takes seconds, or minutes on a slow machine."""
+"""Time limit for compiling all blocks. A working compiler takes seconds, or minutes on a slow machine."""
 LOOKS = 10
-"""At how a training goes on, within the time for which its workers may be silent."""
+"""Number of checks for progress within the time for which workers may be silent."""
 LOST = (WorkerDeathError, UnexpectedWorkerError, DeviceError)
-"""How workers fail that may do better when they are started again."""
+"""Failures after which restarted workers may succeed."""
 
 Result = TypeVar("Result")
 
 
 class WorkersRestartedError(Exception):
-    """The request's workers were lost, or short of memory, and new ones wait. They know nothing of it."""
+    """The workers of the request were lost or ran out of memory. New workers are running, which do not know the
+    request."""
 
 
 class Supervisor:
-    """Running workers of a run. `start` starts them; `close` ends them. Requests queue up behind one another."""
+    """The running workers of a run. `start` starts them; `close` ends them. It carries out requests one after the
+    other."""
 
     def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
         self.memory_descriptor = create_memory_file()
         self.requests = _RequestQueue()
         self.kept_moments: tuple[Path, str] | None = None
-        """The file with the newest moments that this machine has kept, and the run that they are of. New workers in the
-        place of lost ones go on with them."""
+        """The file with the newest moments that this machine has written, and the id of their run. Replacement workers
+        continue with these moments."""
         self.pool = _WorkerPool(self.memory_descriptor)
         self.death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
-        """What to raise once the workers are dead, and none take their place."""
+        """The error to raise once the workers are dead and are not replaced."""
         self._config = config
         self._options = options
         self.uncompiled = ""
-        """Why the present workers train uncompiled blocks, where compiled ones would be faster."""
-        self._lost: DilocoPeerError | None = None  # why the present workers are of no use any more
+        """The reason why the present workers train uncompiled blocks although compiled ones would be faster; else
+        empty."""
+        self._lost: DilocoPeerError | None = None  # why the present workers must be replaced
         self._restarts = _Restarts(options.restarts)
         self._moving = asyncio.Lock()  # held while moments are moved
         self._watchdog = _Watchdog(self._hung, lambda: self._is_held or self._moving.locked())
@@ -97,34 +100,35 @@ class Supervisor:
         return self.pool.workers
 
     def tell(self, command: ControlMessage) -> None:
-        """Tell all workers what has no reply."""
+        """Send all workers a command that has no reply."""
         for worker in self.workers:
             worker.write(command)
 
     def hold(self, held: bool) -> None:
-        """Have the workers make no inner step while they are held: these, and those that are started in their place."""
+        """Pause the workers, or let them go on. Replacement workers start paused, too."""
         self._is_held = held
         self._watchdog.heard()
         self.tell(Hold(held=held))
 
     async def close(self) -> None:
-        """End the workers. Leaves no process behind."""
+        """End the workers. Afterwards no process of theirs is left."""
         self._is_closing = True
         await self.pool.close()
         await self.requests.idle()
-        await self.pool.close()  # what a request had started meanwhile
+        await self.pool.close()  # workers that a request has started meanwhile
         if self.memory_descriptor >= 0:
             os.close(self.memory_descriptor)
             self.memory_descriptor = -1
 
     # Starting and ending ---------------------------------------------------------------------------------------------
     async def start(self, fresh: bool = True) -> Configured:
-        """Start workers, which build model and data in seconds, and put the initial theta into the memory if `fresh`.
+        """Start the workers and wait until each has built its model and data. If `fresh`, they write the initial theta
+        into the shared memory.
 
-        Raises: MachineError, DataError, ManifestError, or WorkerError when one dies meanwhile.
+        Raises: MachineError, DataError or ManifestError; WorkerError when a worker dies meanwhile.
         """
         if self._is_closing:
-            raise WorkerError("no workers are wanted any more.")
+            raise WorkerError("the workers were closed while they started.")
         pool = self.pool = _WorkerPool(self.memory_descriptor)
         self._watchdog.begin_anew()
 
@@ -133,14 +137,14 @@ class Supervisor:
                 self._lose(death.result())
 
         def heard_of_other(stage: str, share: float | None) -> None:
-            if stage in WITH_A_COMPILER:  # each has its time
-                with suppress(RuntimeError):  # the start is over
+            if stage in WITH_A_COMPILER:  # the limit begins anew with each stage
+                with suppress(RuntimeError):  # the start is over, and its limit cannot be moved any more
                     compiling.reschedule(asyncio.get_running_loop().time() + COMPILING_SECONDS)
 
         def heard_of_first(stage: str, share: float | None) -> None:
             log(stage, share)
             self._watchdog.heard()
-            at_stage(stage, share)  # the others do the same
+            at_stage(stage, share)  # the other workers are at the same stage
             heard_of_other(stage, share)
 
         log = StageLog()
@@ -154,38 +158,39 @@ class Supervisor:
                 answers = await self._exchange(commands, Configured)
         except TimeoutError:
             logger.warning(
-                "a worker's compiler has not come to an end in %.0f minutes. The workers start again and do not "
-                "compile, which would be faster.",
+                "a worker's compiler did not finish in %.0f minutes. The workers start again without compiling and "
+                "train more slowly.",
                 COMPILING_SECONDS / 60,
             )
             self._options = replace(self._options, compile=False)
-            self.uncompiled = f"the compiler has not come to an end in {COMPILING_SECONDS / 60:.0f} minutes."
+            self.uncompiled = f"the compiler did not finish in {COMPILING_SECONDS / 60:.0f} minutes."
             return await self._start_again()
         self._restarts.started(answers[0].micro_batch, answers[0].uncompiled_micro_batch)
         if self._options.micro_batch is None and self._options.trains:
-            _tell_micro_batch(self._config.training, len(self.workers), answers[0].micro_batch)
-        self._tell_of_compiling(answers)
+            _log_micro_batch(self._config.training, len(self.workers), answers[0].micro_batch)
+        self._report_compiling(answers)
         HEALTH.well("workers")
         return answers[0]
 
-    def _tell_of_compiling(self, answers: Sequence[Configured]) -> None:
-        """Say whether workers train compiled blocks, and why not where they should, in the log and in metrics."""
+    def _report_compiling(self, answers: Sequence[Configured]) -> None:
+        """Record in the log and in metrics whether workers train compiled blocks, and the reason if they should but do
+        not."""
         COMPILED.set(min(answer.is_compiled for answer in answers))
-        if self._options.compile is not False:  # else the owner has chosen, or the compiler did not come to an end
+        if self._options.compile is not False:  # else the owner turned compiling off, or the compiler did not finish
             self.uncompiled = next((answer.uncompiled for answer in answers if answer.uncompiled), "")
         if self.uncompiled:
             logger.warning("this machine trains uncompiled, which takes longer: %s", self.uncompiled)
 
     async def _start_again(self) -> Configured:
-        """Start workers in the place of others, which have put the initial theta where it belongs."""
+        """Start replacement workers. They do not write the initial theta, because the workers before them have."""
         await self.pool.close()
         if stuck := [worker.name for worker in self.workers if worker.is_running]:
-            raise MachineError(f"killed, and not ended: {', '.join(stuck)}; a GPU's driver holds it.", LOOK_AT_DEVICE)
+            raise MachineError(f"a GPU's driver keeps killed workers running: {', '.join(stuck)}.", LOOK_AT_DEVICE)
         self._lost = None
         return await self.start(fresh=False)
 
     def _lose(self, error: DilocoPeerError) -> None:
-        """Give up the present workers. The next request starts others, unless that was too often already."""
+        """Kill the present workers. The next request starts others, unless no restarts are left."""
         if self._lost is not None:
             return
         self._lost = error
@@ -195,7 +200,7 @@ class Supervisor:
             self._die(error)
 
     def _hung(self, seconds: float) -> None:
-        """Give up workers that have finished no inner step for so long."""
+        """Kill the workers, because they have finished no inner step for this long."""
         minutes = f"{seconds / 60:.0f} minutes"
         self._lose(WorkerDeathError(f"the workers have finished no inner step in {minutes}.", LOOK_AT_DEVICE))
 
@@ -212,20 +217,20 @@ class Supervisor:
         workers: int | None = None,
         on_report: Callable[[Report], None] = lambda report: None,
     ) -> Answer:
-        """Give all workers, or only the first, a command, and return the first one's answer.
+        """Give a command to all workers, or to the first `workers` of them, and return the first one's answer.
 
-        This is the one place that decides what becomes of workers that fail. Lost ones are replaced, also those that
-        died between two requests; the count of restarts begins anew with each training that ends well, and, where
-        nothing is trained, with each answer.
+        This is the one place that decides whether failed workers are replaced. It also replaces workers that died
+        between two requests. The restarts count anew after each training that ends well or, if nothing is trained,
+        after each answer.
 
-        Raises: WorkersRestartedError when they were lost, or short of memory, in this request, and others have been
-        started; otherwise their error.
+        Raises: WorkersRestartedError when workers were lost or ran out of memory during this request, and others have
+        been started; otherwise the workers' error.
         """
         if self._lost is not None:
             await self._replace_after(self._lost)
         try:
             if isinstance(command, RunInnerLoop) and command.goes_on and not self.pool.has_trained:
-                raise WorkersRestartedError  # those that could go on were lost before
+                raise WorkersRestartedError  # the workers that could go on were lost before this request
             is_training = isinstance(command, RunInnerLoop)
             with self._watchdog.watching(on_report) if is_training else nullcontext(on_report) as hear:
                 [answered, *_] = await self._exchange([command] * (workers or len(self.workers)), answer, hear)
@@ -234,7 +239,7 @@ class Supervisor:
             raise WorkersRestartedError from error
         except DilocoPeerError as error:
             if len(self.workers) > 1 and workers is None:
-                self._die(error)  # the others wait for the one that failed
+                self._die(error)  # the others wait for the failed worker
             raise
         self.pool.has_trained |= isinstance(answered, InnerLoopDone)
         if isinstance(answered, InnerLoopDone) or not self._options.trains:
@@ -242,9 +247,10 @@ class Supervisor:
         return answered
 
     async def _replace_after(self, error: DilocoPeerError) -> None:
-        """Start workers in the place of lost ones, whose moments are lost, too; again, if those are lost as they start.
+        """Start replacement workers, and again others if those are lost while they start. The moments of lost workers
+        are lost, too.
 
-        Raises: what makes that impossible; the workers are then dead.
+        Raises: the error that makes a replacement impossible; the workers are dead then.
         """
         is_starting = False
         try:
@@ -257,8 +263,8 @@ class Supervisor:
                 try:
                     await self._start_again()
                     return await self._recall_kept_moments()
-                except (DeviceMemoryError, *LOST) as again:
-                    error, is_starting = again, True
+                except (DeviceMemoryError, *LOST) as next_error:
+                    error, is_starting = next_error, True
         except DilocoPeerError as final:
             self._die(final)
             raise
@@ -269,9 +275,10 @@ class Supervisor:
         answer: type[Answer],
         on_report: Callable[[Report], None] = lambda report: None,
     ) -> list[Answer]:
-        """Give each of the first workers its command; return their answers.
+        """Give each worker its command, in the order of ranks, and return their answers. The last workers may get no
+        command.
 
-        Raises: why the workers are lost, or what most probably was the cause when one fails.
+        Raises: the reason why the workers are lost or, when a worker fails, the most probable cause.
         """
         pairs = zip(self.workers, commands, strict=False)
         tasks = [self.requests.keep(worker.exchange(command, answer, on_report)) for worker, command in pairs]
@@ -280,25 +287,27 @@ class Supervisor:
             await asyncio.wait(unfinished, timeout=EXPLANATION_SECONDS)
         errors = [error for task in tasks if task.done() and (error := task.exception())]
         if errors:
-            # An unexpected error is such as a collective raises when another worker is gone.
+            # Expected errors come first: a collective raises an unexpected one when another worker is gone.
             raise self._lost or min(errors, key=lambda error: isinstance(error, UnexpectedWorkerError)) from None
         return [task.result() for task in tasks]
 
     # The inner optimizer's state -------------------------------------------------------------------------------------
     async def keep_moments(self, path: Path, run: str, index: int) -> None:
-        """Have workers write their moments into a file, after `index` outer steps of a run.
+        """Write the workers' moments, which they have after `index` outer steps of a run, to a file.
 
-        Raises: SnapshotError when there are none, or the file cannot be written; WorkerError when a worker dies.
+        Raises: SnapshotError when there are no moments, or the file cannot be written; WorkerError when a worker dies.
         """
         await self._move(KeepMoments(path=str(path.absolute()), run=run, index=index))
 
     async def recall_moments(self, path: Path, run: str) -> None:
-        """Have the inner optimizer go on with a file's, also that of later workers. Raises: as `keep_moments`."""
+        """Load the inner optimizer's moments from a file, also into later replacement workers. Raises: as
+        `keep_moments`."""
         await self._move(RecallMoments(path=str(path.absolute()), run=run))
         self.kept_moments = path, run
 
     async def _recall_kept_moments(self) -> None:
-        """Do the same for new workers, in the middle of a request; where it fails, the inner optimizer begins anew."""
+        """Load the kept moments into replacement workers during a request. If that fails, the inner optimizer begins
+        anew."""
         if self.kept_moments is None:
             return
         path, run = self.kept_moments
@@ -307,13 +316,13 @@ class Supervisor:
         except SnapshotError as error:
             logger.warning("the inner optimizer begins anew: %s: %s", path, error)
         else:
-            logger.info("the inner optimizer goes on with what %s has", path)
+            logger.info("the inner optimizer continues with the moments in %s", path)
 
     async def _move(self, command: MoveMoments) -> None:
-        """Have workers move moments, one request after another, each to its end even if the caller is cancelled.
+        """Send a command to move moments, one after another. Each runs to its end even if the caller is cancelled.
 
-        Training of a single worker need not end for it. That of several must, since they are not at the same step at
-        the same time; once all have the command, the next request may follow it.
+        A single worker moves moments during training. Several workers do so only between trainings, because they are
+        not at the same step at the same time. Once all of them have the command, the next request may follow.
         """
         if len(self.workers) == 1:
             move = self.requests.keep(self._move_now(command))
@@ -322,58 +331,58 @@ class Supervisor:
         await asyncio.shield(move)
 
     async def _begin_move(self, command: MoveMoments) -> asyncio.Task[None]:
-        """Return the move, once workers have the command."""
+        """Return the move as a running task once all workers have the command."""
         are_given = asyncio.Event()
         move = self.requests.keep(self._move_now(command, are_given))
         await are_given.wait()
         return move
 
     async def _move_now(self, command: MoveMoments, are_given: asyncio.Event | None = None) -> None:
-        """Return once all workers have answered. Raises: what one of them does."""
+        """Move moments and wait until all workers have answered. Raises: the first worker's error."""
         async with self._moving:
             moves = [start_task(worker.move_moments(command)) for worker in self.workers]
-            await asyncio.sleep(0)  # in which each sends the command
+            await asyncio.sleep(0)  # each task sends the command now
             if are_given is not None:
                 are_given.set()
             moved = await asyncio.gather(*moves, return_exceptions=True)
-        problems = [said for said in moved if isinstance(said, BaseException)]
+        problems = [result for result in moved if isinstance(result, BaseException)]
         if problems and isinstance(problems[0], WorkerDeathError) and not self.death.done():
-            raise SnapshotError("the worker is gone")  # another takes its place
+            raise SnapshotError("the worker is gone")  # a replacement will start
         if problems:
             raise problems[0]
 
 
 class _WorkerPool:
-    """The workers of a volunteer at one time, ordered by rank: started, and told what each of them is. Made empty."""
+    """The workers of a volunteer at one time, ordered by rank. The pool is empty until `start`."""
 
     def __init__(self, memory_descriptor: int) -> None:
         self.workers: list[WorkerProcess] = []
         self._memory = memory_descriptor
         self._devices: list[str] = []
         self.is_over = False
-        """Whether the end of its workers is no loss."""
+        """True once the pool is being closed, so that the end of its workers is no loss."""
         self.has_trained = False
-        """Whether its workers have carried out a training, from which they can go on."""
+        """True once its workers have carried out a training from which they can go on."""
 
     async def start(
         self, config: RunConfig, options: WorkerOptions, fresh: bool, of_first: Watch, of_other: Watch
     ) -> list[Configure]:
-        """Start a worker for each device; the first, there in any case, counts the GPUs. Return what to tell each next.
+        """Start a worker for each device and return the command that configures each. The first worker counts the GPUs.
 
-        Raises: MachineError when there are too few, or torch cannot use those that are there; WorkerError when one
+        Raises: MachineError when the machine has too few GPUs, or torch cannot use them; WorkerError when a worker
         dies, or the pool is closed meanwhile.
         """
         with socket.create_server((LOOPBACK, 0)) as listener:
-            descriptor, port = listener.fileno(), listener.getsockname()[1]  # where they meet
-            threads = choose_threads(options, ["cpu"] * options.cpu_workers, usable_cores())  # at most
+            descriptor, port = listener.fileno(), listener.getsockname()[1]  # the workers connect to each other here
+            threads = choose_threads(options, ["cpu"] * options.cpu_workers, usable_cores())  # an upper limit
             first = await WorkerProcess.start((self._memory, descriptor), threads, of_first)
         self.workers.append(first)
         if self.is_over:
-            raise WorkerError("no workers are wanted any more.")
+            raise WorkerError("the workers were closed while they started.")
         gpus = 0
         if needs_gpu_count(options):
             counted = await first.exchange(CountDevices(), DevicesCounted, lambda progress: None)
-            if counted.hidden and options.trains:  # the CPU would take a hundred times as long
+            if counted.hidden and options.trains:  # training on the CPU instead would take a hundred times as long
                 raise MachineError(f"{counted.hidden}.", counted.remedy)
             gpus = counted.gpus
         self._devices = choose_devices(options, gpus)
@@ -403,53 +412,54 @@ class _WorkerPool:
 
     @property
     def device(self) -> str:
-        """What they train on, in words."""
+        """The devices that the workers train on, as text."""
         first, *others = self._devices
         return f"{len(self._devices)} x {first.partition(':')[0]}" if others else first
 
     def kill(self) -> None:
-        """End the workers at once, without waiting for their end."""
+        """Kill the workers without waiting for their end."""
         for worker in self.workers:
             worker.kill()
 
     async def close(self) -> None:
-        """End the workers. Leaves no process behind."""
+        """End the workers. Afterwards no process of theirs is left."""
         self.is_over = True
         await asyncio.gather(*(worker.close() for worker in self.workers))
 
 
-def _tell_micro_batch(training: TrainingSection, workers: int, micro_batch: int) -> None:
-    """Log how many windows go through the model at once, where that is not each worker's whole piece of a batch."""
+def _log_micro_batch(training: TrainingSection, workers: int, micro_batch: int) -> None:
+    """Log the number of windows that go through the model at once, if it is less than a worker's whole part of a
+    batch."""
     piece = -(-training.batch_size // workers)
     if micro_batch < piece:
-        wish = "as the run recommends" if micro_batch == training.micro_batch else "for want of memory"
+        reason = "as the run recommends" if micro_batch == training.micro_batch else "because memory is short"
         logger.info(
-            "each worker puts %d of its %d windows through the model at once, %s; --micro-batch says otherwise",
-            *(micro_batch, piece, wish),
+            "each worker puts %d of its %d windows through the model at once, %s; set --micro-batch to change this",
+            *(micro_batch, piece, reason),
         )
 
 
 class _Watchdog:
-    """Watches trainings for workers that are silent for longer than `patience` allows: they hang.
+    """A watch over trainings for workers that hang: workers that are silent for longer than `patience` allows.
 
-    It counts how many looks in a row have heard of nothing: time in which this process was stopped, or the machine
-    asleep, has no looks. `on_hang` is given the seconds of silence; those in which silence `is_excused` do not count.
+    It counts checks in a row without a report. Time in which this process was stopped or the machine asleep therefore
+    does not count. `on_hang` gets the seconds of silence. Silence while `is_excused()` does not count.
     """
 
     def __init__(self, on_hang: Callable[[float], None], is_excused: Callable[[], bool]) -> None:
         self._on_hang = on_hang
         self._is_excused = is_excused
-        self._slowest: float | None = None  # inner step of the present workers, in seconds
+        self._slowest: float | None = None  # seconds of the present workers' slowest inner step
         self._silent = 0
         self._look: asyncio.TimerHandle | None = None
 
     def begin_anew(self) -> None:
-        """Watch other workers, of which no inner step is known."""
+        """Begin to watch new workers, which have finished no inner step yet."""
         self._slowest = None
 
     @contextmanager
     def watching(self, on_report: Callable[[Report], None]) -> Iterator[Callable[[Report], None]]:
-        """Watch a training; yield what is to hear its reports, and passes them on."""
+        """Watch a training. Yield the function that takes its reports and passes them on to `on_report`."""
 
         def hear(report: Report) -> None:
             self.heard()
@@ -467,11 +477,11 @@ class _Watchdog:
                 self._look.cancel()
 
     def heard(self) -> None:
-        """Begin to count from none: there was a word of the workers."""
+        """Restart the count, because the workers have reported something."""
         self._silent = 0
 
     def _wait(self) -> None:
-        """Look after a part of the patience, instead of when it was to be."""
+        """Schedule the next check, in place of one that is already scheduled."""
         if self._look is not None:
             self._look.cancel()
         self._look = asyncio.get_running_loop().call_later(patience(self._slowest) / LOOKS, self._looked)
@@ -485,8 +495,11 @@ class _Watchdog:
 
 
 class _Restarts:
-    """Up to `allowed` restarts in a row. After a device ran out of memory, instead, one with as many windows at once as
-    fit uncompiled, if these are fewer, and one with half as many."""
+    """Decisions about restarts: up to `allowed` in a row.
+
+    After a device ran out of memory there are two extra restarts: one with as many windows at once as fit uncompiled,
+    if these are fewer, and one with half as many.
+    """
 
     def __init__(self, allowed: int) -> None:
         self._allowed = self.left = allowed
@@ -494,18 +507,18 @@ class _Restarts:
         self._has_halved = False
 
     def begin_anew(self) -> None:
-        """All went well: count from none."""
+        """Reset the count of restarts after a success."""
         self.left = self._allowed
 
     def started(self, micro_batch: int, uncompiled: int) -> None:
-        """Workers have started that put so many windows through the model at once, and so many uncompiled."""
+        """Record how many windows at once the new workers put through the model, and how many fit uncompiled."""
         self._micro_batch, self._fewer = micro_batch, uncompiled
 
     def after(self, error: DilocoPeerError, is_starting: bool) -> int | None:
-        """Return the windows at once with which to start the next workers; None: as many as before.
+        """Return the number of windows at once for the next workers, or None for as many as before.
 
-        The present ones failed with `error`, perhaps while `is_starting`. Raises: the error, when there is to be no
-        other start.
+        The present workers failed with `error`, while they started if `is_starting`. Raises: `error`, when no restart
+        is left.
         """
         is_short, before = isinstance(error, DeviceMemoryError), self._micro_batch
         if is_short and (self._fewer < before or (not self._has_halved and before > 1)):
@@ -513,26 +526,26 @@ class _Restarts:
                 self._fewer, self._has_halved = before // 2, True
             self._micro_batch = self._fewer
             logger.warning(
-                "%s The workers start again with %d windows at once instead of %d; --micro-batch %d does so at once.",
+                "%s The workers start again with %d windows at once instead of %d; --micro-batch %d begins so.",
                 *(error.message, self._fewer, before, self._fewer),
             )
             return self._fewer
         if not self.left or (is_short and not is_starting):
             raise error
         self.left -= 1
-        logger.warning("%s The workers start again, without what they did last.", error.message)
+        logger.warning("%s The workers start again; their last work is lost.", error.message)
         return None
 
 
 class _RequestQueue:
-    """Requests that queue up behind one another. Each goes on to its end even when nobody waits for it any more."""
+    """A queue of requests that run one after the other. Each runs to its end even if its caller no longer waits."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()  # the event loop itself holds tasks only weakly
 
     def add(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> asyncio.Task[Result]:
-        """Begin when all that were added before are done. Wait for it with `asyncio.shield`."""
+        """Run `work` after all requests that were added before. Wait for it with `asyncio.shield`."""
 
         async def in_turn() -> Result:
             async with self._turn:
@@ -541,14 +554,14 @@ class _RequestQueue:
         return self.keep(in_turn())
 
     def keep(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """Begin now; should it fail while nobody waits for it, asyncio prints nothing."""
+        """Run `work` now. If it fails while no caller waits for it, asyncio prints nothing."""
         task = start_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         return task
 
     async def idle(self) -> None:
-        """Return once all of them have ended."""
+        """Wait until all requests have ended."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 

@@ -1,6 +1,6 @@
 """Results of a machine's training: one log line for each outer step, gauges for Prometheus, and values for trackers.
 
-`peers.metrics` has what any peer counts; here is what only training knows.
+`peers.metrics` has the counters of every peer; this module has those that only a training peer knows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VALUES = {
     "peak_memory_bytes": "Peak memory of the first worker",
     "skipped_inner_steps": "Inner steps skipped for a non-finite loss or gradient",
 }
-"""Of one outer step's training on this machine: the same in metrics, and in trackers as training/…"""
+"""Values of this machine's training for one outer step. Metrics use these names; trackers use training/NAME."""
 
 OUTER_VALUES = {
     "learning_rate": "Outer learning rate",
@@ -55,7 +55,7 @@ OUTER_VALUES = {
     "peak_sent_rate": "Highest send rate, bytes a second",
     "peak_received_rate": "Highest receive rate, bytes a second",
 }
-"""Of one outer step as this machine took it: the same in metrics, and in trackers as outer_step/…"""
+"""Values of one outer step on this machine. Metrics use these names; trackers use outer_step/NAME."""
 
 GAUGES = {name: Gauge(f"diloco_peer_training_{name}", text) for name, text in VALUES.items()}
 OUTER_GAUGES = {name: Gauge(f"diloco_peer_outer_{name}", text) for name, text in OUTER_VALUES.items()}
@@ -63,13 +63,13 @@ BITS_PER_BYTE = Gauge("diloco_peer_held_out_bits_per_byte", "Held-out loss, bits
 RUN = Info("diloco_peer_run", "Configuration: the manifest, this peer's options, versions")
 COMPILED = Gauge("diloco_peer_training_is_compiled", "1 if workers train compiled blocks, else 0")
 LABEL_LENGTH = 200
-"""Characters of a value of the configuration; some are as long as the run's author likes."""
+"""Characters kept of a configuration value, because a run's author may write values of any length."""
 for _gauge in (*GAUGES.values(), *OUTER_GAUGES.values(), BITS_PER_BYTE):
-    _gauge.set(math.nan)  # until something has been trained
+    _gauge.set(math.nan)  # until the first training ends
 
 
 def _values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dict[str, float]:
-    """One training's `VALUES`; NaN where one is not known."""
+    """Return the `VALUES` of one training; NaN for unknown ones."""
     seconds = max(done.seconds, 1e-9)
     speed = done.tokens / seconds
     computed = max(seconds - done.average_wait_seconds, 0.0)
@@ -91,9 +91,11 @@ def _values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dic
 
 
 class Telemetry:
-    """The log, gauges and trackers of a machine's training. Trackers count `inner_steps` for each outer step.
+    """The log, gauges and trackers of a machine's training. On the x-axis of trackers each outer step counts
+    `inner_steps`.
 
-    `bytes_per_token` is the held-out text's, None where it is not known: with it losses are told in bits per byte, too.
+    `bytes_per_token` is that of the held-out text, or None if unknown. If known, losses are also reported in bits per
+    byte.
     """
 
     def __init__(
@@ -104,27 +106,27 @@ class Telemetry:
     ) -> None:
         self.trackers: list[Tracker] = []
         self.latest: Mapping[str, float] = {}
-        """`VALUES` of the last training."""
+        """The `VALUES` of the last training."""
         self.bytes_per_token = bytes_per_token
         self._inner_steps = inner_steps
         self._peak_tokens_per_second = peak_tokens_per_second
 
     @classmethod
     def of(cls, config: RunConfig, options: WorkerOptions, configured: Configured, workers: int) -> Telemetry:
-        """Return the telemetry of so many workers, which are what the first one says of itself."""
+        """Return the telemetry of this many workers. `configured` is the first worker's description of itself."""
         precision = "tf32" if options.tf32 and config.training.precision == "fp32" else config.training.precision
         peak = peak_tokens_per_second(configured.device_name, workers, precision, configured.flops_per_token)
         return cls(config.training.inner_steps, peak, configured.bytes_per_token)
 
     def track_with(self, trackers: Iterable[Tracker], configuration: Mapping[str, Any]) -> None:
-        """Tell Prometheus and these trackers the configuration, and the trackers all that comes from now on."""
+        """Add these trackers. Give them and Prometheus the configuration."""
         RUN.info(dict(_labels(configuration)))
         for tracker in trackers:
             self.trackers.append(tracker)
             self._tell(tracker, lambda tracker: tracker.configure(configuration))
 
     def progressed(self, index: int, progress: InnerStepDone) -> None:
-        """One inner step of outer step `index` is done."""
+        """Record one inner step of outer step `index`."""
         values = {
             "inner_step/loss": progress.loss,
             "inner_step/gradient_norm": progress.gradient_norm,
@@ -133,7 +135,7 @@ class Telemetry:
         self._track(index * self._inner_steps + progress.inner_step, values)
 
     def trained(self, index: int, done: InnerLoopDone) -> None:
-        """This machine's training for outer step `index` is done."""
+        """Record this machine's training for outer step `index`."""
         values = self.latest = _values_of(done, self._peak_tokens_per_second)
         if done.skipped:
             logger.warning(
@@ -147,22 +149,24 @@ class Telemetry:
         )
 
     def outer_step(self, index: int, values: Mapping[str, float]) -> None:
-        """Outer step `index` has been taken: `OUTER_VALUES` of it."""
+        """Record the `OUTER_VALUES` of outer step `index`."""
         logger.info("outer step %d: %s", index, _outer_line_of(values))
         for name, value in values.items():
             OUTER_GAUGES[name].set(value)
         self._track((index + 1) * self._inner_steps, {f"outer_step/{name}": value for name, value in values.items()})
 
     def evaluated(self, held_out: HeldOutLoss, is_runs_text: bool = True) -> None:
-        """This machine has evaluated theta, on the run's held-out text or on other text. See `peers.metrics`, too."""
+        """Record this machine's evaluation of theta, on the run's held-out text or on another text. `peers.metrics` has
+        the loss."""
         bits = self.heard(held_out, "held_out" if is_runs_text else "own_held_out")
-        said = "" if bits is None else f" ({bits:.4f} bits per byte)"
+        in_bits = "" if bits is None else f" ({bits:.4f} bits per byte)"
         BITS_PER_BYTE.set(math.nan if bits is None else bits)
-        other = "" if is_runs_text else ", on other text than the run's: not to be compared with other machines'"
-        logger.info("held-out loss %.4f%s after outer step %d%s", held_out.loss, said, held_out.index, other)
+        other = "" if is_runs_text else ", on another text than the run's, so other machines' losses do not compare"
+        logger.info("held-out loss %.4f%s after outer step %d%s", held_out.loss, in_bits, held_out.index, other)
 
     def heard(self, held_out: HeldOutLoss, kind: str = "held_out") -> float | None:
-        """Draw a loss, by default another peer's of the run's held-out text. Return it in bits per byte, if known."""
+        """Record a held-out loss, by default another peer's on the run's text. Return it in bits per byte, or None if
+        unknown."""
         values, bits = {f"{kind}/loss": held_out.loss}, None
         if self.bytes_per_token is not None:
             values[f"{kind}/bits_per_byte"] = bits = bits_per_byte(held_out.loss, self.bytes_per_token)
@@ -175,26 +179,26 @@ class Telemetry:
             self._tell(tracker, lambda tracker: tracker.record(inner_step, known))
 
     def _tell(self, tracker: Tracker, say: Callable[[Tracker], None]) -> None:
-        """Give up a tracker that fails: training need not end of it."""
+        """Call a tracker, and drop it if it fails, so that training goes on."""
         try:
             say(tracker)
-        except Exception as error:  # each library has its own ways to object
+        except Exception as error:  # each library raises its own errors
             self.trackers.remove(tracker)
             logger.warning("%s takes no more values: %s", type(tracker).__name__, error)
 
 
 def _labels(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield what is known of a configuration as labels, each named after the path to its value."""
+    """Yield the set values of a configuration as labels. A label's name is the path to its value."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _labels(inner, f"{path}_{key}" if path else key)
     elif value is not None:
-        said = value if isinstance(value, str) else json.dumps(value)
-        yield re.sub(r"\W", "_", path, flags=re.ASCII), said[:LABEL_LENGTH]
+        text = value if isinstance(value, str) else json.dumps(value)
+        yield re.sub(r"\W", "_", path, flags=re.ASCII), text[:LABEL_LENGTH]
 
 
 def _line_of(values: Mapping[str, float]) -> str:
-    """`VALUES` for people."""
+    """Return the text of `VALUES` for the log."""
     known = {name: value for name, value in values.items() if not math.isnan(value)}
     norm = f"gradient norm {known['gradient_norm']:.3g}, " if "gradient_norm" in known else ""
     waiting = f"{known['data_wait_share']:.1%} waiting for data, " if "data_wait_share" in known else ""
@@ -211,19 +215,19 @@ def _line_of(values: Mapping[str, float]) -> str:
 
 
 def _outer_line_of(values: Mapping[str, float]) -> str:
-    """Return `OUTER_VALUES` for people, as far as they are known."""
+    """Return the text of the known `OUTER_VALUES` for the log."""
     known = {name: value for name, value in values.items() if not math.isnan(value)}
-    said = [f"learning rate {values['learning_rate']:.3g}, momentum {values['momentum']:.3g}"]
+    parts = [f"learning rate {values['learning_rate']:.3g}, momentum {values['momentum']:.3g}"]
     if "pseudo_gradient_norm" in known:
-        said.append(f"pseudo-gradient norm {values['pseudo_gradient_norm']:.3g}")
+        parts.append(f"pseudo-gradient norm {values['pseudo_gradient_norm']:.3g}")
     if "cosine" in known:
-        said.append(f"cosine to the average {values['cosine']:.3f}")
-    said += [f"average norm {values['average_norm']:.3g}", f"momentum norm {values['momentum_norm']:.3g}"]
-    said.append(f"{values['round_seconds']:.1f} s in rounds")
+        parts.append(f"cosine to the average {values['cosine']:.3f}")
+    parts += [f"average norm {values['average_norm']:.3g}", f"momentum norm {values['momentum_norm']:.3g}"]
+    parts.append(f"{values['round_seconds']:.1f} s in rounds")
     if "pause_seconds" in known:
-        said.append(f"{values['pause_seconds']:.1f} s without training")
+        parts.append(f"{values['pause_seconds']:.1f} s without training")
     for way in ("sent", "received"):
         peak = known.get(f"peak_{way}_rate")
         at_most = f" at {8 * peak / 1e6:.1f} Mbit/s at most" if peak is not None else ""
-        said.append(f"{values[f'{way}_bytes'] / 1e6:.1f} MB {way}{at_most}")
-    return ", ".join(said)
+        parts.append(f"{values[f'{way}_bytes'] / 1e6:.1f} MB {way}{at_most}")
+    return ", ".join(parts)

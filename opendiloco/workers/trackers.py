@@ -1,6 +1,6 @@
 """Curves of a volunteer's training in TensorBoard or Weights & Biases.
 
-Both are optional, and imported only when asked for. This runs in the peer process, so none of it may need torch.
+Both packages are optional, and imported only on request. This module runs in the peer process, so it needs no torch.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Takes values as they come, without waiting for a disk or network."""
+    """A receiver of training values. It does not wait for a disk or a network."""
 
     def configure(self, configuration: Mapping[str, Any]) -> None:
-        """Take what the values to come are of: the run's manifest and this machine, as JSON can say it."""
+        """Record the configuration of the values to come: the run's manifest and this machine, as JSON values."""
 
     def record(self, inner_step: int, values: Mapping[str, float]) -> None:
-        """Finite values by name, as of an inner step of the run. Steps may come twice: work can be lost."""
+        """Record finite values by name at an inner step of the run. A step may come twice, because work can be lost."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write all values that are still in memory."""
 
 
 class Choice(NamedTuple):
-    """What `--track` says: a kind of tracker, and which folder or project."""
+    """A value of `--track`: the kind of tracker, and its folder or project."""
 
     kind: str
     target: str
 
     @classmethod
     def parse(cls, text: str) -> Choice:
-        """Raises: ValueError."""
+        """Return the choice that a text names. Raises: ValueError."""
         kind, _, target = text.partition(":")
         if kind not in TRACKERS or not target:
             raise ValueError(f"{text!r} is neither tensorboard:FOLDER nor wandb:PROJECT.")
@@ -47,19 +47,19 @@ class Choice(NamedTuple):
 
 
 class TensorBoard:
-    """Event files in a folder, for `tensorboard --logdir FOLDER`; written by a thread, at least every two minutes."""
+    """Event files in a folder, for `tensorboard --logdir FOLDER`. A thread writes them, at least every two minutes."""
 
     remedy = "Name a folder that can be written."
 
     def __init__(self, folder: str, run_id: str, peer_id: str) -> None:
-        """Raises: ImportError, OSError."""
+        """Create the writer. Raises: ImportError, OSError."""
         from tensorboard.summary import DirectoryOutput, Writer
 
         self._output: Any = DirectoryOutput(str(Path(folder).expanduser()))
         self._writer: Any = Writer(self._output)
 
     def configure(self, configuration: Mapping[str, Any]) -> None:
-        """Write a text that belongs to the whole folder. TensorBoard shows it as Markdown."""
+        """Write the configuration as a Markdown text that belongs to the whole folder."""
         import numpy as np
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR
@@ -83,17 +83,18 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of a project of Weights & Biases: those of one training run are a group, and this peer's has its name."""
+    """A run in a project of Weights & Biases. All peers of a training run form a group, in which each has its peer id
+    as name."""
 
     remedy = "Run `wandb login` first, or set WANDB_MODE=offline and upload later with `wandb sync`."
 
     def __init__(self, project: str, run_id: str, peer_id: str) -> None:
-        """Raises: ImportError; what wandb raises without a login or network."""
+        """Log in and create the run. Raises: ImportError; wandb's errors without a login or network."""
         import wandb
 
-        quiet = {"console": "off"}  # what we print is nobody's business there
+        quiet = {"console": "off"}  # keep this process's output private
         self._run: Any = wandb.init(project=project, group=run_id, name=peer_id, settings=quiet)
-        self._run.define_metric("*", step_metric="inner_step")  # wandb's own steps may not go back, as ours may
+        self._run.define_metric("*", step_metric="inner_step")  # wandb's own steps cannot go back; inner steps can
 
     def configure(self, configuration: Mapping[str, Any]) -> None:
         self._run.config.update(dict(configuration), allow_val_change=True)
@@ -112,7 +113,7 @@ TRACKERS: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {
 
 
 def _open_tracker(choice: Choice, run_id: str, peer_id: str) -> Tracker:
-    """Raises: MachineError when the package for it is missing, or it cannot be used."""
+    """Return a new tracker. Raises: MachineError when its package is missing or it cannot be used."""
     try:
         return TRACKERS[choice.kind](choice.target, run_id, peer_id)
     except ImportError as error:
@@ -120,14 +121,14 @@ def _open_tracker(choice: Choice, run_id: str, peer_id: str) -> Tracker:
             f"--track {choice.kind}: the package for it cannot be imported: {first_line(error)}",
             f"Install it: pip install {choice.kind}",
         ) from error
-    except Exception as error:  # each library has its own ways to object
+    except Exception as error:  # each library raises its own errors
         message = f"--track {choice.kind}:{choice.target} cannot be used: {first_line(error)}"
         raise MachineError(message, TRACKERS[choice.kind].remedy) from error
 
 
 @contextmanager
 def tracking(choices: Sequence[Choice], run_id: str, peer_id: str) -> Iterator[list[Tracker]]:
-    """The trackers, which are closed at the end. Raises: MachineError."""
+    """Yield the trackers, and close them at the end. Raises: MachineError."""
     with ExitStack() as stack:
         trackers = []
         for choice in choices:

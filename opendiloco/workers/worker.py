@@ -1,7 +1,7 @@
-"""A worker process: trains, evaluates and exports on command. Started as `python -m opendiloco.workers.worker`.
+"""A worker process: trains, evaluates and exports on command. It is started as `python -m opendiloco.workers.worker`.
 
-It lives exactly as long as the control channel: when the peer process dies, however it dies, the channel closes and
-the worker exits at once. Ctrl-C and other requests to end are the peer process's alone: here they are blocked.
+It lives as long as the control channel: when the peer process ends in any way, the channel closes and the worker exits
+at once. Only the peer process reacts to Ctrl-C and other requests to end; the worker has these signals blocked.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from opendiloco.training.inner import InnerStep, InnerSteps, ModelReplica
     from opendiloco.training.team import Team
 
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # where inductor, PyTorch's compiler, keeps what it makes
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # the folder in which inductor, PyTorch's compiler, keeps compiled code
 COLLECTED_EVERY = 50
-"""Inner steps, after which each worker collects Python's garbage: all after the same one. What a step leaves is small,
-and a collection takes milliseconds."""
-LOOK_SECONDS = 0.1  # between two looks of a worker, in a pause, at what the peer process wants
+"""Number of inner steps between two collections of Python's garbage. All workers collect after the same step. A step
+leaves little garbage, and a collection takes milliseconds."""
+LOOK_SECONDS = 0.1  # between two checks, in a pause, for commands of the peer process
 
 
 def _serve(channel: ControlChannel) -> None:
-    """Carry out commands for as long as the process lives."""
+    """Carry out commands until the process ends."""
     worker: Worker | None = None
     device = "the device"
     while True:
@@ -69,38 +69,40 @@ def _serve(channel: ControlChannel) -> None:
 
 
 def _count_devices() -> control.DevicesCounted:
-    """Return how many GPUs torch can use; and if that is none, what hides those whose driver is there."""
+    """Return the number of GPUs that torch can use. If it is 0 although a driver for GPUs is there, also return the
+    reason."""
     import torch
 
-    gpus, said = usable_gpus()
+    gpus, reason = usable_gpus()
     cards, cuda = read_cards(), torch.version.cuda
     if gpus or not cuda or not cards.are_reachable:
         return control.DevicesCounted(gpus=gpus)
-    hidden, remedy = cards.hidden_from(torch.__version__, f"CUDA {cuda}", said)
+    hidden, remedy = cards.hidden_from(torch.__version__, f"CUDA {cuda}", reason)
     return control.DevicesCounted(gpus=0, hidden=hidden, remedy=remedy)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether a device has no memory left.
+    """Return whether the error means that a device has no memory left.
 
-    Torch has a class for its own allocator alone; what CUDA's libraries and NCCL could not get, they say in words.
+    Torch has a class only for errors of its own allocator. Failures of CUDA's libraries and NCCL are recognised by
+    their text.
     """
-    said = str(error).lower()
+    text = str(error).lower()
     return type(error).__name__ == "OutOfMemoryError" or (
-        isinstance(error, RuntimeError) and ("out of memory" in said or "cublas_status_alloc_failed" in said)
+        isinstance(error, RuntimeError) and ("out of memory" in text or "cublas_status_alloc_failed" in text)
     )
 
 
 def _describe_failure(error: Exception, device: str = "the device") -> control.Failed:
-    """Return what the peer process needs to raise the same error on its side."""
+    """Return the message from which the peer process rebuilds this error."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, ImportError):
         error = MachineError(f"a library of the training stack cannot be imported: {error}.", "Install it with pip.")
-    said = str(error)
-    if isinstance(error, RuntimeError) and "/dev/shm" in said and ("segment" in said or "No space left" in said):
-        # NCCL found too little of it: a container has 64 MB unless told otherwise.
-        remedy = "In a container, give it more: docker run --shm-size 1g, or --ipc host. Else train on one GPU."
-        error = MachineError("/dev/shm has too little room for what this machine's GPUs tell each other.", remedy)
+    text = str(error)
+    if isinstance(error, RuntimeError) and "/dev/shm" in text and ("segment" in text or "No space left" in text):
+        # NCCL needs more shared memory than the 64 MB that a container has by default.
+        remedy = "In a container, enlarge it: docker run --shm-size 1g, or --ipc host. Otherwise train on one GPU."
+        error = MachineError("/dev/shm is too small for the communication between this machine's GPUs.", remedy)
     if _is_out_of_memory(error):
         remedy = (
             "Use --micro-batch with a smaller number, --activation-checkpointing, --optimizer-state host or 8bit, or "
@@ -115,7 +117,8 @@ def _describe_failure(error: Exception, device: str = "the device") -> control.F
 
 # The control channel -------------------------------------------------------------------------------------------------
 class _Average(NamedTuple):
-    """The newest word of a fragment: its training, whether it has new values, and when that was heard (monotonic)."""
+    """The newest `TakeAverage` for a fragment: its training, whether it has new values, and when it arrived
+    (monotonic)."""
 
     number: int
     is_changed: bool
@@ -123,13 +126,14 @@ class _Average(NamedTuple):
 
 
 class ControlChannel:
-    """The worker's end of the control channel, read by a thread of its own so that its closing is noticed at once."""
+    """The worker's end of the control channel. A thread of its own reads it, so that the worker notices at once when it
+    closes."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._sending = threading.Lock()
         self.stopped_number = 0
-        self._may_step = threading.Event()  # set unless the owner wants a pause
+        self._may_step = threading.Event()  # cleared while the owner wants a pause
         self._may_step.set()
         self._averages: dict[int, _Average] = {}
         self._news = threading.Event()
@@ -139,20 +143,21 @@ class ControlChannel:
         threading.Thread(target=self._read, daemon=True).start()
 
     def is_held(self, number: int) -> bool:
-        """Wait for a moment for a pause to end; return whether the next step of training `number` still has to wait."""
+        """Wait a moment for a pause to end. Return whether the next step of training `number` must still wait."""
         return number > self.stopped_number and not self._may_step.wait(LOOK_SECONDS)
 
     def send(self, message: control.ControlMessage) -> None:
-        with self._sending:  # batches are read by a thread of their own, which may have to tokenize
+        with self._sending:  # the thread that reads batches sends, too: it reports its progress in tokenizing
             self._connection.sendall(message.line())
 
     def average_of(self, fragment: int, number: int) -> _Average | None:
-        """Return what became of a fragment that training `number` has stored, once that is known."""
+        """Return the outcome for a fragment that training `number` has stored, or None while it is not known."""
         average = self._averages.get(fragment)
         return average if average is not None and average.number == number else None
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Return once this holds; it is asked anew whenever something was heard. Meanwhile say that we are alive."""
+        """Wait until `is_so()` is true, calling it again after each command that arrives. Send `Alive` now and then
+        meanwhile."""
         while True:
             self._news.clear()
             if is_so():
@@ -161,7 +166,7 @@ class ControlChannel:
                 self.send(control.Alive())
 
     def take(self, command: control.Command) -> None:
-        """Hear a command; those that are not heard while training wait in `commands`."""
+        """Act on a command at once if it may come during training; otherwise put it into `commands`."""
         match command:
             case control.EndInnerLoop():
                 self.stopped_number = command.number
@@ -174,7 +179,8 @@ class ControlChannel:
         self._news.set()
 
     def _read(self) -> None:
-        """Lines to commands, until the peer process is gone. Training cannot be interrupted politely, so: _exit."""
+        """Pass on commands until the channel closes; then end the process with `_exit`, because training cannot be
+        interrupted in any other way."""
         try:
             for line in self._connection.makefile("rb"):
                 self.take(control.Command.parse(line))
@@ -194,8 +200,8 @@ class Worker:
         os.nice(command.options.nice)
         self._cache = _own_cache(command.options.compile_cache)
         cap_memory(command.options.max_memory, os.getppid())
-        # Imported here, after the channel is being listened to: these take seconds. transformers takes most of them, so
-        # it comes when it is known that there is a device to train on, and data.
+        # These imports take seconds, so they come after the channel is being read. transformers takes the longest, so
+        # it comes last, when a device and data to train on have been found.
         at_stage("importing torch")
         with _nothing_collected():
             import torch
@@ -278,12 +284,14 @@ class Worker:
         _freeze()
 
     def _try_what_is_compiled(self) -> str:
-        """Choose how attention is computed, and whether blocks are compiled, by what works here. Return why blocks are
-        not, though they should be; else nothing."""
+        """Choose how attention is computed and whether blocks are compiled, by trying what works on this machine.
+
+        Return the reason if blocks should be compiled but are not; otherwise an empty string.
+        """
         from opendiloco.training.team import compiling_lacks
         from opendiloco.training.trials import document_attention, keep_compiled_if_it_works
 
-        self._replica.load(self._vectors.theta)  # so far shards have whatever was in memory, and its loss may be none
+        self._replica.load(self._vectors.theta)  # before, shards are uninitialised memory, whose loss may be NaN
         end = self._data.samples.document_end
         if end is not None and self._options.compile is not False:
             self._replica.attention = document_attention(self._replica, self._team, end, self._cache)
@@ -296,8 +304,8 @@ class Worker:
         return keep_compiled_if_it_works(self._replica, self._team, self._cache)
 
     def _choose_micro_batch(self) -> int:
-        """Return what this machine's owner says; else as many windows as fit, up to what the run recommends. Those of
-        GPUs may become more, once it is known what they take in training."""
+        """Return the micro-batch that this machine's owner has chosen; otherwise as many windows as fit, up to the
+        run's recommendation. A GPU's micro-batch may grow later, when its memory use in training is known."""
         from opendiloco.training.trials import fitting_micro_batch
 
         piece = self._team.largest_piece(self._config.training.batch_size)
@@ -307,7 +315,7 @@ class Worker:
         return fitting_micro_batch(self._replica, most, self._team, self._options.trains)
 
     def carry_out(self, command: control.Command) -> control.ControlMessage | None:
-        """Carry out one command; return the reply. Those that move moments are answered when that is done."""
+        """Carry out one command and return the reply, or None for a command about moments whose reply comes later."""
         match command:
             case control.RunInnerLoop():
                 self._data.samples.mix(command.mixtures)
@@ -324,7 +332,8 @@ class Worker:
                 raise WorkerError(f"{type(command).__name__} is out of place here.", "This is a bug; report it.")
 
     def _carry_out_asides(self) -> None:
-        """Move moments, the one thing that the peer process asks of a single worker between two inner steps."""
+        """Carry out commands about moments, the only ones that the peer process sends to a single worker during
+        training."""
         if self._team.size > 1:
             return
         with suppress(queue.Empty):
@@ -333,7 +342,8 @@ class Worker:
                     self._channel.send(reply)
 
     def _move_moments(self, command: control.MoveMoments) -> control.MomentsMoved | None:
-        """Move moments, and return the reply. Those that were copied are written by a thread, which replies."""
+        """Move moments and return the reply. If the moments were only copied, a thread writes them and sends the
+        reply."""
         write = None
         try:
             match command:
@@ -357,7 +367,8 @@ class Worker:
         self._channel.send(control.MomentsMoved(problem=problem))
 
     def _evaluate(self, command: control.Evaluate) -> control.Evaluated:
-        """Each worker reads its piece of the windows; each forward pass takes all of them."""
+        """Return the held-out loss. Each worker reads its part of the windows, and all workers take part in each
+        forward pass."""
         from opendiloco.training.evaluation import held_out_loss
 
         windows, at_once = command.windows, self.description.uncompiled_micro_batch
@@ -383,7 +394,7 @@ class Worker:
 
     @contextmanager
     def _whole_model(self) -> Iterator[Any]:
-        """A model with theta in it: the worker's own, or one made for the purpose if that is sharded."""
+        """Yield a whole model that holds theta: the worker's own, or a new one if the worker's model is sharded."""
         from opendiloco.model.build import build_model
         from opendiloco.model.parameters import Shards, is_all_trained, trainable
 
@@ -398,8 +409,10 @@ class Worker:
 
 
 def _own_cache(folder: str | None) -> Path | None:
-    """Have PyTorch's compiler keep what it makes in this folder, and Triton its kernels; unless this machine's owner
-    has named another, or it cannot be used. Return the folder if it is in use."""
+    """Make PyTorch's compiler, and Triton, keep compiled code in this folder. Return the folder if it is in use.
+
+    The folder is not used if the machine's owner has named another one or if it cannot be made private.
+    """
     if folder is None or os.environ.get(CACHE_VARIABLE):
         return None
     try:
@@ -412,7 +425,7 @@ def _own_cache(folder: str | None) -> Path | None:
 
 @contextmanager
 def _collected_by_hand() -> Iterator[None]:
-    """Have Python collect no garbage by itself: that takes long, and all workers wait for the one that does so."""
+    """Turn Python's automatic garbage collection off. It takes long, and all workers wait for the one that collects."""
     gc.disable()
     try:
         yield
@@ -422,8 +435,11 @@ def _collected_by_hand() -> Iterator[None]:
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """While it imports, Python would look for garbage again and again among half a million objects, of which most stay:
-    a tenth of the time. It looks once instead, at the end, and never again at what it finds in use."""
+    """Turn garbage collection off during imports, and collect once at the end.
+
+    Otherwise Python would search half a million objects for garbage again and again, which takes a tenth of the time.
+    Objects that are in use at the end are never searched again.
+    """
     with _collected_by_hand():
         try:
             yield
@@ -432,14 +448,14 @@ def _nothing_collected() -> Iterator[None]:
 
 
 def _freeze() -> None:
-    """Collect Python's garbage now, and never look again at what is in use."""
+    """Collect Python's garbage now, and exclude all remaining objects from later collections."""
     gc.collect()
     gc.freeze()
 
 
 # Training ------------------------------------------------------------------------------------------------------------
 class InnerLoops:
-    """Trainings, one after the other. `carry_out_asides` is called between inner steps, and while this worker waits."""
+    """Trainings, one after the other. `carry_out_asides` is called between inner steps and while this worker waits."""
 
     def __init__(
         self,
@@ -454,13 +470,14 @@ class InnerLoops:
         self._replica, self._team, self._vectors, self._channel = replica, team, vectors, channel
         self._carry_out_asides = carry_out_asides
         self._cycles = Cycles(self.store, self.merge, len(replica.layout.fragments), config.streaming)
-        self._stored: dict[int, tuple[int, float]] = {}  # in which training each fragment was stored last, and when
+        self._stored: dict[int, tuple[int, float]] = {}  # the training that stored each fragment last, and when
         self._number = 0
         self.idled = 0.0
         """Seconds for which the worker had nothing to do since its last training."""
 
     def run(self, command: control.RunInnerLoop) -> control.InnerLoopDone:
-        """Train. A worker that goes on has waited until now for the last average of the cycle before."""
+        """Train, and return the results. If the training goes on from the previous one, the time that the worker has
+        waited for the last average of the previous cycle counts as waiting."""
         from opendiloco.training.team import forget_peak_memory, peak_memory
 
         self._waited = self.idled if command.goes_on else 0.0  # seconds, as are those that follow
@@ -475,7 +492,7 @@ class InnerLoops:
             command.overrides,
         )
         is_last = command.index + 1 == command.overrides.total_outer_steps(self._config)
-        self._cycles.begin(inner_steps.planned, self._told(inner_steps), command.overlap, command.goes_on, is_last)
+        self._cycles.begin(inner_steps.planned, self._reported(inner_steps), command.overlap, command.goes_on, is_last)
         self._wait_while_held()
         with _collected_by_hand():
             self._pass_through(inner_steps)
@@ -497,7 +514,8 @@ class InnerLoops:
         )
 
     def _pass_through(self, inner_steps: InnerSteps) -> None:
-        """Take all inner steps, and store each fragment on the way; the last one also if we were told to stop."""
+        """Take all inner steps, and store each fragment on the way. The last fragment is stored also if the training is
+        stopped."""
         last = len(self._replica.layout.fragments) - 1
         local = self._vectors.local
         is_whole = True
@@ -519,7 +537,8 @@ class InnerLoops:
         self._stored[fragment] = self._number, time.monotonic()
 
     def merge(self, theta: Vector, fragment: int, alpha: float) -> None:
-        """Merge what was averaged, once it is there; and nothing, if there is nothing new or all are to stop."""
+        """Wait for a fragment's average, and merge it. Merge nothing if the fragment did not change or the training is
+        stopped."""
         (number, stored_at), began = self._stored[fragment], time.monotonic()
 
         def is_decided() -> bool:
@@ -539,19 +558,20 @@ class InnerLoops:
         return self._number <= self._channel.stopped_number
 
     def _wait_while_held(self) -> None:
-        """Wait while the owner wants a pause, and this training is not to end."""
+        """Wait while the owner wants a pause, unless this training is to end."""
         began = time.monotonic()
         while self._channel.is_held(self._number):
             self._carry_out_asides()
         self._held += time.monotonic() - began
 
-    def _told(self, inner_steps: InnerSteps) -> Iterator[InnerStep]:
-        """Take inner steps; tell of each that changed the weights, and do what fits between two of them."""
+    def _reported(self, inner_steps: InnerSteps) -> Iterator[InnerStep]:
+        """Yield the inner steps as they are taken. Report each step that changed the weights, and between two steps
+        carry out commands about moments, collect garbage and keep pauses."""
         began, slowest = time.monotonic(), 0.0
         for step in inner_steps.every():
             if (seconds := time.monotonic() - began) > slowest:
                 slowest = seconds
-                self._team.wait_at_most(control.patience(slowest))  # less than for all that is set up before the first
+                self._team.wait_at_most(control.patience(slowest))  # less than before the first step
             if step.number % COLLECTED_EVERY == 0:
                 gc.collect()
             if step.is_finite:
@@ -576,8 +596,8 @@ class InnerLoops:
 
 
 def main() -> None:
-    """Serve on the control channel, whose descriptor is the one argument, until the process ends."""
-    faulthandler.enable()  # a crash in a library says where it was
+    """Carry out commands from the control channel, whose descriptor is the only argument, until the process ends."""
+    faulthandler.enable()  # so that a crash in a library prints where it happened
     channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     channel.start()
     with watched_by(lambda stage, share: channel.send(control.AtStage(stage=stage, share=share))):

@@ -67,7 +67,7 @@ def test_too_little_memory_is_said_before_it_is_taken(monkeypatch: pytest.Monkey
 def test_a_system_that_refuses_is_quoted() -> None:
     read_only = os.open("/dev/null", os.O_RDONLY)
     try:
-        with pytest.raises(MachineError, match="1 MiB of shared memory cannot be had"):
+        with pytest.raises(MachineError, match="1 MiB of shared memory cannot be allocated"):
             reserve(read_only, 2**17)
     finally:
         os.close(read_only)

@@ -328,7 +328,7 @@ def test_what_a_run_brings_itself_needs_no_file(small_config: RunConfig, folder:
     run = Run.sign(small_config, Identity.generate())
     assert run.with_own(OwnFiles()) == run
     for table in ("model", "tokenizer"):
-        with pytest.raises(DataError, match=f"--{table} .*: this run brings its {table} itself"):
+        with pytest.raises(DataError, match=f"--{table} .*: this run's manifest defines its {table}"):
             run.with_own(OwnFiles(**{table: folder}))
 
 

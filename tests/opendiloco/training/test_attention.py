@@ -88,7 +88,7 @@ def test_what_does_not_work_at_all_is_not_asked_again(
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, FLEX, refuse)
     assert tried(replica, said) is None
-    assert said[-1].endswith("masked: no such kernel.")
+    assert said[-1].endswith("slower: no such kernel.")
 
 
 def test_another_loss_is_not_taken(replica: ModelReplica, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

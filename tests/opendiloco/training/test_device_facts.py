@@ -30,7 +30,7 @@ def test_a_device_that_is_not_there() -> None:
 
 @pytest.mark.parametrize("wanted", ["abacus", "meta", "cpu:0", "cuda:", "mps", ""])
 def test_a_device_that_is_none_of_ours(wanted: str) -> None:
-    with pytest.raises(MachineError, match=f"--device {wanted} is nothing to train on") as caught:
+    with pytest.raises(MachineError, match=f"--device {wanted} is not a device") as caught:
         choose_device(wanted)
     assert caught.value.exit_code == 6
 

@@ -248,7 +248,7 @@ def test_one_of_another_run_or_optimizer_is_not_taken(
 @pytest.mark.parametrize(
     ("place", "bytes_there", "said"),
     [
-        (0, b"\xff" * 8, "does not begin as"),
+        (0, b"\xff" * 8, "does not begin like"),
         (9, b"\xff", "no safetensors header"),
         (-4, b"\x01\x02\x03\x04", "do not match its digest"),
         (-4, b"\0\0\xc0\x7f", "NaN or infinity"),
@@ -273,7 +273,7 @@ def test_a_header_that_we_would_not_write_is_refused(kept: Path, tmp_path: Path)
     content[first]["data_offsets"] = [0, 2**40]
     text = json.dumps(content).encode()
     (tmp_path / "file").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    with pytest.raises(SnapshotError, match="a header that we would not write"):
+    with pytest.raises(SnapshotError, match="a header that diloco-peer does not write"):
         check_moments_file(tmp_path / "file")
 
 
@@ -397,7 +397,7 @@ def test_workers_in_the_place_of_lost_ones_go_on_with_what_was_kept(
 
     with caplog.at_level(logging.INFO):
         asyncio.run(main())
-    assert f"the inner optimizer goes on with what {path} has" in caplog.text
+    assert f"the inner optimizer continues with the moments in {path}" in caplog.text
     check_moments_file(path)
     before, after = load_file(path), load_file(tmp_path / "again")
     assert before.keys() == after.keys()

@@ -400,7 +400,7 @@ def test_a_step_that_is_skipped_counts(small_content: dict[str, Any]) -> None:
 
 def test_a_run_says_how_large_its_fragments_are(small_content: dict[str, Any]) -> None:
     config = model_config(small_content, streaming={"layers_per_fragment": 2})
-    with pytest.raises(ManifestError, match=r"streaming\.sizes: ") as caught:
+    with pytest.raises(ManifestError, match=r"streaming\.sizes is missing") as caught:
         Run.sign(config, Identity.generate())
     assert "diloco-peer run create" in str(caught.value.remedy)
     named = with_sizes_named(config)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opendiloco.volunteer import admission as module
-from opendiloco.volunteer.admission import TICKET_FILE, GivenTickets, _show_ticket, read_ticket, shown_out
+from opendiloco.volunteer.admission import TICKET_FILE, GivenTickets, _show_ticket, read_ticket, wait_for_refusal
 from peers.errors import AdmissionError
 from peers.presence.admission import RunAdmission
 from peers.values.identity import Identity
@@ -99,7 +99,7 @@ class TestStaying:
 
         async def scenario() -> str:
             async with asyncio.timeout(seconds):
-                return str(await shown_out(admission, ME.peer_id))
+                return str(await wait_for_refusal(admission, ME.peer_id))
 
         return asyncio.run(scenario())
 

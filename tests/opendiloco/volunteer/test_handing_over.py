@@ -44,7 +44,7 @@ def training(peer: str, index: int = STEP) -> tuple[str, PeerState, int]:
 @pytest.mark.parametrize(
     ("others", "waits", "farewell"),
     [
-        ([], False, "only this machine has outer step 5: join again from it, and the run goes on there"),
+        ([], False, "only this machine has outer step 5: join again from it to continue the run there"),
         ([LATE_ARCHIVE], True, "only this machine has outer step 5: join again"),
         ([ARCHIVE], False, "outer step 5 is with 1 archive"),
         ([training("z"), LATE_ARCHIVE], False, "outer step 5 is with 1 other volunteer"),

@@ -78,7 +78,7 @@ def test_a_damaged_file_is_passed_over(run: Run, tmp_path: Path, caplog: pytest.
     folder = RunFolder.open(run, "me", tmp_path)
     folder.signed_heads.write_bytes(b"garbage")
     assert begin(Network(), run, folder) == []
-    assert "is passed over: they cannot be read" in caplog.text
+    assert "is ignored: they cannot be read" in caplog.text
     assert caplog.records[0].levelno == logging.WARNING
 
 

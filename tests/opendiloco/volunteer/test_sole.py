@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from opendiloco.volunteer import identity as module
-from opendiloco.volunteer.identity import doubled, listen, listening
+from opendiloco.volunteer.identity import listen, listening, wait_for_copy
 from peers.errors import CopiedKeyError
 from peers.network.transport import HivemindTransport
 from peers.presence.copies import Copies
@@ -103,7 +103,7 @@ def test_of_two_that_began_at_once_one_goes(
 
     async def scenario() -> bool:
         peer = cast(Peer, SimpleNamespace(me=IDENTITY.peer_id, incarnation=ours, start=0, log=Log(*roster)))
-        waiting = asyncio.create_task(doubled(as_transport(network), RUN, peer))
+        waiting = asyncio.create_task(wait_for_copy(as_transport(network), RUN, peer))
         for _ in range(30):
             await network.heartbeats(RUN)
             await asyncio.sleep(0)

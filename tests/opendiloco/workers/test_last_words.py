@@ -76,7 +76,7 @@ def test_a_traceback_is_in_the_log_and_its_end_in_the_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     error = asyncio.run(dead(RAISES, monkeypatch))
-    assert "ended with exit status 1. Its last words:" in error.message
+    assert "ended with exit status 1. It printed last:" in error.message
     assert error.message.endswith("| RuntimeError: no kernel image is available")
     assert "\n" not in error.message
     [record] = [record for record in caplog.records if record.levelno == logging.ERROR]

@@ -73,11 +73,9 @@ def test_in_a_run_that_waits_auto_waits_and_a_number_is_refused(small_config: Ru
 
 
 def test_an_overlap_as_long_as_a_cycle_is_refused(small_config: RunConfig) -> None:
-    with pytest.raises(
-        MachineError, match=r"--overlap 10 is no less than the run's training.inner_steps = 10"
-    ) as caught:
+    with pytest.raises(MachineError, match=r"--overlap 10 is not below the run's training.inner_steps = 10") as caught:
         Overlap(config_with(small_config, 2), "10")
-    assert "Choose 9 at most, or auto" in caught.value.remedy
+    assert "Choose at most 9, or auto" in caught.value.remedy
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "two", "", "\u0663"])

@@ -274,8 +274,10 @@ def test_what_fails_on_one_worker_alone_is_left_out_on_all(
     training = small_content["training"] | {"document_mask": True}
     said = pair(ranks, tmp_path, small_content | {"model": model, "training": training}, TRIALS)
     uncompiled = "not compiling, which would be faster: "
-    masked = "attention is computed between documents, too, and masked: "
-    assert said[0] == [f"{uncompiled}another worker cannot."] * 2 + [f"{masked}another worker needs it."]
+    masked = "attention across documents is computed and masked, which is slower: "
+    assert said[0] == [f"{uncompiled}another worker cannot compile."] * 2 + [
+        f"{masked}flex attention fails on another worker."
+    ]
     assert said[1] == [
         f"{uncompiled}fatal error: Python.h: No such file.",
         f"{uncompiled}there is no compiler here.",

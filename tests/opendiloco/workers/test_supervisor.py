@@ -342,7 +342,7 @@ def test_a_process_that_the_kernel_cannot_end_is_an_error_that_asks_for_the_mach
         Played.all[0].name = Played.all[1].name = "a worker"
         Played.deaths.update({1: 0})
         monkeypatch.setattr(Played, "is_running", True)
-        with pytest.raises(MachineError, match="a GPU's driver holds it") as caught:
+        with pytest.raises(MachineError, match="a GPU's driver keeps killed workers running") as caught:
             await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
         assert "dmesg" in caught.value.remedy
         assert len(Played.all) == 2
@@ -595,14 +595,14 @@ def test_a_compiler_that_hangs_on_one_worker_keeps_the_others_waiting_for_a_whil
         assert not group.supervisor.death.done()
         assert [one.configured.options.compile for one in Played.all[-2:]] == [False, False]
         assert [one.configured.fresh for one in Played.all[-2:]] == [False, False], "theta is there"
-        assert group.supervisor.uncompiled == "the compiler has not come to an end in 0 minutes."
+        assert group.supervisor.uncompiled == "the compiler did not finish in 0 minutes."
         await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
         await group.close()
 
     monkeypatch.setattr(Played, "exchange", compile_for_ever)
     monkeypatch.setattr(supervisor, "COMPILING_SECONDS", 0.01)
     asyncio.run(asyncio.wait_for(story(), 30))
-    said = "a worker's compiler has not come to an end in 0 minutes. The workers start again and do not compile"
+    said = "a worker's compiler did not finish in 0 minutes. The workers start again without compiling"
     assert caplog.text.count(said) == 1
 
 
@@ -720,7 +720,10 @@ def test_what_goes_wrong_with_the_last_inner_steps_is_raised_by_the_next_trainin
         if goes_on:
             with pytest.raises(DataError, match="cannot be read"):
                 await group.run_inner_loop(SECOND, ignore, goes_on=True)
-            assert "training after outer step 0 has failed in the end: a document cannot be read." in caplog.text
+            assert (
+                "the last inner steps after outer step 0 failed; their work is lost: a document cannot be read."
+                in caplog.text
+            )
         else:
             await group.run_inner_loop(SECOND, ignore)
         await group.close()
