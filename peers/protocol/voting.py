@@ -250,7 +250,7 @@ class VotingRecord(Value):
         """Return the peer's votes at a position, or why it does not vote there."""
         if self.left is not None and position.index >= self.left:
             return Refusal.LEFT
-        there = (state for state in self.states if state.position.index == position.index)  # quicker than whole positions
+        there = (state for state in self.states if state.position.index == position.index)  # faster than all fields
         known = next((state for state in there if state.position == position), None)
         if known is not None:
             return known
