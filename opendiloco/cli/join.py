@@ -114,7 +114,7 @@ class _Joining:
 
     async def live(self, interrupts: Interrupts) -> None:
         """Train until asked to leave, whenever the owner wants this machine to: again after each long pause."""
-        from opendiloco.owner.controls import Answer, Request, serve_controls
+        from opendiloco.owner.controls import Request, VolunteerStatus, serve_controls
         from opendiloco.storage.run_folder import RunFolder
 
         interrupts.heard = self.watch.stop
@@ -126,7 +126,7 @@ class _Joining:
 
             page = dashboard(self.page, lambda: sources)
 
-        def answer(request: Request) -> Answer:
+        def answer(request: Request) -> VolunteerStatus:
             return self.watch.answer(request).model_copy(update={"month": tuple(self.traffic.lines())})
 
         async with page, serve_controls(folder, answer):

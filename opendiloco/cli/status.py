@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from opendiloco.config.run_config import RunConfig
-    from opendiloco.owner.controls import Answer
+    from opendiloco.owner.controls import VolunteerStatus
     from opendiloco.run import Run
     from opendiloco.view.run_view import RunView
     from opendiloco.workers.needs import Needs
@@ -273,7 +273,7 @@ async def _compare(transport: HivemindTransport, run: Run) -> RunView:
     return view
 
 
-def _picture(view: RunView, signed: SignedHeads, here: Mapping[str, Answer]) -> Group:
+def _picture(view: RunView, signed: SignedHeads, here: Mapping[str, VolunteerStatus]) -> Group:
     """Return the peers as a table, and below it what else is known, last of the volunteers on this machine."""
     from rich.console import Group
     from rich.text import Text
@@ -292,7 +292,7 @@ def _picture(view: RunView, signed: SignedHeads, here: Mapping[str, Answer]) -> 
     return Group(table, *map(Text, [*told, str(view.agreement), *own]))  # a peer's words are no markup
 
 
-def _volunteers_here(run_id: str) -> dict[str, Answer]:
+def _volunteers_here(run_id: str) -> dict[str, VolunteerStatus]:
     """Return what the volunteers of a run on this machine say of themselves, by peer."""
     from opendiloco.owner.controls import volunteers
     from opendiloco.storage.run_folder import default_state_folder

@@ -33,7 +33,7 @@ class Request(BaseModel):
     anyway: bool = False
 
 
-class Answer(BaseModel):
+class VolunteerStatus(BaseModel):
     """What the volunteer says. It is paused while there are `reasons`. `month` has its traffic beside its limits."""
 
     model_config = ConfigDict(frozen=True)
@@ -45,7 +45,7 @@ class Answer(BaseModel):
 
 
 @asynccontextmanager
-async def serve_controls(folder: Path, answer: Callable[[Request], Answer]) -> AsyncIterator[None]:
+async def serve_controls(folder: Path, answer: Callable[[Request], VolunteerStatus]) -> AsyncIterator[None]:
     """Answer requests until the context ends. Raises: MachineError when the socket cannot be made."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -79,7 +79,7 @@ async def serve_controls(folder: Path, answer: Callable[[Request], Answer]) -> A
         path.unlink(missing_ok=True)
 
 
-def ask(path: Path, request: Request) -> Answer | None:
+def ask(path: Path, request: Request) -> VolunteerStatus | None:
     """Return what the volunteer of a socket answers; None: nobody is there."""
     try:
         with _short(path.parent) as near, socket.socket(socket.AF_UNIX) as connection:
@@ -87,12 +87,12 @@ def ask(path: Path, request: Request) -> Answer | None:
             connection.connect(near)
             connection.sendall(request.model_dump_json().encode() + b"\n")
             with connection.makefile("rb") as reader:
-                return Answer.model_validate_json(reader.readline(LINE_LIMIT))
+                return VolunteerStatus.model_validate_json(reader.readline(LINE_LIMIT))
     except (OSError, ValueError):
         return None
 
 
-def volunteers(state: Path, run: str | None = None) -> dict[Path, Answer]:
+def volunteers(state: Path, run: str | None = None) -> dict[Path, VolunteerStatus]:
     """Return what the volunteers below a state folder say, of all runs or of one, by their sockets."""
     asked = {path: ask(path, Request(do="look")) for path in sorted(state.glob(f"{run or '*'}/*/{NAME}"))}
     return {path: answer for path, answer in asked.items() if answer is not None}

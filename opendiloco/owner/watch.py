@@ -17,7 +17,7 @@ from datetime import datetime
 from typing import Protocol
 
 from opendiloco.owner.conditions import Condition
-from opendiloco.owner.controls import Answer, Request
+from opendiloco.owner.controls import Request, VolunteerStatus
 from opendiloco.owner.facts import Facts
 from opendiloco.quantities import duration
 from peers.values.system import cancel_and_wait, start_task
@@ -148,7 +148,7 @@ class OwnersWatch:
         """Whoever waits for the end of the stay leaves for good, whatever the stay ends for."""
         self._is_leaving, self._comes_back = True, False
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: Request) -> VolunteerStatus:
         """Do what a command asks for."""
         says = self._phase()
         if request.do == "pause":
@@ -158,7 +158,7 @@ class OwnersWatch:
         elif request.do == "finish":
             self._wishes.is_finishing, says = True, "leaving after this outer step"
         self._act(_awake())
-        return Answer(says=says, phase=self._phase(), reasons=self.reasons)
+        return VolunteerStatus(says=says, phase=self._phase(), reasons=self.reasons)
 
     @property
     def reasons(self) -> tuple[str, ...]:

@@ -10,16 +10,16 @@ import stat
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from opendiloco.owner.controls import NAME, Answer, Request, ask, serve_controls, volunteers
+from opendiloco.owner.controls import NAME, Request, VolunteerStatus, ask, serve_controls, volunteers
 
-PAUSED = Answer(says="pausing", phase="training", reasons=("on battery",))
+PAUSED = VolunteerStatus(says="pausing", phase="training", reasons=("on battery",))
 
 
-def asked(folder: Path, *lines: bytes) -> tuple[list[Request], list[Answer | None], int]:
+def asked(folder: Path, *lines: bytes) -> tuple[list[Request], list[VolunteerStatus | None], int]:
     """Serve a socket; send it these lines, then a request. Returns the requests heard, the answer, and the mode."""
     heard: list[Request] = []
 
-    def answer(request: Request) -> Answer:
+    def answer(request: Request) -> VolunteerStatus:
         heard.append(request)
         return PAUSED
 
@@ -31,7 +31,7 @@ def asked(folder: Path, *lines: bytes) -> tuple[list[Request], list[Answer | Non
             connection.recv(100)
         os.close(descriptor)
 
-    async def serve() -> tuple[list[Answer | None], int]:
+    async def serve() -> tuple[list[VolunteerStatus | None], int]:
         async with serve_controls(folder, answer):
             for line in lines:
                 await asyncio.to_thread(send, line)
