@@ -114,7 +114,7 @@ class _Joining:
 
     async def live(self, interrupts: Interrupts) -> None:
         """Train until asked to leave, whenever the owner wants this machine to: again after each long pause."""
-        from opendiloco.owner.controls import Request, VolunteerStatus, serve_controls
+        from opendiloco.owner.controls import OwnerRequest, VolunteerStatus, serve_controls
         from opendiloco.storage.run_folder import RunFolder
 
         interrupts.heard = self.watch.stop
@@ -126,7 +126,7 @@ class _Joining:
 
             page = dashboard(self.page, lambda: sources)
 
-        def answer(request: Request) -> VolunteerStatus:
+        def answer(request: OwnerRequest) -> VolunteerStatus:
             return self.watch.answer(request).model_copy(update={"month": tuple(self.traffic.lines())})
 
         async with page, serve_controls(folder, answer):
@@ -232,10 +232,10 @@ def _name(volunteer: Path) -> str:
 
 def _tell(do: Literal["pause", "resume", "finish"], anyway: bool = False, **which: Any) -> None:
     """Tell each volunteer that is meant, and print what it says. Raises: MachineError when one does not answer."""
-    from opendiloco.owner.controls import Request, ask
+    from opendiloco.owner.controls import OwnerRequest, ask
 
     for path in _find(**which):
-        answer = ask(path, Request(do=do, anyway=anyway))
+        answer = ask(path, OwnerRequest(do=do, anyway=anyway))
         if answer is None:
             raise MachineError(f"the volunteer of {path.parent} does not answer.", "It may just have ended.")
         click.echo(f"{_name(path)}: {answer.says}")

@@ -24,7 +24,7 @@ ANSWER_SECONDS = 5.0  # for a request and its answer, on one machine; the volunt
 LINE_LIMIT = 4096  # bytes of a request, or of its answer
 
 
-class Request(BaseModel):
+class OwnerRequest(BaseModel):
     """What the owner wants, or wants to know. `anyway` overrules conditions that hold."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -45,13 +45,13 @@ class VolunteerStatus(BaseModel):
 
 
 @asynccontextmanager
-async def serve_controls(folder: Path, answer: Callable[[Request], VolunteerStatus]) -> AsyncIterator[None]:
+async def serve_controls(folder: Path, answer: Callable[[OwnerRequest], VolunteerStatus]) -> AsyncIterator[None]:
     """Answer requests until the context ends. Raises: MachineError when the socket cannot be made."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, TimeoutError, ValidationError, ValueError):  # whoever asks is gone, or is none of us
             async with asyncio.timeout(ANSWER_SECONDS):
-                request = Request.model_validate_json(await reader.readline())
+                request = OwnerRequest.model_validate_json(await reader.readline())
                 writer.write(answer(request).model_dump_json().encode() + b"\n")
                 await writer.drain()
         writer.close()
@@ -79,7 +79,7 @@ async def serve_controls(folder: Path, answer: Callable[[Request], VolunteerStat
         path.unlink(missing_ok=True)
 
 
-def ask(path: Path, request: Request) -> VolunteerStatus | None:
+def ask(path: Path, request: OwnerRequest) -> VolunteerStatus | None:
     """Return what the volunteer of a socket answers; None: nobody is there."""
     try:
         with _short(path.parent) as near, socket.socket(socket.AF_UNIX) as connection:
@@ -94,7 +94,7 @@ def ask(path: Path, request: Request) -> VolunteerStatus | None:
 
 def volunteers(state: Path, run: str | None = None) -> dict[Path, VolunteerStatus]:
     """Return what the volunteers below a state folder say, of all runs or of one, by their sockets."""
-    asked = {path: ask(path, Request(do="look")) for path in sorted(state.glob(f"{run or '*'}/*/{NAME}"))}
+    asked = {path: ask(path, OwnerRequest(do="look")) for path in sorted(state.glob(f"{run or '*'}/*/{NAME}"))}
     return {path: answer for path, answer in asked.items() if answer is not None}
 
 

@@ -17,7 +17,7 @@ from datetime import datetime
 from typing import Protocol
 
 from opendiloco.owner.conditions import Condition
-from opendiloco.owner.controls import Request, VolunteerStatus
+from opendiloco.owner.controls import OwnerRequest, VolunteerStatus
 from opendiloco.owner.facts import Facts
 from opendiloco.quantities import duration
 from peers.values.system import cancel_and_wait, start_task
@@ -148,7 +148,7 @@ class OwnersWatch:
         """Whoever waits for the end of the stay leaves for good, whatever the stay ends for."""
         self._is_leaving, self._comes_back = True, False
 
-    def answer(self, request: Request) -> VolunteerStatus:
+    def answer(self, request: OwnerRequest) -> VolunteerStatus:
         """Do what a command asks for."""
         says = self._phase()
         if request.do == "pause":
