@@ -60,7 +60,7 @@ class FalseProofError(ValueError):
     """A proof that does not prove anything."""
 
 
-# Attention --------------------------------------------------------------------------------------------------------
+# ProofLimits ------------------------------------------------------------------------------------------------------
 class Known(NamedTuple):
     """A checked proof, with its packed bytes."""
 
@@ -69,7 +69,7 @@ class Known(NamedTuple):
     data: bytes
 
 
-class Attention:
+class ProofLimits:
     """Limits on the proofs checked and shown in one cycle, so that liars cost others a bounded time and bandwidth."""
 
     def __init__(self, pause: float) -> None:
@@ -125,7 +125,7 @@ class Evidence:
         self._statements = Statements(self._verifier)
         self._proven: OrderedDict[bytes, tuple[Fault, Position]] = OrderedDict()  # by the digest of the proof
         self._proofs: OrderedDict[bytes, Known] = OrderedDict()  # for some of these
-        self._attention = Attention(self._pause)
+        self._attention = ProofLimits(self._pause)
         self._position: Position | None = None
 
     # Statements -----------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class Evidence:
         position = lineage.log.position
         if position == self._position:
             return
-        self._position, self._attention = position, Attention(self._pause)
+        self._position, self._attention = position, ProofLimits(self._pause)
         self._statements.forget(lineage)
         gone = [
             digest
