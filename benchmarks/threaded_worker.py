@@ -22,7 +22,7 @@ from opendiloco.workers.worker import ControlChannel
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
 
-class Channel(ControlChannel):
+class InProcessControlChannel(ControlChannel):
     """What the worker says is heard at once, in the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -41,7 +41,7 @@ class ThreadedWorker(WorkerGroup):
     def __init__(self, config: RunConfig, overlap: int | None = None) -> None:
         """Averages are merged `overlap` inner steps after their fragment was stored, or as many as the run says."""
         self.config = config
-        self.channel = Channel(asyncio.get_running_loop())
+        self.channel = InProcessControlChannel(asyncio.get_running_loop())
         self._own_overlap = config.streaming.overlap if overlap is None else overlap
         self._trainings = 0
         self._turn = asyncio.Lock()
