@@ -23,7 +23,7 @@ from opendiloco.errors import SettingsError
 from opendiloco.owner.conditions import Condition, parse_conditions, parse_hours, parse_until
 from opendiloco.quantities import GIGABYTE, MEGABIT, FormatName, OptimizerState
 from opendiloco.workers.options import WorkerOptions, parse_overlap
-from opendiloco.workers.trackers import Choice
+from opendiloco.workers.trackers import TrackerSpec
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -494,13 +494,13 @@ class _ViewSettings(Settings):
         "Draw curves of this machine's training: tensorboard:FOLDER or wandb:PROJECT. May be repeated.",
         (),
         metavar="KIND:TARGET",
-        check=Choice.parse,
+        check=TrackerSpec.parse,
     )
     plain: bool = setting("Log lines instead of a live screen.", False)
 
     @property
-    def trackers(self) -> tuple[Choice, ...]:
-        return tuple(map(Choice.parse, self.track))
+    def trackers(self) -> tuple[TrackerSpec, ...]:
+        return tuple(map(TrackerSpec.parse, self.track))
 
 
 @dataclass(frozen=True, kw_only=True)

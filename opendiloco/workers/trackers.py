@@ -31,14 +31,14 @@ class Tracker(Protocol):
         """Write what is left."""
 
 
-class Choice(NamedTuple):
+class TrackerSpec(NamedTuple):
     """What `--track` says: a kind of tracker, and which folder or project."""
 
     kind: str
     target: str
 
     @classmethod
-    def parse(cls, text: str) -> Choice:
+    def parse(cls, text: str) -> TrackerSpec:
         """Raises: ValueError."""
         kind, _, target = text.partition(":")
         if kind not in TRACKERS or not target:
@@ -111,7 +111,7 @@ TRACKERS: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {
 }
 
 
-def _open_tracker(choice: Choice, run_id: str, peer_id: str) -> Tracker:
+def _open_tracker(choice: TrackerSpec, run_id: str, peer_id: str) -> Tracker:
     """Raises: MachineError when the package for it is missing, or it cannot be used."""
     try:
         return TRACKERS[choice.kind](choice.target, run_id, peer_id)
@@ -126,7 +126,7 @@ def _open_tracker(choice: Choice, run_id: str, peer_id: str) -> Tracker:
 
 
 @contextmanager
-def tracking(choices: Sequence[Choice], run_id: str, peer_id: str) -> Iterator[list[Tracker]]:
+def tracking(choices: Sequence[TrackerSpec], run_id: str, peer_id: str) -> Iterator[list[Tracker]]:
     """The trackers, which are closed at the end. Raises: MachineError."""
     with ExitStack() as stack:
         trackers = []
