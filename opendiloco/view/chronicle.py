@@ -64,7 +64,7 @@ class Record:
 
 
 @dataclass
-class Contribution:
+class PeerTotals:
     """What one peer has brought into the entries that were read."""
 
     tokens: int = 0
@@ -94,7 +94,7 @@ class Chronicle:
         self.first = first
         """Index of the first entry that was read: a peer that joined in the middle may not have what came before."""
         self.records = deque[Record](maxlen=KEPT)
-        self.contributions: dict[str, Contribution] = {}
+        self.contributions: dict[str, PeerTotals] = {}
         self.tokens = 0  # of all contributions
         self._end: LogState | None = None
         self._unsigned = deque[tuple[Record, LogState, Header]](maxlen=UNSIGNED)
@@ -127,7 +127,7 @@ class Chronicle:
         """Return what a peer has contributed beside the others; None where nobody has."""
         if not self.tokens:
             return None
-        own = self.contributions.get(peer, Contribution())
+        own = self.contributions.get(peer, PeerTotals())
         rank = 1 + sum(other.tokens > own.tokens for other in self.contributions.values())
         return Standing(own.tokens, own.entries, own.tokens / self.tokens, rank, len({*self.contributions, peer}))
 
@@ -152,7 +152,7 @@ class Chronicle:
                 self._unsigned.append((record, before, header))
         self.records.append(record)
         for member in header.roster:
-            contribution = self.contributions.setdefault(member.peer, Contribution())
+            contribution = self.contributions.setdefault(member.peer, PeerTotals())
             contribution.tokens += member.tokens
             contribution.entries += 1
             contribution.last = entry.index
