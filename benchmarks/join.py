@@ -44,7 +44,7 @@ SETTLE_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
-class Links:
+class Bandwidths:
     """Bytes a second: of each donor's link up, and of the joiner's down."""
 
     upload: float
@@ -68,7 +68,7 @@ class Fetch:
     def seconds(self) -> float:
         return self.ended - self.began
 
-    def bound(self, size: int, links: Links, busy: float = 0.0) -> float:
+    def bound(self, size: int, links: Bandwidths, busy: float = 0.0) -> float:
         """Seconds that the links need at least for `size` bytes, if rounds have them for `busy` seconds."""
         before = min(size, size if self.fetched_before_kill is None else self.fetched_before_kill)
         return before / links.rate(DONORS) + (size - before) / links.rate(DONORS - 1) + busy
@@ -185,7 +185,7 @@ async def measure(values: int, places: Sequence[Place], rounds: int, pause: floa
     return Measured(alone, during, killed, group.seconds[:rounds], group.seconds[rounds:], busy)
 
 
-def rows_of(measured: Measured, size: int, links: Links) -> list[dict[str, Any]]:
+def rows_of(measured: Measured, size: int, links: Bandwidths) -> list[dict[str, Any]]:
     """The table's lines."""
 
     def row(joiner: str, fetch: Fetch, busy: float = 0.0, rounds: Sequence[float] = ()) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def rows_of(measured: Measured, size: int, links: Links) -> list[dict[str, Any]]
     ]
 
 
-def bars_of(measured: Measured, size: int, links: Links) -> list[Bar]:
+def bars_of(measured: Measured, size: int, links: Bandwidths) -> list[Bar]:
     alone = measured.alone.bound(size, links) / measured.alone.seconds
     killed = measured.killed.bound(size, links) / measured.killed.seconds
     rounds = statistics.median(measured.rounds_before) / statistics.median(measured.rounds_during)
@@ -266,7 +266,7 @@ def main(
     iperf_streams: int,
     json_file: Path | None,
 ) -> None:
-    links, size = Links(upload * 1e6 / 8, download * 1e6 / 8), STATE_BYTES * values
+    links, size = Bandwidths(upload * 1e6 / 8, download * 1e6 / 8), STATE_BYTES * values
     places = places_in(namespaces, upload, download)
     carried = carried_by(namespaces, iperf_streams)
     measured = asyncio.run(measure(values, places, rounds, pause))

@@ -60,9 +60,9 @@ def plan(run_toml: Path, links_toml: Path, json_file: Path | None) -> None:
     from rich.console import Console
 
     from opendiloco.config.run_config import RunConfig
-    from opendiloco.tools.plan import TARGETS, Links, forecast, least_bandwidth, plain, plan_of, show
+    from opendiloco.tools.plan import TARGETS, LinksFile, forecast, least_bandwidth, plain, plan_of, show
 
-    config, links = RunConfig.from_toml(run_toml), Links.from_toml(links_toml)
+    config, links = RunConfig.from_toml(run_toml), LinksFile.from_toml(links_toml)
 
     from opendiloco.model.build import sized_skeleton  # takes seconds to load: not before a mistake is found
 

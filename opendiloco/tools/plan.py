@@ -76,7 +76,7 @@ class PeerSection(Section):
         return self
 
 
-class Links(Section):
+class LinksFile(Section):
     """A whole `links.toml`."""
 
     peers: Annotated[tuple[PeerSection, ...], Field(strict=False, min_length=1, max_length=PEERS_LIMIT)]
@@ -304,7 +304,7 @@ class Plan:
         return trainings[max(most, enough)] + self.pace.slack(trainings[0])
 
 
-def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
+def plan_of(config: RunConfig, skeleton: Any, links: LinksFile) -> Plan:
     """Return the plan. Raises: ManifestError where a machine's speed does not follow from its GPU."""
     from opendiloco.model.parameters import layout_of  # this and the next import torch
     from opendiloco.workers.needs import UTILISATION, needs_of

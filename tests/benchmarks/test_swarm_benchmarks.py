@@ -156,7 +156,7 @@ def test_runs_that_the_bare_loop_does_not_know_are_refused() -> None:
         training.prepared(unknown, None, 1)
 
 
-LINKS = join.Links(upload=10, download=25)
+LINKS = join.Bandwidths(upload=10, download=25)
 
 
 def test_a_fetch_is_bound_by_the_joiners_link_or_by_those_of_the_donors() -> None:
@@ -166,7 +166,7 @@ def test_a_fetch_is_bound_by_the_joiners_link_or_by_those_of_the_donors() -> Non
     assert fetch.bound(100, LINKS, busy=3) == 7
     fetch.fetched_before_kill = 50
     assert fetch.bound(100, LINKS) == 2 + 2.5
-    assert join.Fetch(0.0).bound(300, join.Links(upload=10, download=100)) == 10
+    assert join.Fetch(0.0).bound(300, join.Bandwidths(upload=10, download=100)) == 10
 
 
 def test_what_went_on_during_a_fetch() -> None:
