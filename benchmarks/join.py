@@ -150,7 +150,7 @@ class Swarm:
 
 
 @dataclass(frozen=True)
-class Measured:
+class FetchMeasurements:
     """The three fetches, and seconds of the donors' rounds before the first and during the second."""
 
     alone: Fetch
@@ -162,7 +162,7 @@ class Measured:
     """Seconds of the second fetch in which there was a round."""
 
 
-async def measure(values: int, places: Sequence[Place], rounds: int, pause: float) -> Measured:
+async def measure(values: int, places: Sequence[Place], rounds: int, pause: float) -> FetchMeasurements:
     """The last place is the joiners'."""
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="join-")))
@@ -182,10 +182,10 @@ async def measure(values: int, places: Sequence[Place], rounds: int, pause: floa
         ]
         busy = sum(during.overlap(*span) for span in spans)
         killed = await swarm.fetch(kills=donors[-1])
-    return Measured(alone, during, killed, group.seconds[:rounds], group.seconds[rounds:], busy)
+    return FetchMeasurements(alone, during, killed, group.seconds[:rounds], group.seconds[rounds:], busy)
 
 
-def rows_of(measured: Measured, size: int, links: Bandwidths) -> list[dict[str, Any]]:
+def rows_of(measured: FetchMeasurements, size: int, links: Bandwidths) -> list[dict[str, Any]]:
     """The table's lines."""
 
     def row(joiner: str, fetch: Fetch, busy: float = 0.0, rounds: Sequence[float] = ()) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def rows_of(measured: Measured, size: int, links: Bandwidths) -> list[dict[str, 
     ]
 
 
-def bars_of(measured: Measured, size: int, links: Bandwidths) -> list[Bar]:
+def bars_of(measured: FetchMeasurements, size: int, links: Bandwidths) -> list[Bar]:
     alone = measured.alone.bound(size, links) / measured.alone.seconds
     killed = measured.killed.bound(size, links) / measured.killed.seconds
     rounds = statistics.median(measured.rounds_before) / statistics.median(measured.rounds_during)

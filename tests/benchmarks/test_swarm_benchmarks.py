@@ -177,7 +177,9 @@ def test_what_went_on_during_a_fetch() -> None:
 
 def test_bars_hold_what_was_measured_against_what_was_possible() -> None:
     killed = join.Fetch(0.0, 6.0, fetched_before_kill=50)
-    measured = join.Measured(join.Fetch(0.0, 5.0), join.Fetch(0.0, 9.0), killed, [1.0, 2.0, 9.0], [2.0, 4.0], 1.0)
+    measured = join.FetchMeasurements(
+        join.Fetch(0.0, 5.0), join.Fetch(0.0, 9.0), killed, [1.0, 2.0, 9.0], [2.0, 4.0], 1.0
+    )
     assert [bar.ratio for bar in join.bars_of(measured, 100, LINKS)] == pytest.approx([0.8, 2 / 3, 0.75 / 0.8])
 
 
