@@ -185,7 +185,7 @@ async def export_state(
 
 
 @dataclass(frozen=True)
-class Origin:
+class StateSource:
     """A model's origin: the state after `index` outer steps, by a checkpoint and the log that may be in `folder`; None:
     as far as that leads."""
 
@@ -218,14 +218,16 @@ class Origin:
 
 
 @asynccontextmanager
-async def state_of(origin: Origin, data: Sequence[Path] | None) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
-    """Yield the state there, as `newest_state` does. Raises: DataError; see `Origin.bring` and `working`."""
+async def state_of(origin: StateSource, data: Sequence[Path] | None) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
+    """Yield the state there, as `newest_state` does. Raises: DataError; see `StateSource.bring` and `working`."""
     run = origin.run if data is None else origin.run.with_data(data)
     async with working(run, NO_TEXT if data is None else NO_TRAINING) as workload:
         yield run, await origin.bring(workload), workload
 
 
-def find_origin(source: Path, index: int | None = None, manifest: Path | None = None, own: OwnFiles = NONE) -> Origin:
+def find_origin(
+    source: Path, index: int | None = None, manifest: Path | None = None, own: OwnFiles = NONE
+) -> StateSource:
     """Return where to export from: a checkpoint's file, a peer's folder of a run, or the folder of its checkpoints.
 
     Without an index it is the checkpoint in the file, or the newest good one in a folder and what its log adds. The
@@ -248,14 +250,14 @@ def find_origin(source: Path, index: int | None = None, manifest: Path | None = 
         raise CheckpointError(f"{folder} has no good checkpoint{limit}.", f"Those that are there: {there}.")
     beside = RunFolder(folder.absolute().parent)
     if index is None:
-        return Origin(run, checkpoint, None if source.is_dir() else checkpoint.index, beside)
+        return StateSource(run, checkpoint, None if source.is_dir() else checkpoint.index, beside)
     if index < checkpoint.index or (index > checkpoint.index and not (beside.log / ENTRIES).exists()):
         raise CheckpointError(
             f"{checkpoint.path} is the state after {checkpoint.index} outer steps, not after {index}, and there is no "
             f"log in {beside.log} that leads from there.",
             "Choose another --at or --from.",
         )
-    return Origin(run, checkpoint, index, beside)
+    return StateSource(run, checkpoint, index, beside)
 
 
 def _only_run(folder: Path) -> Path:
