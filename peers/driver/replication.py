@@ -36,7 +36,7 @@ from peers.transfer.lineage_fetch import Compared, LineageError, LineageFetch, a
 from peers.transfer.payloads import MissingProofs, PayloadError, Payloads, serve_payloads, serve_proofs
 from peers.transfer.snapshots import Freezer, FrozenSnapshot, Vouched, fetch_snapshot, serve_snapshots
 from peers.transfer.storage import Storage
-from peers.values.chunks import Payload
+from peers.values.chunks import ChunkedPayload
 from peers.values.system import now
 from peers.values.workload import SnapshotError, Workload
 
@@ -62,12 +62,12 @@ class _Recorder:
         self._trouble = ""
         """Why the disk did not take the last entry; empty: it did."""
 
-    def add(self, made: Apply, state_digest: bytes | None, payload: Payload | None) -> None:
+    def add(self, made: Apply, state_digest: bytes | None, payload: ChunkedPayload | None) -> None:
         """Write down an entry that was applied, with what proves it and its annex. The digest is that of the state
         after its cycle, if the entry is the last one of it to be applied."""
         self._last = self._host.start(self._add(made, state_digest, payload))
 
-    async def keep_payload(self, index: int, payload: Payload) -> str:
+    async def keep_payload(self, index: int, payload: ChunkedPayload) -> str:
         """Write down a payload before it is voted for. Return why that is not possible; empty: it is done."""
         if self._log.is_on_disk:
             try:
@@ -89,7 +89,7 @@ class _Recorder:
         if self._last is not None:
             await asyncio.wait([self._last], timeout=FINISH_TIMEOUT)
 
-    async def _add(self, made: Apply, state_digest: bytes | None, payload: Payload | None) -> None:
+    async def _add(self, made: Apply, state_digest: bytes | None, payload: ChunkedPayload | None) -> None:
         header = made.header
         async with self._turn:
             try:

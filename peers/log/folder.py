@@ -26,7 +26,7 @@ from peers.log.chain import HEADER_LIMIT, Chain, Entry, Outcome, Stretch, newest
 from peers.log.header import Fault, Header, cycle_head
 from peers.log.lineage import Lineage
 from peers.log.state import LogError, LogState, Quorum
-from peers.values.chunks import KEPT_BYTES, KeptPayloads, Payload
+from peers.values.chunks import KEPT_BYTES, ChunkedPayload, KeptPayloads
 from peers.values.system import PARTIAL, make_private_folder, write_whole
 from peers.values.wire import DIGEST_BYTES, digest_of, unpack
 
@@ -149,7 +149,7 @@ def proof_path(folder: Path, digest: bytes) -> Path:
     return folder / PROOFS / f"{digest.hex()}{PROOF_SUFFIX}"
 
 
-def read_payload(path: Path, block_bytes: int) -> Payload:
+def read_payload(path: Path, block_bytes: int) -> ChunkedPayload:
     """Map a payload's file, and digest its chunks anew; whether they are the wanted ones is for the caller to see.
 
     Args:
@@ -160,7 +160,7 @@ def read_payload(path: Path, block_bytes: int) -> Payload:
     with path.open("rb") as file:
         empty = os.fstat(file.fileno()).st_size == 0  # which cannot be mapped
         data = memoryview(b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    return Payload.cut(data, block_bytes)
+    return ChunkedPayload.cut(data, block_bytes)
 
 
 logger = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ class RunLog:
         self,
         header: Header,
         state_digest: bytes | None,
-        payload: Payload | None,
+        payload: ChunkedPayload | None,
         certificate: Certificate | None = None,
     ) -> None:
         """Add an entry that was applied. One that is already here gets what it lacked. The state digest is that after
@@ -304,11 +304,11 @@ class RunLog:
             self._chain.cut(end)
             self._save()
 
-    def payload(self, digest: bytes) -> Payload | None:
+    def payload(self, digest: bytes) -> ChunkedPayload | None:
         """Return the payload with that digest, if it is here. May take as long as digesting it does."""
         return self._payloads.get(digest)
 
-    def keep_payload(self, index: int, payload: Payload) -> None:
+    def keep_payload(self, index: int, payload: ChunkedPayload) -> None:
         """Keep the payload of an entry that is voted for, or was made. May be called in any thread.
 
         Raises: LogFolderError.
@@ -406,7 +406,7 @@ class LogFolder(RunLog):
                 log._save()
         return log
 
-    def payload(self, digest: bytes) -> Payload | None:
+    def payload(self, digest: bytes) -> ChunkedPayload | None:
         """From the disk, its chunks digested anew. A corrupt file is named in a warning, and removed."""
         for path in (self.path / PAYLOADS).glob(f"*-{digest.hex()[:8]}{SUFFIX}"):
             try:
@@ -453,7 +453,7 @@ class LogFolder(RunLog):
             logger.warning("cannot read %s: %s", path, error.strerror or error)
         return None
 
-    def keep_payload(self, index: int, payload: Payload) -> None:
+    def keep_payload(self, index: int, payload: ChunkedPayload) -> None:
         path = payload_path(self.path / PAYLOADS, index, payload.digest)
         with self._keeping, _usable(self.path):
             if not path.exists():

@@ -55,7 +55,7 @@ from peers.protocol.states import SHOWN_AS, State
 from peers.transfer.averages import Admission, Admitted, ChunkHeader, average_chunk
 from peers.transfer.buffers import PayloadBuffers, inspection
 from peers.transfer.snapshots import PATIENCE, PAUSE, NotYetVouchedError, Vouched
-from peers.values.chunks import Payload
+from peers.values.chunks import ChunkedPayload
 from peers.values.wire import Reach
 from peers.values.workload import PayloadKind, Progress, SnapshotError, Trained
 from tests.simulator.history import InvariantError
@@ -367,7 +367,7 @@ class SimulatedPeer:
             trouble = self._keep(name.position.index, payload)
             self.world.handle(self, PayloadAssembled(name, digest, trouble))
 
-    def _keep(self, index: int, payload: Payload) -> str:
+    def _keep(self, index: int, payload: ChunkedPayload) -> str:
         """Keep a payload on the disk. Return why that is not possible; empty: it is."""
         if self.disk.is_full:
             return FULL
@@ -428,7 +428,7 @@ class SimulatedPeer:
         if not self.disk.is_full:
             self.disk.entries, self.disk.frozen = self.entries, frozen
 
-    def payload(self, header: Header) -> Payload | None:
+    def payload(self, header: Header) -> ChunkedPayload | None:
         """Return the payload of an entry that this peer has, in memory or on its disk."""
         return self.fragments[header.fragment].buffers.kept.get(header.payload) or self.disk.payload(header.payload)
 

@@ -16,7 +16,7 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogError, LogState
 from peers.transfer import lineage_fetch as headers_module
 from peers.transfer.lineage_fetch import add_headers_before, serve_headers
-from peers.values.chunks import Payload
+from peers.values.chunks import ChunkedPayload
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.fakes import FakeTransport
 from tests.peers.log.test_cycles import FRAGMENTS, LOG, entry
@@ -25,8 +25,8 @@ from tests.peers.logs import chain_of, next_header
 BLOCK = 8  # bytes
 
 
-def payload(index: int, fragment: int) -> Payload:
-    return Payload.cut(memoryview(b"%08d" % (10 * index + fragment) * (3 + fragment)), BLOCK)
+def payload(index: int, fragment: int) -> ChunkedPayload:
+    return ChunkedPayload.cut(memoryview(b"%08d" % (10 * index + fragment) * (3 + fragment)), BLOCK)
 
 
 def lineage(count: int, log: LogState = LOG, offset: int = 0) -> tuple[list[Header], list[LogState]]:
