@@ -28,7 +28,7 @@ from benchmarks.namespaces import IPERF_STREAMS, has_iperf3, place_in, rates_at_
 from benchmarks.processes import PeerProcess, PeerProcessError
 from benchmarks.reporting import Bar, json_option, report
 from opendiloco.kernels import FORMATS
-from opendiloco.tools.plan import LINK_SHARE, Forecast, Peer, Plan, forecast, round_of
+from opendiloco.tools.plan import LINK_SHARE, Forecast, PeerGroup, Plan, forecast, round_of
 
 PEER = "benchmarks.streaming_peer"
 CYCLE_SECONDS = 300.0
@@ -53,7 +53,7 @@ class Way:
         """Return the bits that a value takes, scales included."""
         return 8 * FORMATS[self.codec].payload_size(1 << 20) / (1 << 20)
 
-    def plan(self, peers: tuple[Peer, ...], values: int, inner_steps: int) -> Plan:
+    def plan(self, peers: tuple[PeerGroup, ...], values: int, inner_steps: int) -> Plan:
         """Return what the planner needs to know of it."""
         cuts = [values * cut // self.fragments for cut in range(self.fragments + 1)]
         fragments = tuple(end - start for start, end in pairwise(cuts))
@@ -172,7 +172,7 @@ def main(
     rate, latency = min(rates_at_once(names, iperf_streams).both_ways), round_trip((names[0], names[1]))
     link = 8 * rate / LINK_SHARE
     to_each = latency / 2  # there and back to what is half way
-    peers = (Peer("peer", len(names), link, link, to_each, step_seconds),)
+    peers = (PeerGroup("peer", len(names), link, link, to_each, step_seconds),)
     each = ways(fragments, overlap)
     inner_steps = max(overlap + 1, fragments, round(round_of(peers, values, each[0].bits).seconds / step_seconds))
     setting, places = Setting(values, inner_steps, step_seconds), list(map(place_in, names))

@@ -113,7 +113,7 @@ STEPPED = 1.69e9
 
 
 @dataclass(frozen=True)
-class Peer:
+class PeerGroup:
     """So many equal peers. Bits a second, the seconds of a round trip to a well-connected server, and of an inner step.
 
     `gpus` 0 trains on the CPU. Bytes and prices are None where nobody has said them. `main_needed` are the bytes of
@@ -169,7 +169,7 @@ class _Round:
 
 
 def round_of(
-    peers: Sequence[Peer],
+    peers: Sequence[PeerGroup],
     values: int,
     bits: float,
     encoded: float = QUANTIZED,
@@ -237,7 +237,7 @@ class Plan:
     """
 
     fragments: tuple[int, ...]
-    peers: tuple[Peer, ...]
+    peers: tuple[PeerGroup, ...]
     inner_steps: int
     tokens_per_step: int
     smallest_share: float
@@ -283,12 +283,12 @@ class Plan:
             for values in self.fragments
         )
 
-    def own_steps(self, peer: Peer) -> int:
+    def own_steps(self, peer: PeerGroup) -> int:
         """Return the inner steps that a peer makes while the fastest makes all, as its leases are sized."""
         fastest = min(each.step_seconds for each in self.peers)
         return self.pace.steps(self.tokens_per_step / peer.step_seconds, self.tokens_per_step / fastest)
 
-    def training_seconds(self, peer: Peer) -> float:
+    def training_seconds(self, peer: PeerGroup) -> float:
         """Return the seconds for which a peer trains its lease."""
         return self.own_steps(peer) * peer.step_seconds
 
@@ -344,7 +344,7 @@ def _bits_of(codec: str) -> float:
     return 8 * FORMATS[codec].block_bytes / FORMATS[codec].block_values
 
 
-def _peer(section: PeerSection, place: int, tokens: int, rate: float | None, needs: Needs) -> Peer:
+def _peer(section: PeerSection, place: int, tokens: int, rate: float | None, needs: Needs) -> PeerGroup:
     """Return the peers of a section, whose inner step has so many tokens, of which they train `rate` a second."""
     if section.step_seconds is not None:
         seconds = section.step_seconds
@@ -355,7 +355,7 @@ def _peer(section: PeerSection, place: int, tokens: int, rate: float | None, nee
             f"peers.{place}.gpu = {section.gpu!r}: its peak is not known here.",
             "Give step_seconds or tokens_per_second instead, or torch's name of it, e.g. NVIDIA H100 80GB HBM3.",
         )
-    return Peer(
+    return PeerGroup(
         name=section.name or f"peer {place + 1}",
         count=section.count,
         up=section.up_mbit * 1e6,
@@ -473,7 +473,7 @@ def forecast(plan: Plan) -> Forecast:
     )
 
 
-def _cycle_seconds(plan: Plan, peer: Peer) -> float:
+def _cycle_seconds(plan: Plan, peer: PeerGroup) -> float:
     """Return how long a peer's cycle takes in a long run, with its waiting for rounds but none for other peers.
 
     Each fragment has a round of its own, which begins after an inner step and ends before one. What a round that began
@@ -512,14 +512,14 @@ def _taken_after(plan: Plan, steps: int, overlap: int) -> Sequence[int]:
     return [max(0, max(1, each * steps // whole) - overlap) or steps for each in due]
 
 
-def _cycles(plan: Plan, peer: Peer, seconds: float) -> int:
+def _cycles(plan: Plan, peer: PeerGroup, seconds: float) -> int:
     """Return from how many cycles of so many seconds to the next a peer is in an entry; 0: its lease is over before."""
     trained = plan.training_seconds(peer)
     cycles = 1 if trained <= plan.closes_after else math.ceil(trained / seconds)
     return cycles if cycles <= 1 + plan.staleness else 0
 
 
-def _joining(plan: Plan, peer: Peer, seconds: float, busy: float) -> float | None:
+def _joining(plan: Plan, peer: PeerGroup, seconds: float, busy: float) -> float | None:
     """Return the seconds until a newcomer has the state: a snapshot, and the entries since, replayed.
 
     It fetches in the time that rounds leave, from all others at once. The snapshot may be as old as two snapshots are
@@ -647,7 +647,7 @@ def _warnings(plan: Plan, found: Forecast) -> list[str]:
     return lines
 
 
-def _lacks(peer: Peer) -> str | None:
+def _lacks(peer: PeerGroup) -> str | None:
     """Return what a machine has too little of, in words."""
     main, gpu = (peer.main_memory, peer.main_needed), (peer.gpu_memory, peer.gpu_needed)
     for where, (there, needed) in (("main memory", main), ("each GPU", gpu)):
