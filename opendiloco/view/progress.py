@@ -128,7 +128,7 @@ class OwnFacts:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ProgressReport:
     """One moment of a volunteer, in its view of the run. `up` and `down` are bytes of bulk data a second. It is paused
     while there are `pause_reasons`, and leaves at `until`. `month` has the month's traffic beside its limits, if there
     are any, and `machine` says which temperature and power can be read, both in words."""
@@ -209,7 +209,7 @@ class ProgressReader:
         self._phase, self._since = "", time.monotonic()
         self._up, self._down = _GrowthMeter(), _GrowthMeter()
 
-    def read(self) -> Progress:
+    def read(self) -> ProgressReport:
         """Return the progress at this moment."""
         now, facts, config = time.monotonic(), self._facts(), self._run.config
         own, download, share = facts.heartbeats[0], facts.download, None
@@ -225,7 +225,7 @@ class ProgressReader:
             share = own.inner_step / config.training.inner_steps
         elif phase == DOWNLOADING and download is not None:
             share = min(sum(download.fetched.values()) / download.size, 1.0)
-        return Progress(
+        return ProgressReport(
             view=RunView(self._run, facts.heartbeats),
             facts=facts,
             phase=phase,
@@ -289,7 +289,7 @@ def _how_far(work: _Work) -> str:
     return f"{work.share:.0%}{left}"
 
 
-def _healthy_line(progress: Progress) -> str:
+def _healthy_line(progress: ProgressReport) -> str:
     """Return all that matters on one line of a log."""
     own, facts, fragments = progress.own, progress.facts, progress.facts.fragments
     said = [f"outer step {own.index}/{progress.view.outer_steps}", _activity(progress)]
@@ -313,7 +313,7 @@ def _healthy_line(progress: Progress) -> str:
     return ", ".join(said)
 
 
-def _progress_lines(progress: Progress) -> list[str]:
+def _progress_lines(progress: ProgressReport) -> list[str]:
     """Return the same on a few lines of a terminal, with the curve of the loss."""
     own, facts, fragments = progress.own, progress.facts, progress.facts.fragments
     lines = [f"outer step {own.index}/{progress.view.outer_steps} · {_activity(progress)}"]
@@ -341,7 +341,7 @@ def _progress_lines(progress: Progress) -> list[str]:
     return lines
 
 
-def _explanations(progress: Progress) -> list[str]:
+def _explanations(progress: ProgressReport) -> list[str]:
     """Return what a person may do, and what the traffic was for."""
     moved = [f"{name} ↑{in_words(out)} ↓{in_words(back)}" for name, (out, back) in progress.facts.purposes.items()]
     lines = [" · ".join(moved)] if moved else []
@@ -358,7 +358,7 @@ def _sending(sending: Sending, codec: CodecSection) -> str:
     return f"uplink {8e-6 * sending.uplink:,.0f} Mbit/s: sending {kind}, {time}"
 
 
-def _activity(progress: Progress) -> str:
+def _activity(progress: ProgressReport) -> str:
     """Return what the volunteer is doing, how far it has come, and when the next round is."""
     if progress.pause_reasons:
         return f"paused: {', '.join(progress.pause_reasons)}"
@@ -373,7 +373,7 @@ def _activity(progress: Progress) -> str:
     return f"{progress.phase}{donors} {_how_far(progress.work)}".rstrip()
 
 
-def _whether_to_stay(progress: Progress) -> str:
+def _whether_to_stay(progress: ProgressReport) -> str:
     """Return which others have the model of a run that is over."""
     having = holders(progress.others, progress.own.index)
     return f"you may leave: {having} have the model" if having else "please stay: no other machine has the model yet"
@@ -388,7 +388,7 @@ def _averages(fragments: Fragments) -> str:
     return f"averages in {fragments.longest:.1f} s, {merged}{late}"
 
 
-def _reach(progress: Progress) -> str:
+def _reach(progress: ProgressReport) -> str:
     """Return whether others can dial this machine, and the ways to the others."""
     links = ", ".join(f"{count} {way}" for way, count in progress.links.items())
     return f"reachable: {reachability(progress.own)}" + (f" (links: {links})" if links else "")
@@ -567,7 +567,7 @@ async def _read_machine(reader: ProgressReader) -> None:
         await asyncio.sleep(MACHINE_SECONDS)
 
 
-def _volunteer_picture(progress: Progress, height: int) -> Group:
+def _volunteer_picture(progress: ProgressReport, height: int) -> Group:
     """Return what `join` shows on a terminal of so many lines: this machine's progress, and the peers that fit."""
     from rich.console import Group
     from rich.text import Text
