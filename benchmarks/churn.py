@@ -43,7 +43,7 @@ LOCAL = ("/ip4/127.0.0.1/tcp/0",)
 
 
 @dataclass
-class Record:
+class AppliedEntries:
     """What all peers said of the entries that they applied."""
 
     heads: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -91,7 +91,7 @@ class Volunteer:
     name: str
     arguments: list[object]
     log: Path
-    record: Record
+    record: AppliedEntries
     process: PeerProcess | None = None
     is_stopped: bool = False
     at_work: asyncio.Event = field(default_factory=asyncio.Event)
@@ -193,9 +193,9 @@ class Churn:
         sweep_sockets()
 
 
-async def measure(seconds: float, peers: int, seed: int, folder: Path) -> tuple[Churn, Record]:
+async def measure(seconds: float, peers: int, seed: int, folder: Path) -> tuple[Churn, AppliedEntries]:
     """Raises: TimeoutError when the peers do not even begin. Leaves no process behind."""
-    record = Record()
+    record = AppliedEntries()
     churn = Churn([], random.Random(seed))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(churn.tidy_up)
@@ -218,7 +218,7 @@ async def measure(seconds: float, peers: int, seed: int, folder: Path) -> tuple[
     return churn, record
 
 
-def figures(churn: Churn, record: Record) -> dict[str, Any]:
+def figures(churn: Churn, record: AppliedEntries) -> dict[str, Any]:
     gaps, stalls = record.gaps, record.stalls
     return {
         "kills": churn.kills,
