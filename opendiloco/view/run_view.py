@@ -255,7 +255,7 @@ LARGEST_EXPONENT = 100.0  # others may claim any loss
 
 
 @dataclass(frozen=True)
-class Row:
+class PeerRow:
     """What the table says of one peer; `cells` may be fewer than the columns."""
 
     name: str
@@ -268,7 +268,7 @@ def _short_name(peer: str) -> str:
     return f"…{peer[-8:]}"
 
 
-def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> Row:
+def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> PeerRow:
     """Return a peer's row from its heartbeat."""
     cells = (
         _shown_state(beat, config),
@@ -280,10 +280,10 @@ def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> Row:
         reachability(beat),
     )
     nickname = f"{beat.name[:7]}…{beat.peer[-4:]}" if beat.name else _short_name(beat.peer)
-    return Row(name or nickname, cells, STYLES.get(beat.state, "dim"))
+    return PeerRow(name or nickname, cells, STYLES.get(beat.state, "dim"))
 
 
-def peers_table(rows: Iterable[Row], title: str | None = None) -> Table:
+def peers_table(rows: Iterable[PeerRow], title: str | None = None) -> Table:
     from rich.markup import escape  # a nickname may look like rich's own
     from rich.table import Table  # a bootstrap node has no terminal to draw on, and does without
 
@@ -310,7 +310,7 @@ def held_out_lines(view: RunView, bytes_per_token: float | None = None) -> list[
     return [f"held-out loss {found.loss:.3f} ({said}) after outer step {found.index}"]
 
 
-def plain_line(row: Row) -> str:
+def plain_line(row: PeerRow) -> str:
     """Return the same as one line for a log."""
     said = ", ".join(f"{column} {cell}" for column, cell in zip(COLUMNS[1:], row.cells, strict=False))
     return f"{row.name}: {said}"
