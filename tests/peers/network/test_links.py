@@ -15,7 +15,7 @@ from peers.network import data_port, introductions, link, links
 from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.connection import Connection, Credentials, greet
 from peers.network.contacts import Contact
-from peers.network.data_port import LinkInfo, Seen, probe
+from peers.network.data_port import LinkInfo, ProbeAnswer, probe
 from peers.network.introductions import INTRODUCE, MEET, Arranging
 from peers.network.link import CONNECTIONS, Link
 from peers.network.links import LINK_TIMEOUT, MORE, UNKNOWN, Links, LinkSettings, _Way
@@ -726,7 +726,7 @@ def test_a_look_at_a_relay_that_fails_is_not_the_last(monkeypatch: pytest.Monkey
             monkeypatch.setattr(one.links.arranging, "_find", find_later)
             one.links.start(one.links.arranging.keep([relay.address.replace("/ip4/127.0.0.1", "/dns4/localhost")]))
             await one.until(lambda: bool(one.links.arranging.addresses))
-            assert isinstance(await probe(relay.contact().endpoints[0]), Seen)
+            assert isinstance(await probe(relay.contact().endpoints[0]), ProbeAnswer)
 
     run(scenario())
 
