@@ -61,7 +61,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SwarmSetup:
     """What all swarms have in common."""
 
     values: int
@@ -74,7 +74,7 @@ class Series:
     """The turns of one way: the shares of each one's time in which its peers computed."""
 
     way: Way
-    setting: Setting
+    setting: SwarmSetup
     shares: list[float] = field(default_factory=list)
 
     async def take_turn(self, places: Sequence[Place], cycles: int) -> None:
@@ -111,7 +111,7 @@ def ways(fragments: int, overlap: int) -> list[Way]:
 
 
 async def measure(
-    each: Sequence[Way], setting: Setting, places: Sequence[Place], turns: int, cycles: int
+    each: Sequence[Way], setting: SwarmSetup, places: Sequence[Place], turns: int, cycles: int
 ) -> list[Series]:
     """The turns of all ways, interleaved."""
     found = [Series(way, setting) for way in each]
@@ -175,7 +175,7 @@ def main(
     peers = (PeerGroup("peer", len(names), link, link, to_each, step_seconds),)
     each = ways(fragments, overlap)
     inner_steps = max(overlap + 1, fragments, round(round_of(peers, values, each[0].bits).seconds / step_seconds))
-    setting, places = Setting(values, inner_steps, step_seconds), list(map(place_in, names))
+    setting, places = SwarmSetup(values, inner_steps, step_seconds), list(map(place_in, names))
     found = asyncio.run(measure(each, setting, places, turns, cycles))
     rows = [row_of(series, forecast(series.way.plan(peers, values, inner_steps))) for series in found]
     links = f"{link / 1e6:.0f} Mbit/s, {latency * 1e3:.0f} ms there and back"
