@@ -79,7 +79,7 @@ class Fetch:
 
 
 @dataclass
-class Swarm:
+class DonorSwarm:
     """The donors, and who joins them."""
 
     donors: Group
@@ -171,7 +171,7 @@ async def measure(values: int, places: Sequence[Place], rounds: int, pause: floa
         donors = await start_peers(stack, [[*arguments, *place.ours] for place in places[:-1]], places[:-1], logs)
         contact = (await donors[1].event("listening", START_SECONDS))["address"]
         group = Group(CONTENDERS[0], donors)
-        swarm = Swarm(group, contact, places[-1], arguments, STATE_BYTES * values, pause, logs)
+        swarm = DonorSwarm(group, contact, places[-1], arguments, STATE_BYTES * values, pause, logs)
         stack.push_async_callback(swarm.tidy_up)
         await group.average(counts=False)
         await swarm.average(rounds)

@@ -32,7 +32,7 @@ ENTRY_SECONDS = 300.0
 
 
 @dataclass
-class Swarm:
+class SwarmTimes:
     """The entries of one of the swarms: seconds of each round and outer step, and by how much the thin member counts in
     it."""
 
@@ -68,7 +68,7 @@ class Swarm:
         }
 
 
-async def run(swarm: Swarm, namespaces: Sequence[str], values: int, pause: float, entries: int) -> None:
+async def run(swarm: SwarmTimes, namespaces: Sequence[str], values: int, pause: float, entries: int) -> None:
     """Have a swarm make some entries, after a first one that does not count."""
     places = [place_in(each) for each in (namespaces[:-1] if swarm.name == WITHOUT else namespaces)]
     usual = ["--values", values, "--peers", len(places), "--pause", pause, "--steady", "--usual-timing"]
@@ -96,7 +96,7 @@ async def _entry(peer: PeerProcess, index: int) -> Event:
     return event
 
 
-def bars_of(swarms: dict[str, Swarm]) -> list[Bar]:
+def bars_of(swarms: dict[str, SwarmTimes]) -> list[Bar]:
     seconds = {name: statistics.median(swarm.seconds) for name, swarm in swarms.items()}
     return [
         Bar("entries in which the thin member counts", swarms[CHOSEN].row["it counts in"], LEAST),
@@ -118,7 +118,7 @@ def main(
     names = namespaces.split(",")
     if len(names) < 3:
         raise click.BadParameter("give three at least, the thin one last.", param_hint="--namespaces")
-    swarms = {name: Swarm(name) for name in (WITHOUT, CHOSEN, OWN)}
+    swarms = {name: SwarmTimes(name) for name in (WITHOUT, CHOSEN, OWN)}
     for _ in range(turns):
         for name, swarm in swarms.items():
             asyncio.run(run(swarm, names, values, pause, own_entries if name == OWN else entries))
