@@ -45,7 +45,7 @@ NO_TRAINING = WorkerOptions(trains=False, threads=None)
 NO_TEXT = replace(NO_TRAINING, reads=False)
 
 
-class Trainer(Protocol):
+class InnerTrainer(Protocol):
     """What makes the inner steps: the machine's workers, or one's own loop."""
 
     vectors: SharedVectors
@@ -81,10 +81,10 @@ class Trainer(Protocol):
         """Return what to raise once it cannot train any more."""
 
 
-Trainer_co = TypeVar("Trainer_co", bound=Trainer, covariant=True)
+InnerTrainer_co = TypeVar("InnerTrainer_co", bound=InnerTrainer, covariant=True)
 
 
-class Workload(Generic[Trainer_co]):
+class Workload(Generic[InnerTrainer_co]):
     """Implements `peers.values.workload.Workload`, whatever trains.
 
     Trains until the run's last outer step, as the amendment in force there has it. After that its peer stays, to hand
@@ -92,7 +92,10 @@ class Workload(Generic[Trainer_co]):
     """
 
     def __init__(
-        self, trainer: Trainer_co, config: RunConfig, run_is_over: Callable[[int], object] = lambda outer_steps: None
+        self,
+        trainer: InnerTrainer_co,
+        config: RunConfig,
+        run_is_over: Callable[[int], object] = lambda outer_steps: None,
     ) -> None:
         """Calls `run_is_over` once there is nothing more to train, after so many outer steps."""
         self.trainer = trainer
