@@ -84,7 +84,7 @@ class InnerTrainer(Protocol):
 InnerTrainer_co = TypeVar("InnerTrainer_co", bound=InnerTrainer, covariant=True)
 
 
-class Workload(Generic[InnerTrainer_co]):
+class TrainerWorkload(Generic[InnerTrainer_co]):
     """Implements `peers.values.workload.Workload`, whatever trains.
 
     Trains until the run's last outer step, as the amendment in force there has it. After that its peer stays, to hand
@@ -330,7 +330,7 @@ class Workload(Generic[InnerTrainer_co]):
             self.on_evaluated(held_out)
 
 
-LocalWorkload: TypeAlias = Workload[WorkerGroup]
+LocalWorkload: TypeAlias = TrainerWorkload[WorkerGroup]
 """With the machine's workers, which can do more with a model than train it."""
 
 
@@ -343,7 +343,7 @@ async def working(run: Run, options: WorkerOptions = NO_TRAINING) -> AsyncIterat
     workers = await WorkerGroup.start(run.config, options, run.has_runs_text)
     try:
         await asyncio.to_thread(check_initial_weights, workers.vectors.theta, run.config.model)
-        yield Workload(workers, run.config)
+        yield TrainerWorkload(workers, run.config)
     finally:
         HEALTH.over("workers")
         await workers.close()
