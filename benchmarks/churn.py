@@ -85,7 +85,7 @@ class AppliedEntries:
 
 
 @dataclass
-class Volunteer:
+class RestartingPeer:
     """A peer that dies and comes back as itself."""
 
     name: str
@@ -149,7 +149,7 @@ class Volunteer:
 class Churn:
     """The faults, drawn from one seed."""
 
-    volunteers: list[Volunteer]
+    volunteers: list[RestartingPeer]
     random: random.Random
     kills: int = 0
     stops: int = 0
@@ -168,7 +168,7 @@ class Churn:
                     await asyncio.sleep(0)  # let it begin: the next victim is chosen by who is up
             await asyncio.sleep(max(0.0, deadline - time.monotonic()))
 
-    def _victim(self) -> Volunteer | None:
+    def _victim(self) -> RestartingPeer | None:
         """Anybody who runs, if a majority is at work without it."""
         chosen = self.random.choice(self.volunteers)
         if chosen.process is None or chosen.is_stopped:
@@ -176,13 +176,13 @@ class Churn:
         others = sum(one.is_up for one in self.volunteers if one is not chosen)
         return chosen if 2 * others > len(self.volunteers) else None
 
-    async def _kill(self, victim: Volunteer, seconds: float) -> None:
+    async def _kill(self, victim: RestartingPeer, seconds: float) -> None:
         self.kills += 1
         self.orphans |= await victim.kill()
         await asyncio.sleep(seconds)
         await victim.start()
 
-    async def _stop(self, victim: Volunteer, seconds: float) -> None:
+    async def _stop(self, victim: RestartingPeer, seconds: float) -> None:
         self.stops += 1
         await victim.stop_for(seconds)
 
@@ -207,7 +207,7 @@ async def measure(seconds: float, peers: int, seed: int, folder: Path) -> tuple[
             votes = folder / f"{number}-votes"
             votes.mkdir(exist_ok=True)
             arguments += ["--identity", folder / f"{number}.pem", "--votes", votes]
-            volunteer = Volunteer(f"peer {number}", arguments, folder / f"{number}.log", record)
+            volunteer = RestartingPeer(f"peer {number}", arguments, folder / f"{number}.log", record)
             churn.volunteers.append(volunteer)
             stack.push_async_callback(volunteer.end)
             await volunteer.start()

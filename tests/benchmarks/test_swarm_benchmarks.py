@@ -231,7 +231,7 @@ def test_no_benchmark_comes_to_the_end_of_its_run() -> None:
 @pytest.mark.parametrize(("at_work", "may_go"), [(4, True), (3, False)])
 def test_a_majority_is_at_work_without_the_victim(at_work: int, may_go: bool, tmp_path: Path) -> None:
     record, process = churn.AppliedEntries(), cast(PeerProcess, object())
-    volunteers = [churn.Volunteer(str(number), [], tmp_path, record, process) for number in range(5)]
+    volunteers = [churn.RestartingPeer(str(number), [], tmp_path, record, process) for number in range(5)]
     for volunteer in volunteers[:at_work]:
         volunteer.at_work.set()
     for seed in range(20):
