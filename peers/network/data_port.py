@@ -4,7 +4,7 @@ An opening is sent in the clear, and shows the purpose of the connection:
 
 Hello    TLS follows, with the certificate that the opening shows, and then conversations (link.py)
 Splice   the bytes that follow are passed on to the connection that shows the same token (`Splicer`)
-Probe    the answer (length, ProbeAnswer) shows the caller's address as seen here, and which of its ports are reachable there
+Probe    the answer (length, ProbeAnswer) shows the caller's address as seen here, and its ports that are reachable
 """
 
 from __future__ import annotations

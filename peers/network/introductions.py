@@ -1,7 +1,7 @@
 """Introductions of peers that cannot dial each other, by a node that both can dial.
 
     A ── _Introduce(B, where I am seen) ──► node ── _MeetingRequest(A, where it is seen) ──► B
-    A ◄──── _Introduced(where B is seen) ── node ◄── where I am seen ─────────────── B
+    A ◄──── _Introduced(where B is seen) ── node ◄── where I am seen ────────────────────── B
 
 Each learns the endpoints at which the node sees the other. Then both dial at once, each from these ports of its own. So
 each router takes the other peer's packets for answers (hole punching). If a router uses another port for each
