@@ -160,7 +160,7 @@ def _first_leader(log: LogState) -> str | None:
     return log.leader_of(0) if log.closes else None
 
 
-Told: TypeAlias = tuple[Annotated[Header | Outcome, Field(union_mode="left_to_right")], Certificate | None]
+CertifiedContent: TypeAlias = tuple[Annotated[Header | Outcome, Field(union_mode="left_to_right")], Certificate | None]
 """An entry, whole or in brief, with its certificate."""
 
 
@@ -169,7 +169,7 @@ class Stretch(Value):
     unless the reader is to know what it follows. Each has its certificate; None: not known to the peer that tells it.
     """
 
-    told: Annotated[tuple[Told, ...], Field(max_length=STRETCH_LIMIT)] = ()
+    contents: Annotated[tuple[CertifiedContent, ...], Field(max_length=STRETCH_LIMIT)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,16 +373,16 @@ class Chain:
         entries = self.cycles(first, min(last, first + max(1, STRETCH_LIMIT // self.fragments)))
         if not entries or entries[0].index != first:
             return Stretch()
-        told, size = list[Told](), 0
+        contents, size = list[CertifiedContent](), 0
         if entries[0].is_whole or (is_whole and first > 0):
             headers = self.headers(first, first + 1)
-            told += [(header, entry.proof) for header, entry in zip(headers, entries, strict=False)]
-        for entry in entries[len(told) :]:
+            contents += [(header, entry.proof) for header, entry in zip(headers, entries, strict=False)]
+        for entry in entries[len(contents) :]:
             size += len(entry.told) + len(entry.certificate or b"")
             if size > STRETCH_BYTES and entry.index > first and entry.fragment == 0:
                 break
-            told.append((entry.content, entry.proof))
-        return Stretch(told=tuple(told))
+            contents.append((entry.content, entry.proof))
+        return Stretch(contents=tuple(contents))
 
     def led_up_to(self, stretch: Stretch) -> Chain:
         """Return this chain with entries before it. Their digests vouch for them, so they may come from anybody.
@@ -393,10 +393,10 @@ class Chain:
         if not self.entries or not self.entries[0].is_whole:
             raise wrong
         chain = Chain(self.empty_log)
-        for told, certificate in stretch.told:
+        for content, certificate in stretch.contents:
             if chain.next_index >= self.first and len(chain):
                 raise wrong
-            header = header_of(chain.end, told)
+            header = header_of(chain.end, content)
             if certificate is not None and header.previous == chain.end.position.head:
                 prove(certificate, chain.end.of(header.fragment), header, verify)
             chain.add(Entry.whole(header, None, certificate))

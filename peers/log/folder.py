@@ -291,7 +291,7 @@ class RunLog:
 
         Raises: LogError, and changes nothing, when they do not; LogFolderError.
         """
-        if stretch.told:
+        if stretch.contents:
             self._chain = self._chain.led_up_to(stretch)
             self._save()
 

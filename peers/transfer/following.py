@@ -129,7 +129,7 @@ async def next_in_log(
     index = log.position.index
     stretch = await fetch_stretch(transport, donor, log.run, index, index + 1, is_whole=False)
     walk, entries = Walk(log, verify), list[tuple[Header, Certificate | None]]()
-    for content, certificate in stretch.told[: log.fragments]:
+    for content, certificate in stretch.contents[: log.fragments]:
         if content.previous != log.position.head:
             raise _OtherLineageError(f"entry {index}: its previous does not follow from the log")
         entries.append((walk.take(content, certificate), certificate))

@@ -161,11 +161,11 @@ def test_headers_that_lead_elsewhere_are_refused(log: RunLog) -> None:
     with pytest.raises(LogError):
         log.prepend(told(HEADERS[:1]))  # up to what?
     log.append(HEADERS[3], state(3), None)
-    last = told(HEADERS[1:3]).told[1:]
-    gap = Stretch(told=((HEADERS[0], None), *last))
-    untrue = Stretch(told=((changed(HEADERS[1], lineage_tokens=1), None), *last))
-    elsewhere = Stretch(told=((changed(HEADERS[0], previous=digest_of(b"another manifest")), None),))
-    other_run = Stretch(told=((changed(HEADERS[2], run="other"), None),))
+    last = told(HEADERS[1:3]).contents[1:]
+    gap = Stretch(contents=((HEADERS[0], None), *last))
+    untrue = Stretch(contents=((changed(HEADERS[1], lineage_tokens=1), None), *last))
+    elsewhere = Stretch(contents=((changed(HEADERS[0], previous=digest_of(b"another manifest")), None),))
+    other_run = Stretch(contents=((changed(HEADERS[2], run="other"), None),))
     for headers in (HEADERS[1:2], HEADERS[:2], HEADERS[1:4], FORK[:1], [*HEADERS[:2], FORK[0]]):
         with pytest.raises(LogError, match="lead up to entry 3"):
             log.prepend(told(headers))

@@ -240,8 +240,8 @@ def test_an_entry_that_does_not_follow_ends_the_look() -> None:
     async def lie(name: str, header: bytes, data: bytearray) -> bytearray:
         stretch = unpack(Stretch, bytes(data), 1 << 20)
         nobody = {"turnout": Turnout(members=())}
-        lies = [(one.model_copy(update=nobody), certificate) for one, certificate in stretch.told]
-        return bytearray(pack(stretch.model_copy(update={"told": tuple(lies)})))
+        lies = [(one.model_copy(update=nobody), certificate) for one, certificate in stretch.contents]
+        return bytearray(pack(stretch.model_copy(update={"contents": tuple(lies)})))
 
     async def scenario() -> None:
         donors = Donors()
