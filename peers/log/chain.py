@@ -174,7 +174,7 @@ class Stretch(Value):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry as a log keeps it: `told` is a packed outcome, or a packed header where nothing before it is known.
+    """An entry as a log keeps it: `packed` is a packed outcome, or a packed header where nothing before it is known.
 
     `digest` is the header's; `state_digest` that of the state after its cycle, if that is known and the entry closes
     it. `certificate` is packed, too: with many members it is larger than the entry.
@@ -182,7 +182,7 @@ class Entry:
 
     index: int
     digest: bytes
-    told: bytes
+    packed: bytes
     is_whole: bool
     state_digest: bytes | None
     certificate: bytes | None = None
@@ -191,15 +191,15 @@ class Entry:
     @classmethod
     def whole(cls, header: Header, state_digest: bytes | None, certificate: Certificate | None = None) -> Entry:
         """Create an entry that can be read by itself. Raises: LogError when it is too long for that."""
-        proof, told = None if certificate is None else pack(certificate), pack(header)
-        if len(told) > HEADER_LIMIT:
-            raise LogError(f"entry {header.index} has {len(told)} bytes, more than {HEADER_LIMIT}")
-        return cls(header.index, header.digest, told, True, state_digest, proof, header.fragment)
+        proof, packed = None if certificate is None else pack(certificate), pack(header)
+        if len(packed) > HEADER_LIMIT:
+            raise LogError(f"entry {header.index} has {len(packed)} bytes, more than {HEADER_LIMIT}")
+        return cls(header.index, header.digest, packed, True, state_digest, proof, header.fragment)
 
     def brief(self, log: LogState, header: Header) -> Entry:
         """Return the same in brief, to be read where the log before it is known. Raises: LogError when it does not
         follow."""
-        return replace(self, told=pack(outcome_of(log, header)), is_whole=False)
+        return replace(self, packed=pack(outcome_of(log, header)), is_whole=False)
 
     @property
     def proof(self) -> Certificate | None:
@@ -207,7 +207,9 @@ class Entry:
 
     @property
     def content(self) -> Header | Outcome:
-        return unpack(Header, self.told, HEADER_LIMIT) if self.is_whole else unpack(Outcome, self.told, HEADER_LIMIT)
+        return (
+            unpack(Header, self.packed, HEADER_LIMIT) if self.is_whole else unpack(Outcome, self.packed, HEADER_LIMIT)
+        )
 
     def after(self, log: LogState) -> LogState:
         """Return the log with this entry. Those of a cycle that are whole may be the first that are known of a log.
@@ -378,7 +380,7 @@ class Chain:
             headers = self.headers(first, first + 1)
             contents += [(header, entry.proof) for header, entry in zip(headers, entries, strict=False)]
         for entry in entries[len(contents) :]:
-            size += len(entry.told) + len(entry.certificate or b"")
+            size += len(entry.packed) + len(entry.certificate or b"")
             if size > STRETCH_BYTES and entry.index > first and entry.fragment == 0:
                 break
             contents.append((entry.content, entry.proof))

@@ -71,7 +71,7 @@ def _entry_line(entry: Entry) -> bytes:
     return _write_line(
         {
             "index": entry.index,
-            "header" if entry.is_whole else "outcome": entry.told.hex(),
+            "header" if entry.is_whole else "outcome": entry.packed.hex(),
             "digest": entry.digest.hex(),
             "state_digest": None if entry.state_digest is None else entry.state_digest.hex(),
             "certificate": None if entry.certificate is None else entry.certificate.hex(),
@@ -84,11 +84,11 @@ def _read_entry(line: bytes) -> Entry:
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         fields = json.loads(line)
         is_whole = "header" in fields
-        told, digest = (bytes.fromhex(fields[name]) for name in ("header" if is_whole else "outcome", "digest"))
-        content = unpack(Header, told, HEADER_LIMIT) if is_whole else unpack(Outcome, told, HEADER_LIMIT)
+        packed, digest = (bytes.fromhex(fields[name]) for name in ("header" if is_whole else "outcome", "digest"))
+        content = unpack(Header, packed, HEADER_LIMIT) if is_whole else unpack(Outcome, packed, HEADER_LIMIT)
         state_digest = bytes.fromhex(fields["state_digest"] or "") or None
         certificate = bytes.fromhex(fields["certificate"] or "") or None
-        entry = Entry(fields["index"], digest, told, is_whole, state_digest, certificate, content.fragment)
+        entry = Entry(fields["index"], digest, packed, is_whole, state_digest, certificate, content.fragment)
         _ = entry.proof
         if _entry_line(entry) == line:
             return entry

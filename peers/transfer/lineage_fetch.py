@@ -187,7 +187,7 @@ class LineageFetch:
                 while stretch.contents and look.size < CHAIN_BYTES:
                     added = await asyncio.to_thread(_go_on, walk, chain, stretch)
                     new = chain.entries[len(chain.entries) - added :]
-                    look.size += sum(len(entry.told) + len(entry.certificate or b"") for entry in new)
+                    look.size += sum(len(entry.packed) + len(entry.certificate or b"") for entry in new)
                     allowed = PATIENCE + PATIENCE_PER_ENTRY * len(chain)
                     deadline.reschedule(began + min(LONGEST, allowed))
                     is_whole = added == len(stretch.contents) and walk.end.position.index < index

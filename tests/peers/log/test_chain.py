@@ -88,7 +88,7 @@ def test_a_stretch_of_nothing(first: int, last: int) -> None:
 def test_a_stretch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain_module, "STRETCH_LIMIT", 7)
     assert len(chain_of(HEADERS).stretch(0, 10**6, is_whole=False).contents) == 7 < STRETCH_LIMIT
-    monkeypatch.setattr(chain_module, "STRETCH_BYTES", 2.5 * len(chain_of(HEADERS).entries[1].told))
+    monkeypatch.setattr(chain_module, "STRETCH_BYTES", 2.5 * len(chain_of(HEADERS).entries[1].packed))
     assert len(chain_of(HEADERS).stretch(1, 10**6, is_whole=False).contents) == 2
     monkeypatch.setattr(chain_module, "STRETCH_BYTES", 1)
     assert len(chain_of(HEADERS).stretch(1, 10**6, is_whole=False).contents) == 1

@@ -120,7 +120,7 @@ def test_a_newcomer_gets_and_checks_the_whole_log() -> None:
 def test_a_log_without_end_is_looked_at_as_far_as_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often its donor is looked at: the entries of the first look are there still."""
     entries = Past(50).entries
-    monkeypatch.setattr(lineage_fetch, "CHAIN_BYTES", sum(len(one.told) for one in entries[:8]))
+    monkeypatch.setattr(lineage_fetch, "CHAIN_BYTES", sum(len(one.packed) for one in entries[:8]))
 
     async def scenario() -> None:
         donors = Donors()
