@@ -29,7 +29,7 @@ from peers.log.chain import Chain
 from peers.log.folder import ENTRIES, LogFolder, RunLog, read_chain
 from peers.log.header import Header
 from peers.network.transport import HivemindTransport
-from peers.transfer.following import CannotFollowError, Following, nobody_trains
+from peers.transfer.following import CannotFollowError, Following, no_training_peer_error
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
 from peers.values.system import make_private_folder
@@ -100,7 +100,7 @@ async def newest_state(
         run = run if data is None else run.with_data(data)
         await ask_for_signed_heads(transport, run, invite.addresses)
         if not await transport.heartbeats(run.run_id):  # that should not cost the start of a worker
-            raise nobody_trains(run.run_id)
+            raise no_training_peer_error(run.run_id)
         async with working(run, NO_TEXT if data is None else NO_TRAINING) as workload:
             following = await fetch_state(run, transport, workload)
             yield run, past_of(run, following, kept_losses(run.run_id)), workload

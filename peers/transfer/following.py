@@ -88,7 +88,7 @@ class Doubts:
         return True
 
 
-def nobody_trains(run: str) -> SwarmUnreachableError:
+def no_training_peer_error(run: str) -> SwarmUnreachableError:
     """Return the error for a run without a peer that trains."""
     return SwarmUnreachableError(
         f"no peer trains in the run {run} now, so its state is not available.", "Ask a volunteer to join it again."
@@ -169,7 +169,7 @@ class Donors:
             if not known and await self._transport.connect(beat.peer, beat.addresses):
                 self._connected[beat.peer] = beat.addresses
         if not beats:
-            raise nobody_trains(self._log.run)
+            raise no_training_peer_error(self._log.run)
         return beats
 
     async def state_size(self, memory: int) -> int:
