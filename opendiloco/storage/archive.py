@@ -38,7 +38,7 @@ from peers.messages.packing import pack_message, unpack_message
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.run_failures import RunFailures
 from peers.network.transport import HivemindTransport
-from peers.presence.branches import state_told
+from peers.presence.branches import reported_state
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.transfer.buffers import PayloadBuffers
@@ -307,7 +307,7 @@ class ArchivedRun:
             nonlocal found, index
             index += 1  # as far as its entry that says what state the one before led to, which may come later
             found = await compare(index)
-            return Vouched(found.theirs, partial(state_told, found.theirs, beats), least, is_wary=True)
+            return Vouched(found.theirs, partial(reported_state, found.theirs, beats), least, is_wary=True)
 
         storage = FolderStorage(self.folder.download, available_memory)
         async with self._room.held(self.run.run_id, self._snapshot_room):

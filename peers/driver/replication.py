@@ -18,7 +18,7 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError
 from peers.network.channel import PeerUnreachableError
-from peers.presence.branches import state_told
+from peers.presence.branches import reported_state
 from peers.protocol.effects import Apply, FetchLineage, FetchPayload, FetchSnapshot
 from peers.protocol.events import (
     Applied,
@@ -247,7 +247,7 @@ class Replication:
         async def vouch() -> Vouched:
             nonlocal vouching
             vouching = await self._vouching(fetch)
-            told = partial(state_told, vouching.theirs, self._host.peer.presence.live().values())
+            told = partial(reported_state, vouching.theirs, self._host.peer.presence.live().values())
             return Vouched(vouching.theirs, told, fetch.least)
 
         try:

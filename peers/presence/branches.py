@@ -183,7 +183,7 @@ def state_named(log: LogState, beats: Iterable[Heartbeat], besides: Sequence[byt
     return None
 
 
-def state_told(branch: Branch, beats: Iterable[Heartbeat], place: LogState) -> bytes | None:
+def reported_state(branch: Branch, beats: Iterable[Heartbeat], place: LogState) -> bytes | None:
     """Return the state digest that more than half of the live voters at a place of a branch name.
 
     UNKNOWN_STATE if they name none, or are elsewhere in the log; None if no voter is live. Voters on another branch

@@ -22,7 +22,7 @@ from peers.log.lineage import Walk
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.network.channel import PeerUnreachableError
-from peers.presence.branches import state_told
+from peers.presence.branches import reported_state
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.membership import DONATING
 from peers.transfer.buffers import PayloadBuffers
@@ -225,7 +225,7 @@ class Following:
                 beats = await self.donors.live()  # by now they may report more
             was_asked = True
             branch, self.past = await best_branch(self._transport, beats, empty_log, self._signed)
-            return Vouched(branch, partial(state_told, branch, beats), least, is_wary=True)
+            return Vouched(branch, partial(reported_state, branch, beats), least, is_wary=True)
 
         while donors:
             try:

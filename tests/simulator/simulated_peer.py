@@ -14,7 +14,7 @@ from peers.messages.messages import Message
 from peers.messages.packing import Packer
 from peers.messages.rounds import RoundName
 from peers.network.throttle import RateMeter
-from peers.presence.branches import state_told
+from peers.presence.branches import reported_state
 from peers.presence.heartbeat import Heartbeat, name_peers
 from peers.protocol import effects
 from peers.protocol.effect_table import EffectTable, row
@@ -461,7 +461,7 @@ class SimulatedPeer:
             believed = self.peer.believed(*self.entries.branches(sources[fetch.donor].entries, self._keys.verify))
             if believed is None:
                 raise SnapshotError(f"the log of {fetch.donor} is not better than ours")
-            told = partial(state_told, believed, self.peer.presence.live().values())
+            told = partial(reported_state, believed, self.peer.presence.live().values())
             vouched = Vouched(believed, told, fetch.least)
             having = vouched.choose({name: self.shelf.offer(frozen) for name, frozen in states.items()})
         except SnapshotError as error:
