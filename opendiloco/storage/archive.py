@@ -43,7 +43,7 @@ from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.following import Doubts, next_in_log
-from peers.transfer.lineage_fetch import Compared, LineageFetch, Past, add_headers_before, serve_headers
+from peers.transfer.lineage_fetch import Compared, LineageFetch, StretchSource, add_headers_before, serve_headers
 from peers.transfer.payloads import MissingProofs, PayloadError, Payloads, serve_payloads, serve_proofs
 from peers.transfer.snapshots import Snapshot, Vouched, ask_size, fetch_snapshot, serve_snapshots
 from peers.transfer.storage import FolderStorage
@@ -403,12 +403,12 @@ class Archive:
 
     async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
         """Keep every run of `manifests`, which is looked through again and again, until cancelled."""
-        pasts: dict[str, Past] = {}
+        sources: dict[str, StretchSource] = {}
         kept: dict[str, Sequence[PayloadBuffers]] = {}
         logs: dict[str, RunLog] = {}
         await serve_snapshots(transport, self._runs)
         await serve_headers(
-            transport, pasts, lambda run, peer: run in self._runs and peer in self._runs[run].end.leases
+            transport, sources, lambda run, peer: run in self._runs and peer in self._runs[run].end.leases
         )
         await serve_payloads(transport, kept)
         await serve_proofs(transport, logs)
@@ -422,7 +422,7 @@ class Archive:
                 for run_id in keeping.keys() - known.keys():  # forgotten by the node
                     archived, task = self._runs[run_id], keeping.pop(run_id)
                     await cancel_and_wait(task)
-                    for served in (self._runs, pasts, kept, logs):
+                    for served in (self._runs, sources, kept, logs):
                         served.pop(run_id, None)
                     transport.forget(run_id)
                     if archived.end.last is None:  # else a flood of made-up runs would have the work of others removed
@@ -433,7 +433,7 @@ class Archive:
                     with opening.caught(run_id):
                         run, place = Run.from_manifest(known[run_id]), (self._folder, self._room)
                         archived = await asyncio.to_thread(ArchivedRun, run, self._identity, transport, *place)
-                        self._runs[run_id], pasts[run_id], logs[run_id] = archived, archived.log.stretch, archived.log
+                        self._runs[run_id], sources[run_id], logs[run_id] = archived, archived.log.stretch, archived.log
                         keeping[run_id] = tasks.create_task(self._keep_one(archived, kept))
                 await asyncio.sleep(POLL)
 

@@ -41,7 +41,7 @@ BYTES_LIMIT = 1 << 23  # bytes: the outcomes of a stretch, and the header that i
 TIMEOUT = 30.0  # seconds for an answer: the donor may be in a round
 TIMEOUT_PER_ENTRY = 0.25  # seconds more for each entry: 30 KB at 1 Mbit/s
 
-Past: TypeAlias = Callable[[int, int, bool], Stretch]
+StretchSource: TypeAlias = Callable[[int, int, bool], Stretch]
 """Returns those of the cycles [first, last) that are here, with the first one whole or not: see `Chain.stretch`."""
 BACK = 16
 """Factor by which each search step for the place where two logs split goes further back than the one before."""
@@ -68,7 +68,7 @@ class HeadersRequest(Value):
 
 async def serve_headers(
     transport: PullTransport,
-    pasts: Mapping[str, Past],
+    sources: Mapping[str, StretchSource],
     is_member: Callable[[str, str], bool] = lambda run, peer: False,
 ) -> None:
     """Answer `fetch_stretch` requests about these runs from now on.
@@ -82,7 +82,7 @@ async def serve_headers(
     @asynccontextmanager
     async def serve(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
         request = unpack_from(sender, HeadersRequest, packed)
-        past = kept_for(transport, pasts, request.run, sender)
+        past = kept_for(transport, sources, request.run, sender)
         is_known = is_member(request.run, sender)
         async with (places if is_known else places_for_strangers).one_for(sender):
             account = sender if is_known else STRANGER

@@ -17,7 +17,7 @@ from peers.driver.replication import _Recorder
 from peers.log.folder import LogFolder, LogFolderError, RunLog, proof_path
 from peers.protocol.effects import Apply
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.lineage_fetch import Past, serve_headers
+from peers.transfer.lineage_fetch import StretchSource, serve_headers
 from peers.transfer.payloads import serve_proofs
 from peers.values.chunks import ChunkedPayload
 from peers.values.wire import digest_of, pack
@@ -143,9 +143,9 @@ def test_who_does_not_have_the_beginning_of_the_log_is_not_the_only_one_asked(mo
         first, log_here = rig.peer.log.last, rig.peer.log
         second = next_header(log_here, [log_here.expected(peer) for peer in "abc"], payload.digest)
         assert first is not None
-        pasts: dict[str, Past] = {"a": chain_of([]).stretch, "c": chain_of([first]).stretch}
+        sources: dict[str, StretchSource] = {"a": chain_of([]).stretch, "c": chain_of([first]).stretch}
         me, log = FakeTransport(), RunLog(LOG, 0)
-        for name, past in pasts.items():
+        for name, past in sources.items():
             me.donors[name] = FakeTransport(name)
             await serve_headers(me.donors[name], {RUN: past})
         recorder = recorder_of(rig, log, me)
