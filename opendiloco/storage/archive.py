@@ -42,7 +42,7 @@ from peers.presence.branches import reported_state
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.following import Doubts, next_in_log
+from peers.transfer.following import UncertifiedWait, next_in_log
 from peers.transfer.lineage_fetch import Compared, LineageFetch, StretchSource, add_headers_before, serve_headers
 from peers.transfer.payloads import MissingProofs, PayloadError, Payloads, serve_payloads, serve_proofs
 from peers.transfer.snapshots import Snapshot, Vouched, ask_size, fetch_snapshot, serve_snapshots
@@ -86,7 +86,7 @@ class ArchivedRun:
         self._sequence = 0
         self._peers: frozenset[str] = frozenset()
         self._signing = _Signing(run, identity, transport, self.folder.path)
-        self._doubts = Doubts(run.settings.timing.partition_grace)
+        self._uncertified_wait = UncertifiedWait(run.settings.timing.partition_grace)
         self._load()
         end = self.log.log_after(self.log.next_index)
         frozen = self._frozen
@@ -270,7 +270,7 @@ class ArchivedRun:
         LogFolderError, _NoRoomError.
         """
         found = await next_in_log(self._transport, donors[0], self.end, self._signing.believed, self._heads)
-        if not self._doubts.may_follow(self.end, found.support, beats):
+        if not self._uncertified_wait.may_follow(self.end, found.support, beats):
             return False
         payloads = Payloads(self._transport, self.run.run_id, self.buffers)
         having = [header for header, _ in found.entries if header.payload != NO_PAYLOAD]

@@ -58,7 +58,7 @@ async def step(state: ReplicatedState, index: int, payloads: Mapping[int, Blocks
 logger = logging.getLogger(__name__)
 
 
-class Doubts:
+class UncertifiedWait:
     """Measures for how long a follower has seen no certified entry after its place in the log."""
 
     def __init__(self, grace: float) -> None:
@@ -196,7 +196,7 @@ class Following:
         self.donors = Donors(transport, self.log)
         self.past = RunLog(self.log, 0)
         """The entries of the log that was followed, as far as they are known here."""
-        self._doubts = Doubts(settings.timing.partition_grace)
+        self._uncertified_wait = UncertifiedWait(settings.timing.partition_grace)
         self._transport = transport
         self._state = state
 
@@ -267,7 +267,7 @@ class Following:
                 continue
             if found is None:
                 continue
-            if not self._doubts.may_follow(self.log, found.support, live):
+            if not self._uncertified_wait.may_follow(self.log, found.support, live):
                 is_waiting = True
                 continue
             least = index + 1 if least is None else least

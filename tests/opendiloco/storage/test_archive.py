@@ -297,7 +297,7 @@ def test_a_run_that_is_too_large_is_not_fetched_until_there_is_room(
     monkeypatch.setattr(Payloads, "fetch", fetch_payload)
     theirs = SimpleNamespace(has=lambda place: True, contradiction=lambda signed: None)
     monkeypatch.setattr(LineageFetch, "compare", answering(SimpleNamespace(theirs=theirs)))
-    monkeypatch.setattr(kept._doubts, "may_follow", lambda *asked: True)
+    monkeypatch.setattr(kept._uncertified_wait, "may_follow", lambda *asked: True)
     kept._snapshot = cast(Any, SimpleNamespace(index=1))
     network = cast(Any, kept._transport)
     network.connect = answering(True)
