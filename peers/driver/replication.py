@@ -34,7 +34,7 @@ from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import Download, PullTransport, shuffled
 from peers.transfer.lineage_fetch import Compared, LineageError, LineageFetch, add_headers_before, serve_headers
 from peers.transfer.payloads import MissingProofs, PayloadError, Payloads, serve_payloads, serve_proofs
-from peers.transfer.snapshots import Freezer, FrozenSnapshot, Vouched, fetch_snapshot, serve_snapshots
+from peers.transfer.snapshots import FrozenSnapshot, Snapshotter, Vouched, fetch_snapshot, serve_snapshots
 from peers.transfer.storage import Storage
 from peers.values.chunks import ChunkedPayload
 from peers.values.system import now
@@ -145,7 +145,7 @@ class Replication:
         """`buffers` are of each fragment."""
         self.worker = asyncio.Lock()
         """Held while the worker is at work, and while another state is fetched, so that nobody trains from this one."""
-        self.freezer = Freezer(host.peer, workload, storage, host, on_snapshot)
+        self.snapshotter = Snapshotter(host.peer, workload, storage, host, on_snapshot)
         self.recorder = _Recorder(log, transport, buffers, host)
         self._on_entry = on_entry
         self._transport = transport
@@ -168,7 +168,7 @@ class Replication:
             self._transport, {run: self._log.stretch}, lambda _, peer: peer in self._host.peer.log.leases
         )
         await serve_proofs(self._transport, {run: self._log})
-        await serve_snapshots(self._transport, {run: self.freezer})
+        await serve_snapshots(self._transport, {run: self.snapshotter})
 
     def is_applying(self, fragment: int) -> bool:
         """Whether an entry of this fragment is yet to be applied."""
@@ -181,7 +181,7 @@ class Replication:
     async def _apply(self, apply: Apply) -> None:
         header = apply.header
         kept = self._buffers[header.fragment].kept.get(header.payload)
-        async with self.freezer.changing():
+        async with self.snapshotter.changing():
             if kept is None and header.payload != NO_PAYLOAD:  # of an older vote it may lie on the disk alone
                 kept = await asyncio.to_thread(self._buffers[header.fragment].find, header.payload)
                 if kept is None:
@@ -209,7 +209,7 @@ class Replication:
 
     async def _freeze(self) -> None:
         try:
-            await self.freezer.freeze_if_due()
+            await self.snapshotter.freeze_if_due()
         except (OSError, SnapshotError) as error:
             logger.error("no snapshot of outer step %d: %s", self._host.peer.log.position.index, error)
 
@@ -256,7 +256,7 @@ class Replication:
                     *(self._transport, donors, self._host.peer.log, fetch.least, vouch, self._storage, size),
                     on_download=self._downloads,
                 )
-                async with self.freezer.changing():
+                async with self.snapshotter.changing():
                     await self._workload.restore(snapshot.data, snapshot.state_digest)
         except (SnapshotError, LineageError, OSError) as error:
             self._host.handle(SnapshotFailed(fetch.donor, str(error)))
@@ -268,7 +268,7 @@ class Replication:
         doubt = theirs.doubt_before(snapshot.index, self._host.peer.lineage.doubt)
         state = snapshot.last, snapshot.state_digest, heads, snapshot.ends, doubt
         self._host.handle(SnapshotRestored(fetch.donor, *state))
-        self.freezer.hold(snapshot)
+        self.snapshotter.hold(snapshot)
 
     def _downloads(self, download: Download) -> None:
         self.download = download

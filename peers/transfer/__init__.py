@@ -7,6 +7,6 @@ download: Download, PullTransport, shuffled
 following: CannotFollowError, Donors, UncertifiedWait, FollowTransport, Following, next_in_log, no_training_peer_error, step
 lineage_fetch: Compared, LineageError, LineageFetch, StretchSource, add_headers_before, serve_headers
 payloads: MissingProofs, PayloadError, Payloads, serve_payloads, serve_proofs
-snapshots: Freezer, FrozenSnapshot, Snapshot, Vouched, ask_size, fetch_snapshot, serve_snapshots
+snapshots: Snapshotter, FrozenSnapshot, Snapshot, Vouched, ask_size, fetch_snapshot, serve_snapshots
 storage: FolderStorage, IN_MEMORY, MemoryFile, Storage, empty
 """

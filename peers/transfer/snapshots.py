@@ -257,7 +257,7 @@ class _Host(Protocol):
     def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]: ...
 
 
-class Freezer:
+class Snapshotter:
     """Makes and holds one peer's snapshots.
 
     `state_lock` is held while theta and momentum change, and while the pseudo-gradient is computed from them. Copying a
