@@ -504,7 +504,7 @@ async def _give_amendment(invite: Invite, key: Identity, changes: Mapping[str, A
     from opendiloco.run import find_run
     from opendiloco.view.run_view import RunView
     from opendiloco.volunteer.volunteer import connected
-    from peers.network.known_runs import give
+    from peers.network.known_runs import send_amendment
 
     async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)
@@ -515,7 +515,7 @@ async def _give_amendment(invite: Invite, key: Identity, changes: Mapping[str, A
             click.echo(f"warning: {rise}", err=True)
         at_work = sorted(view.trainers, key=lambda beat: beat.lineage_tokens, reverse=True)
         there = [beat.peer for beat in at_work[:GIVEN_TO] if await transport.connect(beat.peer, beat.addresses)]
-        told = await give(transport.call, run.run_id, signed, there)
+        told = await send_amendment(transport.call, run.run_id, signed, there)
     if not told:
         raise SwarmUnreachableError(
             f"nobody could be given amendment {signed.number}.",
