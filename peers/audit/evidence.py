@@ -314,7 +314,7 @@ class Evidence:
                 faults[peer], room = known.fault, room - len(known.data)
         return tuple(faults.values())[:FAULT_LIMIT] if log.closes else ()
 
-    def lacking(self, faults: Iterable[Fault], lineage: Lineage) -> tuple[bytes, ...]:
+    def missing_proofs(self, faults: Iterable[Fault], lineage: Lineage) -> tuple[bytes, ...]:
         """Return the digests of named faults' proofs that are not here, and accept these from any sender."""
         self._follow(lineage)
         missing = tuple(fault.proof for fault in faults if self._proven.get(fault.proof, (None,))[0] != fault)
@@ -323,7 +323,7 @@ class Evidence:
 
     def has(self, faults: Iterable[Fault], lineage: Lineage) -> bool:
         """Return whether all of these are proven to this peer, and recent enough for the next entry."""
-        return not self.lacking(faults, lineage)
+        return not self.missing_proofs(faults, lineage)
 
     # Showing --------------------------------------------------------------------------------------------------
     def behind(self, faults: Iterable[Fault]) -> tuple[Known, ...]:
