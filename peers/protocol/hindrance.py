@@ -64,13 +64,13 @@ class Hindrances:
         self._trainer = trainer
         self._replica = replica
         self._found: Hindrance | None = None
-        self._told: Hindrance | None = None
+        self._reported: Hindrance | None = None
         self._found_since = self._aside_since = self._alone_since = context.now
 
     @property
-    def told(self) -> str:
-        """What the volunteer was told last; empty: the work counts."""
-        return self._told.reason if self._told else ""
+    def reported_reason(self) -> str:
+        """The reason that the volunteer was given last; empty: the work counts."""
+        return self._reported.reason if self._reported else ""
 
     @property
     def reaches_nobody(self) -> bool:
@@ -92,9 +92,9 @@ class Hindrances:
             self._aside_since = now
         elif now - self._aside_since >= TRAIN_AGAIN:
             self._trainer.in_vain = 0
-        if _kind(lasting) != _kind(self._told):
-            self._told = lasting
-            self._context.emit(Trouble(self.told, "info" if _kind(lasting) in AS_MEANT else "warning"))
+        if _kind(lasting) != _kind(self._reported):
+            self._reported = lasting
+            self._context.emit(Trouble(self.reported_reason, "info" if _kind(lasting) in AS_MEANT else "warning"))
 
     @property
     def _others(self) -> set[str]:

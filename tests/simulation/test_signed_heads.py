@@ -49,7 +49,7 @@ def has(swarm: Swarm, name: str, head: bytes) -> bool:
 
 
 def trouble_of(swarm: Swarm, name: str) -> str:
-    return swarm.peers[name].peer.hindrances.told
+    return swarm.peers[name].peer.hindrances.reported_reason
 
 
 def at_work_on(swarm: Swarm, names: tuple[str, ...], head: bytes) -> bool:

@@ -218,7 +218,7 @@ class SimulatedPeer:
                 "inner_step": self._training.inner_step(self.world.now) if self._trained else 0,
                 "view": peer.view,
                 "leads": peer.presence.can_lead,
-                "trouble": peer.hindrances.told,
+                "trouble": peer.hindrances.reported_reason,
                 "amendment": peer.settled.amendment,
                 "proposed": peer.proposed_amendment,
             }
