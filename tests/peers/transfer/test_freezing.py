@@ -37,7 +37,7 @@ class FullStorage(Storage):
 
 
 class Donor:
-    """A peer as a snapshotter sees it: the log that it has applied, and where in it theta and momentum have a digest."""
+    """A peer as a snapshotter sees it: its applied log, and the places in it where theta and momentum have a digest."""
 
     me = "b"
     settings = SETTINGS
