@@ -43,7 +43,7 @@ LOCAL = ("/ip4/127.0.0.1/tcp/0",)
 
 
 @dataclass
-class Record:
+class AppliedEntries:
     """The reports of all peers on the entries that they applied."""
 
     heads: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -86,13 +86,13 @@ class Record:
 
 
 @dataclass
-class Volunteer:
+class RestartingPeer:
     """A peer that dies and comes back with the same identity."""
 
     name: str
     arguments: list[object]
     log: Path
-    record: Record
+    record: AppliedEntries
     process: PeerProcess | None = None
     is_stopped: bool = False
     at_work: asyncio.Event = field(default_factory=asyncio.Event)
@@ -150,7 +150,7 @@ class Volunteer:
 class Churn:
     """The faults, drawn from one seed."""
 
-    volunteers: list[Volunteer]
+    volunteers: list[RestartingPeer]
     random: random.Random
     kills: int = 0
     stops: int = 0
@@ -169,7 +169,7 @@ class Churn:
                     await asyncio.sleep(0)  # let the fault begin, because the next victim depends on it
             await asyncio.sleep(max(0.0, deadline - time.monotonic()))
 
-    def _victim(self) -> Volunteer | None:
+    def _victim(self) -> RestartingPeer | None:
         """Return a random running peer, or None if the others at work would not be a majority."""
         chosen = self.random.choice(self.volunteers)
         if chosen.process is None or chosen.is_stopped:
@@ -177,13 +177,13 @@ class Churn:
         others = sum(one.is_up for one in self.volunteers if one is not chosen)
         return chosen if 2 * others > len(self.volunteers) else None
 
-    async def _kill(self, victim: Volunteer, seconds: float) -> None:
+    async def _kill(self, victim: RestartingPeer, seconds: float) -> None:
         self.kills += 1
         self.orphans |= await victim.kill()
         await asyncio.sleep(seconds)
         await victim.start()
 
-    async def _stop(self, victim: Volunteer, seconds: float) -> None:
+    async def _stop(self, victim: RestartingPeer, seconds: float) -> None:
         self.stops += 1
         await victim.stop_for(seconds)
 
@@ -194,9 +194,9 @@ class Churn:
         sweep_sockets()
 
 
-async def measure(seconds: float, peers: int, seed: int, folder: Path) -> tuple[Churn, Record]:
+async def measure(seconds: float, peers: int, seed: int, folder: Path) -> tuple[Churn, AppliedEntries]:
     """Run the peers and the faults. Leave no process behind. Raises: TimeoutError when the peers do not begin."""
-    record = Record()
+    record = AppliedEntries()
     churn = Churn([], random.Random(seed))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(churn.tidy_up)
@@ -208,7 +208,7 @@ async def measure(seconds: float, peers: int, seed: int, folder: Path) -> tuple[
             votes = folder / f"{number}-votes"
             votes.mkdir(exist_ok=True)
             arguments += ["--identity", folder / f"{number}.pem", "--votes", votes]
-            volunteer = Volunteer(f"peer {number}", arguments, folder / f"{number}.log", record)
+            volunteer = RestartingPeer(f"peer {number}", arguments, folder / f"{number}.log", record)
             churn.volunteers.append(volunteer)
             stack.push_async_callback(volunteer.end)
             await volunteer.start()
@@ -219,7 +219,7 @@ async def measure(seconds: float, peers: int, seed: int, folder: Path) -> tuple[
     return churn, record
 
 
-def figures(churn: Churn, record: Record) -> dict[str, Any]:
+def figures(churn: Churn, record: AppliedEntries) -> dict[str, Any]:
     gaps, stalls = record.gaps, record.stalls
     return {
         "kills": churn.kills,

@@ -21,18 +21,18 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.methods import EXACT, Curve, Method, Setting, key_of, train
+from benchmarks.methods import EXACT, Curve, Method, TrainingSetup, key_of, train
 from benchmarks.plots import Panel, Point, svg
 from benchmarks.reporting import Bar, json_option, report
 
 SETTINGS = {
-    "1m": Setting(),
-    "small": Setting(hidden_size=64, layers=4, sequence_length=64),
+    "1m": TrainingSetup(),
+    "small": TrainingSetup(hidden_size=64, layers=4, sequence_length=64),
     # Twenty tokens for each parameter, as Chinchilla's law advises. They need a larger corpus than the default one.
-    "15m": Setting(
+    "15m": TrainingSetup(
         hidden_size=384, layers=8, heads=6, windows_per_step=128, sequence_length=512, steps=4500, precision="bf16"
     ),
-    "300m": Setting(
+    "300m": TrainingSetup(
         hidden_size=1024,
         layers=24,
         heads=16,
@@ -43,7 +43,7 @@ SETTINGS = {
         learning_rate=6e-4,
         precision="bf16",
     ),
-    "quick": Setting(
+    "quick": TrainingSetup(
         hidden_size=16,
         layers=3,
         windows_per_step=16,
@@ -57,13 +57,13 @@ SETTINGS = {
 E3M0: dict[str, Any] = {"codec": {"kind": "e3m0"}}
 
 
-def muon(setting: Setting) -> dict[str, Any]:
+def muon(setting: TrainingSetup) -> dict[str, Any]:
     rate = setting.learning_rate
     sizes = {"learning_rate": rate, "scale": "match_rms_adamw", "adamw": {"learning_rate": rate}}
     return {"inner_optimizer": {"kind": "muon", **sizes}}
 
 
-def methods_of(setting: Setting) -> list[Method]:
+def methods_of(setting: TrainingSetup) -> list[Method]:
     """Return the rows of the table in the order of training: the most important first."""
     blocks = -(-setting.layers // 2)  # this makes two fragments of blocks, and one of embeddings
 
@@ -145,7 +145,7 @@ class Results:
     """A file of results, one JSON line for each training. Lines of other settings and methods stay unchanged."""
 
     path: Path
-    setting: Setting
+    setting: TrainingSetup
 
     def read(self, methods: Sequence[Method]) -> dict[str, dict[int, Curve]]:
         """Return the curves of these methods. If one was trained twice, the later result counts."""
@@ -170,7 +170,7 @@ class Results:
             file.write(json.dumps(about | sent | {"points": curve.points}, ensure_ascii=False) + "\n")
 
 
-def _train(method: Method, setting: Setting, seed: int) -> Curve:
+def _train(method: Method, setting: TrainingSetup, seed: int) -> Curve:
     torch.set_num_threads(1)
     return train(method, setting, seed)
 

@@ -25,7 +25,7 @@ OUR_PEER, OTHER_PEER = "benchmarks.vector_peer", "benchmarks.averagers"
 
 
 @dataclass(frozen=True)
-class Contender:
+class AveragingMethod:
     """A way to average. `kind` is its name in benchmarks/averagers.py, empty for our own way.
 
     `value_bytes` is None for contenders that move as many bytes as our payload.
@@ -41,12 +41,12 @@ class Contender:
 
 
 CONTENDERS = (
-    Contender(OURS, ""),
-    Contender(HIVEMIND, "hivemind-fp32", 4),
-    Contender(HIVEMIND_FP16, "hivemind-fp16", 2),
-    Contender(TORCHFT, "torchft", 4),
-    Contender(GLOO, "gloo", 4),
-    Contender(GLOO_BYTES, "gloo-bytes"),
+    AveragingMethod(OURS, ""),
+    AveragingMethod(HIVEMIND, "hivemind-fp32", 4),
+    AveragingMethod(HIVEMIND_FP16, "hivemind-fp16", 2),
+    AveragingMethod(TORCHFT, "torchft", 4),
+    AveragingMethod(GLOO, "gloo", 4),
+    AveragingMethod(GLOO_BYTES, "gloo-bytes"),
 )
 
 
@@ -77,7 +77,7 @@ class Place:
 class Group:
     """All peers of one contender, and the measurements of their rounds."""
 
-    contender: Contender
+    contender: AveragingMethod
     peers: Sequence[PeerProcess]
     began: list[float] = field(default_factory=list)
     """The start of each round, by the clock that all processes share."""

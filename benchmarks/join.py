@@ -46,7 +46,7 @@ SETTLE_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
-class Links:
+class Bandwidths:
     """The bytes a second of each donor's uplink and of the joiner's downlink."""
 
     upload: float
@@ -70,7 +70,7 @@ class Fetch:
     def seconds(self) -> float:
         return self.ended - self.began
 
-    def bound(self, size: int, links: Links, busy: float = 0.0) -> float:
+    def bound(self, size: int, links: Bandwidths, busy: float = 0.0) -> float:
         """Return the least seconds that the links need for `size` bytes if rounds use them for `busy` seconds."""
         before = min(size, size if self.fetched_before_kill is None else self.fetched_before_kill)
         return before / links.rate(DONORS) + (size - before) / links.rate(DONORS - 1) + busy
@@ -81,7 +81,7 @@ class Fetch:
 
 
 @dataclass
-class Swarm:
+class DonorSwarm:
     """The donors, and the facts that their joiners need."""
 
     donors: Group
@@ -153,7 +153,7 @@ class Swarm:
 
 
 @dataclass(frozen=True)
-class Measured:
+class FetchMeasurements:
     """The three fetches, and the seconds of the donors' rounds before the first one and during the second one."""
 
     alone: Fetch
@@ -165,7 +165,7 @@ class Measured:
     """Seconds of the second fetch that were in a round."""
 
 
-async def measure(values: int, places: Sequence[Place], rounds: int, pause: float) -> Measured:
+async def measure(values: int, places: Sequence[Place], rounds: int, pause: float) -> FetchMeasurements:
     """Measure the three fetches. The last place is the joiners'."""
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="join-")))
@@ -174,7 +174,7 @@ async def measure(values: int, places: Sequence[Place], rounds: int, pause: floa
         donors = await start_peers(stack, [[*arguments, *place.ours] for place in places[:-1]], places[:-1], logs)
         contact = (await donors[1].event("listening", START_SECONDS))["address"]
         group = Group(CONTENDERS[0], donors)
-        swarm = Swarm(group, contact, places[-1], arguments, STATE_BYTES * values, pause, logs)
+        swarm = DonorSwarm(group, contact, places[-1], arguments, STATE_BYTES * values, pause, logs)
         stack.push_async_callback(swarm.tidy_up)
         await group.average(counts=False)
         await swarm.average(rounds)
@@ -186,10 +186,10 @@ async def measure(values: int, places: Sequence[Place], rounds: int, pause: floa
         ]
         busy = sum(during.overlap(*span) for span in spans)
         killed = await swarm.fetch(kills=donors[-1])
-    return Measured(alone, during, killed, group.seconds[:rounds], group.seconds[rounds:], busy)
+    return FetchMeasurements(alone, during, killed, group.seconds[:rounds], group.seconds[rounds:], busy)
 
 
-def rows_of(measured: Measured, size: int, links: Links) -> list[dict[str, Any]]:
+def rows_of(measured: FetchMeasurements, size: int, links: Bandwidths) -> list[dict[str, Any]]:
     """Return the lines of the table."""
 
     def row(joiner: str, fetch: Fetch, busy: float = 0.0, rounds: Sequence[float] = ()) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def rows_of(measured: Measured, size: int, links: Links) -> list[dict[str, Any]]
     ]
 
 
-def bars_of(measured: Measured, size: int, links: Links) -> list[Bar]:
+def bars_of(measured: FetchMeasurements, size: int, links: Bandwidths) -> list[Bar]:
     alone = measured.alone.bound(size, links) / measured.alone.seconds
     killed = measured.killed.bound(size, links) / measured.killed.seconds
     rounds = statistics.median(measured.rounds_before) / statistics.median(measured.rounds_during)
@@ -271,7 +271,7 @@ def main(
     iperf_streams: int,
     json_file: Path | None,
 ) -> None:
-    links, size = Links(upload * 1e6 / 8, download * 1e6 / 8), STATE_BYTES * values
+    links, size = Bandwidths(upload * 1e6 / 8, download * 1e6 / 8), STATE_BYTES * values
     places = places_in(namespaces, upload, download)
     carried = carried_by(namespaces, iperf_streams)
     measured = asyncio.run(measure(values, places, rounds, pause))

@@ -88,7 +88,7 @@ class Watched:
 
 
 @dataclass
-class Watch:
+class PeakMemory:
     """The peak bytes of any peer of each role in each phase."""
 
     most: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class Swarm:
     """The volunteers with a vector, and the folder with all files."""
 
     volunteers: Sequence[Watched]
-    watch: Watch
+    watch: PeakMemory
     arguments: Sequence[object]
     folder: Path
     entries: int = 0
@@ -187,7 +187,7 @@ async def newcomer(role: str, command: Sequence[object], folder: Path) -> AsyncI
         await process.end()
 
 
-async def measure_swarm(values: int, watch: Watch) -> None:
+async def measure_swarm(values: int, watch: PeakMemory) -> None:
     """Measure all roles whose peers have a vector in place of a model. Raises: PeerProcessError."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memory-")))
@@ -206,7 +206,7 @@ async def measure_swarm(values: int, watch: Watch) -> None:
         await swarm.leave_one_behind()
 
 
-async def measure_cpu_volunteer(config: RunConfig, workers: int, watch: Watch) -> None:
+async def measure_cpu_volunteer(config: RunConfig, workers: int, watch: PeakMemory) -> None:
     """Measure a volunteer alone in its run. Raises: PeerProcessError."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memory-")))
@@ -292,7 +292,7 @@ def bars_of(rows: Sequence[dict[str, Any]]) -> list[Bar]:
 @run_option("examples/llama-2m.toml", "The run in which that model is trained, a run.toml.")
 @json_option
 def main(values: int, hidden: int, layers: int, cpu_workers: int, run_file: Path, json_file: Path | None) -> None:
-    watch, host = Watch(), HostMemory(values, INT8)
+    watch, host = PeakMemory(), HostMemory(values, INT8)
     try:
         asyncio.run(measure_swarm(values, watch))
         rows = [row_of(*key, watch.most[key], values, formula) for key, formula in formulas(host).items()]

@@ -21,7 +21,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainingSetup:
     """The model, the data and the tokens, which all methods have in common."""
 
     hidden_size: int = 128
@@ -112,13 +112,13 @@ class Method:
     format: int = 0
     """The number of that format in `codec.contributions`."""
 
-    def outer_steps(self, setting: Setting) -> int:
+    def outer_steps(self, setting: TrainingSetup) -> int:
         """Return the number of outer steps that train all of the setting's tokens."""
         share = (self.replicas - (self.slow + self.late) / 2) / self.replicas
         return round(setting.steps / self.inner_steps / share)
 
 
-def key_of(method: Method, setting: Setting) -> str:
+def key_of(method: Method, setting: TrainingSetup) -> str:
     """Return a string of everything on which a training's result depends, except for its seed."""
     return json.dumps([asdict(setting), asdict(method)], sort_keys=True, default=_name_of)
 
@@ -162,7 +162,7 @@ class ExactAverageReference(Reference):
         return super()._codec_with(rounding, format)._replace(encodes_average=False)
 
 
-def train(method: Method, setting: Setting, seed: int) -> Curve:
+def train(method: Method, setting: TrainingSetup, seed: int) -> Curve:
     """Train by one method with the seed's initial weights and samples."""
     is_diloco = method.kind == "replicas"
     batch_size = setting.windows_per_step // (1 if method.kind == "batches" else method.replicas)

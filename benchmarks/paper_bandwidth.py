@@ -50,7 +50,7 @@ HALVINGS = 20
 
 
 @dataclass(frozen=True)
-class Method:
+class SyncSchedule:
     """A way to train. Its fragments are layers; fragment i is sent after inner step `ends[i]` of each `cycle`.
 
     Training goes on for `overlap` inner steps (tau) without the result; with 0 it waits.
@@ -77,19 +77,19 @@ class Scale:
         """The seconds of each computing node."""
         return self.step_seconds / (3 * self.layers)
 
-    def method(self, row: str) -> Method:
+    def method(self, row: str) -> SyncSchedule:
         """Return the method of a row."""
         everything = (tuple(range(self.layers)),)
         if row == "data-parallel":
-            return Method(everything, (1,), 1)
+            return SyncSchedule(everything, (1,), 1)
         if row == "DiLoCo":
-            return Method(everything, (INNER_STEPS,), INNER_STEPS)
+            return SyncSchedule(everything, (INNER_STEPS,), INNER_STEPS)
         count = -(-self.layers // FRAGMENT_LAYERS)
         fragments = tuple(tuple(range(first, self.layers, count)) for first in range(count))
         spacing = round(INNER_STEPS / count)
         ends = tuple(spacing * (place + 1) for place in range(count))
         overlap = OVERLAP if "overlap" in row else 0
-        return Method(fragments, ends, ends[-1], overlap, bits=4 if "FP4" in row else 16)
+        return SyncSchedule(fragments, ends, ends[-1], overlap, bits=4 if "FP4" in row else 16)
 
 
 TABLE = {
@@ -139,7 +139,7 @@ class Simulation:
     layers: int
     node: float
     reduction: float
-    method: Method
+    method: SyncSchedule
     _step: int = 0
     _now: float = 0.0
     _link_free: float = 0.0
@@ -181,7 +181,7 @@ class Simulation:
                 self._due.setdefault(self._step + 1 + self.method.overlap, {})[layer] = self._link_free
 
 
-def utilisation(scale: Scale, method: Method, gigabits: float) -> float:
+def utilisation(scale: Scale, method: SyncSchedule, gigabits: float) -> float:
     """Return the share of its time in which a replica computes in a long run, over a link of this many Gbit/s."""
     values = 2 * (REPLICAS - 1) / REPLICAS * scale.values / scale.layers
     simulation = Simulation(scale.layers, scale.node, method.bits * values / (gigabits * 1e9), method)
@@ -190,7 +190,7 @@ def utilisation(scale: Scale, method: Method, gigabits: float) -> float:
     return CYCLES * method.cycle * (3 * scale.layers - 1) * scale.node / took
 
 
-def least_bandwidth(scale: Scale, method: Method, target: float) -> float:
+def least_bandwidth(scale: Scale, method: SyncSchedule, target: float) -> float:
     """Return the least Gbit/s at which the utilisation reaches the target."""
     low, high = 1e-3, 1e4
     for _ in range(HALVINGS):

@@ -42,7 +42,7 @@ NEVER_SNAPSHOT = 1_000_000
 
 
 @dataclass(frozen=True)
-class Part:
+class StreamingPeerOptions:
     """One peer's role, from its command line."""
 
     values: int
@@ -113,7 +113,7 @@ class SleepingReplica:
 
     learning_rate = 0.0
 
-    def __init__(self, part: Part, theta: Vector) -> None:
+    def __init__(self, part: StreamingPeerOptions, theta: Vector) -> None:
         self.layout = FragmentPlaces(part.parts(theta.size))
         self._part = part
         self._theta = theta
@@ -147,7 +147,7 @@ class SleepingReplica:
 class SleepingWorker(ThreadedWorker):
     """A worker that takes such a replica through its cycles."""
 
-    def __init__(self, part: Part, vectors: SharedVectors) -> None:
+    def __init__(self, part: StreamingPeerOptions, vectors: SharedVectors) -> None:
         config = part.config
         super().__init__(config)
         self.vectors, self.fragments = vectors, part.parts(vectors.theta.size)
@@ -159,7 +159,7 @@ class SleepingWorker(ThreadedWorker):
         return await asyncio.to_thread(self._loops.run, command)
 
 
-async def take_part(transport: HivemindTransport, identity: Identity, part: Part) -> None:
+async def take_part(transport: HivemindTransport, identity: Identity, part: StreamingPeerOptions) -> None:
     """Take part in the run until standard input ends."""
     vectors = await asyncio.to_thread(create_vectors, part.values)
     workload = LocalWorkload(SleepingWorker(part, vectors), part.config)
@@ -173,7 +173,7 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
     reading.cancel()
 
 
-async def run_peer(part: Part) -> None:
+async def run_peer(part: StreamingPeerOptions) -> None:
     identity = Identity.generate()
     contacts = (part.contact,) if part.contact else ()
     transport = await HivemindTransport.create(identity, contacts, (part.listen,), local=True)
@@ -195,7 +195,7 @@ async def run_peer(part: Part) -> None:
 @click.option("--contact", help="Address of a running peer.")
 @click.option("--listen", default="/ip4/127.0.0.1/tcp/0", show_default=True)
 def main(**options: Any) -> None:
-    asyncio.run(run_peer(Part(**options)))
+    asyncio.run(run_peer(StreamingPeerOptions(**options)))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ ENTRY_SECONDS = 300.0
 
 
 @dataclass
-class Swarm:
+class SwarmTimes:
     """The entries of one swarm: the seconds of each round and outer step, and the thin member's share in each."""
 
     name: str
@@ -69,7 +69,7 @@ class Swarm:
         }
 
 
-async def run(swarm: Swarm, namespaces: Sequence[str], values: int, pause: float, entries: int) -> None:
+async def run(swarm: SwarmTimes, namespaces: Sequence[str], values: int, pause: float, entries: int) -> None:
     """Let a swarm make some entries, after a first one that does not count."""
     places = [place_in(each) for each in (namespaces[:-1] if swarm.name == WITHOUT else namespaces)]
     usual = ["--values", values, "--peers", len(places), "--pause", pause, "--steady", "--usual-timing"]
@@ -97,7 +97,7 @@ async def _entry(peer: PeerProcess, index: int) -> Event:
     return event
 
 
-def bars_of(swarms: dict[str, Swarm]) -> list[Bar]:
+def bars_of(swarms: dict[str, SwarmTimes]) -> list[Bar]:
     seconds = {name: statistics.median(swarm.seconds) for name, swarm in swarms.items()}
     return [
         Bar("entries in which the thin member counts", swarms[CHOSEN].row["it counts in"], LEAST),
@@ -119,7 +119,7 @@ def main(
     names = namespaces.split(",")
     if len(names) < 3:
         raise click.BadParameter("give at least three, the thin one last.", param_hint="--namespaces")
-    swarms = {name: Swarm(name) for name in (WITHOUT, CHOSEN, OWN)}
+    swarms = {name: SwarmTimes(name) for name in (WITHOUT, CHOSEN, OWN)}
     for _ in range(turns):
         for name, swarm in swarms.items():
             asyncio.run(run(swarm, names, values, pause, own_entries if name == OWN else entries))

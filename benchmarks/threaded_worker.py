@@ -22,7 +22,7 @@ from opendiloco.workers.worker import ControlChannel
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
 
-class Channel(ControlChannel):
+class InProcessControlChannel(ControlChannel):
     """A channel whose messages reach the event loop at once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -42,7 +42,7 @@ class ThreadedWorker(WorkerGroup):
         """Set the overlap: the number of inner steps between storing a fragment and merging its average, by default the
         run's."""
         self.config = config
-        self.channel = Channel(asyncio.get_running_loop())
+        self.channel = InProcessControlChannel(asyncio.get_running_loop())
         self._own_overlap = config.streaming.overlap if overlap is None else overlap
         self._trainings = 0
         self._turn = asyncio.Lock()

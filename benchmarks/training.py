@@ -102,7 +102,7 @@ class Turns:
 
 
 @dataclass(frozen=True)
-class Measured:
+class SpeedMeasurements:
     turns: dict[str, Turns]
     parameters: int
     peak: float | None = None
@@ -144,7 +144,7 @@ def with_text(config: RunConfig, text: str) -> RunConfig:
     return config.model_copy(update={"tokenizer": TokenizerSection(), "data": DataSection(source=source)})
 
 
-async def measure(config: RunConfig, machine: Machine, repetitions: int, by_hand: bool) -> Measured:
+async def measure(config: RunConfig, machine: Machine, repetitions: int, by_hand: bool) -> SpeedMeasurements:
     """Return the turns of all contenders. Raises: PeerProcessError."""
     turns = {name: Turns() for name in (BARE, *([BY_HAND] if by_hand else []), VOLUNTEER)}
     async with AsyncExitStack() as stack:
@@ -171,7 +171,7 @@ async def measure(config: RunConfig, machine: Machine, repetitions: int, by_hand
                 theirs = await process.event("trained", TURN_SECONDS)
                 if turn:
                     turns[name].add(theirs, [memory_of(process.process_id) - loaded])
-    return Measured(turns, ours["parameters"], theirs["peak"], theirs["device"])
+    return SpeedMeasurements(turns, ours["parameters"], theirs["peak"], theirs["device"])
 
 
 async def start(stack: AsyncExitStack, command: list[object], folder: Path, threads: int | None = None) -> PeerProcess:
@@ -193,7 +193,7 @@ def workers_of(volunteer: PeerProcess) -> list[int]:
     return workers
 
 
-def row_of(name: str, measured: Measured, machine: Machine) -> dict[str, Any]:
+def row_of(name: str, measured: SpeedMeasurements, machine: Machine) -> dict[str, Any]:
     """Return one line of the table."""
     turns, formula = measured.turns[name], machine.formula(name, measured.parameters)
     utilisation = measured.utilisation(name)
@@ -212,7 +212,7 @@ def row_of(name: str, measured: Measured, machine: Machine) -> dict[str, Any]:
     }
 
 
-def bars_of(config: RunConfig, measured: Measured) -> list[Bar]:
+def bars_of(config: RunConfig, measured: SpeedMeasurements) -> list[Bar]:
     loops = [name for name in measured.turns if name != VOLUNTEER]
     bars = [
         Bar(f"tokens/s of the volunteer / of the {name}", measured.ratio(VOLUNTEER, name), AT_LEAST) for name in loops

@@ -28,7 +28,7 @@ from benchmarks.namespaces import IPERF_STREAMS, has_iperf3, place_in, rates_at_
 from benchmarks.processes import PeerProcess, PeerProcessError
 from benchmarks.reporting import Bar, json_option, report
 from opendiloco.kernels import FORMATS
-from opendiloco.tools.plan import LINK_SHARE, Forecast, Peer, Plan, forecast, round_of
+from opendiloco.tools.plan import LINK_SHARE, Forecast, PeerGroup, Plan, forecast, round_of
 
 PEER = "benchmarks.streaming_peer"
 CYCLE_SECONDS = 300.0
@@ -53,7 +53,7 @@ class Way:
         """The bits of a value, scales included."""
         return 8 * FORMATS[self.codec].payload_size(1 << 20) / (1 << 20)
 
-    def plan(self, peers: tuple[Peer, ...], values: int, inner_steps: int) -> Plan:
+    def plan(self, peers: tuple[PeerGroup, ...], values: int, inner_steps: int) -> Plan:
         """Return the plan's input for this way."""
         cuts = [values * cut // self.fragments for cut in range(self.fragments + 1)]
         fragments = tuple(end - start for start, end in pairwise(cuts))
@@ -61,7 +61,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SwarmSetup:
     """The settings that all swarms have in common."""
 
     values: int
@@ -74,7 +74,7 @@ class Series:
     """The turns of one way: the share of each turn's time in which its peers computed."""
 
     way: Way
-    setting: Setting
+    setting: SwarmSetup
     shares: list[float] = field(default_factory=list)
 
     async def take_turn(self, places: Sequence[Place], cycles: int) -> None:
@@ -111,7 +111,7 @@ def ways(fragments: int, overlap: int) -> list[Way]:
 
 
 async def measure(
-    each: Sequence[Way], setting: Setting, places: Sequence[Place], turns: int, cycles: int
+    each: Sequence[Way], setting: SwarmSetup, places: Sequence[Place], turns: int, cycles: int
 ) -> list[Series]:
     """Return the turns of all ways, which are interleaved."""
     found = [Series(way, setting) for way in each]
@@ -172,10 +172,10 @@ def main(
     rate, latency = min(rates_at_once(names, iperf_streams).both_ways), round_trip((names[0], names[1]))
     link = 8 * rate / LINK_SHARE
     to_each = latency / 2  # a round trip to a point half way
-    peers = (Peer("peer", len(names), link, link, to_each, step_seconds),)
+    peers = (PeerGroup("peer", len(names), link, link, to_each, step_seconds),)
     each = ways(fragments, overlap)
     inner_steps = max(overlap + 1, fragments, round(round_of(peers, values, each[0].bits).seconds / step_seconds))
-    setting, places = Setting(values, inner_steps, step_seconds), list(map(place_in, names))
+    setting, places = SwarmSetup(values, inner_steps, step_seconds), list(map(place_in, names))
     found = asyncio.run(measure(each, setting, places, turns, cycles))
     rows = [row_of(series, forecast(series.way.plan(peers, values, inner_steps))) for series in found]
     links = f"{link / 1e6:.0f} Mbit/s, {latency * 1e3:.0f} ms there and back"

@@ -57,7 +57,7 @@ CHURN_TIMING = Timing(
 
 
 @dataclass(frozen=True)
-class Part:
+class VectorPeerOptions:
     """One peer's role, from its command line."""
 
     values: int
@@ -203,7 +203,7 @@ def memory(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-async def take_part(transport: HivemindTransport, identity: Identity, part: Part) -> None:
+async def take_part(transport: HivemindTransport, identity: Identity, part: VectorPeerOptions) -> None:
     """Take part in the run until standard input ends."""
     memory_before = memory("VmRSS")
     log, storage = None, None
@@ -261,7 +261,7 @@ def run_config() -> RunConfig:
     return config.model_copy(update={"outer_steps": OUTER_STEPS})
 
 
-async def follow(transport: HivemindTransport, part: Part) -> None:
+async def follow(transport: HivemindTransport, part: VectorPeerOptions) -> None:
     """Follow the log until standard input ends."""
     lines: asyncio.Queue[str] = asyncio.Queue()
     ended = asyncio.Event()
@@ -278,7 +278,7 @@ async def follow(transport: HivemindTransport, part: Part) -> None:
     reading.cancel()
 
 
-async def run_peer(part: Part) -> None:
+async def run_peer(part: VectorPeerOptions) -> None:
     identity = Identity.load_or_create(part.identity_file) if part.identity_file else Identity.generate()
     contacts = (part.contact,) if part.contact else ()
     transport = await TalkingTransport.create(identity, contacts, (part.listen,), local=True)
@@ -308,7 +308,7 @@ async def run_peer(part: Part) -> None:
 @join_option("download_limit")
 @join_option("contribution_format")
 def main(**options: Any) -> None:
-    asyncio.run(run_peer(Part(**options)))
+    asyncio.run(run_peer(VectorPeerOptions(**options)))
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def _at(times: Sequence[float], counts: Sequence[int], at: float) -> float:
     return counts[place - 1] + part * (counts[place] - counts[place - 1])
 
 
-class Watch:
+class InterfaceCounters:
     """A thread that reads the counters of the namespaces' interfaces until the stack ends."""
 
     def __init__(self, stack: ExitStack, namespaces: Sequence[str]) -> None:
@@ -194,7 +194,7 @@ def panel_of(name: str, course: Course, rates: LinkRates) -> Panel:
 def measure_courses(values: int, namespaces: Sequence[str], repetitions: int, rates: LinkRates) -> dict[str, Course]:
     """Return the median round of each contender."""
     with ExitStack() as stack:
-        watch = Watch(stack, namespaces)
+        watch = InterfaceCounters(stack, namespaces)
         groups = asyncio.run(measure([OURS, GLOO_BYTES], values, list(map(place_in, namespaces)), repetitions))
     return {
         name: median_course([course_of(group, number, watch.wires, rates) for number in range(repetitions)])

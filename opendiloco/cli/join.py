@@ -113,7 +113,7 @@ class _Joining:
 
     async def live(self, interrupts: Interrupts) -> None:
         """Train until asked to leave. After a long pause of the owner's, take part again."""
-        from opendiloco.owner.controls import Answer, Request, serve_controls
+        from opendiloco.owner.controls import OwnerRequest, VolunteerStatus, serve_controls
         from opendiloco.storage.run_folder import RunFolder
 
         interrupts.heard = self.watch.stop
@@ -125,7 +125,7 @@ class _Joining:
 
             page = dashboard(self.page, lambda: sources)
 
-        def answer(request: Request) -> Answer:
+        def answer(request: OwnerRequest) -> VolunteerStatus:
             return self.watch.answer(request).model_copy(update={"month": tuple(self.traffic.lines())})
 
         async with page, serve_controls(folder, answer):
@@ -231,10 +231,10 @@ def _name(volunteer: Path) -> str:
 
 def _command(do: Literal["pause", "resume", "finish"], anyway: bool = False, **which: Any) -> None:
     """Send a request to each chosen volunteer and print its answer. Raises: MachineError without an answer."""
-    from opendiloco.owner.controls import Request, ask
+    from opendiloco.owner.controls import OwnerRequest, ask
 
     for path in _find(**which):
-        answer = ask(path, Request(do=do, anyway=anyway))
+        answer = ask(path, OwnerRequest(do=do, anyway=anyway))
         if answer is None:
             raise MachineError(f"the volunteer of {path.parent} does not answer.", "It may have just ended: try again.")
         click.echo(f"{_name(path)}: {answer.says}")

@@ -60,9 +60,9 @@ def plan(run_toml: Path, links_toml: Path, json_file: Path | None) -> None:
     from rich.console import Console
 
     from opendiloco.config.run_config import RunConfig
-    from opendiloco.tools.plan import TARGETS, Links, forecast, least_bandwidth, plain, plan_of, show
+    from opendiloco.tools.plan import TARGETS, LinksFile, forecast, least_bandwidth, plain, plan_of, show
 
-    config, links = RunConfig.from_toml(run_toml), Links.from_toml(links_toml)
+    config, links = RunConfig.from_toml(run_toml), LinksFile.from_toml(links_toml)
 
     from opendiloco.model.build import sized_skeleton  # slow to import: errors in the files come first
 
@@ -516,7 +516,7 @@ async def _send_amendment(invite: Invite, key: Identity, changes: Mapping[str, A
     from opendiloco.run import find_run
     from opendiloco.view.run_view import RunView
     from opendiloco.volunteer.volunteer import connected
-    from peers.network.known_runs import give
+    from peers.network.known_runs import send_amendment
 
     async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)
@@ -527,7 +527,7 @@ async def _send_amendment(invite: Invite, key: Identity, changes: Mapping[str, A
             click.echo(f"warning: {rise}", err=True)
         trainers = sorted(view.trainers, key=lambda beat: beat.lineage_tokens, reverse=True)
         there = [beat.peer for beat in trainers[:GIVEN_TO] if await transport.connect(beat.peer, beat.addresses)]
-        reached = await give(transport.call, run.run_id, signed, there)
+        reached = await send_amendment(transport.call, run.run_id, signed, there)
     if not reached:
         raise SwarmUnreachableError(
             f"no peer took amendment {signed.number}.",

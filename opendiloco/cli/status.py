@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from opendiloco.config.run_config import RunConfig
-    from opendiloco.owner.controls import Answer
+    from opendiloco.owner.controls import VolunteerStatus
     from opendiloco.run import Run
     from opendiloco.view.run_view import RunView
     from opendiloco.workers.needs import Needs
@@ -275,7 +275,7 @@ async def _compare(transport: HivemindTransport, run: Run) -> RunView:
     return view
 
 
-def _picture(view: RunView, signed: SignedHeads, here: Mapping[str, Answer]) -> Group:
+def _picture(view: RunView, signed: SignedHeads, here: Mapping[str, VolunteerStatus]) -> Group:
     """Return a table of the peers, with lines about the run and the volunteers on this machine below it."""
     from rich.console import Group
     from rich.text import Text
@@ -294,7 +294,7 @@ def _picture(view: RunView, signed: SignedHeads, here: Mapping[str, Answer]) -> 
     return Group(table, *map(Text, [*lines, str(view.agreement), *own]))  # Text: a peer's words must not be markup
 
 
-def _volunteers_here(run_id: str) -> dict[str, Answer]:
+def _volunteers_here(run_id: str) -> dict[str, VolunteerStatus]:
     """Return the answers of a run's volunteers on this machine, by peer id."""
     from opendiloco.owner.controls import volunteers
     from opendiloco.storage.run_folder import default_state_folder

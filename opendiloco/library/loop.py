@@ -32,7 +32,7 @@ from opendiloco.training.outer import inner_learning_rate_factor
 from opendiloco.training.streaming import Cycles
 from opendiloco.view.curves import configuration_of
 from opendiloco.volunteer.interrupts import RememberedInterrupt
-from opendiloco.workers.trackers import Choice, tracking
+from opendiloco.workers.trackers import TrackerSpec, tracking
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.manifest import Invite
@@ -244,7 +244,7 @@ class DiLoCo:
     def track(self, choice: str) -> None:
         """Send curves to "tensorboard:FOLDER" or "wandb:PROJECT" from the first process, until the loop leaves. Raises:
         ValueError, MachineError."""
-        chosen = [Choice.parse(choice)]
+        chosen = [TrackerSpec.parse(choice)]
         if self._ranks.is_first:
             peer = self._swarm.identity.peer_id
             opened = self._until_leaving.enter_context(tracking(chosen, self.run.run_id, peer))

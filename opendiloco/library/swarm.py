@@ -30,7 +30,7 @@ from opendiloco.training.team import peak_memory
 from opendiloco.view.curves import configuration_of
 from opendiloco.volunteer.admission import ask_for_signed_heads, enter, read_ticket
 from opendiloco.volunteer.identity import listen
-from opendiloco.volunteer.local_workload import Workload
+from opendiloco.volunteer.local_workload import TrainerWorkload
 from opendiloco.volunteer.volunteer import Volunteer, connected
 from opendiloco.workers.control import InnerLoopDone, InnerStepDone
 from opendiloco.workers.telemetry import Telemetry
@@ -360,7 +360,7 @@ class SwarmThread(threading.Thread):
         async with connected(self.identity, self._invite.addresses) as transport:
             run = (await find_run(transport, self._invite.run_id)).with_own(self._own)
             worker = await asyncio.to_thread(self.worker_of, run)  # raises before this peer becomes a member
-            workload = Workload(worker, run.config, run_is_over=worker.run_is_over)
+            workload = TrainerWorkload(worker, run.config, run_is_over=worker.run_is_over)
             digest = await workload.state_digest()
             await ask_for_signed_heads(transport, run, self._invite.addresses)
             admission = await enter(transport, run, self.identity, self._invite.addresses, None, self._ticket)

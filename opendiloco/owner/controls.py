@@ -24,7 +24,7 @@ ANSWER_SECONDS = 5.0  # limit for a request and its answer: a busy volunteer ans
 LINE_LIMIT = 4096  # most bytes of a request or an answer
 
 
-class Request(BaseModel):
+class OwnerRequest(BaseModel):
     """A command of the owner. `anyway` resumes the training although conditions to pause hold."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -33,7 +33,7 @@ class Request(BaseModel):
     anyway: bool = False
 
 
-class Answer(BaseModel):
+class VolunteerStatus(BaseModel):
     """The volunteer's answer. It is paused while there are `reasons`. `month` is the month's traffic and its limits, in
     words."""
 
@@ -46,13 +46,13 @@ class Answer(BaseModel):
 
 
 @asynccontextmanager
-async def serve_controls(folder: Path, answer: Callable[[Request], Answer]) -> AsyncIterator[None]:
-    """Answer requests until the context ends. Raises: MachineError if the socket cannot be created."""
+async def serve_controls(folder: Path, answer: Callable[[OwnerRequest], VolunteerStatus]) -> AsyncIterator[None]:
+    """VolunteerStatus requests until the context ends. Raises: MachineError if the socket cannot be created."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, TimeoutError, ValidationError, ValueError):  # the client has gone, or sends garbage
             async with asyncio.timeout(ANSWER_SECONDS):
-                request = Request.model_validate_json(await reader.readline())
+                request = OwnerRequest.model_validate_json(await reader.readline())
                 writer.write(answer(request).model_dump_json().encode() + b"\n")
                 await writer.drain()
         writer.close()
@@ -80,7 +80,7 @@ async def serve_controls(folder: Path, answer: Callable[[Request], Answer]) -> A
         path.unlink(missing_ok=True)
 
 
-def ask(path: Path, request: Request) -> Answer | None:
+def ask(path: Path, request: OwnerRequest) -> VolunteerStatus | None:
     """Return the answer of the volunteer at this socket; None if no volunteer answers."""
     try:
         with _short(path.parent) as near, socket.socket(socket.AF_UNIX) as connection:
@@ -88,14 +88,14 @@ def ask(path: Path, request: Request) -> Answer | None:
             connection.connect(near)
             connection.sendall(request.model_dump_json().encode() + b"\n")
             with connection.makefile("rb") as reader:
-                return Answer.model_validate_json(reader.readline(LINE_LIMIT))
+                return VolunteerStatus.model_validate_json(reader.readline(LINE_LIMIT))
     except (OSError, ValueError):
         return None
 
 
-def volunteers(state: Path, run: str | None = None) -> dict[Path, Answer]:
+def volunteers(state: Path, run: str | None = None) -> dict[Path, VolunteerStatus]:
     """Return the answers of all volunteers in a state folder, by socket; with `run`, only those in that run."""
-    answers = {path: ask(path, Request(do="look")) for path in sorted(state.glob(f"{run or '*'}/*/{NAME}"))}
+    answers = {path: ask(path, OwnerRequest(do="look")) for path in sorted(state.glob(f"{run or '*'}/*/{NAME}"))}
     return {path: answer for path, answer in answers.items() if answer is not None}
 
 

@@ -17,7 +17,7 @@ from datetime import datetime
 from typing import Protocol
 
 from opendiloco.owner.conditions import Condition
-from opendiloco.owner.controls import Answer, Request
+from opendiloco.owner.controls import OwnerRequest, VolunteerStatus
 from opendiloco.owner.facts import Facts
 from opendiloco.quantities import duration
 from peers.values.system import cancel_and_wait, start_task
@@ -151,7 +151,7 @@ class OwnersWatch:
         """Make the present session the last: the volunteer will not join again."""
         self._is_leaving, self._comes_back = True, False
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: OwnerRequest) -> VolunteerStatus:
         """Carry out a request of the owner, and return the answer."""
         says = self._phase()
         if request.do == "pause":
@@ -161,7 +161,7 @@ class OwnersWatch:
         elif request.do == "finish":
             self._requests.is_finishing, says = True, "leaving after this outer step"
         self._act(_awake())
-        return Answer(says=says, phase=self._phase(), reasons=self.reasons)
+        return VolunteerStatus(says=says, phase=self._phase(), reasons=self.reasons)
 
     @property
     def reasons(self) -> tuple[str, ...]:

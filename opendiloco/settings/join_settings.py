@@ -23,7 +23,7 @@ from opendiloco.errors import SettingsError
 from opendiloco.owner.conditions import Condition, parse_conditions, parse_hours, parse_until
 from opendiloco.quantities import GIGABYTE, MEGABIT, FormatName, OptimizerState
 from opendiloco.workers.options import WorkerOptions, parse_overlap
-from opendiloco.workers.trackers import Choice
+from opendiloco.workers.trackers import TrackerSpec
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -490,14 +490,14 @@ class _ViewSettings(Settings):
         "Record curves of the training with tensorboard:FOLDER or wandb:PROJECT. May be repeated.",
         (),
         metavar="KIND:TARGET",
-        check=Choice.parse,
+        check=TrackerSpec.parse,
     )
     plain: bool = setting("Print log lines instead of a live screen.", False)
 
     @property
-    def trackers(self) -> tuple[Choice, ...]:
+    def trackers(self) -> tuple[TrackerSpec, ...]:
         """The trackers that --track names."""
-        return tuple(map(Choice.parse, self.track))
+        return tuple(map(TrackerSpec.parse, self.track))
 
 
 @dataclass(frozen=True, kw_only=True)

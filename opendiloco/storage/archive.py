@@ -39,12 +39,12 @@ from peers.messages.packing import pack_message, unpack_message
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.run_failures import RunFailures
 from peers.network.transport import HivemindTransport
-from peers.presence.branches import state_told
+from peers.presence.branches import reported_state
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.following import Doubts, next_in_log
-from peers.transfer.lineage_fetch import Compared, LineageFetch, Past, add_headers_before, serve_headers
+from peers.transfer.following import UncertifiedWait, next_in_log
+from peers.transfer.lineage_fetch import Compared, LineageFetch, StretchSource, add_headers_before, serve_headers
 from peers.transfer.payloads import MissingProofs, PayloadError, Payloads, serve_payloads, serve_proofs
 from peers.transfer.snapshots import Snapshot, Vouched, ask_size, fetch_snapshot, serve_snapshots
 from peers.transfer.storage import FolderStorage
@@ -88,7 +88,7 @@ class ArchivedRun:
         self._sequence = 0
         self._peers: frozenset[str] = frozenset()
         self._signing = _Signing(run, identity, transport, self.folder.path)
-        self._doubts = Doubts(run.settings.timing.partition_grace)
+        self._uncertified_wait = UncertifiedWait(run.settings.timing.partition_grace)
         self._load()
         end = self.log.log_after(self.log.next_index)
         frozen = self._frozen
@@ -275,7 +275,7 @@ class ArchivedRun:
         FAILURES, LogFolderError, _NoRoomError.
         """
         found = await next_in_log(self._transport, donors[0], self.end, self._signing.believed, self._heads)
-        if not self._doubts.may_follow(self.end, found.support, beats):
+        if not self._uncertified_wait.may_follow(self.end, found.support, beats):
             return False
         payloads = Payloads(self._transport, self.run.run_id, self.buffers)
         with_payload = [header for header, _ in found.entries if header.payload != NO_PAYLOAD]
@@ -312,7 +312,7 @@ class ArchivedRun:
             nonlocal found, index
             index += 1  # the next entry names the state digest, and may come later
             found = await compare(index)
-            return Vouched(found.theirs, partial(state_told, found.theirs, beats), least, is_wary=True)
+            return Vouched(found.theirs, partial(reported_state, found.theirs, beats), least, is_wary=True)
 
         storage = FolderStorage(self.folder.download, available_memory)
         async with self._room.held(self.run.run_id, self._snapshot_room):
@@ -411,12 +411,12 @@ class Archive:
 
     async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
         """Archive every run of `manifests`, which is read again and again, until cancelled."""
-        pasts: dict[str, Past] = {}
+        sources: dict[str, StretchSource] = {}
         buffers: dict[str, Sequence[PayloadBuffers]] = {}
         logs: dict[str, RunLog] = {}
         await serve_snapshots(transport, self._runs)
         await serve_headers(
-            transport, pasts, lambda run, peer: run in self._runs and peer in self._runs[run].end.leases
+            transport, sources, lambda run, peer: run in self._runs and peer in self._runs[run].end.leases
         )
         await serve_payloads(transport, buffers)
         await serve_proofs(transport, logs)
@@ -430,7 +430,7 @@ class Archive:
                 for run_id in keeping.keys() - known.keys():  # the node has dropped the run
                     archived, task = self._runs[run_id], keeping.pop(run_id)
                     await cancel_and_wait(task)
-                    for served in (self._runs, pasts, buffers, logs):
+                    for served in (self._runs, sources, buffers, logs):
                         served.pop(run_id, None)
                     transport.forget(run_id)
                     if archived.end.last is None:  # a run with entries stays, or a flood of fake runs would remove it
@@ -441,7 +441,7 @@ class Archive:
                     with opening.caught(run_id):
                         run, place = Run.from_manifest(known[run_id]), (self._folder, self._room)
                         archived = await asyncio.to_thread(ArchivedRun, run, self._identity, transport, *place)
-                        self._runs[run_id], pasts[run_id], logs[run_id] = archived, archived.log.stretch, archived.log
+                        self._runs[run_id], sources[run_id], logs[run_id] = archived, archived.log.stretch, archived.log
                         keeping[run_id] = tasks.create_task(self._keep_one(archived, buffers))
                 await asyncio.sleep(POLL)
 

@@ -5,5 +5,5 @@ demo: DemoScreen, run_demo
 doctor.examination: Examination
 doctor.findings: Finding, Verdict, as_json, conclusion, show, worst
 doctor.machine: check_quickly
-plan: Links, TARGETS, forecast, least_bandwidth, plain, plan_of, show
+plan: LinksFile, TARGETS, forecast, least_bandwidth, plain, plan_of, show
 """

@@ -33,7 +33,7 @@ from opendiloco.model.export import RunFacts
 from opendiloco.quantities import duration
 from opendiloco.run import Run
 from opendiloco.settings.join_settings import without_settings
-from opendiloco.view.run_view import Agreement, Row, is_finished, peers_table, plain_line, row_of
+from opendiloco.view.run_view import Agreement, PeerRow, is_finished, peers_table, plain_line, row_of
 from opendiloco.volunteer.local_workload import LocalWorkload, working
 from opendiloco.volunteer.states import export_state, fetch_state, make_folder, past_of
 from opendiloco.volunteer.volunteer import connected
@@ -132,7 +132,7 @@ class DemoScreen:
         self.seconds = seconds
         self._started = time.monotonic()
         self._events: deque[str] = deque(maxlen=EVENTS_SHOWN)
-        self._rows: Sequence[Row] = ()
+        self._rows: Sequence[PeerRow] = ()
         self._live = None if plain or not self.console.is_terminal else Live(console=self.console, auto_refresh=False)
         self._next_lines = self._started
 
@@ -159,7 +159,7 @@ class DemoScreen:
         else:
             self._draw()
 
-    def show(self, rows: Sequence[Row]) -> None:
+    def show(self, rows: Sequence[PeerRow]) -> None:
         """Show the present rows of the peers."""
         self._rows = rows
         if self._live is not None:
@@ -270,11 +270,11 @@ class _Swarm:
         """Return True if every live volunteer has been through the whole run."""
         return all(one.heartbeat is not None and is_finished(one.heartbeat, self.run.config) for one in self.live())
 
-    def _row(self, volunteer: _Volunteer) -> Row:
+    def _row(self, volunteer: _Volunteer) -> PeerRow:
         if volunteer.fate is not None:
-            return Row(volunteer.name, (volunteer.fate,), "red")
+            return PeerRow(volunteer.name, (volunteer.fate,), "red")
         if volunteer.heartbeat is None:
-            return Row(volunteer.name, (str(PeerState.STARTING),))
+            return PeerRow(volunteer.name, (str(PeerState.STARTING),))
         return row_of(volunteer.heartbeat, self.run.config, volunteer.name)
 
 

@@ -76,7 +76,7 @@ class PeerSection(Section):
         return self
 
 
-class Links(Section):
+class LinksFile(Section):
     """The content of a `links.toml`."""
 
     peers: Annotated[tuple[PeerSection, ...], Field(strict=False, min_length=1, max_length=PEERS_LIMIT)]
@@ -113,7 +113,7 @@ STEPPED = 1.69e9
 
 
 @dataclass(frozen=True)
-class Peer:
+class PeerGroup:
     """A number of equal peers. Bandwidths are bits a second, `latency` is the seconds of a round trip to a
     well-connected server. With `gpus` 0, they train on the CPU. Memory in bytes and prices are None if not given.
     `main_needed` is the main memory that the run needs, `gpu_needed` the memory of each GPU, without activations."""
@@ -167,7 +167,7 @@ class _Round:
 
 
 def round_of(
-    peers: Sequence[Peer],
+    peers: Sequence[PeerGroup],
     values: int,
     bits: float,
     encoded: float = QUANTIZED,
@@ -233,7 +233,7 @@ class Plan:
     first. Training continues for `overlap` inner steps (tau in the papers) without the result; with 0 it waits."""
 
     fragments: tuple[int, ...]
-    peers: tuple[Peer, ...]
+    peers: tuple[PeerGroup, ...]
     inner_steps: int
     tokens_per_step: int
     smallest_share: float
@@ -279,13 +279,13 @@ class Plan:
             for values in self.fragments
         )
 
-    def own_steps(self, peer: Peer) -> int:
+    def own_steps(self, peer: PeerGroup) -> int:
         """Return a peer's inner steps in the time in which the fastest peer makes all of them: the size of its
         leases."""
         fastest = min(each.step_seconds for each in self.peers)
         return self.pace.steps(self.tokens_per_step / peer.step_seconds, self.tokens_per_step / fastest)
 
-    def training_seconds(self, peer: Peer) -> float:
+    def training_seconds(self, peer: PeerGroup) -> float:
         """Return the seconds that a peer needs to train its lease."""
         return self.own_steps(peer) * peer.step_seconds
 
@@ -301,7 +301,7 @@ class Plan:
         return trainings[max(majority, enough)] + self.pace.slack(trainings[0])
 
 
-def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
+def plan_of(config: RunConfig, skeleton: Any, links: LinksFile) -> Plan:
     """Return the plan of a run. Raises: ManifestError if a peer's GPU is unknown, so that its speed does not follow
     from it."""
     from opendiloco.model.parameters import layout_of  # this and the next import torch
@@ -342,7 +342,7 @@ def _bits_of(codec: str) -> float:
     return 8 * FORMATS[codec].block_bytes / FORMATS[codec].block_values
 
 
-def _peer(section: PeerSection, place: int, tokens: int, rate: float | None, needs: Needs) -> Peer:
+def _peer(section: PeerSection, place: int, tokens: int, rate: float | None, needs: Needs) -> PeerGroup:
     """Return the peers of a section. An inner step has `tokens` tokens, and each peer trains `rate` tokens a second."""
     if section.step_seconds is not None:
         seconds = section.step_seconds
@@ -353,7 +353,7 @@ def _peer(section: PeerSection, place: int, tokens: int, rate: float | None, nee
             f"peers.{place}.gpu = {section.gpu!r} is not in the table of GPUs.",
             "Give step_seconds or tokens_per_second instead, or torch's name for the GPU, e.g. NVIDIA H100 80GB HBM3.",
         )
-    return Peer(
+    return PeerGroup(
         name=section.name or f"peer {place + 1}",
         count=section.count,
         up=section.up_mbit * 1e6,
@@ -469,7 +469,7 @@ def forecast(plan: Plan) -> Forecast:
     )
 
 
-def _cycle_seconds(plan: Plan, peer: Peer) -> float:
+def _cycle_seconds(plan: Plan, peer: PeerGroup) -> float:
     """Return the mean seconds of a peer's cycle in a long run. It waits for rounds, but not for other peers. Each
     fragment has a round of its own, which begins after an inner step and ends before one. The transfer of an earlier
     round goes first. During the rest of a round, the link is free for the next one."""
@@ -506,7 +506,7 @@ def _taken_after(plan: Plan, steps: int, overlap: int) -> Sequence[int]:
     return [max(0, max(1, each * steps // whole) - overlap) or steps for each in due]
 
 
-def _cycles(plan: Plan, peer: Peer, seconds: float) -> int:
+def _cycles(plan: Plan, peer: PeerGroup, seconds: float) -> int:
     """Return the number of cycles, of so many seconds, from one entry with a peer's work to the next; 0 if its lease
     ends before."""
     trained = plan.training_seconds(peer)
@@ -514,7 +514,7 @@ def _cycles(plan: Plan, peer: Peer, seconds: float) -> int:
     return cycles if cycles <= 1 + plan.staleness else 0
 
 
-def _joining(plan: Plan, peer: Peer, seconds: float, busy: float) -> float | None:
+def _joining(plan: Plan, peer: PeerGroup, seconds: float, busy: float) -> float | None:
     """Return the seconds until a newcomer has the state: it fetches a snapshot, then the entries since, and replays
     them. It fetches from all other peers at once, in the time that rounds leave idle. The snapshot may be as old as the
     interval between snapshots, and more entries are made meanwhile. Return None if it never catches up."""
@@ -642,7 +642,7 @@ def _warnings(plan: Plan, found: Forecast) -> list[str]:
     return lines
 
 
-def _shortage(peer: Peer) -> str | None:
+def _shortage(peer: PeerGroup) -> str | None:
     """Return in words the memory that a machine needs and does not have; None if it has enough."""
     main, gpu = (peer.main_memory, peer.main_needed), (peer.gpu_memory, peer.gpu_needed)
     for where, (there, needed) in (("main memory", main), ("each GPU", gpu)):

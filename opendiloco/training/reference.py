@@ -85,7 +85,7 @@ class Work:
         return self.fragments is None or fragment in self.fragments
 
 
-class Member:
+class Participant:
     """One replica on its way through the cycles in which it takes part."""
 
     work: Work
@@ -171,7 +171,7 @@ class StreamingDiLoCo:
         self.config = config
         self.layout = layout
         self.state = OuterState(theta, config.outer_optimizer, layout.fragments)
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, Participant] = {}
         self._rounding = RunRounding(config.codec)
         self._beginnings = deque[tuple[Vector, int, Overrides]](maxlen=1 + config.rounds.staleness)
         """Theta, the run's tokens and the overrides at the beginning of the last outer steps."""
@@ -205,19 +205,19 @@ class StreamingDiLoCo:
                 member.get_back(part, before if member.work.age else self.state.theta[part])
         return self.end(present)
 
-    def begin(self, roster: Sequence[Work]) -> list[Member]:
+    def begin(self, roster: Sequence[Work]) -> list[Participant]:
         """Begin an outer step. Raises: IndexError for work that is older than any that counts."""
         self._beginnings.append((self.state.theta.copy(), self.tokens, self.overrides))
         streaming, members = self.config.streaming, []
         for work in roster:
             if work.replica not in self.members:
-                self.members[work.replica] = Member(self._new_replica(), streaming)
+                self.members[work.replica] = Participant(self._new_replica(), streaming)
             members.append(self.members[work.replica])
             overlap = streaming.overlap if work.overlap is None else work.overlap
             members[-1].take_part(work, *self._beginnings[-1 - work.age], self.index, overlap, self.config)
         return members
 
-    def end(self, members: Sequence[Member]) -> bytes:
+    def end(self, members: Sequence[Participant]) -> bytes:
         """End an outer step, and the work of the members that contribute its last fragment. Return the state digest, or
         with a given outer optimizer the digest of theta alone."""
         for member in members:
@@ -226,7 +226,7 @@ class StreamingDiLoCo:
         self.tokens += sum(member.tokens for member in members)
         return digest_of_state([self.state.theta.view(np.uint8).data]) if self._optimizers else self.state.digest()
 
-    def synchronise(self, fragment: int, members: Sequence[Member]) -> None:
+    def synchronise(self, fragment: int, members: Sequence[Participant]) -> None:
         """Average a fragment's pseudo-gradients after the codec, and take the fragment's outer step."""
         part = self.state.fragments[fragment]
         codec = self._codec_with(self._rounding.of_average(self.index, fragment))
@@ -238,7 +238,7 @@ class StreamingDiLoCo:
                 member.residual[part] += np.where(average == 0, values, np.float32(0))
         self._take_outer_step(fragment, average)
 
-    def _contribution(self, fragment: int, member: Member) -> Vector:
+    def _contribution(self, fragment: int, member: Participant) -> Vector:
         """Return a member's pseudo-gradient after its format's encoding. A share of the previous error is added
         before."""
         part, format = self.state.fragments[fragment], member.work.format(fragment)
@@ -253,7 +253,7 @@ class StreamingDiLoCo:
         member.residual[part] = difference - sent
         return sent
 
-    def mean(self, fragment: int, members: Sequence[Member], sent: Sequence[Vector]) -> Vector:
+    def mean(self, fragment: int, members: Sequence[Participant], sent: Sequence[Vector]) -> Vector:
         """Return the weighted mean of the members' contributions to a fragment."""
         weights, total = [self._weight(member) for member in members], np.zeros_like(sent[0])
         for weight, values in zip(weights, sent, strict=True):
@@ -301,7 +301,7 @@ class StreamingDiLoCo:
     def _codec_with(self, rounding: kernels.Rounding, format: int = 0) -> Codec:
         return self._codec or run_codec(kernels.FORMATS[self.config.codec.contributions[format]], rounding)
 
-    def _weight(self, member: Member) -> float:
+    def _weight(self, member: Participant) -> float:
         is_asynchronous = self.config.rounds.enough is not None
         return aged(member.tokens, member.work.age) if is_asynchronous else member.tokens
 

@@ -64,7 +64,7 @@ class Record:
 
 
 @dataclass
-class Contribution:
+class PeerTotals:
     """The contribution of one peer to the entries that were read; `last` is the newest entry with a part of it."""
 
     tokens: int = 0
@@ -95,7 +95,7 @@ class Chronicle:
         self.first = first
         """Index of the first entry of the log. A peer that joined in the middle may not have earlier entries."""
         self.records = deque[Record](maxlen=KEPT)
-        self.contributions: dict[str, Contribution] = {}
+        self.contributions: dict[str, PeerTotals] = {}
         self.tokens = 0  # of all contributions
         self._end: LogState | None = None
         self._unsigned = deque[tuple[Record, LogState, Header]](maxlen=UNSIGNED)
@@ -128,7 +128,7 @@ class Chronicle:
         """Return the contribution of one peer beside the others; None if no entry has contributions."""
         if not self.tokens:
             return None
-        own = self.contributions.get(peer, Contribution())
+        own = self.contributions.get(peer, PeerTotals())
         rank = 1 + sum(other.tokens > own.tokens for other in self.contributions.values())
         return Standing(own.tokens, own.entries, own.tokens / self.tokens, rank, len({*self.contributions, peer}))
 
@@ -153,7 +153,7 @@ class Chronicle:
                 self._unsigned.append((record, before, header))
         self.records.append(record)
         for member in header.roster:
-            contribution = self.contributions.setdefault(member.peer, Contribution())
+            contribution = self.contributions.setdefault(member.peer, PeerTotals())
             contribution.tokens += member.tokens
             contribution.entries += 1
             contribution.last = entry.index

@@ -132,7 +132,7 @@ class OwnFacts:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ProgressReport:
     """One volunteer at one moment.
 
     `up` and `down` are bytes of bulk data a second. The volunteer is paused while there are `pause_reasons`, and leaves
@@ -216,7 +216,7 @@ class ProgressReader:
         self._phase, self._since = "", time.monotonic()
         self._up, self._down = _GrowthMeter(), _GrowthMeter()
 
-    def read(self) -> Progress:
+    def read(self) -> ProgressReport:
         """Return the progress at this moment."""
         now, facts, config = time.monotonic(), self._facts(), self._run.config
         own, download, share = facts.heartbeats[0], facts.download, None
@@ -232,7 +232,7 @@ class ProgressReader:
             share = own.inner_step / config.training.inner_steps
         elif phase == DOWNLOADING and download is not None:
             share = min(sum(download.fetched.values()) / download.size, 1.0)
-        return Progress(
+        return ProgressReport(
             view=RunView(self._run, facts.heartbeats),
             facts=facts,
             phase=phase,
@@ -296,7 +296,7 @@ def _how_far(work: _Work) -> str:
     return f"{work.share:.0%}{left}"
 
 
-def _healthy_line(progress: Progress) -> str:
+def _healthy_line(progress: ProgressReport) -> str:
     """Return the progress as one log line."""
     own, facts, fragments = progress.own, progress.facts, progress.facts.fragments
     parts = [f"outer step {own.index}/{progress.view.outer_steps}", _activity(progress)]
@@ -320,7 +320,7 @@ def _healthy_line(progress: Progress) -> str:
     return ", ".join(parts)
 
 
-def _progress_lines(progress: Progress) -> list[str]:
+def _progress_lines(progress: ProgressReport) -> list[str]:
     """Return the progress as a few lines of a terminal, with the loss curve."""
     own, facts, fragments = progress.own, progress.facts, progress.facts.fragments
     lines = [f"outer step {own.index}/{progress.view.outer_steps} · {_activity(progress)}"]
@@ -348,7 +348,7 @@ def _progress_lines(progress: Progress) -> list[str]:
     return lines
 
 
-def _explanations(progress: Progress) -> list[str]:
+def _explanations(progress: ProgressReport) -> list[str]:
     """Return lines about the traffic by purpose and the commands that the owner may use."""
     moved = [f"{name} ↑{in_words(out)} ↓{in_words(back)}" for name, (out, back) in progress.facts.purposes.items()]
     lines = [" · ".join(moved)] if moved else []
@@ -365,7 +365,7 @@ def _sending(sending: Sending, codec: CodecSection) -> str:
     return f"uplink {8e-6 * sending.uplink:,.0f} Mbit/s: sending {kind}, {time}"
 
 
-def _activity(progress: Progress) -> str:
+def _activity(progress: ProgressReport) -> str:
     """Return the volunteer's activity, its progress, and the time to the next round."""
     if progress.pause_reasons:
         return f"paused: {', '.join(progress.pause_reasons)}"
@@ -380,7 +380,7 @@ def _activity(progress: Progress) -> str:
     return f"{progress.phase}{donors} {_how_far(progress.work)}".rstrip()
 
 
-def _whether_to_stay(progress: Progress) -> str:
+def _whether_to_stay(progress: ProgressReport) -> str:
     """Return the advice to stay or leave after the run's end, by the other peers that have the model."""
     present = holders(progress.others, progress.own.index)
     return f"you may leave: {present} have the model" if present else "please stay: no other machine has the model yet"
@@ -395,7 +395,7 @@ def _averages(fragments: Fragments) -> str:
     return f"averages in {fragments.longest:.1f} s, {merged}{late}"
 
 
-def _reach(progress: Progress) -> str:
+def _reach(progress: ProgressReport) -> str:
     """Return whether other peers can dial this machine, and the number of links by path."""
     links = ", ".join(f"{count} {way}" for way, count in progress.links.items())
     return f"reachable: {reachability(progress.own)}" + (f" (links: {links})" if links else "")
@@ -573,7 +573,7 @@ async def _read_machine(reader: ProgressReader) -> None:
         await asyncio.sleep(MACHINE_SECONDS)
 
 
-def _volunteer_picture(progress: Progress, height: int) -> Group:
+def _volunteer_picture(progress: ProgressReport, height: int) -> Group:
     """Return the screen of `join` for a terminal of this height: this machine's progress, and the peers that fit."""
     from rich.console import Group
     from rich.text import Text

@@ -256,7 +256,7 @@ LARGEST_EXPONENT = 100.0  # keeps the perplexity of a claimed loss finite
 
 
 @dataclass(frozen=True)
-class Row:
+class PeerRow:
     """One peer's row of the table; `cells` may be fewer than the columns."""
 
     name: str
@@ -269,7 +269,7 @@ def _short_name(peer: str) -> str:
     return f"…{peer[-8:]}"
 
 
-def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> Row:
+def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> PeerRow:
     """Return a peer's row."""
     cells = (
         _shown_state(beat, config),
@@ -281,10 +281,10 @@ def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> Row:
         reachability(beat),
     )
     nickname = f"{beat.name[:7]}…{beat.peer[-4:]}" if beat.name else _short_name(beat.peer)
-    return Row(name or nickname, cells, STYLES.get(beat.state, "dim"))
+    return PeerRow(name or nickname, cells, STYLES.get(beat.state, "dim"))
 
 
-def peers_table(rows: Iterable[Row], title: str | None = None) -> Table:
+def peers_table(rows: Iterable[PeerRow], title: str | None = None) -> Table:
     from rich.markup import escape  # a nickname may contain rich's markup
     from rich.table import Table  # a bootstrap node does not need rich
 
@@ -309,7 +309,7 @@ def held_out_lines(view: RunView, bytes_per_token: float | None = None) -> list[
     return [f"held-out loss {found.loss:.3f} ({details}) after outer step {found.index}"]
 
 
-def plain_line(row: Row) -> str:
+def plain_line(row: PeerRow) -> str:
     """Return a row as one log line."""
     cells = ", ".join(f"{column} {cell}" for column, cell in zip(COLUMNS[1:], row.cells, strict=False))
     return f"{row.name}: {cells}"

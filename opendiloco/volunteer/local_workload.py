@@ -45,7 +45,7 @@ NO_TRAINING = WorkerOptions(trains=False, threads=None)
 NO_TEXT = replace(NO_TRAINING, reads=False)
 
 
-class Trainer(Protocol):
+class InnerTrainer(Protocol):
     """The object that takes the inner steps: the machine's workers, or a researcher's own loop."""
 
     vectors: SharedVectors
@@ -83,18 +83,21 @@ class Trainer(Protocol):
         """Wait until the trainer can no longer train, and return the error to raise."""
 
 
-Trainer_co = TypeVar("Trainer_co", bound=Trainer, covariant=True)
+InnerTrainer_co = TypeVar("InnerTrainer_co", bound=InnerTrainer, covariant=True)
 
 
-class Workload(Generic[Trainer_co]):
-    """An implementation of `peers.values.workload.Workload` for any trainer.
+class TrainerWorkload(Generic[InnerTrainer_co]):
+    """An implementation of `peers.values.workload.TrainerWorkload` for any trainer.
 
     It trains until the run's last outer step, as the amendment in force defines it. After that the peer stays, to serve
     the finished state. No later entry can contain an amendment.
     """
 
     def __init__(
-        self, trainer: Trainer_co, config: RunConfig, run_is_over: Callable[[int], object] = lambda outer_steps: None
+        self,
+        trainer: InnerTrainer_co,
+        config: RunConfig,
+        run_is_over: Callable[[int], object] = lambda outer_steps: None,
     ) -> None:
         """Prepare the state and the fragments. `run_is_over` is called with the number of outer steps when training is
         complete."""
@@ -336,7 +339,7 @@ class Workload(Generic[Trainer_co]):
             self.on_evaluated(held_out)
 
 
-LocalWorkload: TypeAlias = Workload[WorkerGroup]
+LocalWorkload: TypeAlias = TrainerWorkload[WorkerGroup]
 """A workload with the machine's workers, which can also evaluate, generate and export."""
 
 
@@ -349,7 +352,7 @@ async def working(run: Run, options: WorkerOptions = NO_TRAINING) -> AsyncIterat
     workers = await WorkerGroup.start(run.config, options, run.has_runs_text)
     try:
         await asyncio.to_thread(check_initial_weights, workers.vectors.theta, run.config.model)
-        yield Workload(workers, run.config)
+        yield TrainerWorkload(workers, run.config)
     finally:
         HEALTH.over("workers")
         await workers.close()

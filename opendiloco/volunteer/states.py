@@ -29,7 +29,7 @@ from peers.log.chain import Chain
 from peers.log.folder import ENTRIES, LogFolder, RunLog, read_chain
 from peers.log.header import Header
 from peers.network.transport import HivemindTransport
-from peers.transfer.following import CannotFollowError, Following, nobody_trains
+from peers.transfer.following import CannotFollowError, Following, no_training_peer_error
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
 from peers.values.system import make_private_folder
@@ -100,7 +100,7 @@ async def newest_state(
         run = run if data is None else run.with_data(data)
         await ask_for_signed_heads(transport, run, invite.addresses)
         if not await transport.heartbeats(run.run_id):  # checked before a worker is started
-            raise nobody_trains(run.run_id)
+            raise no_training_peer_error(run.run_id)
         async with working(run, NO_TEXT if data is None else NO_TRAINING) as workload:
             following = await fetch_state(run, transport, workload)
             yield run, past_of(run, following, kept_losses(run.run_id)), workload
@@ -188,7 +188,7 @@ async def export_state(
 
 
 @dataclass(frozen=True)
-class Origin:
+class StateSource:
     """The place of a state on the disk: a checkpoint, and the log in `folder`.
 
     The state is the one after `index` outer steps, or the last one to which the log leads if `index` is None.
@@ -223,14 +223,16 @@ class Origin:
 
 
 @asynccontextmanager
-async def state_of(origin: Origin, data: Sequence[Path] | None) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
-    """Yield the state at `origin`, as `newest_state` does. Raises: DataError; see `Origin.bring` and `working`."""
+async def state_of(origin: StateSource, data: Sequence[Path] | None) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
+    """Yield the state at `origin`, as `newest_state` does. Raises: DataError; see `StateSource.bring` and `working`."""
     run = origin.run if data is None else origin.run.with_data(data)
     async with working(run, NO_TEXT if data is None else NO_TRAINING) as workload:
         yield run, await origin.bring(workload), workload
 
 
-def find_origin(source: Path, index: int | None = None, manifest: Path | None = None, own: OwnFiles = NONE) -> Origin:
+def find_origin(
+    source: Path, index: int | None = None, manifest: Path | None = None, own: OwnFiles = NONE
+) -> StateSource:
     """Return the place of a state: from a checkpoint's file, a peer's folder of a run, or the folder of its
     checkpoints.
 
@@ -254,14 +256,14 @@ def find_origin(source: Path, index: int | None = None, manifest: Path | None = 
         raise CheckpointError(f"{folder} has no good checkpoint{limit}.", f"Available outer steps: {there}.")
     beside = RunFolder(folder.absolute().parent)
     if index is None:
-        return Origin(run, checkpoint, None if source.is_dir() else checkpoint.index, beside)
+        return StateSource(run, checkpoint, None if source.is_dir() else checkpoint.index, beside)
     if index < checkpoint.index or (index > checkpoint.index and not (beside.log / ENTRIES).exists()):
         raise CheckpointError(
             f"{checkpoint.path} is the state after {checkpoint.index} outer steps, not after {index}, and there is no "
             f"log in {beside.log} that leads from there.",
             "Choose another --at or --from.",
         )
-    return Origin(run, checkpoint, index, beside)
+    return StateSource(run, checkpoint, index, beside)
 
 
 def _only_run(folder: Path) -> Path:

@@ -30,7 +30,7 @@ from opendiloco.view.progress import CHECKING, FINDING, Fragments, JoinView, Own
 from opendiloco.view.run_view import RunView, holders, is_finished
 from opendiloco.volunteer.admission import ask_for_signed_heads, enter, wait_for_refusal
 from opendiloco.volunteer.identity import listening, wait_for_copy
-from opendiloco.volunteer.local_workload import LocalWorkload, Trainer, Workload, working
+from opendiloco.volunteer.local_workload import InnerTrainer, LocalWorkload, TrainerWorkload, working
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.supervisor import Supervisor
 from opendiloco.workers.trackers import tracking
@@ -252,7 +252,7 @@ class Volunteer:
         run: Run,
         driver: Driver,
         transport: HivemindTransport,
-        workload: Workload[Trainer],
+        workload: TrainerWorkload[InnerTrainer],
         folder: RunFolder | None = None,
         admission: RunAdmission | None = None,
         remembered: RememberedPeers | None = None,

@@ -9,5 +9,5 @@ needs: Needs, UTILISATION, needs_lines, needs_of
 options: TEMPERATURE, WorkerOptions, choose_devices, needs_gpu_count, parse_overlap
 supervisor: Supervisor, WorkersRestartedError
 telemetry: Telemetry
-trackers: Choice, tracking
+trackers: TrackerSpec, tracking
 """

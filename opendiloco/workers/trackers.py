@@ -31,14 +31,14 @@ class Tracker(Protocol):
         """Write all values that are still in memory."""
 
 
-class Choice(NamedTuple):
+class TrackerSpec(NamedTuple):
     """A value of `--track`: the kind of tracker, and its folder or project."""
 
     kind: str
     target: str
 
     @classmethod
-    def parse(cls, text: str) -> Choice:
+    def parse(cls, text: str) -> TrackerSpec:
         """Return the choice that a text names. Raises: ValueError."""
         kind, _, target = text.partition(":")
         if kind not in TRACKERS or not target:
@@ -112,7 +112,7 @@ TRACKERS: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {
 }
 
 
-def _open_tracker(choice: Choice, run_id: str, peer_id: str) -> Tracker:
+def _open_tracker(choice: TrackerSpec, run_id: str, peer_id: str) -> Tracker:
     """Return a new tracker. Raises: MachineError when its package is missing or it cannot be used."""
     try:
         return TRACKERS[choice.kind](choice.target, run_id, peer_id)
@@ -127,7 +127,7 @@ def _open_tracker(choice: Choice, run_id: str, peer_id: str) -> Tracker:
 
 
 @contextmanager
-def tracking(choices: Sequence[Choice], run_id: str, peer_id: str) -> Iterator[list[Tracker]]:
+def tracking(choices: Sequence[TrackerSpec], run_id: str, peer_id: str) -> Iterator[list[Tracker]]:
     """Yield the trackers, and close them at the end. Raises: MachineError."""
     with ExitStack() as stack:
         trackers = []

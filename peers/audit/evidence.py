@@ -60,7 +60,7 @@ class FalseProofError(ValueError):
     """A proof that does not prove anything."""
 
 
-# Attention --------------------------------------------------------------------------------------------------------
+# ProofLimits ------------------------------------------------------------------------------------------------------
 class Known(NamedTuple):
     """A checked proof, with its packed bytes."""
 
@@ -69,7 +69,7 @@ class Known(NamedTuple):
     data: bytes
 
 
-class Attention:
+class ProofLimits:
     """Limits on the proofs checked and shown in one cycle, so that liars cost others a bounded time and bandwidth."""
 
     def __init__(self, pause: float) -> None:
@@ -125,7 +125,7 @@ class Evidence:
         self._statements = Statements(self._verifier)
         self._proven: OrderedDict[bytes, tuple[Fault, Position]] = OrderedDict()  # by the digest of the proof
         self._proofs: OrderedDict[bytes, Known] = OrderedDict()  # for some of these
-        self._attention = Attention(self._pause)
+        self._limits = ProofLimits(self._pause)
         self._position: Position | None = None
 
     # Statements -----------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Evidence:
         if log is None or certificate is None:
             return ()
         is_ours = entry is not None and entry[0] == certified.header and certificate.choice.phase is Phase.COMMIT
-        if is_ours or sender in lineage.log.excluded or not self._attention.is_due(sender, certified.header.digest):
+        if is_ours or sender in lineage.log.excluded or not self._limits.is_due(sender, certified.header.digest):
             return ()
         before = log.opening(position.fragment)
         try:
@@ -233,13 +233,13 @@ class Evidence:
         digest = digest_of(shown.proof)
         if digest in self._proven:
             return self._remember(Known(*self._proven[digest], shown.proof))
-        if sender in lineage.log.excluded or not self._attention.is_due(sender, digest):
+        if sender in lineage.log.excluded or not self._limits.is_due(sender, digest):
             return ()
         try:
             proof = read_proof(shown.fault, shown.proof)
             return self._file(proof) if self._may_matter(proof.accused, proof.position, lineage) else ()
         except (WireError, FalseProofError) as error:
-            self._attention.record_false(sender, digest)
+            self._limits.record_false(sender, digest)
             raise FalseProofError(str(error)) from error
 
     def _may_matter(self, peer: str, position: Position, lineage: Lineage) -> bool:
@@ -252,7 +252,7 @@ class Evidence:
         position = lineage.log.position
         if position == self._position:
             return
-        self._position, self._attention = position, Attention(self._pause)
+        self._position, self._limits = position, ProofLimits(self._pause)
         self._statements.forget(lineage)
         gone = [
             digest
@@ -314,16 +314,16 @@ class Evidence:
                 faults[peer], room = known.fault, room - len(known.data)
         return tuple(faults.values())[:FAULT_LIMIT] if log.closes else ()
 
-    def lacking(self, faults: Iterable[Fault], lineage: Lineage) -> tuple[bytes, ...]:
+    def missing_proofs(self, faults: Iterable[Fault], lineage: Lineage) -> tuple[bytes, ...]:
         """Return the digests of named faults' proofs that are not here, and accept these from any sender."""
         self._follow(lineage)
         missing = tuple(fault.proof for fault in faults if self._proven.get(fault.proof, (None,))[0] != fault)
-        self._attention.want(missing)
+        self._limits.want(missing)
         return missing
 
     def has(self, faults: Iterable[Fault], lineage: Lineage) -> bool:
         """Return whether all of these are proven to this peer, and recent enough for the next entry."""
-        return not self.lacking(faults, lineage)
+        return not self.missing_proofs(faults, lineage)
 
     # Showing --------------------------------------------------------------------------------------------------
     def behind(self, faults: Iterable[Fault]) -> tuple[Known, ...]:
@@ -338,7 +338,7 @@ class Evidence:
         return tuple(
             Proof(position=position, fault=known.fault.kind, proof=known.data)
             for known in self.behind(faults)
-            if self._attention.may_show(peer, known.fault.proof, now, again)
+            if self._limits.may_show(peer, known.fault.proof, now, again)
         )
 
 

@@ -125,7 +125,7 @@ class Pulse:
             unreached=name_peers(peer.presence.unreached),
             view=peer.view,
             leads=peer.presence.can_lead,
-            trouble=printable(peer.hindrances.shown),
+            trouble=printable(peer.hindrances.reported_reason),
             departure=goodbye.departure if goodbye else 0,
             farewell=goodbye.signature if goodbye else b"",
             ticket=ticket,

@@ -18,7 +18,7 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError
 from peers.network.channel import PeerUnreachableError
-from peers.presence.branches import state_told
+from peers.presence.branches import reported_state
 from peers.protocol.effects import Apply, FetchLineage, FetchPayload, FetchSnapshot
 from peers.protocol.events import (
     Applied,
@@ -34,9 +34,9 @@ from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import Download, PullTransport, shuffled
 from peers.transfer.lineage_fetch import Compared, LineageError, LineageFetch, add_headers_before, serve_headers
 from peers.transfer.payloads import MissingProofs, PayloadError, Payloads, serve_payloads, serve_proofs
-from peers.transfer.snapshots import Freezer, FrozenSnapshot, Vouched, fetch_snapshot, serve_snapshots
+from peers.transfer.snapshots import FrozenSnapshot, Snapshotter, Vouched, fetch_snapshot, serve_snapshots
 from peers.transfer.storage import Storage
-from peers.values.chunks import Payload
+from peers.values.chunks import ChunkedPayload
 from peers.values.system import now
 from peers.values.workload import SnapshotError, Workload
 
@@ -62,12 +62,12 @@ class _Recorder:
         self._trouble = ""
         """The reason why the disk did not take the last entry; empty if it did."""
 
-    def add(self, made: Apply, state_digest: bytes | None, payload: Payload | None) -> None:
+    def add(self, made: Apply, state_digest: bytes | None, payload: ChunkedPayload | None) -> None:
         """Start writing an applied entry, with its certificate, its proofs and its annex. `state_digest` is that after
         its cycle, if the entry is the last one of the cycle to be applied."""
         self._last = self._host.start(self._add(made, state_digest, payload))
 
-    async def keep_payload(self, index: int, payload: Payload) -> str:
+    async def keep_payload(self, index: int, payload: ChunkedPayload) -> str:
         """Write a payload before it is voted for. Return the reason if that fails, otherwise ""."""
         if self._log.is_on_disk:
             try:
@@ -89,7 +89,7 @@ class _Recorder:
         if self._last is not None:
             await asyncio.wait([self._last], timeout=FINISH_TIMEOUT)
 
-    async def _add(self, made: Apply, state_digest: bytes | None, payload: Payload | None) -> None:
+    async def _add(self, made: Apply, state_digest: bytes | None, payload: ChunkedPayload | None) -> None:
         header = made.header
         async with self._turn:
             try:
@@ -146,7 +146,7 @@ class Replication:
         self.worker = asyncio.Lock()
         """Held while the workers train, and while another state is fetched, so that they do not train from the old
         state."""
-        self.freezer = Freezer(host.peer, workload, storage, host, on_snapshot)
+        self.snapshotter = Snapshotter(host.peer, workload, storage, host, on_snapshot)
         self.recorder = _Recorder(log, transport, buffers, host)
         self._on_entry = on_entry
         self._transport = transport
@@ -169,7 +169,7 @@ class Replication:
             self._transport, {run: self._log.stretch}, lambda _, peer: peer in self._host.peer.log.leases
         )
         await serve_proofs(self._transport, {run: self._log})
-        await serve_snapshots(self._transport, {run: self.freezer})
+        await serve_snapshots(self._transport, {run: self.snapshotter})
 
     def is_applying(self, fragment: int) -> bool:
         """Return whether an entry of this fragment is still to be applied."""
@@ -182,7 +182,7 @@ class Replication:
     async def _apply(self, apply: Apply) -> None:
         header = apply.header
         kept = self._buffers[header.fragment].kept.get(header.payload)
-        async with self.freezer.changing():
+        async with self.snapshotter.changing():
             if kept is None and header.payload != NO_PAYLOAD:  # the payload of an older vote may be on the disk only
                 kept = await asyncio.to_thread(self._buffers[header.fragment].find, header.payload)
                 if kept is None:
@@ -210,7 +210,7 @@ class Replication:
 
     async def _freeze(self) -> None:
         try:
-            await self.freezer.freeze_if_due()
+            await self.snapshotter.freeze_if_due()
         except (OSError, SnapshotError) as error:
             logger.error("could not make a snapshot of outer step %d: %s", self._host.peer.log.position.index, error)
 
@@ -248,7 +248,7 @@ class Replication:
         async def vouch() -> Vouched:
             nonlocal vouching
             vouching = await self._vouching(fetch)
-            trusted_digest = partial(state_told, vouching.theirs, self._host.peer.presence.live().values())
+            trusted_digest = partial(reported_state, vouching.theirs, self._host.peer.presence.live().values())
             return Vouched(vouching.theirs, trusted_digest, fetch.least)
 
         try:
@@ -257,7 +257,7 @@ class Replication:
                     *(self._transport, donors, self._host.peer.log, fetch.least, vouch, self._storage, size),
                     on_download=self._downloads,
                 )
-                async with self.freezer.changing():
+                async with self.snapshotter.changing():
                     await self._workload.restore(snapshot.data, snapshot.state_digest)
         except (SnapshotError, LineageError, OSError) as error:
             self._host.handle(SnapshotFailed(fetch.donor, str(error)))
@@ -269,7 +269,7 @@ class Replication:
         doubt = theirs.doubt_before(snapshot.index, self._host.peer.lineage.doubt)
         state = snapshot.last, snapshot.state_digest, heads, snapshot.ends, doubt
         self._host.handle(SnapshotRestored(fetch.donor, *state))
-        self.freezer.hold(snapshot)
+        self.snapshotter.hold(snapshot)
 
     def _downloads(self, download: Download) -> None:
         self.download = download

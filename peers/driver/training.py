@@ -131,7 +131,7 @@ class Training:
         format."""
         buffers = self._buffers[fragment]
         format = self._choose_format(fragment)
-        async with self._replication.freezer.state_lock:
+        async with self._replication.snapshotter.state_lock:
             own = await self._workload.contribution(fragment, format)
         inspect = inspection(self._workload.squared_norm, buffers)
         return await asyncio.to_thread(offer, own, buffers, inspect, format), format

@@ -170,18 +170,18 @@ class Stretch(Value):
     """Consecutive entries of whole cycles, as one peer sends them to another. Those of the first cycle are headers,
     unless the reader must know the log before them. Each has its certificate; None if the sender does not know it."""
 
-    told: Annotated[tuple[StretchEntry, ...], Field(max_length=STRETCH_LIMIT)] = ()
+    contents: Annotated[tuple[StretchEntry, ...], Field(max_length=STRETCH_LIMIT)] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry as a log stores it. `told` is a packed outcome, or a packed header if the log before it is unknown.
+    """An entry as a log stores it. `packed` is a packed outcome, or a packed header if the log before it is unknown.
     `digest` is the header's. `state_digest` is that after its cycle, if it is known and the entry closes the cycle.
     `certificate` is packed, too: with many members it is larger than the entry."""
 
     index: int
     digest: bytes
-    told: bytes
+    packed: bytes
     is_whole: bool
     state_digest: bytes | None
     certificate: bytes | None = None
@@ -198,7 +198,7 @@ class Entry:
     def brief(self, log: LogState, header: Header) -> Entry:
         """Return the entry in brief, for readers that know the log before it. Raises: LogError when it does not
         follow."""
-        return replace(self, told=pack(outcome_of(log, header)), is_whole=False)
+        return replace(self, packed=pack(outcome_of(log, header)), is_whole=False)
 
     @property
     def proof(self) -> Certificate | None:
@@ -206,7 +206,9 @@ class Entry:
 
     @property
     def content(self) -> Header | Outcome:
-        return unpack(Header, self.told, HEADER_LIMIT) if self.is_whole else unpack(Outcome, self.told, HEADER_LIMIT)
+        return (
+            unpack(Header, self.packed, HEADER_LIMIT) if self.is_whole else unpack(Outcome, self.packed, HEADER_LIMIT)
+        )
 
     def after(self, log: LogState) -> LogState:
         """Return the log with this entry. Whole entries of one cycle may be the first that are known of a log.
@@ -376,11 +378,11 @@ class Chain:
             headers = self.headers(first, first + 1)
             sent += [(header, entry.proof) for header, entry in zip(headers, entries, strict=False)]
         for entry in entries[len(sent) :]:
-            size += len(entry.told) + len(entry.certificate or b"")
+            size += len(entry.packed) + len(entry.certificate or b"")
             if size > STRETCH_BYTES and entry.index > first and entry.fragment == 0:
                 break
             sent.append((entry.content, entry.proof))
-        return Stretch(told=tuple(sent))
+        return Stretch(contents=tuple(sent))
 
     def led_up_to(self, stretch: Stretch) -> Chain:
         """Return this chain with earlier entries before it. Their digests prove them, so they may come from any peer.
@@ -392,7 +394,7 @@ class Chain:
         if not self.entries or not self.entries[0].is_whole:
             raise wrong
         chain = Chain(self.empty_log)
-        for content, certificate in stretch.told:
+        for content, certificate in stretch.contents:
             if chain.next_index >= self.first and len(chain):
                 raise wrong
             header = header_of(chain.end, content)

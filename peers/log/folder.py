@@ -26,7 +26,7 @@ from peers.log.chain import HEADER_LIMIT, Chain, Entry, Outcome, Stretch, newest
 from peers.log.header import Fault, Header, cycle_head
 from peers.log.lineage import Lineage
 from peers.log.state import LogError, LogState, Quorum
-from peers.values.chunks import KEPT_BYTES, KeptPayloads, Payload
+from peers.values.chunks import KEPT_BYTES, ChunkedPayload, KeptPayloads
 from peers.values.system import PARTIAL, make_private_folder, write_whole
 from peers.values.wire import DIGEST_BYTES, digest_of, unpack
 
@@ -72,7 +72,7 @@ def _entry_line(entry: Entry) -> bytes:
     return _write_line(
         {
             "index": entry.index,
-            "header" if entry.is_whole else "outcome": entry.told.hex(),
+            "header" if entry.is_whole else "outcome": entry.packed.hex(),
             "digest": entry.digest.hex(),
             "state_digest": None if entry.state_digest is None else entry.state_digest.hex(),
             "certificate": None if entry.certificate is None else entry.certificate.hex(),
@@ -151,7 +151,7 @@ def proof_path(folder: Path, digest: bytes) -> Path:
     return folder / PROOFS / f"{digest.hex()}{PROOF_SUFFIX}"
 
 
-def read_payload(path: Path, block_bytes: int) -> Payload:
+def read_payload(path: Path, block_bytes: int) -> ChunkedPayload:
     """Map a payload's file, and digest its chunks. The caller must check the digests.
 
     Args:
@@ -163,7 +163,7 @@ def read_payload(path: Path, block_bytes: int) -> Payload:
     with path.open("rb") as file:
         empty = os.fstat(file.fileno()).st_size == 0  # an empty file cannot be mapped
         data = memoryview(b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    return Payload.cut(data, block_bytes)
+    return ChunkedPayload.cut(data, block_bytes)
 
 
 logger = logging.getLogger(__name__)
@@ -271,7 +271,7 @@ class RunLog:
         self,
         header: Header,
         state_digest: bytes | None,
-        payload: Payload | None,
+        payload: ChunkedPayload | None,
         certificate: Certificate | None = None,
     ) -> None:
         """Add an entry that was applied, or complete one that is already here. `state_digest` is that after its cycle;
@@ -300,7 +300,7 @@ class RunLog:
             LogError: they do not lead up to it; nothing is changed.
             LogFolderError: the disk does not take them.
         """
-        if stretch.told:
+        if stretch.contents:
             self._chain = self._chain.led_up_to(stretch)
             self._save()
 
@@ -313,11 +313,11 @@ class RunLog:
             self._chain.cut(end)
             self._save()
 
-    def payload(self, digest: bytes) -> Payload | None:
+    def payload(self, digest: bytes) -> ChunkedPayload | None:
         """Return the payload with this digest, if it is here. May take the time of digesting it."""
         return self._payloads.get(digest)
 
-    def keep_payload(self, index: int, payload: Payload) -> None:
+    def keep_payload(self, index: int, payload: ChunkedPayload) -> None:
         """Keep the payload of an entry that is voted for or made. Thread-safe. Raises: LogFolderError."""
         self._payloads.keep(payload)
 
@@ -409,7 +409,7 @@ class LogFolder(RunLog):
                 log._save()
         return log
 
-    def payload(self, digest: bytes) -> Payload | None:
+    def payload(self, digest: bytes) -> ChunkedPayload | None:
         """Return a payload from the disk, with its chunks digested again. A corrupt file is removed, with a warning."""
         for path in (self.path / PAYLOADS).glob(f"*-{digest.hex()[:8]}{SUFFIX}"):
             try:
@@ -456,7 +456,7 @@ class LogFolder(RunLog):
             logger.warning("cannot read %s: %s", path, error.strerror or error)
         return None
 
-    def keep_payload(self, index: int, payload: Payload) -> None:
+    def keep_payload(self, index: int, payload: ChunkedPayload) -> None:
         path = payload_path(self.path / PAYLOADS, index, payload.digest)
         with self._keeping, _usable(self.path):
             if not path.exists():

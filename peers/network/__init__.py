@@ -6,9 +6,9 @@ channel: BYTES_UNDER_WAY, Channel, ChunkSender, Frame, LONGEST_HELD, PeerRefused
     Places, RefusalError, Serve, receive_chunks
 contacts: host_of, is_loopback, is_numeric, is_public
 daemon: peer_id_of, require_free_port, sweep_sockets
-data_port: LINK_INFO, LinkInfo, PROBED_PORTS, Seen, probe
+data_port: LINK_INFO, LinkInfo, PROBED_PORTS, ProbeAnswer, probe
 first_contact: CONTACT_LIMIT, FILE_NAME, RememberedPeers, endpoint, which_answer
-known_runs: give
+known_runs: send_amendment
 links: EAGER, LinkSettings
 neighbours: announced, neighbours
 own_network: SOMEWHERE, address_towards, everywhere, is_behind_nat, network_of

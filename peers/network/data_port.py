@@ -4,7 +4,7 @@ An opening is sent in the clear, and shows the purpose of the connection:
 
 Hello    TLS follows, with the certificate that the opening shows, and then conversations (link.py)
 Splice   the bytes that follow are passed on to the connection that shows the same token (`Splicer`)
-Probe    the answer (length, Seen) shows the caller's address as seen here, and which of its ports are reachable there
+Probe    the answer (length, ProbeAnswer) shows the caller's address as seen here, and its ports that are reachable
 """
 
 from __future__ import annotations
@@ -137,21 +137,23 @@ async def _read_exactly(sock: socket.socket, count: int) -> bytes:
     return data
 
 
-class Seen(Value):
+class ProbeAnswer(Value):
     """The answer to a probe: the `endpoint` that the connection came from, and the ports that are `open` there."""
 
     endpoint: Endpoint
     open: Annotated[tuple[Port, ...], Field(max_length=PROBED_PORTS)]
 
 
-async def probe(endpoint: str, ports: tuple[int, ...] = (), local_port: int = 0) -> Seen:
+async def probe(endpoint: str, ports: tuple[int, ...] = (), local_port: int = 0) -> ProbeAnswer:
     """Send a probe to the node at `endpoint`. Raises: OSError; RemoteProtocolError for an invalid answer."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT):
             with await dial(endpoint, PROBE_TIMEOUT, local_port) as sock:
                 await asyncio.get_running_loop().sock_sendall(sock, pack_opening(_Probe(ports=ports)))
                 (length,) = LENGTH.unpack(await _read_exactly(sock, LENGTH.size))
-                return unpack_from(endpoint, Seen, await _read_exactly(sock, min(length, ANSWER_BYTES)), ANSWER_BYTES)
+                return unpack_from(
+                    endpoint, ProbeAnswer, await _read_exactly(sock, min(length, ANSWER_BYTES)), ANSWER_BYTES
+                )
     except TimeoutError as error:
         raise OSError(f"no answer from {endpoint}") from error
 
@@ -162,7 +164,7 @@ async def _answer_probe(sock: socket.socket, request: _Probe) -> None:
         endpoint, ports = endpoint_of_peer(sock), set(request.ports)
         host, _ = parse_endpoint(endpoint)
         answers = await asyncio.gather(*(can_dial(endpoint_of(host, port)) for port in ports))
-        answer = pack(Seen(endpoint=endpoint, open=tuple(compress(ports, answers))))
+        answer = pack(ProbeAnswer(endpoint=endpoint, open=tuple(compress(ports, answers))))
         await asyncio.get_running_loop().sock_sendall(sock, LENGTH.pack(len(answer)) + answer)
 
 

@@ -1,7 +1,7 @@
 """Introductions of peers that cannot dial each other, by a node that both can dial.
 
-    A ── _Introduce(B, where I am seen) ──► node ── _Meeting(A, where it is seen) ──► B
-    A ◄──── _Introduced(where B is seen) ── node ◄── where I am seen ─────────────── B
+    A ── _Introduce(B, where I am seen) ──► node ── _MeetingRequest(A, where it is seen) ──► B
+    A ◄──── _Introduced(where B is seen) ── node ◄── where I am seen ────────────────────── B
 
 Each learns the endpoints at which the node sees the other. Then both dial at once, each from these ports of its own. So
 each router takes the other peer's packets for answers (hole punching). If a router uses another port for each
@@ -76,7 +76,7 @@ class _Introduce(Value):
     connections: Count
 
 
-class _Meeting(Value):
+class _MeetingRequest(Value):
     """A node's request to meet this peer, which is seen at these endpoints. The answer is `_Introduced`."""
 
     peer: PeerId
@@ -247,7 +247,7 @@ class Arranging:
     # Meetings that others want --------------------------------------------------------------------------------
     async def on_meet(self, sender: str, payload: bytes) -> bytes:
         """Meet the peer that a node introduces to us."""
-        meeting = unpack_from(sender, _Meeting, payload)
+        meeting = unpack_from(sender, _MeetingRequest, payload)
         node = next((node for node in self._ours.values() if node.peer == sender), None)
         if node is None:
             raise RefusalError("we did not ask you to introduce us")
@@ -278,7 +278,7 @@ class Arranging:
                 raise RefusalError(f"{peer} is not connected here")
         token = self.splicer.expect(sender) if self.splicer else None
         endpoints = self._seen_here(sender, request.endpoints)
-        meeting = _Meeting(peer=sender, endpoints=endpoints, connections=request.connections, token=token)
+        meeting = _MeetingRequest(peer=sender, endpoints=endpoints, connections=request.connections, token=token)
         try:
             answer = await self._links.link(request.to).call(MEET, pack(meeting), CALL_TIMEOUT / 2)
             theirs = unpack_from(request.to, _Introduced, answer)

@@ -319,8 +319,8 @@ class KnownRuns:
         return taken
 
 
-async def give(call: Call, run: str, amendment: Amendment, peers: Iterable[str]) -> int:
-    """Give an amendment to these peers. Return how many took it."""
+async def send_amendment(call: Call, run: str, amendment: Amendment, peers: Iterable[str]) -> int:
+    """Send an amendment to these peers. Return how many took it."""
     return len(await _ask_all(call, AMENDMENTS, pack(_AmendmentRequest(run=run, amendment=amendment)), peers))
 
 

@@ -4,7 +4,7 @@ Other rooms import:
 admission: RunAdmission, refused
 allowances: Allowance, Allowances, SENDERS_LIMIT, STRANGER
 beats: Beats
-branches: state_told
+branches: reported_state
 calls: BEAT, BEAT_BYTES, Beat, HEARTBEAT, PAGE, Request, SHORT, WHO, tag_of
 copies: Copies
 heartbeat: ADDRESS_LENGTH, Endpoint, Heartbeat, HeldOutLoss, NAMED_PEERS, PeerState, SIZE_LIMIT, name_peers

@@ -12,7 +12,7 @@ PRESENT = 120.0  # seconds for which a peer stays admitted after it showed its t
 SEEN_LIMIT = 10_000  # peers
 
 
-class Seen(NamedTuple):
+class TicketSighting(NamedTuple):
     """The ticket that a peer has shown, and the last time at which it did, in seconds since the epoch."""
 
     ticket: bytes
@@ -28,7 +28,7 @@ class RunAdmission:
         self.revocations: Revocations | None = None
         self.ticket = b""
         """Our own ticket, as our heartbeats show it."""
-        self._seen: OrderedDict[str, Seen] = OrderedDict()
+        self._seen: OrderedDict[str, TicketSighting] = OrderedDict()
 
     def refusal(self, peer: str, ticket: bytes, wall: float) -> str:
         """Return the reason why a peer's ticket does not admit it; empty if it does."""
@@ -50,7 +50,7 @@ class RunAdmission:
         """Record that a peer shows its ticket. Return the reason why it is not admitted; empty if it is."""
         reason = self.refusal(peer, ticket, wall)
         if not reason:
-            self._seen[peer] = Seen(ticket, wall)
+            self._seen[peer] = TicketSighting(ticket, wall)
             self._seen.move_to_end(peer)
             if len(self._seen) > SEEN_LIMIT:
                 self._seen.popitem(last=False)

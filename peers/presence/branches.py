@@ -65,7 +65,7 @@ class Branches:
         self._passed_over.clear()
 
     @property
-    def vain(self) -> frozenset[str]:
+    def unproven(self) -> frozenset[str]:
         """The peers that claim to be further on, and repeatedly did not show it."""
         return frozenset(peer for peer, (times, _) in self._passed_over.items() if times >= VAIN)
 
@@ -101,20 +101,20 @@ class Branches:
         now = self._presence.now
         passed_over = frozenset(peer for peer, (_, until) in self._passed_over.items() if now < until)
         besides = self.unhelpful | self._presence.unreached | passed_over
-        asked = (self._live(), log, besides, self.vain, lineage, is_astray)
+        asked = (self._live(), log, besides, self.unproven, lineage, is_astray)
         if not _is_same(asked, self._claimants[0]):
             self._claimants = asked, self._find_anew(log, lineage, besides, is_astray)
         return self._claimants[1]
 
     def _find_anew(self, log: LogState, lineage: Lineage, besides: frozenset[str], is_astray: bool) -> tuple[str, ...]:
-        index, vain = log.position.index, self.vain
+        index, unproven = log.position.index, self.unproven
         givers = [beat for beat in self._live().values() if beat.state in DONATING]
         # A peer that went on alone for long does not remember any more where it parted from the others.
         first = lineage.known_from if lineage.doubt is not None else 0
         is_lost = is_astray or all(lineage.head_at(beat.index) != beat.head for beat in givers)
         claims = {
             beat.peer: (
-                beat.peer not in vain,  # or a few that claim most would be asked in turn for ever
+                beat.peer not in unproven,  # or a few that claim most would be asked in turn for ever
                 beat.index >= lineage.known_from,
                 beat.peer in log.incarnations,
                 beat.lineage_tokens,
@@ -183,7 +183,7 @@ def state_named(log: LogState, beats: Iterable[Heartbeat], besides: Sequence[byt
     return None
 
 
-def state_told(branch: Branch, beats: Iterable[Heartbeat], place: LogState) -> bytes | None:
+def reported_state(branch: Branch, beats: Iterable[Heartbeat], place: LogState) -> bytes | None:
     """Return the state digest that more than half of the live voters at a place of a branch name.
 
     UNKNOWN_STATE if they name none, or are elsewhere in the log; None if no voter is live. Voters on another branch

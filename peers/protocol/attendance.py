@@ -55,14 +55,14 @@ class Attendance:
         context, now = self._context, self._context.now
         live, position = self._presence.live(), self._log.position
         away = self._presence.unreached
-        vain = self._presence.branches.vain
+        unproven = self._presence.branches.unproven
         timing = context.settings.timing
         is_hopeless = ready_since is not None and now - ready_since >= HOPELESS * timing.partition_grace
         states = READY_STATES if is_hopeless else PARTICIPATING
         coming = {
             peer: beat.incarnation
             for peer, beat in live.items()
-            if beat.state in states and peer not in away and not (peer in vain and beat.index > position.index)
+            if beat.state in states and peer not in away and not (peer in unproven and beat.index > position.index)
         }
         self.here = {peer: incarnation for peer, incarnation in coming.items() if live[peer].head == position.head}
         coming = {

@@ -68,7 +68,7 @@ class Hindrances:
         self._found_since = self._aside_since = self._alone_since = context.now
 
     @property
-    def shown(self) -> str:
+    def reported_reason(self) -> str:
         """The reason that the volunteer is shown; empty if the work counts."""
         return self._shown.reason if self._shown else ""
 
@@ -93,7 +93,7 @@ class Hindrances:
             self._trainer.in_vain = 0
         if _kind(lasting) != _kind(self._shown):
             self._shown = lasting
-            self._context.emit(Trouble(self.shown, "info" if _kind(lasting) in AS_MEANT else "warning"))
+            self._context.emit(Trouble(self.reported_reason, "info" if _kind(lasting) in AS_MEANT else "warning"))
 
     @property
     def _others(self) -> set[str]:

@@ -487,7 +487,7 @@ class EntryRound(StateMachine):
             return Objection(Refusal.NOT_GONE, named=heard)
         if strangers := self._strangers(header):
             return Objection(Refusal.STRANGER, named=strangers)
-        unproven = self._context.evidence.lacking(header.faults, self._replica.lineage)[:16]
+        unproven = self._context.evidence.missing_proofs(header.faults, self._replica.lineage)[:16]
         return Objection(Refusal.UNPROVEN_FAULT, unproven=unproven) if unproven else None
 
     def _objection_to_data(self, propose: Propose) -> Objection | None:

@@ -98,6 +98,6 @@ class Views:
         if self._log.last is None:
             return True
         index = self._log.position.index
-        is_vain = beat.index > index and peer in self._presence.branches.vain
+        is_unproven = beat.index > index and peer in self._presence.branches.unproven
         is_near = beat.index + 1 >= index or peer in self._log.roster  # an entry may be newer than the last beat
-        return beat.state in PARTICIPATING and is_near and not is_vain
+        return beat.state in PARTICIPATING and is_near and not is_unproven

@@ -4,9 +4,10 @@ Other rooms import:
 averages: Admission, ChunkHeader, ask_for_contributions, average_chunk, serve_contributions
 buffers: PayloadBuffers, inspection, offer
 download: Download, PullTransport, shuffled
-following: CannotFollowError, Donors, Doubts, FollowTransport, Following, next_in_log, nobody_trains, step
-lineage_fetch: Compared, LineageError, LineageFetch, Past, add_headers_before, serve_headers
+following: CannotFollowError, Donors, FollowTransport, Following, UncertifiedWait, next_in_log,
+    no_training_peer_error, step
+lineage_fetch: Compared, LineageError, LineageFetch, StretchSource, add_headers_before, serve_headers
 payloads: MissingProofs, PayloadError, Payloads, serve_payloads, serve_proofs
-snapshots: Freezer, FrozenSnapshot, Snapshot, Vouched, ask_size, fetch_snapshot, serve_snapshots
+snapshots: FrozenSnapshot, Snapshot, Snapshotter, Vouched, ask_size, fetch_snapshot, serve_snapshots
 storage: FolderStorage, IN_MEMORY, MemoryFile, Storage, empty
 """

@@ -16,7 +16,7 @@ from typing import Self, TypeAlias
 from peers.messages.commitment import ChunkProof
 from peers.messages.rounds import RoundName
 from peers.transfer.storage import empty
-from peers.values.chunks import Chunking, KeptPayloads, Payload, PayloadSize, Sum, SumTree
+from peers.values.chunks import ChunkedPayload, Chunking, KeptPayloads, PayloadSize, Sum, SumTree
 from peers.values.wire import digest_of
 from peers.values.workload import BadBlocksError, Blocked, Blocks, Inspect
 
@@ -43,7 +43,7 @@ class PayloadBuffers:
         self,
         blocked: Blocked,
         budget: int = 0,
-        older: Callable[[bytes], Payload | None] = lambda digest: None,
+        older: Callable[[bytes], ChunkedPayload | None] = lambda digest: None,
         fragment: int = 0,
     ) -> None:
         """`older` finds payloads that are not in memory any more."""
@@ -69,13 +69,13 @@ class PayloadBuffers:
         cls,
         fragments: Sequence[Blocked],
         budget: int = 0,
-        older: Callable[[bytes], Payload | None] = lambda digest: None,
+        older: Callable[[bytes], ChunkedPayload | None] = lambda digest: None,
     ) -> tuple[Self, ...]:
         """Create the buffers of each fragment, which share the budget of bytes equally."""
         share = budget // len(fragments)
         return tuple(cls(blocked, share, older, fragment) for fragment, blocked in enumerate(fragments))
 
-    def find(self, digest: bytes) -> Payload | None:
+    def find(self, digest: bytes) -> ChunkedPayload | None:
         """Return a payload that is kept here. Call it in a thread, since it may read all of it from a disk."""
         if payload := self.kept.get(digest):
             return payload
@@ -196,7 +196,7 @@ class PayloadBuffers:
         """Keep the payload of a round whose chunks are all here. Return its digest. Raises: KeyError."""
         current = self._open_round(name)
         digests = tuple(current.digests[chunk] for chunk in range(self.size.chunks))
-        payload = Payload(current.average, digests)
+        payload = ChunkedPayload(current.average, digests)
         self.kept.keep(payload)
         current.is_kept = True
         return payload.digest

@@ -22,7 +22,7 @@ from peers.log.lineage import Walk
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.network.channel import PeerUnreachableError
-from peers.presence.branches import state_told
+from peers.presence.branches import reported_state
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.membership import DONATING
 from peers.transfer.buffers import PayloadBuffers
@@ -58,7 +58,7 @@ async def step(state: ReplicatedState, index: int, payloads: Mapping[int, Blocks
 logger = logging.getLogger(__name__)
 
 
-class Doubts:
+class UncertifiedWait:
     """Measures for how long a follower has seen no certified entry after its place in the log."""
 
     def __init__(self, grace: float) -> None:
@@ -88,7 +88,7 @@ class Doubts:
         return True
 
 
-def nobody_trains(run: str) -> SwarmUnreachableError:
+def no_training_peer_error(run: str) -> SwarmUnreachableError:
     """Return the error for a run without a peer that trains."""
     return SwarmUnreachableError(
         f"no peer trains in the run {run} now, so its state is not available.", "Ask a volunteer to join it again."
@@ -129,7 +129,7 @@ async def next_in_log(
     index = log.position.index
     stretch = await fetch_stretch(transport, donor, log.run, index, index + 1, is_whole=False)
     walk, entries = Walk(log, verify), list[tuple[Header, Certificate | None]]()
-    for content, certificate in stretch.told[: log.fragments]:
+    for content, certificate in stretch.contents[: log.fragments]:
         if content.previous != log.position.head:
             raise _OtherLineageError(f"entry {index}: its previous does not follow from the log")
         entries.append((walk.take(content, certificate), certificate))
@@ -169,7 +169,7 @@ class Donors:
             if not known and await self._transport.connect(beat.peer, beat.addresses):
                 self._connected[beat.peer] = beat.addresses
         if not beats:
-            raise nobody_trains(self._log.run)
+            raise no_training_peer_error(self._log.run)
         return beats
 
     async def state_size(self, memory: int) -> int:
@@ -196,7 +196,7 @@ class Following:
         self.donors = Donors(transport, self.log)
         self.past = RunLog(self.log, 0)
         """The entries of the log that was followed, as far as they are known here."""
-        self._doubts = Doubts(settings.timing.partition_grace)
+        self._uncertified_wait = UncertifiedWait(settings.timing.partition_grace)
         self._transport = transport
         self._state = state
 
@@ -225,7 +225,7 @@ class Following:
                 beats = await self.donors.live()  # by now they may report more
             was_asked = True
             branch, self.past = await best_branch(self._transport, beats, empty_log, self._signed)
-            return Vouched(branch, partial(state_told, branch, beats), least, is_wary=True)
+            return Vouched(branch, partial(reported_state, branch, beats), least, is_wary=True)
 
         while donors:
             try:
@@ -267,7 +267,7 @@ class Following:
                 continue
             if found is None:
                 continue
-            if not self._doubts.may_follow(self.log, found.support, live):
+            if not self._uncertified_wait.may_follow(self.log, found.support, live):
                 is_waiting = True
                 continue
             least = index + 1 if least is None else least

@@ -41,7 +41,7 @@ BYTES_LIMIT = 1 << 23  # bytes: the outcomes of a stretch, and the header that i
 TIMEOUT = 30.0  # seconds for an answer: the donor may be in a round
 TIMEOUT_PER_ENTRY = 0.25  # seconds more for each entry: 30 KB at 1 Mbit/s
 
-Past: TypeAlias = Callable[[int, int, bool], Stretch]
+StretchSource: TypeAlias = Callable[[int, int, bool], Stretch]
 """Returns those of the cycles [first, last) that are here, with the first one whole or not: see `Chain.stretch`."""
 BACK = 16
 """Factor by which each search step for the place where two logs split goes further back than the one before."""
@@ -68,7 +68,7 @@ class HeadersRequest(Value):
 
 async def serve_headers(
     transport: PullTransport,
-    pasts: Mapping[str, Past],
+    sources: Mapping[str, StretchSource],
     is_member: Callable[[str, str], bool] = lambda run, peer: False,
 ) -> None:
     """Answer `fetch_stretch` requests about these runs from now on.
@@ -82,7 +82,7 @@ async def serve_headers(
     @asynccontextmanager
     async def serve(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
         request = unpack_from(sender, HeadersRequest, packed)
-        past = kept_for(transport, pasts, request.run, sender)
+        past = kept_for(transport, sources, request.run, sender)
         is_known = is_member(request.run, sender)
         async with (places if is_known else places_for_strangers).one_for(sender):
             account = sender if is_known else STRANGER
@@ -117,7 +117,7 @@ async def add_headers_before(transport: PullTransport, donor: str, log: RunLog) 
     first = max(0, log.first - max(1, STRETCH_LIMIT // log.empty_log.fragments))
     stretch = await fetch_stretch(transport, donor, log.empty_log.run, first, log.first, is_whole=True)
     await asyncio.to_thread(log.prepend, stretch)
-    return bool(stretch.told)
+    return bool(stretch.contents)
 
 
 HeaderAndCertificate = tuple[Header, Certificate | None]
@@ -184,13 +184,13 @@ class LineageFetch:
             async with asyncio.timeout(PATIENCE) as deadline:
                 look, stretch = await self._begin(donor, others, here)
                 walk, chain = look.walk, look.chain
-                while stretch.told and look.size < CHAIN_BYTES:
+                while stretch.contents and look.size < CHAIN_BYTES:
                     added = await asyncio.to_thread(_go_on, walk, chain, stretch)
                     new = chain.entries[len(chain.entries) - added :]
-                    look.size += sum(len(entry.told) + len(entry.certificate or b"") for entry in new)
+                    look.size += sum(len(entry.packed) + len(entry.certificate or b"") for entry in new)
                     allowed = PATIENCE + PATIENCE_PER_ENTRY * len(chain)
                     deadline.reschedule(began + min(LONGEST, allowed))
-                    is_whole = added == len(stretch.told) and walk.end.position.index < index
+                    is_whole = added == len(stretch.contents) and walk.end.position.index < index
                     stretch = await self._next(donor, others, walk.end) if is_whole else NO_STRETCH
         except TimeoutError:
             raise LineageError(f"peer {donor} takes too long to show its log") from None
@@ -227,7 +227,7 @@ class LineageFetch:
                     stretch = await self._stretch(donor, index)
                 except (PeerUnreachableError, RemoteProtocolError) as error:
                     raise LineageError(str(error)) from error
-                if stretch.told and stretch.told[0][0].previous == log.position.head:
+                if stretch.contents and stretch.contents[0][0].previous == log.position.head:
                     return await self._go_along_shared(donor, others, log, stretch)
             if index == 0:
                 return self._ours.empty_log, await self._next(donor, others, self._ours.empty_log)
@@ -240,9 +240,9 @@ class LineageFetch:
 
         Raises: LineageError.
         """
-        while stretch.told:
+        while stretch.contents:
             passed, rest = await asyncio.to_thread(self._skip_shared, log, stretch)
-            if rest.told:
+            if rest.contents:
                 return passed, rest
             if passed == log:
                 raise LineageError(f"entry {log.position.index} of {donor} does not follow from the log")
@@ -252,12 +252,12 @@ class LineageFetch:
     def _skip_shared(self, log: LogState, stretch: Stretch) -> tuple[LogState, Stretch]:
         """Return the last place whose cycle is in our log, too, and the rest of the stretch after it."""
         with suppress(LogError):
-            for place in range(0, len(stretch.told), log.fragments):
+            for place in range(0, len(stretch.contents), log.fragments):
                 after = log
-                for content, _ in stretch.told[place : place + log.fragments]:
+                for content, _ in stretch.contents[place : place + log.fragments]:
                     after = follow(after, content)
                 if self._ours.heads(log.position.index, log.position.index + 1) != [after.position.head]:
-                    return log, Stretch(told=stretch.told[place:])
+                    return log, Stretch(contents=stretch.contents[place:])
                 log = after
         return log, NO_STRETCH
 
@@ -266,7 +266,7 @@ class LineageFetch:
         for asked in (donor, *shuffled(self._transport, others)[:ASKED]):
             with suppress(PeerUnreachableError, RemoteProtocolError):
                 stretch = await self._stretch(asked, end.position.index)
-                if stretch.told and stretch.told[0][0].previous == end.position.head:
+                if stretch.contents and stretch.contents[0][0].previous == end.position.head:
                     return stretch
         return NO_STRETCH
 
@@ -335,7 +335,7 @@ def _go_on(walk: Walk, chain: Chain, stretch: Stretch) -> int:
     """Check entries, and append them to the chain until one fails. Return how many were appended."""
     taken = 0
     with suppress(LogError):
-        for content, certificate in stretch.told:
+        for content, certificate in stretch.contents:
             chain.add(Entry.whole(walk.take(content, certificate), None, certificate))
             taken += 1
     return taken

@@ -21,7 +21,7 @@ from peers.messages.messages import PROOF_LIMIT
 from peers.network.channel import PeerUnreachableError, Places, RefusalError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import PULLS, Download, DownloadError, PullTransport, Wanted, kept_for, shuffled
-from peers.values.chunks import Payload, chunks_of
+from peers.values.chunks import ChunkedPayload, chunks_of
 from peers.values.system import cancel_and_wait
 from peers.values.wire import DIGEST_BYTES, Buffer, Count, Digest, RunId, Value, digest_of, pack, unpack_from
 
@@ -91,7 +91,7 @@ class Payloads:
         self._buffers = buffers
         self._fetches: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
-    async def fetch(self, header: Header, donors: Sequence[str]) -> Payload:
+    async def fetch(self, header: Header, donors: Sequence[str]) -> ChunkedPayload:
         """Fetch and keep the payload of an entry. Raises: PayloadError when no donor has all of it."""
         async with self._fetches.setdefault(header.payload, asyncio.Lock()):
             buffers = self._buffers[header.fragment]
@@ -100,7 +100,7 @@ class Payloads:
             buffers.kept.keep(payload)
             return payload
 
-    async def _fetch(self, buffers: PayloadBuffers, payload: bytes, donors: Sequence[str]) -> Payload:
+    async def _fetch(self, buffers: PayloadBuffers, payload: bytes, donors: Sequence[str]) -> ChunkedPayload:
         fragment, chunks = buffers.fragment, buffers.size.chunks
         digests, donors = await self._digests(buffers, payload, donors)
         wanted = Wanted(
@@ -117,7 +117,7 @@ class Payloads:
             await download.run(donors)
         except DownloadError as error:
             raise PayloadError(str(error)) from error
-        return Payload(data, digests)
+        return ChunkedPayload(data, digests)
 
     def _request(self, fragment: int, payload: bytes, first: int, last: int) -> bytes:
         request = PayloadRequest(run=self._run, fragment=fragment, payload=payload, first=first, last=last)

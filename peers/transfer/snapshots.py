@@ -257,7 +257,7 @@ class _Host(Protocol):
     def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]: ...
 
 
-class Freezer:
+class Snapshotter:
     """Makes and holds one peer's snapshots.
 
     `state_lock` is held while theta and momentum change, and while the pseudo-gradient is computed from them. Copying a
@@ -401,9 +401,9 @@ class Vouched:
     """The snapshots that a branch of the log vouches for, of outer step `least` or later.
 
     An entry names the state that it follows. At the branch's end, and where only an entry that too few have signed
-    names the state, live peers report it in their heartbeats; `reported` returns their report, as `state_told` does.
-    Until they report it, no snapshot of that place is taken, however many peers offer one, since all of them may be
-    liars. With `is_wary` a snapshot from before the entries that too few have signed is preferred.
+    names the state, live peers report it in their heartbeats; `reported` returns their report, as `reported_state`
+    does. Until they report it, no snapshot of that place is taken, however many peers offer one, since all of them may
+    be liars. With `is_wary` a snapshot from before the entries that too few have signed is preferred.
     """
 
     branch: Branch

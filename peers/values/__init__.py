@@ -3,7 +3,7 @@
 Nothing here knows of another peer.
 
 Other rooms import:
-chunks: Chunking, KEPT_BYTES, KeptPayloads, MOST_LEVELS, NODE, Payload, PayloadSize, StateChunking, Sum, SumTree,
+chunks: ChunkedPayload, Chunking, KEPT_BYTES, KeptPayloads, MOST_LEVELS, NODE, PayloadSize, StateChunking, Sum, SumTree,
     chunk_digests, chunks_of, digest_of_chunks, digest_of_state, parts_of, payloads_moved, root_of, split_by_rate
 identity: Identity, Keys, SIGNATURE_BYTES, Signature, Verify, is_peer_id, peer_id_of_bytes, verify
 leases: Lease, PIECE_LIMIT, SamplePool, SampleRange, prefix, sample_count

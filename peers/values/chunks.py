@@ -189,14 +189,14 @@ def _above(left: Sum, right: Sum) -> Sum:
 
 
 @dataclass(frozen=True)
-class Payload:
+class ChunkedPayload:
     """A whole payload, and the digests of its chunks."""
 
     data: memoryview
     chunk_digests: tuple[bytes, ...]
 
     @classmethod
-    def cut(cls, data: memoryview, block_bytes: int) -> Payload:
+    def cut(cls, data: memoryview, block_bytes: int) -> ChunkedPayload:
         """Create a payload from its bytes, and digest its chunks. All blocks have `block_bytes` bytes, except the
         last."""
         chunking = Chunking(-(-len(data) // block_bytes))
@@ -214,10 +214,10 @@ class KeptPayloads:
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
-        self._payloads: OrderedDict[bytes, Payload] = OrderedDict()
+        self._payloads: OrderedDict[bytes, ChunkedPayload] = OrderedDict()
         self._on_disk: set[bytes] = set()
 
-    def keep(self, payload: Payload) -> None:
+    def keep(self, payload: ChunkedPayload) -> None:
         """Keep a payload: it counts as the newest, and as not on a disk."""
         self._payloads[payload.digest] = payload
         self._payloads.move_to_end(payload.digest)
@@ -230,7 +230,7 @@ class KeptPayloads:
             self._on_disk.add(digest)
             self._drop_what_is_too_much()
 
-    def get(self, digest: bytes) -> Payload | None:
+    def get(self, digest: bytes) -> ChunkedPayload | None:
         return self._payloads.get(digest)
 
     def _drop_what_is_too_much(self) -> None:

@@ -74,12 +74,12 @@ def test_all_train_on_one_device_in_the_same_way(asked: str, device: str, monkey
 
     async def measure(
         config: RunConfig, machine: training.Machine, repetitions: int, by_hand: bool
-    ) -> training.Measured:
+    ) -> training.SpeedMeasurements:
         machines.append(machine)
         assert by_hand == (device != "cpu")
         assert (config.tokenizer.kind, config.data.all_sources[0].source) == ("bytes", "stdlib")
         turns = {name: training.Turns([1.0] * repetitions) for name in (training.BARE, training.VOLUNTEER)}
-        return training.Measured(turns, 1_000_000)
+        return training.SpeedMeasurements(turns, 1_000_000)
 
     monkeypatch.setattr(training, "measure", measure)
     arguments = ["--run", str(ROOT / "examples" / "llama-150m.toml"), "--data", "stdlib", "--device", asked]
@@ -192,7 +192,7 @@ def test_utilisation_has_a_bar_on_one_gpu_with_one_model(
     )
     seconds = {training.BARE: 1.0, training.BY_HAND: 0.5, training.VOLUNTEER: 1.25}
     turns = {name: training.Turns([each]) for name, each in seconds.items()}
-    measured = training.Measured(turns, 1_000_000, peak=2.0, device_name=device)
+    measured = training.SpeedMeasurements(turns, 1_000_000, peak=2.0, device_name=device)
     found = training.bars_of(config, measured)
     assert [bar.at_least for bar in found] == bars
     assert [bar.ratio for bar in found] == [0.8, 0.4, 0.4][: len(bars)]

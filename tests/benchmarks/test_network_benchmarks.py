@@ -17,7 +17,7 @@ from benchmarks.namespaces import LinkRates
 from benchmarks.plots import Panel, svg
 from benchmarks.shaped_links import Possible, bars_of, least_seconds
 from benchmarks.wire import Course, Wire
-from opendiloco.tools.plan import Peer
+from opendiloco.tools.plan import PeerGroup
 from tests.child_processes import child_processes
 from tests.swarm.networks import NetworkError, network
 
@@ -107,7 +107,7 @@ def test_swarms_are_held_against_the_bar_and_against_their_plan() -> None:
 
 def test_a_way_is_planned_as_its_swarm_trains() -> None:
     diloco, streaming, overlapped, fewer_bits = utilisation.ways(4, 2)
-    peers = (Peer("peer", 2, 1e6, 1e6, 0.0, 1.0),)
+    peers = (PeerGroup("peer", 2, 1e6, 1e6, 0.0, 1.0),)
     plans = [way.plan(peers, 4098, 20) for way in (diloco, streaming, overlapped, fewer_bits)]
     assert [plan.fragments for plan in plans] == [(4098,), *[(1024, 1025, 1024, 1025)] * 3]
     assert [plan.overlap for plan in plans] == [0, 0, 2, 2]

@@ -156,7 +156,7 @@ def test_runs_that_the_bare_loop_does_not_know_are_refused() -> None:
         training.prepared(unknown, None, 1)
 
 
-LINKS = join.Links(upload=10, download=25)
+LINKS = join.Bandwidths(upload=10, download=25)
 
 
 def test_a_fetch_is_bound_by_the_joiners_link_or_by_those_of_the_donors() -> None:
@@ -166,7 +166,7 @@ def test_a_fetch_is_bound_by_the_joiners_link_or_by_those_of_the_donors() -> Non
     assert fetch.bound(100, LINKS, busy=3) == 7
     fetch.fetched_before_kill = 50
     assert fetch.bound(100, LINKS) == 2 + 2.5
-    assert join.Fetch(0.0).bound(300, join.Links(upload=10, download=100)) == 10
+    assert join.Fetch(0.0).bound(300, join.Bandwidths(upload=10, download=100)) == 10
 
 
 def test_what_went_on_during_a_fetch() -> None:
@@ -177,7 +177,9 @@ def test_what_went_on_during_a_fetch() -> None:
 
 def test_bars_hold_what_was_measured_against_what_was_possible() -> None:
     killed = join.Fetch(0.0, 6.0, fetched_before_kill=50)
-    measured = join.Measured(join.Fetch(0.0, 5.0), join.Fetch(0.0, 9.0), killed, [1.0, 2.0, 9.0], [2.0, 4.0], 1.0)
+    measured = join.FetchMeasurements(
+        join.Fetch(0.0, 5.0), join.Fetch(0.0, 9.0), killed, [1.0, 2.0, 9.0], [2.0, 4.0], 1.0
+    )
     assert [bar.ratio for bar in join.bars_of(measured, 100, LINKS)] == pytest.approx([0.8, 2 / 3, 0.75 / 0.8])
 
 
@@ -193,7 +195,7 @@ def entry(index: int, head: str, state: str, time: float) -> Event:
 
 
 def test_one_index_with_two_heads_or_states_is_a_divergence() -> None:
-    record = churn.Record()
+    record = churn.AppliedEntries()
     for event in [entry(0, "a", "s", 1), entry(0, "a", "s", 2), entry(1, "b", "t", 3), entry(2, "c", "u", 4)]:
         record.add(event)
     assert (record.rounds, record.divergences) == (3, [])
@@ -203,7 +205,7 @@ def test_one_index_with_two_heads_or_states_is_a_divergence() -> None:
 
 
 def test_a_gap_counts_from_the_first_peer_that_applied_an_entry() -> None:
-    record = churn.Record()
+    record = churn.AppliedEntries()
     for index, time in enumerate([0.0, 1.0, 2.0, 3.0, 7.0]):
         record.add(entry(index, "head", "state", time + 0.5))
         record.add(entry(index, "head", "state", time))
@@ -212,14 +214,14 @@ def test_a_gap_counts_from_the_first_peer_that_applied_an_entry() -> None:
 
 
 def test_a_run_that_stands_still_until_the_end_stalls() -> None:
-    record = churn.Record()
+    record = churn.AppliedEntries()
     for index in range(5):
         record.add(entry(index, "head", "state", float(index)))
     assert record.share_at_work == 1
     record.ended_at = 20.0
     assert record.stalls == [16.0]
     assert record.share_at_work == pytest.approx(4 / 20)
-    assert churn.Record(ended_at=20.0).share_at_work == 0
+    assert churn.AppliedEntries(ended_at=20.0).share_at_work == 0
 
 
 def test_no_benchmark_comes_to_the_end_of_its_run() -> None:
@@ -228,8 +230,8 @@ def test_no_benchmark_comes_to_the_end_of_its_run() -> None:
 
 @pytest.mark.parametrize(("at_work", "may_go"), [(4, True), (3, False)])
 def test_a_majority_is_at_work_without_the_victim(at_work: int, may_go: bool, tmp_path: Path) -> None:
-    record, process = churn.Record(), cast(PeerProcess, object())
-    volunteers = [churn.Volunteer(str(number), [], tmp_path, record, process) for number in range(5)]
+    record, process = churn.AppliedEntries(), cast(PeerProcess, object())
+    volunteers = [churn.RestartingPeer(str(number), [], tmp_path, record, process) for number in range(5)]
     for volunteer in volunteers[:at_work]:
         volunteer.at_work.set()
     for seed in range(20):

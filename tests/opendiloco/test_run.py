@@ -20,7 +20,7 @@ from opendiloco.model.export import Dtype, RunFacts
 from opendiloco.run import Run, find_run
 from opendiloco.storage.loading import Checkpoint
 from opendiloco.storage.run_folder import RunFolder
-from opendiloco.volunteer.states import Origin, Past
+from opendiloco.volunteer.states import Past, StateSource
 from peers.errors import ManifestError, SwarmUnreachableError
 from peers.log.header import Header
 from peers.network.transport import HivemindTransport
@@ -140,7 +140,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Run, str]]:
     past = Past(cast(Header, SimpleNamespace(index=2)))
 
     @asynccontextmanager
-    async def state_of(origin: Origin, data: tuple[Path, ...]) -> AsyncIterator[tuple[Run, Past, None]]:
+    async def state_of(origin: StateSource, data: tuple[Path, ...]) -> AsyncIterator[tuple[Run, Past, None]]:
         yield origin.run.with_data(data), past, None
 
     @asynccontextmanager
@@ -160,7 +160,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Run, str]]:
 def test_export_evaluates_on_the_folder_that_it_is_given(
     small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exported: list[tuple[Run, str]]
 ) -> None:
-    origin = Origin(Run.sign(small_config, Identity.generate()), cast(Checkpoint, None), 3, RunFolder(tmp_path))
+    origin = StateSource(Run.sign(small_config, Identity.generate()), cast(Checkpoint, None), 3, RunFolder(tmp_path))
     monkeypatch.setattr("opendiloco.volunteer.states.find_origin", lambda *_: origin)
     (tmp_path / "texts").mkdir()
     arguments = ["export", "--from", str(tmp_path), "--out", str(tmp_path / "out")]

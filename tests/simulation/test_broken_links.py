@@ -205,7 +205,9 @@ def test_who_reaches_nobody_is_told_and_stops_and_comes_back() -> None:
     names = [name for name in swarm.peers if name != "peer2"]
     broken_now(swarm, *(("peer2", name) for name in names))
     broke = swarm.now
-    assert swarm.run(MINUTE, until=lambda: bool(swarm.peers["peer2"].peer.hindrances.shown)), "told within a minute"
+    assert swarm.run(MINUTE, until=lambda: bool(swarm.peers["peer2"].peer.hindrances.reported_reason)), (
+        "told within a minute"
+    )
     assert "cannot reach the leader" in troubles(swarm)[-1][2]
     swarm.run(5.0)
     assert not trains(swarm, "peer2")
@@ -216,7 +218,9 @@ def test_who_reaches_nobody_is_told_and_stops_and_comes_back() -> None:
     broken_now(swarm)
     assert swarm.run(
         5 * MINUTE,
-        until=lambda: len(swarm.peers["peer0"].peer.log.roster) == 4 and not swarm.peers["peer2"].peer.hindrances.shown,
+        until=lambda: (
+            len(swarm.peers["peer0"].peer.log.roster) == 4 and not swarm.peers["peer2"].peer.hindrances.reported_reason
+        ),
     ), "it looks whether its work can count, and is in the next entry"
 
 
@@ -225,7 +229,7 @@ def test_two_who_cant_talk_are_told_and_come_together_again() -> None:
     swarm = swarm_of(2, one_child=False)
     swarm.run(MINUTE)
     broken_now(swarm, ("peer0", "peer1"))
-    assert swarm.run(3 * MINUTE, until=lambda: all(one.peer.hindrances.shown for one in swarm.living))
+    assert swarm.run(3 * MINUTE, until=lambda: all(one.peer.hindrances.reported_reason for one in swarm.living))
     swarm.run(2 * MINUTE)
     broken_now(swarm)
     assert swarm.run(3 * MINUTE, until=lambda: {len(one.peer.log.roster) for one in swarm.living} == {2}), (
@@ -266,7 +270,7 @@ def test_who_is_too_slow_is_told_and_stops(speed: float, counts: bool) -> None:
     slow.speed = speed
     tally = Tally(swarm)
     swarm.run(MINUTE)
-    assert bool(slow.peer.hindrances.shown) is not counts, "told within a minute"
+    assert bool(slow.peer.hindrances.reported_reason) is not counts, "reported_reason within a minute"
     trained = 0
     for _ in range(80):
         swarm.run(100.0)

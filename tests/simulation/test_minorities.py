@@ -30,7 +30,7 @@ def heads(swarm: Swarm, names: tuple[str, ...]) -> set[bytes]:
 
 
 def trouble_of(swarm: Swarm, name: str) -> str:
-    return swarm.peers[name].peer.hindrances.shown
+    return swarm.peers[name].peer.hindrances.reported_reason
 
 
 def meet(swarm: Swarm, seconds: float = 300.0) -> None:

@@ -182,10 +182,10 @@ def test_a_lone_volunteer_with_a_full_disk_votes_nothing_and_goes_on_when_there_
     before = swarm.longest
     swarm.run(2 * PATIENCE)
     assert swarm.longest <= before + 1, "an entry that was under way"
-    assert "does not vote" in swarm.peers[LONE].peer.hindrances.shown
+    assert "does not vote" in swarm.peers[LONE].peer.hindrances.reported_reason
     swarm.disk_of(LONE).is_full = False
     goes_on(swarm)
-    assert swarm.peers[LONE].peer.hindrances.shown == ""
+    assert swarm.peers[LONE].peer.hindrances.reported_reason == ""
     is_of_one_lineage(swarm)
 
 

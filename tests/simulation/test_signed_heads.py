@@ -49,7 +49,7 @@ def has(swarm: Swarm, name: str, head: bytes) -> bool:
 
 
 def trouble_of(swarm: Swarm, name: str) -> str:
-    return swarm.peers[name].peer.hindrances.shown
+    return swarm.peers[name].peer.hindrances.reported_reason
 
 
 def at_work_on(swarm: Swarm, names: tuple[str, ...], head: bytes) -> bool:
@@ -87,7 +87,7 @@ def test_who_comes_back_with_a_longer_certified_log_leaves_it_for_the_signed_one
     swarm.run(40.0)
     for name in SECOND:
         told = trouble_of(swarm, name)
-        assert told.startswith(f"the run's archive {ARCHIVE} has signed another outer step 8 than this peer's"), told
+        assert f"the run's archive {ARCHIVE} has signed another outer step 8" in told
     assert not any(trouble_of(swarm, name) for name in FIRST)
     swarm.heal()
     assert swarm.run(600.0, until=lambda: at_work_on(swarm, FIRST + SECOND, head)), "they stay apart"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from peers.protocol.voting import VotingRecord
-from peers.values.chunks import Payload
+from peers.values.chunks import ChunkedPayload
 from tests.simulator.simulated_log import Frozen, SimulatedLog
 
 OLDER = 4  # outer steps whose payloads stay
@@ -22,16 +22,16 @@ class SimulatedDisk:
     entries: SimulatedLog | None = None
     frozen: Frozen | None = None
     is_full: bool = False
-    _payloads: dict[bytes, tuple[int, Payload]] = field(default_factory=dict)  # with their entry's index
+    _payloads: dict[bytes, tuple[int, ChunkedPayload]] = field(default_factory=dict)  # with their entry's index
 
-    def keep(self, index: int, payload: Payload) -> None:
+    def keep(self, index: int, payload: ChunkedPayload) -> None:
         """Keep the payload of an entry, and drop those that are much older."""
         self._payloads[payload.digest] = index, payload
         for digest, (older, _) in list(self._payloads.items()):
             if older < index - OLDER:
                 del self._payloads[digest]
 
-    def payload(self, digest: bytes) -> Payload | None:
+    def payload(self, digest: bytes) -> ChunkedPayload | None:
         """Return a payload that is kept."""
         return self._payloads[digest][1] if digest in self._payloads else None
 

@@ -14,7 +14,7 @@ from peers.messages.messages import Message
 from peers.messages.packing import Packer
 from peers.messages.rounds import RoundName
 from peers.network.throttle import RateMeter
-from peers.presence.branches import state_told
+from peers.presence.branches import reported_state
 from peers.presence.heartbeat import Heartbeat, name_peers
 from peers.protocol import effects
 from peers.protocol.effect_table import EffectTable, row
@@ -55,7 +55,7 @@ from peers.protocol.states import SHOWN_AS, State
 from peers.transfer.averages import Admission, Admitted, ChunkHeader, average_chunk
 from peers.transfer.buffers import PayloadBuffers, inspection
 from peers.transfer.snapshots import PATIENCE, PAUSE, NotYetVouchedError, Vouched
-from peers.values.chunks import Payload
+from peers.values.chunks import ChunkedPayload
 from peers.values.wire import Reach
 from peers.values.workload import PayloadKind, Progress, SnapshotError, Trained
 from tests.simulator.history import InvariantError
@@ -218,7 +218,7 @@ class SimulatedPeer:
                 "inner_step": self._training.inner_step(self.world.now) if self._trained else 0,
                 "view": peer.view,
                 "leads": peer.presence.can_lead,
-                "trouble": peer.hindrances.shown,
+                "trouble": peer.hindrances.reported_reason,
                 "amendment": peer.settled.amendment,
                 "proposed": peer.proposed_amendment,
             }
@@ -367,7 +367,7 @@ class SimulatedPeer:
             trouble = self._keep(name.position.index, payload)
             self.world.handle(self, PayloadAssembled(name, digest, trouble))
 
-    def _keep(self, index: int, payload: Payload) -> str:
+    def _keep(self, index: int, payload: ChunkedPayload) -> str:
         """Keep a payload on the disk. Return why that is not possible; empty: it is."""
         if self.disk.is_full:
             return FULL
@@ -428,7 +428,7 @@ class SimulatedPeer:
         if not self.disk.is_full:
             self.disk.entries, self.disk.frozen = self.entries, frozen
 
-    def payload(self, header: Header) -> Payload | None:
+    def payload(self, header: Header) -> ChunkedPayload | None:
         """Return the payload of an entry that this peer has, in memory or on its disk."""
         return self.fragments[header.fragment].buffers.kept.get(header.payload) or self.disk.payload(header.payload)
 
@@ -461,7 +461,7 @@ class SimulatedPeer:
             believed = self.peer.believed(*self.entries.branches(sources[fetch.donor].entries, self._keys.verify))
             if believed is None:
                 raise SnapshotError(f"the log of {fetch.donor} is not better than this peer's")
-            told = partial(state_told, believed, self.peer.presence.live().values())
+            told = partial(reported_state, believed, self.peer.presence.live().values())
             vouched = Vouched(believed, told, fetch.least)
             having = vouched.choose({name: self.shelf.offer(frozen) for name, frozen in states.items()})
         except SnapshotError as error:

@@ -11,7 +11,7 @@ from urllib.request import urlopen
 import psutil
 import pytest
 
-from opendiloco.owner.controls import Request, ask, volunteers
+from opendiloco.owner.controls import OwnerRequest, ask, volunteers
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import LOOPBACK, Site, announce_run, bootstrap, eventually
 
@@ -37,7 +37,7 @@ def invite(site: Site) -> Iterator[str]:
 def tell(site: Site, do: Any) -> str:
     """What the one volunteer of a site says to a command."""
     [socket] = volunteers(site.folder / "state" / "diloco-peer")
-    answer = ask(socket, Request(do=do))
+    answer = ask(socket, OwnerRequest(do=do))
     assert answer is not None
     return answer.says
 

@@ -35,7 +35,7 @@ from opendiloco.tools.doctor.network import (
     with_clock,
 )
 from opendiloco.tools.doctor.torch_probe import Gpu, Torch, installed_torch, probed_torch
-from opendiloco.tools.plan import PEERS_LIMIT, Links, PeerSection, Plan, duration, forecast, plan_of
+from opendiloco.tools.plan import PEERS_LIMIT, LinksFile, PeerSection, Plan, duration, forecast, plan_of
 from opendiloco.view.run_view import RunView
 from opendiloco.volunteer.admission import enter, read_ticket
 from opendiloco.volunteer.volunteer import connected
@@ -236,7 +236,7 @@ def _plan_among(
         PeerSection(up_mbit=up, down_mbit=down, latency_ms=min(1e3 * latency, 60_000.0), tokens_per_second=each)
         for each in speeds[:PEERS_LIMIT]
     ]
-    return plan_of(config, skeleton, Links(peers=tuple(sections)))
+    return plan_of(config, skeleton, LinksFile(peers=tuple(sections)))
 
 
 class Examination:

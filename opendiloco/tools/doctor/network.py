@@ -22,7 +22,7 @@ from peers.errors import DilocoPeerError, LocalNetworkError, RemoteProtocolError
 from peers.network.channel import PeerRefusedError, PeerUnreachableError
 from peers.network.contacts import host_of, is_loopback, is_public
 from peers.network.daemon import peer_id_of, require_free_port
-from peers.network.data_port import LINK_INFO, PROBED_PORTS, LinkInfo, Seen, probe
+from peers.network.data_port import LINK_INFO, PROBED_PORTS, LinkInfo, ProbeAnswer, probe
 from peers.network.first_contact import endpoint, which_answer
 from peers.network.own_network import SOMEWHERE, address_towards, is_behind_nat
 from peers.network.rating import RATING, ask_rating
@@ -269,7 +269,7 @@ async def _ask(place: str, ports: Sequence[int]) -> _DialledBack | None:
         with socket.socket() as sock:
             sock.bind(("", 0))
             own = int(sock.getsockname()[1])
-        seen: Seen = await probe(place, asked, own)
+        seen: ProbeAnswer = await probe(place, asked, own)
     except (OSError, RemoteProtocolError) as error:
         logger.debug("%s does not report how it sees this machine: %s", place, error)
         return None

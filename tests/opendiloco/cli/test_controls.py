@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from opendiloco.cli import main
 from opendiloco.owner import controls
-from opendiloco.owner.controls import Answer
+from opendiloco.owner.controls import VolunteerStatus
 from peers.errors import ManifestError
 
 RUN = "tiny-" + "a" * 32
@@ -21,7 +21,9 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for peer in ("12D3KooWaaaaaaaa", "12D3KooWbbbbbbbb"):
         (tmp_path / RUN / peer).mkdir(parents=True)
         (tmp_path / RUN / peer / controls.NAME).touch()
-    monkeypatch.setattr(controls, "ask", lambda path, request: Answer(says="pausing", phase="training", reasons=()))
+    monkeypatch.setattr(
+        controls, "ask", lambda path, request: VolunteerStatus(says="pausing", phase="training", reasons=())
+    )
     return tmp_path
 
 

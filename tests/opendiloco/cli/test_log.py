@@ -23,7 +23,7 @@ from peers.log.chain import Entry
 from peers.log.folder import ENTRIES, NO_RUN, PAYLOADS, LogFolder, _entry_line, _first_line, payload_path, read_chain
 from peers.log.header import FAULT_AGE, Fault, Position
 from peers.messages.commitment import Author, ChunkProof, CommittedChunk, commit_to
-from peers.values.chunks import Payload, Sum
+from peers.values.chunks import ChunkedPayload, Sum
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment
 from peers.values.signed_heads import SignedHead, pack_heads
@@ -393,7 +393,7 @@ def test_a_changed_payload_is_found(folder: RunFolder, recorded: RecordedRun) ->
 
 
 def test_a_payload_that_no_encoder_makes_is_found(folder: RunFolder, recorded: RecordedRun) -> None:
-    nonsense = Payload.cut(memoryview(b"\xff" * len(recorded.payloads[0].data)), BLOCK_BYTES)
+    nonsense = ChunkedPayload.cut(memoryview(b"\xff" * len(recorded.payloads[0].data)), BLOCK_BYTES)
     log_folder = LogFolder.open(folder.log, recorded.empty_log, BLOCK_BYTES)
     at = recorded.empty_log.at(recorded.headers[2])
     log_folder.append(next_header(at, recorded.headers[3].roster, nonsense.digest), None, nonsense)
@@ -425,7 +425,7 @@ def test_a_damaged_checkpoint_is_refused(folder: RunFolder, recorded: RecordedRu
 
 
 def test_a_disk_that_cannot_be_read(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreadable(path: Path, block_bytes: int) -> Payload:
+    def unreadable(path: Path, block_bytes: int) -> ChunkedPayload:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("opendiloco.storage.audit.read_payload", unreadable)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from opendiloco.cli.join import _view_for
 from opendiloco.cli.logs import LogOptions
-from opendiloco.view.progress import Lines, Progress, ProgressReader, Screen, _volunteer_picture
+from opendiloco.view.progress import Lines, ProgressReader, ProgressReport, Screen, _volunteer_picture
 from opendiloco.view.run_view import RunView
 from tests.opendiloco.view.test_progress import own_beat
 from tests.opendiloco.view.test_progress import progress as progress
@@ -46,7 +46,7 @@ def test_each_stage_of_the_start_is_seen_however_short_it_is() -> None:
 
 
 def test_the_screen_shows_progress_for_as_long_as_training_lasts(
-    progress: Progress, monkeypatch: pytest.MonkeyPatch
+    progress: ProgressReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("opendiloco.owner.facts.machine_line", lambda: "61 °C")
     screen = Screen(Console(file=(shown := io.StringIO()), force_terminal=True, width=80, height=24))
@@ -87,7 +87,7 @@ def test_above_a_picture_there_are_only_warnings(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (80, 10)])
-def test_the_picture_fits_the_terminal(progress: Progress, width: int, height: int) -> None:
+def test_the_picture_fits_the_terminal(progress: ProgressReport, width: int, height: int) -> None:
     beats = progress.own, *(own_beat(f"peer{number}") for number in range(100))
     view = RunView(progress.view.run, beats)
     paused = replace(progress, view=view, pause_reasons=("[red]game[/red] runs",))

@@ -13,7 +13,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.library import loop as loop_module
 from opendiloco.library.swarm import Joined, SwarmThread
 from opendiloco.run import Run
-from opendiloco.volunteer.local_workload import Workload
+from opendiloco.volunteer.local_workload import TrainerWorkload
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange, sample_count
 from peers.values.manifest import Invite
@@ -39,7 +39,7 @@ class PlayedSwarm(SwarmThread):
         self.left = asyncio.Event()
         run = self.run_of_it
         worker = await asyncio.to_thread(self.worker_of, run)
-        self.workload = Workload(worker, run.config, run_is_over=worker.run_is_over)
+        self.workload = TrainerWorkload(worker, run.config, run_is_over=worker.run_is_over)
         call = asyncio.get_running_loop().call_soon_threadsafe
 
         def leave() -> None:

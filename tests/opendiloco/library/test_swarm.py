@@ -15,7 +15,7 @@ from opendiloco.library.swarm import LoopWorker, OuterStep
 from opendiloco.model.layout import Layout
 from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
-from opendiloco.volunteer.local_workload import Workload
+from opendiloco.volunteer.local_workload import TrainerWorkload
 from peers.presence.heartbeat import HeldOutLoss
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
@@ -135,7 +135,7 @@ def test_what_was_stopped_before_it_began_is_passed_over() -> None:
 def test_a_run_is_over_when_the_amendment_in_force_says_so(amended: bytes, index: int, is_over: bool) -> None:
     worker = new_worker()
     config = new_run().config.model_copy(update={"outer_steps": 7})
-    workload = Workload(worker, config, run_is_over=worker.run_is_over)
+    workload = TrainerWorkload(worker, config, run_is_over=worker.run_is_over)
     amendment = Amendment(number=1, content=amended or b"{}", signature=bytes(64))
 
     async def scenario() -> None:
@@ -164,7 +164,7 @@ def test_the_end_of_the_run_and_what_went_wrong_are_heard_each_time() -> None:
 def test_a_loop_takes_its_turns_to_evaluate_and_draws_curves(found: HeldOut | None) -> None:
     """Before the outer step that it is asked for; what it does not know is not drawn."""
     worker, tracker, heard = new_worker(), NotingTracker(), list[HeldOutLoss]()
-    workload = Workload(worker, new_run().config, run_is_over=worker.run_is_over)
+    workload = TrainerWorkload(worker, new_run().config, run_is_over=worker.run_is_over)
     worker.telemetry.trackers.append(tracker)
     workload.is_our_turn, workload.on_evaluated = lambda: True, heard.append
     evaluated = list[None]()

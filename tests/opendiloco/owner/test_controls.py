@@ -10,16 +10,16 @@ import stat
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from opendiloco.owner.controls import NAME, Answer, Request, ask, serve_controls, volunteers
+from opendiloco.owner.controls import NAME, OwnerRequest, VolunteerStatus, ask, serve_controls, volunteers
 
-PAUSED = Answer(says="pausing", phase="training", reasons=("on battery",))
+PAUSED = VolunteerStatus(says="pausing", phase="training", reasons=("on battery",))
 
 
-def asked(folder: Path, *lines: bytes) -> tuple[list[Request], list[Answer | None], int]:
+def asked(folder: Path, *lines: bytes) -> tuple[list[OwnerRequest], list[VolunteerStatus | None], int]:
     """Serve a socket; send it these lines, then a request. Returns the requests heard, the answer, and the mode."""
-    heard: list[Request] = []
+    heard: list[OwnerRequest] = []
 
-    def answer(request: Request) -> Answer:
+    def answer(request: OwnerRequest) -> VolunteerStatus:
         heard.append(request)
         return PAUSED
 
@@ -31,12 +31,12 @@ def asked(folder: Path, *lines: bytes) -> tuple[list[Request], list[Answer | Non
             connection.recv(100)
         os.close(descriptor)
 
-    async def serve() -> tuple[list[Answer | None], int]:
+    async def serve() -> tuple[list[VolunteerStatus | None], int]:
         async with serve_controls(folder, answer):
             for line in lines:
                 await asyncio.to_thread(send, line)
             mode = stat.S_IMODE((folder / NAME).stat().st_mode)
-            return [await asyncio.to_thread(ask, folder / NAME, Request(do="pause"))], mode
+            return [await asyncio.to_thread(ask, folder / NAME, OwnerRequest(do="pause"))], mode
 
     answers, mode = asyncio.run(serve())
     return heard, answers, mode
@@ -44,7 +44,7 @@ def asked(folder: Path, *lines: bytes) -> tuple[list[Request], list[Answer | Non
 
 def test_a_request_is_answered_by_a_socket_that_only_its_owner_may_use(tmp_path: Path) -> None:
     heard, answers, mode = asked(tmp_path)
-    assert heard == [Request(do="pause")]
+    assert heard == [OwnerRequest(do="pause")]
     assert answers == [PAUSED]
     assert mode == 0o600
     assert not (tmp_path / NAME).exists()
@@ -58,14 +58,14 @@ def test_the_folder_may_have_any_length(tmp_path: Path) -> None:
 def test_what_is_no_request_is_passed_over(tmp_path: Path) -> None:
     wrong = [b"nonsense\n", json.dumps({"do": "explode"}).encode() + b"\n", b"x" * 10_000 + b"\n"]
     heard, answers, _ = asked(tmp_path, *wrong)
-    assert heard == [Request(do="pause")]
+    assert heard == [OwnerRequest(do="pause")]
     assert answers == [PAUSED]
 
 
 def test_a_socket_that_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(tmp_path / NAME))
-    assert ask(tmp_path / NAME, Request(do="look")) is None
+    assert ask(tmp_path / NAME, OwnerRequest(do="look")) is None
     assert asked(tmp_path)[1] == [PAUSED]
 
 

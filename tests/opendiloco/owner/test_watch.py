@@ -11,7 +11,7 @@ import pytest
 
 from opendiloco.owner import watch as owners_watch
 from opendiloco.owner.conditions import Condition, parse_conditions
-from opendiloco.owner.controls import Request
+from opendiloco.owner.controls import OwnerRequest
 from opendiloco.owner.facts import Facts
 from opendiloco.owner.watch import CALM_SECONDS, LONGEST_HOLD, LOOK_SECONDS, SHORTEST_HOLD, OwnersWatch
 
@@ -53,7 +53,7 @@ class Machine:
         self.watch.observe(Facts(now, **facts), self.awake, self.since_start)
 
     def ask(self, do: Any, anyway: bool = False) -> str:
-        return self.watch.answer(Request(do=do, anyway=anyway)).says
+        return self.watch.answer(OwnerRequest(do=do, anyway=anyway)).says
 
 
 def paused(grace: float = GRACE) -> Machine:
@@ -156,7 +156,9 @@ def test_after_a_long_pause_another_stay_begins_as_the_first_one_did() -> None:
     machine.ask("pause")
     machine.look(after=GRACE)
     assert machine.volunteer.has_left
-    assert machine.watch.answer(Request(do="look")).reasons == ("you asked for it",), "it forgets that it is paused"
+    assert machine.watch.answer(OwnerRequest(do="look")).reasons == ("you asked for it",), (
+        "it forgets that it is paused"
+    )
     machine.watch.end()
     machine.ask("resume")
     assert asyncio.run(machine.watch.wait_until_wanted())
@@ -212,7 +214,7 @@ def test_the_owner_pauses_and_resumes() -> None:
     machine = Machine()
     assert machine.ask("pause") == "pausing"
     assert machine.volunteer.is_held
-    assert machine.watch.answer(Request(do="look")).reasons == ("you asked for it",)
+    assert machine.watch.answer(OwnerRequest(do="look")).reasons == ("you asked for it",)
     assert machine.ask("resume") == "training goes on"
     assert not machine.volunteer.is_held
 

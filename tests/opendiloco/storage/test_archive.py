@@ -38,7 +38,7 @@ from peers.presence.heartbeat import Heartbeat, HeldOutLoss, PeerState
 from peers.transfer.lineage_fetch import LineageFetch
 from peers.transfer.payloads import Payloads, serve_proofs
 from peers.transfer.snapshots import Snapshot
-from peers.values.chunks import Payload
+from peers.values.chunks import ChunkedPayload
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHead, SignedHeads, pack_heads
@@ -99,10 +99,10 @@ def archive(run: Run, folder: Path, limit: int | None = None) -> ArchivedRun:
     return ArchivedRun(run, NODE, cast(HivemindTransport, Network(run.manifest)), folder, _DiskRoom(folder, limit))
 
 
-def payload(seed: int) -> Payload:
+def payload(seed: int) -> ChunkedPayload:
     theta, out = np.random.default_rng(seed).standard_normal(VALUES).astype(np.float32), CODEC.empty_payload()
     quantize_difference(theta, np.zeros_like(theta), out)
-    return Payload.cut(memoryview(bytes(out)), BLOCK_BYTES)
+    return ChunkedPayload.cut(memoryview(bytes(out)), BLOCK_BYTES)
 
 
 def positions(kept: ArchivedRun, entries: int) -> list[LogState]:
@@ -297,7 +297,7 @@ def test_a_run_that_is_too_large_is_not_fetched_until_there_is_room(
     monkeypatch.setattr(Payloads, "fetch", fetch_payload)
     theirs = SimpleNamespace(has=lambda place: True, contradiction=lambda signed: None)
     monkeypatch.setattr(LineageFetch, "compare", answering(SimpleNamespace(theirs=theirs)))
-    monkeypatch.setattr(kept._doubts, "may_follow", lambda *asked: True)
+    monkeypatch.setattr(kept._uncertified_wait, "may_follow", lambda *asked: True)
     kept._snapshot = cast(Any, SimpleNamespace(index=1))
     network = cast(Any, kept._transport)
     network.connect = answering(True)

@@ -15,7 +15,7 @@ from opendiloco.storage.loading import resume
 from opendiloco.volunteer.local_workload import LocalWorkload
 from peers.log.folder import PAYLOADS, LogFolder, RunLog, payload_path
 from peers.transfer.snapshots import Snapshot
-from peers.values.chunks import Payload
+from peers.values.chunks import ChunkedPayload
 from peers.values.identity import Identity
 from peers.values.wire import digest_of
 from peers.values.workload import SnapshotError
@@ -156,7 +156,7 @@ def test_a_payload_that_no_encoder_makes_ends_it(
 ) -> None:
     log = RunLog(recorded.empty_log)
     first, second = recorded.headers[:2]
-    nonsense = Payload.cut(memoryview(b"\xff" * len(recorded.payloads[0].data)), BLOCK_BYTES)
+    nonsense = ChunkedPayload.cut(memoryview(b"\xff" * len(recorded.payloads[0].data)), BLOCK_BYTES)
     log.append(first, None, recorded.payloads[0])
     log.append(next_header(recorded.empty_log.at(first), second.roster, nonsense.digest), None, nonsense)
     assert_reaches(1, recorded, workload, log)

@@ -21,7 +21,7 @@ from peers.log.folder import RunLog
 from peers.log.header import Header, Member
 from peers.log.state import LogState
 from peers.transfer.snapshots import Snapshot
-from peers.values.chunks import Payload
+from peers.values.chunks import ChunkedPayload
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.manifest import Amendment
@@ -41,7 +41,7 @@ class RecordedRun:
     run: Run
     headers: list[Header] = field(default_factory=list)
     certificates: list[Certificate] = field(default_factory=list)
-    payloads: list[Payload] = field(default_factory=list)
+    payloads: list[ChunkedPayload] = field(default_factory=list)
     states: list[Snapshot] = field(default_factory=list)
 
     @property
@@ -68,7 +68,7 @@ def record(
     for index in range(entries):
         average = codec.empty_payload()
         quantize_difference(random.normal(size=theta.size).astype(np.float32), np.zeros_like(theta), average)
-        payload = Payload.cut(memoryview(bytes(average)), BLOCK_BYTES)
+        payload = ChunkedPayload.cut(memoryview(bytes(average)), BLOCK_BYTES)
         log = log.in_state(recorded.states[-1].state_digest)
         header = next_header(log, roster(run.config, log), payload.digest, amendment=amendments.get(index))
         recorded.certificates.append(certificate(log, header))

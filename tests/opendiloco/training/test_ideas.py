@@ -18,7 +18,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import ArgumentError, WorkerError
 from opendiloco.model.layout import Layout
 from opendiloco.shared_memory import Vector
-from opendiloco.training.reference import Codec, Member, Reference, Work, run_codec
+from opendiloco.training.reference import Codec, Participant, Reference, Work, run_codec
 from peers.values.chunks import digest_of_state
 from peers.values.leases import SampleRange
 
@@ -202,7 +202,7 @@ def test_fragments_are_those_of_the_pattern_in_its_order(small_content: dict[str
     taken: list[set[str]] = []
 
     class Noting(Reference):
-        def synchronise(self, fragment: int, members: Sequence[Member]) -> None:
+        def synchronise(self, fragment: int, members: Sequence[Participant]) -> None:
             before = self.state.theta.copy()
             super().synchronise(fragment, members)
             changed = {each.name for each in self.layout if (before != self.state.theta)[each.slice].any()}

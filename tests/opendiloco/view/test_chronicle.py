@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from opendiloco.view.chronicle import Chronicle, Contribution, Standing
+from opendiloco.view.chronicle import Chronicle, PeerTotals, Standing
 
 
 @pytest.fixture
 def chronicle() -> Chronicle:
     chronicle = Chronicle()
-    chronicle.contributions = {"a": Contribution(70, 3), "b": Contribution(30, 1), "c": Contribution(0, 1)}
+    chronicle.contributions = {"a": PeerTotals(70, 3), "b": PeerTotals(30, 1), "c": PeerTotals(0, 1)}
     chronicle.tokens = 100
     return chronicle
 

@@ -24,7 +24,7 @@ from opendiloco.view.progress import (
     TRAINING,
     Fragments,
     OwnFacts,
-    Progress,
+    ProgressReport,
     _curve,
     _explanations,
     _GrowthMeter,
@@ -59,7 +59,7 @@ def own_beat(peer: str = "a", **said: Any) -> Heartbeat:
 
 
 @pytest.fixture
-def progress(small_config: RunConfig) -> Progress:
+def progress(small_config: RunConfig) -> ProgressReport:
     training = small_config.training.model_copy(update={"inner_steps": 200})
     run = Run.sign(small_config.model_copy(update={"outer_steps": 40, "training": training}), Identity.generate())
     beats = own_beat(held_out=HeldOutLoss(index=8, loss=2.31)), *map(own_beat, ("b", "c", "unknown"))
@@ -71,7 +71,7 @@ def progress(small_config: RunConfig) -> Progress:
         "serving": (2_000_000, 4_000_000_000),
     }
     facts = OwnFacts(beats, log, State.TRAINING, False, reach, caps, *traffic, purposes)
-    return Progress(
+    return ProgressReport(
         view=RunView(run, facts.heartbeats),
         facts=facts,
         phase=TRAINING,
@@ -110,7 +110,7 @@ def test_every_state_of_a_peer_has_a_phase() -> None:
     assert set(OF_STATES) == set(State)
 
 
-def test_a_healthy_line_has_all_that_matters(progress: Progress) -> None:
+def test_a_healthy_line_has_all_that_matters(progress: ProgressReport) -> None:
     assert _healthy_line(progress) == (
         "outer step 12/40, training, inner step 50/200, next round in 60 s, loss 2.500, 12,346 tokens/s, 4 peers, "
         "reachable: NAT (links: 1 open, 1 relayed), 1.23 M tokens in 11 rounds: 34%, rank 2 of 5, "
@@ -118,7 +118,7 @@ def test_a_healthy_line_has_all_that_matters(progress: Progress) -> None:
     )
 
 
-def test_the_screen_fits_80_columns(progress: Progress) -> None:
+def test_the_screen_fits_80_columns(progress: ProgressReport) -> None:
     lines = _progress_lines(progress)
     assert lines == [
         "outer step 12/40 · training, inner step 50/200, next round in 60 s",
@@ -151,7 +151,7 @@ def test_the_screen_fits_80_columns(progress: Progress) -> None:
     ],
 )
 def test_a_run_that_is_over_says_whether_to_stay(
-    progress: Progress, others: list[tuple[str, PeerState, int]], said: str
+    progress: ProgressReport, others: list[tuple[str, PeerState, int]], said: str
 ) -> None:
     """Regression: who waited beside a finished run was told that it waited for the others."""
     beats = [own_beat(), *(own_beat(peer, state=state, index=index) for peer, state, index in others)]
@@ -161,14 +161,14 @@ def test_a_run_that_is_over_says_whether_to_stay(
     assert said in _healthy_line(over)
 
 
-def test_the_months_traffic_is_shown_beside_its_limits(progress: Progress) -> None:
+def test_the_months_traffic_is_shown_beside_its_limits(progress: ProgressReport) -> None:
     limited = replace(progress, month=("this month (UTC): up 1 GB of 2 GB", "near the limit"))
     assert _progress_lines(limited)[-3:-1] == list(limited.month)
     assert ", this month (UTC): up 1 GB of 2 GB, near the limit, " in _healthy_line(limited)
     assert limited.plain()["month"] == list(limited.month)
 
 
-def test_that_it_trains_uncompiled_stays_on_the_screen(progress: Progress) -> None:
+def test_that_it_trains_uncompiled_stays_on_the_screen(progress: ProgressReport) -> None:
     uncompiled = replace(progress, facts=replace(progress.facts, uncompiled="fatal error: Python.h " * 9))
     lines = _progress_lines(uncompiled)
     at = lines.index("not compiling, which would be faster:")
@@ -194,7 +194,7 @@ STREAMING = Fragments(count=9, averaging=2, done=3, overlap=5)
     ],
 )
 def test_a_run_that_streams_says_whether_training_waits_for_averages(
-    progress: Progress, fragments: Fragments, said: str
+    progress: ProgressReport, fragments: Fragments, said: str
 ) -> None:
     streaming = replace(progress, facts=replace(progress.facts, fragments=fragments))
     lines = _progress_lines(streaming)
@@ -203,14 +203,14 @@ def test_a_run_that_streams_says_whether_training_waits_for_averages(
     assert f", 12,346 tokens/s, {said}, 4 peers, " in _healthy_line(streaming)
 
 
-def test_a_download_names_its_donors_and_rate(progress: Progress) -> None:
+def test_a_download_names_its_donors_and_rate(progress: ProgressReport) -> None:
     facts = replace(progress.facts, download=cast(Download, SimpleNamespace(fetched={"b": 2, "c": 3})))
     downloading = replace(progress, facts=facts, phase=DOWNLOADING, work=_Work(0.5, 30), down=80e6 / 8)
     expected = "outer step 12/40 · downloading the state from 2 donors at 80.0 Mbit/s 50%, about 30 s left"
     assert _progress_lines(downloading)[0] == expected
 
 
-def test_a_pause_says_why(progress: Progress) -> None:
+def test_a_pause_says_why(progress: ProgressReport) -> None:
     paused = replace(progress, pause_reasons=("on battery", "game runs"))
     assert _progress_lines(paused)[0] == "outer step 12/40 · paused: on battery, game runs"
 
@@ -232,7 +232,7 @@ def test_a_rate_is_that_of_the_last_seconds() -> None:
     assert meter.rate(300, 11.0) == 0
 
 
-def test_programs_get_plain_values(progress: Progress) -> None:
+def test_programs_get_plain_values(progress: ProgressReport) -> None:
     plain = json.loads(json.dumps(progress.plain()))
     assert plain["contribution"] == {"tokens": 1_234_000, "rounds": 11, "share": 0.34, "rank": 2, "peers": 5}
     assert plain["links"] == {"open": 1, "relayed": 1}

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.view.run_view import Row, _shown_state, peers_table, plain_line, row_of
+from opendiloco.view.run_view import PeerRow, _shown_state, peers_table, plain_line, row_of
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 
@@ -35,8 +35,8 @@ def beat(state: PeerState, index: int) -> Heartbeat:
 
 def test_wide_rows_fit_80_columns() -> None:
     rows = [
-        Row("this machine", ("averaging", "1000/1000", "1,234,567", "11.234", "12345/12345", "abcdefab", "open")),
-        Row("volunteer 12", ("ended with -9",)),
+        PeerRow("this machine", ("averaging", "1000/1000", "1,234,567", "11.234", "12345/12345", "abcdefab", "open")),
+        PeerRow("volunteer 12", ("ended with -9",)),
     ]
     console = Console(width=80, force_terminal=False)
     with console.capture() as capture:

@@ -13,7 +13,7 @@ import pytest
 from opendiloco.config.overrides import Overrides
 from opendiloco.config.run_config import RunConfig
 from opendiloco.training.reference import Reference, Work
-from opendiloco.volunteer.local_workload import LocalWorkload, Workload
+from opendiloco.volunteer.local_workload import LocalWorkload, TrainerWorkload
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from peers.protocol.weights import aged
@@ -87,7 +87,7 @@ def by_two_peers(config: RunConfig, is_done_before: bool, amendments: Sequence[L
 
     async def story() -> list[bytes]:
         groups = await asyncio.gather(*(WorkerGroup.start(config, WorkerOptions(device="cpu")) for _ in "ab"))
-        pair = PairOfPeers([Workload(group, config) for group in groups], is_done_before, amendments)
+        pair = PairOfPeers([TrainerWorkload(group, config) for group in groups], is_done_before, amendments)
         try:
             later = [None, LATE, None, None]
             return [await pair.outer_step(index, roster, later[index]) for index, roster in enumerate(OUTER_STEPS)]

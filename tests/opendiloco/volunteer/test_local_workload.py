@@ -17,8 +17,7 @@ from opendiloco.model.export import RunFacts
 from opendiloco.shared_memory import Vector
 from opendiloco.training.outer import OuterState
 from opendiloco.training.reference import Reference, Work
-from opendiloco.volunteer.local_workload import LocalWorkload
-from opendiloco.volunteer.local_workload import Workload as TrainedWorkload
+from opendiloco.volunteer.local_workload import LocalWorkload, TrainerWorkload
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.supervisor import WorkersRestartedError
@@ -73,7 +72,7 @@ def test_worker_processes_agree_with_the_reference_bit_for_bit(small_content: di
     async def story() -> None:
         names = ("a", "b")
         started = await asyncio.gather(*(WorkerGroup.start(config, WorkerOptions(device="cpu")) for _ in names))
-        swarm = {name: TrainedWorkload(workers, config) for name, workers in zip(names, started, strict=True)}
+        swarm = {name: TrainerWorkload(workers, config) for name, workers in zip(names, started, strict=True)}
         try:
             digests = [
                 await swarm_step(swarm, index, tokens, roster)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from benchmarks.threaded_worker import Channel, ThreadedWorker
+from benchmarks.threaded_worker import InProcessControlChannel, ThreadedWorker
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import TrainingData, load_data
@@ -51,7 +51,7 @@ class ThreadedWorkers(ThreadedWorker):
         self.replica = ModelReplica(self.config, build_model(self.config, tokenizer), self.data.samples)
         # What it does without compiled blocks is said to the whole process, in which others train at the same time.
         self.replica._as_tried = as_it_is  # type: ignore[method-assign]
-        self.channel = Channel(asyncio.get_running_loop())
+        self.channel = InProcessControlChannel(asyncio.get_running_loop())
         self._loops: InnerLoops | None = None
 
     async def carry_out(self, command: RunInnerLoop) -> InnerLoopDone:

@@ -19,7 +19,7 @@ from opendiloco.cli.options import join_settings
 from opendiloco.errors import MachineError
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.workers import trackers
-from opendiloco.workers.trackers import Choice, _open_tracker, tracking
+from opendiloco.workers.trackers import TrackerSpec, _open_tracker, tracking
 from tests.opendiloco.workers.trainings import NotingTracker
 
 
@@ -85,14 +85,14 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, package.partition(".")[0], None)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MachineError, match=f"--track {kind}: the package for it") as caught:
-        _open_tracker(Choice(kind, "somewhere"), "run-1", "peer-1")
+        _open_tracker(TrackerSpec(kind, "somewhere"), "run-1", "peer-1")
     assert f"pip install {kind}" in caught.value.remedy
 
 
 def test_weights_and_biases_gets_the_runs_inner_steps_as_its_axis(monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with tracking([Choice("wandb", "mine")], "run-1", "peer-1") as opened:
+    with tracking([TrackerSpec("wandb", "mine")], "run-1", "peer-1") as opened:
         opened[0].configure({"run_id": "run-1"})
         opened[0].record(31, {"inner_step/loss": 2.0})
         opened[0].record(30, {"held_out/loss": 2.5})  # steps may come twice
@@ -110,7 +110,7 @@ def test_weights_and_biases_gets_the_runs_inner_steps_as_its_axis(monkeypatch: p
 def test_without_a_login_the_remedy_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb("no API key"))
     with pytest.raises(MachineError, match=r"--track wandb:mine cannot be used: no API key\.") as caught:
-        _open_tracker(Choice("wandb", "mine"), "run-1", "peer-1")
+        _open_tracker(TrackerSpec("wandb", "mine"), "run-1", "peer-1")
     assert "wandb login" in caught.value.remedy
 
 
@@ -118,7 +118,7 @@ def test_what_was_opened_is_closed_though_another_cannot_be_had(monkeypatch: pyt
     first = NotingTracker()
     monkeypatch.setitem(trackers.TRACKERS, "tensorboard", lambda *arguments: first)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    choices = [Choice("tensorboard", "here"), Choice("wandb", "mine")]
+    choices = [TrackerSpec("tensorboard", "here"), TrackerSpec("wandb", "mine")]
     with pytest.raises(MachineError), tracking(choices, "run-1", "peer-1"):
         pass
     assert first.closed
@@ -132,7 +132,7 @@ def test_a_tracker_that_cannot_write_its_last_values_breaks_nothing(
             raise OSError("the disk is full")
 
     monkeypatch.setitem(trackers.TRACKERS, "tensorboard", lambda *arguments: Broken())
-    with tracking([Choice("tensorboard", "here")], "run-1", "peer-1"):
+    with tracking([TrackerSpec("tensorboard", "here")], "run-1", "peer-1"):
         pass
     assert "last values may be lost: the disk is full" in caplog.text
 
@@ -154,7 +154,7 @@ def scalars(folder: Path) -> list[tuple[int, str, float]]:
 
 def test_tensorboard_gets_event_files(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="a development extra that is not installed")
-    with tracking([Choice("tensorboard", str(tmp_path / "curves"))], "run-1", "peer-1") as opened:
+    with tracking([TrackerSpec("tensorboard", str(tmp_path / "curves"))], "run-1", "peer-1") as opened:
         opened[0].record(31, {"inner_step/loss": 2.0, "inner_step/gradient_norm": 0.5})
         opened[0].record(30, {"held_out/loss": 2.5})
     assert scalars(tmp_path / "curves") == [
@@ -168,7 +168,7 @@ def test_tensorboard_shows_the_configuration(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="a development extra that is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with tracking([Choice("tensorboard", str(tmp_path))], "run-1", "peer-1") as opened:
+    with tracking([TrackerSpec("tensorboard", str(tmp_path))], "run-1", "peer-1") as opened:
         opened[0].configure({"run_id": "run-1", "run": {"name": "run"}})
         opened[0].record(1, {"inner_step/loss": 2.0})
     shown = EventAccumulator(str(tmp_path)).Reload()
@@ -186,8 +186,8 @@ def test_weights_and_biases_keeps_all_of_it_without_a_network(tmp_path: Path) ->
     """With the real package, in a process of its own, since it starts another one."""
     pytest.importorskip("wandb", reason="a development extra that is not installed")
     code = (
-        "import sys; from opendiloco.workers.trackers import Choice, tracking\n"
-        "with tracking([Choice('wandb', 'mine')], 'run-1', 'peer-1') as opened:\n"
+        "import sys; from opendiloco.workers.trackers import TrackerSpec, tracking\n"
+        "with tracking([TrackerSpec('wandb', 'mine')], 'run-1', 'peer-1') as opened:\n"
         "    opened[0].configure({'run_id': 'run-1', 'run': {'name': 'small'}})\n"
         "    opened[0].record(31, {'inner_step/loss': 2.0})\n"
         "    opened[0].record(30, {'held_out/loss': 2.5})\n"
@@ -205,15 +205,15 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="a development extra that is not installed")
     (tmp_path / "file").touch()
     with pytest.raises(MachineError, match="cannot be used") as caught:
-        _open_tracker(Choice("tensorboard", str(tmp_path / "file" / "curves")), "run-1", "peer-1")
+        _open_tracker(TrackerSpec("tensorboard", str(tmp_path / "file" / "curves")), "run-1", "peer-1")
     assert "folder" in caught.value.remedy
 
 
 def test_the_peer_process_tracks_without_torch(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="a development extra that is not installed")
     code = (
-        "import sys, opendiloco.workers.telemetry; from opendiloco.workers.trackers import Choice, _open_tracker; "
-        f"_open_tracker(Choice('tensorboard', {str(tmp_path)!r}), 'run-1', 'peer-1').close(); print(*sys.modules)"
+        "import sys, opendiloco.workers.telemetry; from opendiloco.workers.trackers import TrackerSpec, _open_tracker; "
+        f"_open_tracker(TrackerSpec('tensorboard', {str(tmp_path)!r}), 'run-1', 'peer-1').close(); print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

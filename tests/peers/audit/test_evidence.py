@@ -467,12 +467,12 @@ def test_averages_and_commitments_of_few_are_remembered() -> None:
 def test_what_is_proven_may_be_named_and_is_shown() -> None:
     proof, held = two_votes(), evidence()
     assert not held.has([proof.fault], HERE)
-    assert held.lacking([proof.fault], HERE) == (proof.fault.proof,)
+    assert held.missing_proofs([proof.fault], HERE) == (proof.fault.proof,)
     assert held.observe_proof("b", shown(proof), HERE) == (proof.fault,)
     assert held.observe_proof("b", shown(proof), HERE) == (), "it is known"
     assert held.provable(ABC, HERE, "ab") == (proof.fault,)
     assert held.has([proof.fault], HERE)
-    assert held.lacking([proof.fault], HERE) == ()
+    assert held.missing_proofs([proof.fault], HERE) == ()
     assert held.show("a", [proof.fault], ABC.position, 0.0) == (shown(proof),)
 
 
@@ -648,7 +648,7 @@ def test_a_few_proofs_of_each_sender_are_looked_at_in_a_cycle() -> None:
     assert held.has([two_votes(seed=LOOKED_AT - 1).fault], HERE)
     more, named = two_votes("b", seed=99), two_votes("b", seed=100)
     assert held.observe_proof("a", shown(more), HERE) == ()
-    held.lacking([named.fault], HERE)
+    held.missing_proofs([named.fault], HERE)
     assert held.observe_proof("a", shown(named), HERE) == (named.fault,), "a header names it"
     held, later = evidence(), lineage_of(entries=1)
     for seed in range(LOOKED_AT):
@@ -668,7 +668,7 @@ def test_after_a_false_proof_only_named_ones_of_its_sender_are_looked_at() -> No
 
 def test_a_named_proof_that_is_false_is_looked_at_once() -> None:
     held, false = evidence(), forged(1)
-    held.lacking([Fault(peer="c", kind="votes", proof=digest_of(false.proof))], HERE)
+    held.missing_proofs([Fault(peer="c", kind="votes", proof=digest_of(false.proof))], HERE)
     with pytest.raises(FalseProofError):
         held.observe_proof("a", false, HERE)
     assert held.observe_proof("a", false, HERE) == ()
@@ -679,7 +679,7 @@ def test_named_proofs_are_waited_for_within_bounds() -> None:
     named = [two_votes(seed=seed).fault for seed in range(evidence_module.WANTED + 1)]
     with pytest.raises(FalseProofError):
         held.observe_proof("a", forged(99), HERE)
-    held.lacking(named, HERE)
+    held.missing_proofs(named, HERE)
     assert held.observe_proof("a", shown(two_votes(seed=0)), HERE) == ()
     assert held.observe_proof("a", shown(two_votes(seed=1)), HERE) == (named[1],)
 
@@ -705,7 +705,7 @@ def test_a_proof_is_shown_once_and_again_after_a_pause_that_doubles() -> None:
     assert not is_shown(2 * pause)
     assert is_shown(3 * pause)
     assert not is_shown(6 * pause)
-    held.lacking((), lineage_of(entries=1))
+    held.missing_proofs((), lineage_of(entries=1))
     assert is_shown(6 * pause, again=False), "in the next cycle as at first"
 
 

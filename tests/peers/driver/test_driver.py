@@ -41,7 +41,7 @@ from peers.protocol.parts import Reducers
 from peers.protocol.states import State
 from peers.transfer.buffers import PayloadBuffers, _RoundBuffers, offer
 from peers.transfer.payloads import PAYLOAD, serve_payloads
-from peers.values.chunks import Payload
+from peers.values.chunks import ChunkedPayload
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment
 from peers.values.wire import digest_of, unpack
@@ -394,12 +394,12 @@ def test_what_is_in_no_hurry_gives_way_to_a_round_and_not_to_one_that_has_come_t
 
 
 # Payloads of entries that were missed ---------------------------------------------------------------------------------
-def some_payload() -> Payload:
+def some_payload() -> ChunkedPayload:
     chunks = [b"%d" % chunk * BLOCK for chunk in range(SIZE.chunks)]
-    return Payload(memoryview(b"".join(chunks)), tuple(map(digest_of, chunks)))
+    return ChunkedPayload(memoryview(b"".join(chunks)), tuple(map(digest_of, chunks)))
 
 
-async def donor(payload: Payload) -> SlowTransport:
+async def donor(payload: ChunkedPayload) -> SlowTransport:
     """The way to a peer that keeps this payload."""
     transport = SlowTransport(Founder())
     buffers = PayloadBuffers(FakeWorkload())

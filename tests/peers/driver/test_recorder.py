@@ -17,9 +17,9 @@ from peers.driver.replication import _Recorder
 from peers.log.folder import LogFolder, LogFolderError, RunLog, proof_path
 from peers.protocol.effects import Apply
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.lineage_fetch import Past, serve_headers
+from peers.transfer.lineage_fetch import StretchSource, serve_headers
 from peers.transfer.payloads import serve_proofs
-from peers.values.chunks import Payload
+from peers.values.chunks import ChunkedPayload
 from peers.values.wire import digest_of, pack
 from tests.peers.audit.statements import two_commitments as proof
 from tests.peers.fakes import FakeTransport
@@ -43,7 +43,7 @@ def recorder_of(
 @pytest.mark.parametrize("has_disk", [True, False])
 def test_it_says_which_payloads_lie_on_a_disk(has_disk: bool, tmp_path: Path) -> None:
     async def scenario() -> None:
-        rig, payload, told = Founder(), Payload.cut(memoryview(b"first"), 8), list[bytes]()
+        rig, payload, told = Founder(), ChunkedPayload.cut(memoryview(b"first"), 8), list[bytes]()
         log = LogFolder.open(tmp_path, LOG, 8) if has_disk else RunLog(LOG, 0)
         recorder = recorder_of(rig, log, told=told)
         recorder.add(Apply(rig.header(payload.digest)), STATE, payload)
@@ -56,7 +56,7 @@ def test_it_says_which_payloads_lie_on_a_disk(has_disk: bool, tmp_path: Path) ->
 
 def test_a_payload_that_the_disk_does_not_take_is_not_said_to_lie_there(tmp_path: Path) -> None:
     async def scenario() -> None:
-        rig, payload, told = Founder(), Payload.cut(memoryview(b"first"), 8), list[bytes]()
+        rig, payload, told = Founder(), ChunkedPayload.cut(memoryview(b"first"), 8), list[bytes]()
         log = LogFolder.open(tmp_path / "log", LOG, 8)
         shutil.rmtree(tmp_path / "log")
         recorder = recorder_of(rig, log, told=told)
@@ -78,7 +78,7 @@ def test_a_disk_that_takes_nothing_is_told_of_once_and_when_that_changes_or_is_o
             raise LogFolderError(f"cannot keep the run's log: {reason}.", "Make room there.")
 
     async def scenario() -> None:
-        rig, payload, log = Founder(), Payload.cut(memoryview(b"first"), 8), RunLog(LOG, 0)
+        rig, payload, log = Founder(), ChunkedPayload.cut(memoryview(b"first"), 8), RunLog(LOG, 0)
         monkeypatch.setattr(log, "append", append)
         recorder = recorder_of(rig, log)
         first = rig.header(payload.digest)
@@ -96,7 +96,7 @@ def test_a_disk_that_takes_nothing_is_told_of_once_and_when_that_changes_or_is_o
 
 def test_what_proves_an_annex_is_kept_beside_its_entry(tmp_path: Path) -> None:
     async def scenario() -> None:
-        rig, payload = Founder(), Payload.cut(memoryview(b"first"), 8)
+        rig, payload = Founder(), ChunkedPayload.cut(memoryview(b"first"), 8)
         log = LogFolder.open(tmp_path, LOG, 8)
         recorder = recorder_of(rig, log)
         recorder.add(Apply(rig.header(payload.digest), proofs=(b"one", b"two")), STATE, payload)
@@ -111,7 +111,7 @@ def test_what_proves_an_annex_is_fetched_where_it_was_not_seen(tmp_path: Path, m
     """Regression: a peer that took an entry over from others had no proof beside it, for ever."""
 
     async def scenario() -> None:
-        rig, payload = Founder(log=first_log()), Payload(memoryview(b"second"), (digest_of(b"second"),))
+        rig, payload = Founder(log=first_log()), ChunkedPayload(memoryview(b"second"), (digest_of(b"second"),))
         monkeypatch.setattr(recorder_module, "now", lambda: rig.now)
         me, (mine, theirs) = FakeTransport(), [LogFolder.open(tmp_path / name, LOG, 8) for name in ("me", "a")]
         shown = proof("c", rig.peer.log.position)
@@ -138,14 +138,14 @@ def test_who_does_not_have_the_beginning_of_the_log_is_not_the_only_one_asked(mo
     """Regression: a donor that had joined no earlier than we was asked after every entry, and nobody else."""
 
     async def scenario() -> None:
-        rig, payload = Founder(log=first_log()), Payload(memoryview(b"second"), (digest_of(b"second"),))
+        rig, payload = Founder(log=first_log()), ChunkedPayload(memoryview(b"second"), (digest_of(b"second"),))
         monkeypatch.setattr(recorder_module, "now", lambda: rig.now)
         first, log_here = rig.peer.log.last, rig.peer.log
         second = next_header(log_here, [log_here.expected(peer) for peer in "abc"], payload.digest)
         assert first is not None
-        pasts: dict[str, Past] = {"a": chain_of([]).stretch, "c": chain_of([first]).stretch}
+        sources: dict[str, StretchSource] = {"a": chain_of([]).stretch, "c": chain_of([first]).stretch}
         me, log = FakeTransport(), RunLog(LOG, 0)
-        for name, past in pasts.items():
+        for name, past in sources.items():
             me.donors[name] = FakeTransport(name)
             await serve_headers(me.donors[name], {RUN: past})
         recorder = recorder_of(rig, log, me)

@@ -62,7 +62,7 @@ def read(stretch: Stretch, known: list[Header]) -> list[Header]:
     """The headers that a peer which knows these reads from a stretch."""
     chain = chain_of(known)
     log, headers = chain.end, list[Header]()
-    for told, _ in unpack(Stretch, pack(stretch), 1 << 24).told:
+    for told, _ in unpack(Stretch, pack(stretch), 1 << 24).contents:
         log = LOG.at(told) if isinstance(told, Header) else follow(log, told)
         headers += [log.last] if log.last else []
     return headers
@@ -76,7 +76,7 @@ def test_a_stretch_is_read_by_whom_it_is_meant_for(first: int, is_whole: bool, b
     if first < begins:
         assert stretch == Stretch()
         return
-    assert isinstance(stretch.told[0][0], Header) == ((first > 0 and is_whole) or first == begins == 2)
+    assert isinstance(stretch.contents[0][0], Header) == ((first > 0 and is_whole) or first == begins == 2)
     assert read(stretch, HEADERS[:first]) == HEADERS[first : first + 3]
 
 
@@ -87,11 +87,11 @@ def test_a_stretch_of_nothing(first: int, last: int) -> None:
 
 def test_a_stretch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain_module, "STRETCH_LIMIT", 7)
-    assert len(chain_of(HEADERS).stretch(0, 10**6, is_whole=False).told) == 7 < STRETCH_LIMIT
-    monkeypatch.setattr(chain_module, "STRETCH_BYTES", 2.5 * len(chain_of(HEADERS).entries[1].told))
-    assert len(chain_of(HEADERS).stretch(1, 10**6, is_whole=False).told) == 2
+    assert len(chain_of(HEADERS).stretch(0, 10**6, is_whole=False).contents) == 7 < STRETCH_LIMIT
+    monkeypatch.setattr(chain_module, "STRETCH_BYTES", 2.5 * len(chain_of(HEADERS).entries[1].packed))
+    assert len(chain_of(HEADERS).stretch(1, 10**6, is_whole=False).contents) == 2
     monkeypatch.setattr(chain_module, "STRETCH_BYTES", 1)
-    assert len(chain_of(HEADERS).stretch(1, 10**6, is_whole=False).told) == 1
+    assert len(chain_of(HEADERS).stretch(1, 10**6, is_whole=False).contents) == 1
 
 
 @pytest.mark.parametrize("first", [1, FRAMES + 1, 2 * FRAMES])

@@ -29,18 +29,18 @@ from peers.log.folder import (
 )
 from peers.log.header import Header, Member
 from peers.log.state import LogError, LogState
-from peers.values.chunks import Payload
+from peers.values.chunks import ChunkedPayload
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.logs import LOG, certificate, chain_of, next_header
 
 BLOCK = 8  # bytes
-PayloadOf = Callable[[int], Payload]
+PayloadOf = Callable[[int], ChunkedPayload]
 
 
-def payload(number: int) -> Payload:
+def payload(number: int) -> ChunkedPayload:
     """200 blocks, the last of them short, in 67 chunks."""
-    return Payload.cut(memoryview(b"%08d" % number * 199 + b"end"), BLOCK)
+    return ChunkedPayload.cut(memoryview(b"%08d" % number * 199 + b"end"), BLOCK)
 
 
 def lineage(count: int, payload_of: PayloadOf = payload, log: LogState = LOG) -> list[Header]:
@@ -161,11 +161,11 @@ def test_headers_that_lead_elsewhere_are_refused(log: RunLog) -> None:
     with pytest.raises(LogError):
         log.prepend(told(HEADERS[:1]))  # up to what?
     log.append(HEADERS[3], state(3), None)
-    last = told(HEADERS[1:3]).told[1:]
-    gap = Stretch(told=((HEADERS[0], None), *last))
-    untrue = Stretch(told=((changed(HEADERS[1], lineage_tokens=1), None), *last))
-    elsewhere = Stretch(told=((changed(HEADERS[0], previous=digest_of(b"another manifest")), None),))
-    other_run = Stretch(told=((changed(HEADERS[2], run="other"), None),))
+    last = told(HEADERS[1:3]).contents[1:]
+    gap = Stretch(contents=((HEADERS[0], None), *last))
+    untrue = Stretch(contents=((changed(HEADERS[1], lineage_tokens=1), None), *last))
+    elsewhere = Stretch(contents=((changed(HEADERS[0], previous=digest_of(b"another manifest")), None),))
+    other_run = Stretch(contents=((changed(HEADERS[2], run="other"), None),))
     for headers in (HEADERS[1:2], HEADERS[:2], HEADERS[1:4], FORK[:1], [*HEADERS[:2], FORK[0]]):
         with pytest.raises(LogError, match="lead up to entry 3"):
             log.prepend(told(headers))
@@ -384,7 +384,7 @@ def test_a_payload_is_digested_as_in_a_round() -> None:
     from tests.peers.transfer.test_buffers import OWN, buffers
 
     mine = buffers()
-    cut = Payload.cut(memoryview(OWN), BLOCK)
+    cut = ChunkedPayload.cut(memoryview(OWN), BLOCK)
     assert len(cut.chunk_digests) == mine.size.chunks
     assert cut.chunk_digests[3] == digest_of(OWN[slice(*mine.chunk_bytes(3))])
 

@@ -16,7 +16,7 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogError, LogState
 from peers.transfer import lineage_fetch as headers_module
 from peers.transfer.lineage_fetch import add_headers_before, serve_headers
-from peers.values.chunks import Payload
+from peers.values.chunks import ChunkedPayload
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.fakes import FakeTransport
 from tests.peers.log.test_cycles import FRAGMENTS, LOG, entry
@@ -25,8 +25,8 @@ from tests.peers.logs import chain_of, next_header
 BLOCK = 8  # bytes
 
 
-def payload(index: int, fragment: int) -> Payload:
-    return Payload.cut(memoryview(b"%08d" % (10 * index + fragment) * (3 + fragment)), BLOCK)
+def payload(index: int, fragment: int) -> ChunkedPayload:
+    return ChunkedPayload.cut(memoryview(b"%08d" % (10 * index + fragment) * (3 + fragment)), BLOCK)
 
 
 def lineage(count: int, log: LogState = LOG, offset: int = 0) -> tuple[list[Header], list[LogState]]:
@@ -198,7 +198,7 @@ def test_entries_of_two_cycles_make_no_beginning() -> None:
 def read(stretch: Stretch) -> list[Header]:
     """What a peer makes of a stretch that knows nothing before it."""
     chain = Chain(LOG)
-    for told, _ in unpack(Stretch, pack(stretch), 1 << 24).told:
+    for told, _ in unpack(Stretch, pack(stretch), 1 << 24).contents:
         chain.add(Entry.whole(header_of(chain.end, told), None))
     return list(chain.headers(0, 99))
 
@@ -206,21 +206,21 @@ def read(stretch: Stretch) -> list[Header]:
 @pytest.mark.parametrize("first", [0, 1, 3])
 def test_a_stretch_begins_with_a_whole_cycle(first: int) -> None:
     stretch = chain_of(HEADERS, LOG).stretch(first, 9, is_whole=True)
-    assert sum(isinstance(told, Header) for told, _ in stretch.told) == (FRAGMENTS if first else 0)
+    assert sum(isinstance(told, Header) for told, _ in stretch.contents) == (FRAGMENTS if first else 0)
     assert read(stretch) == HEADERS[first * FRAGMENTS :]
     brief = chain_of(HEADERS, LOG).stretch(first, first + 1, is_whole=False)
-    assert [told.fragment for told, _ in brief.told] == list(range(FRAGMENTS))
-    assert not any(isinstance(told, Header) for told, _ in brief.told)
+    assert [told.fragment for told, _ in brief.contents] == list(range(FRAGMENTS))
+    assert not any(isinstance(told, Header) for told, _ in brief.contents)
 
 
 def test_a_stretch_is_bounded_by_whole_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = chain_of(HEADERS, LOG)
     monkeypatch.setattr(chain_module, "STRETCH_LIMIT", 7)
-    assert len(chain.stretch(0, 9, is_whole=False).told) == 2 * FRAGMENTS
+    assert len(chain.stretch(0, 9, is_whole=False).contents) == 2 * FRAGMENTS
     monkeypatch.setattr(chain_module, "STRETCH_BYTES", 1)
-    assert len(chain.stretch(0, 9, is_whole=False).told) == FRAGMENTS
+    assert len(chain.stretch(0, 9, is_whole=False).contents) == FRAGMENTS
     monkeypatch.setattr(chain_module, "STRETCH_LIMIT", 1)
-    assert len(chain.stretch(0, 9, is_whole=False).told) == FRAGMENTS
+    assert len(chain.stretch(0, 9, is_whole=False).contents) == FRAGMENTS
 
 
 @pytest.mark.parametrize("first", [0, 1, FRAMES])

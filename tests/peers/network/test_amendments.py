@@ -8,7 +8,7 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.network.channel import RefusalError
-from peers.network.known_runs import KnownRuns, _AmendmentRequest, give
+from peers.network.known_runs import KnownRuns, _AmendmentRequest, send_amendment
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment, SignedManifest
 from peers.values.wire import pack
@@ -33,7 +33,7 @@ def test_it_is_given_to_all_that_answer() -> None:
     nodes = {"a": node(), "b": node()}
     assert (
         asyncio.run(
-            give(
+            send_amendment(
                 Network("organiser", {name: one.answer_amendment for name, one in nodes.items()}).call,
                 RUN,
                 amendment(),
@@ -49,7 +49,9 @@ def test_it_is_given_to_all_that_answer() -> None:
 def test_an_older_one_replaces_nothing(later: Amendment) -> None:
     one = node()
     for given in (amendment(2), later):
-        assert asyncio.run(give(Network("organiser", {"a": one.answer_amendment}).call, RUN, given, ["a"])) == 1
+        assert (
+            asyncio.run(send_amendment(Network("organiser", {"a": one.answer_amendment}).call, RUN, given, ["a"])) == 1
+        )
     assert one.amendment_of(RUN) == amendment(2)
 
 

@@ -15,7 +15,7 @@ from peers.network import data_port, introductions, link, links
 from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.connection import Connection, Credentials, greet
 from peers.network.contacts import Contact
-from peers.network.data_port import LinkInfo, Seen, probe
+from peers.network.data_port import LinkInfo, ProbeAnswer, probe
 from peers.network.introductions import INTRODUCE, MEET, Arranging
 from peers.network.link import CONNECTIONS, Link
 from peers.network.links import LINK_TIMEOUT, MORE, UNKNOWN, Links, LinkSettings, _Way
@@ -624,7 +624,9 @@ def test_a_node_that_does_not_relay_still_introduces() -> None:
         async with around_a_relay(limit=None) as (one, other, relay):
             one.know(other.contact((REFUSING,), (relay.address,)))
             await one.until(lambda: one.links.reach_of(other.peer) is Reach.NONE)
-            meetings = [unpack(introductions._Meeting, payload) for _, name, payload in other.log if name == MEET]
+            meetings = [
+                unpack(introductions._MeetingRequest, payload) for _, name, payload in other.log if name == MEET
+            ]
             assert [meeting.token for meeting in meetings] == [None]
 
     run(scenario())
@@ -674,7 +676,9 @@ def test_nobody_is_sent_to_where_the_other_one_was_not_seen() -> None:
             answer = await one.links.link(relay.peer).call(
                 INTRODUCE, introduce(other, "127.0.0.1:9", "8.8.4.4:53"), 5.0
             )
-            (meeting,) = (unpack(introductions._Meeting, payload) for _, name, payload in other.log if name == MEET)
+            (meeting,) = (
+                unpack(introductions._MeetingRequest, payload) for _, name, payload in other.log if name == MEET
+            )
             assert (meeting.peer, meeting.endpoints) == (one.peer, ("127.0.0.1:9",))
             assert unpack(introductions._Introduced, answer).endpoints == ("127.0.0.1:7",)
 
@@ -700,7 +704,9 @@ def test_a_meeting_that_the_other_one_refuses_costs_the_relay_nothing() -> None:
 def test_only_our_own_nodes_bring_us_together_with_others() -> None:
     async def scenario() -> None:
         async with around_a_relay() as (one, other, relay):
-            meeting = pack(introductions._Meeting(peer="a" * 20, endpoints=(REFUSING,), connections=1, token=None))
+            meeting = pack(
+                introductions._MeetingRequest(peer="a" * 20, endpoints=(REFUSING,), connections=1, token=None)
+            )
             with pytest.raises(RefusalError, match="did not ask"):
                 await one.links.arranging.on_meet(other.peer, meeting)
             seats = await one.links.arranging.on_meet(relay.peer, meeting)
@@ -726,7 +732,7 @@ def test_a_look_at_a_relay_that_fails_is_not_the_last(monkeypatch: pytest.Monkey
             monkeypatch.setattr(one.links.arranging, "_find", find_later)
             one.links.start(one.links.arranging.keep([relay.address.replace("/ip4/127.0.0.1", "/dns4/localhost")]))
             await one.until(lambda: bool(one.links.arranging.addresses))
-            assert isinstance(await probe(relay.contact().endpoints[0]), Seen)
+            assert isinstance(await probe(relay.contact().endpoints[0]), ProbeAnswer)
 
     run(scenario())
 

@@ -9,7 +9,7 @@ import pytest
 from peers.log.header import UNKNOWN_STATE
 from peers.log.lineage import Branch, Lineage
 from peers.log.state import LogState
-from peers.presence.branches import VAIN, state_told
+from peers.presence.branches import VAIN, reported_state
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.presence import Presence
 from peers.values.leases import SampleRange
@@ -139,23 +139,23 @@ FALSE = digest_of(b"false")
     ],
 )
 def test_most_of_the_roster_who_are_here_tell_what_the_state_is(beats: list[Heartbeat], told: bytes | None) -> None:
-    assert state_told(Branch(LOG, AHEAD), beats, AHEAD) == told
+    assert reported_state(Branch(LOG, AHEAD), beats, AHEAD) == told
 
 
 def test_voters_on_another_branch_do_not_tell_what_the_state_is_on_this_one() -> None:
     """Regression (R21): after a fork those on the lesser branch, if they were most, could never go over."""
     other = LOG.append(next_header(LOG, AHEAD.last.roster if AHEAD.last else (), b"\0" * 32))
     here, parted = beat("a", AHEAD), [beat("b", other, state_digest=FALSE), beat("c", other, state_digest=FALSE)]
-    assert state_told(Branch(LOG, AHEAD), [here, *parted], AHEAD) == STATE
-    assert state_told(Branch(LOG, AHEAD), parted, AHEAD) == UNKNOWN_STATE, "and not just any state"
+    assert reported_state(Branch(LOG, AHEAD), [here, *parted], AHEAD) == STATE
+    assert reported_state(Branch(LOG, AHEAD), parted, AHEAD) == UNKNOWN_STATE, "and not just any state"
 
 
 def test_whoever_has_gone_on_from_a_place_had_the_state_that_its_next_entry_names() -> None:
     further = AHEAD.append(next_header(AHEAD, [AHEAD.expected("a"), AHEAD.expected("b")]))
     heads = {log.position.index: log.position.head for log in (AHEAD, further)}
     branch = Branch(LOG, further, heads=heads, claimed={AHEAD.position.index: FALSE})
-    assert state_told(branch, [beat("a", AHEAD), beat("b", AHEAD), beat("c", further)], AHEAD) == STATE
-    assert state_told(branch, [beat("a", AHEAD), beat("b", further), beat("c", further)], AHEAD) == FALSE
+    assert reported_state(branch, [beat("a", AHEAD), beat("b", AHEAD), beat("c", further)], AHEAD) == STATE
+    assert reported_state(branch, [beat("a", AHEAD), beat("b", further), beat("c", further)], AHEAD) == FALSE
 
 
 def test_the_state_of_most_is_that_of_more_than_half_of_the_voters() -> None:

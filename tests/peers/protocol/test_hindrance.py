@@ -124,7 +124,7 @@ def test_r14_why_work_cannot_count_is_told_once_when_it_has_lasted(kind: str) ->
     effects = lasts(rig, TIMING.heartbeat_expiry + SHOWN_AFTER + 2, **said)
     (told,) = before + of(effects, Trouble)
     assert reason in told.reason
-    assert rig.peer.hindrances.shown == told.reason
+    assert rig.peer.hindrances.reported_reason == told.reason
     assert rig.peer.hindrances.is_aside is is_vain
     assert not of(lasts(rig, **said), Trouble), "once"
     assert bool(of(effects, StopTraining)) is is_vain

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.storage import empty
-from peers.values.chunks import KEPT_AT_LEAST, KeptPayloads, Payload, digest_of_chunks
+from peers.values.chunks import KEPT_AT_LEAST, ChunkedPayload, KeptPayloads, digest_of_chunks
 from peers.values.wire import digest_of
 from tests.peers.rounds import AT, round_name
 from tests.simulator.simulated_workload import SimulatedWorkload
@@ -92,7 +92,7 @@ def test_a_payload_that_is_kept_stays_as_it_was_when_a_chunk_is_replaced() -> No
     for digest, replaced in ((first, []), (second, [2, 3])):
         kept = mine.kept.get(digest)
         assert kept is not None
-        assert Payload.cut(kept.data, 8).digest == digest
+        assert ChunkedPayload.cut(kept.data, 8).digest == digest
         assert kept.data == b"".join(b"another%d" % one if one in replaced else chunk(one) for one in range(7))
 
 
@@ -142,19 +142,19 @@ def test_what_is_kept_outlives_its_round() -> None:
 
 
 # Kept payloads --------------------------------------------------------------------------------------------------
-def payload(number: int, size: int = 100) -> Payload:
+def payload(number: int, size: int = 100) -> ChunkedPayload:
     data = bytearray(b"%d" % (number % 10) * size)
-    return Payload(memoryview(data), (digest_of(b"%d %d" % (number, size)),))
+    return ChunkedPayload(memoryview(data), (digest_of(b"%d %d" % (number, size)),))
 
 
-def keep(budget: int, *payloads: Payload) -> KeptPayloads:
+def keep(budget: int, *payloads: ChunkedPayload) -> KeptPayloads:
     kept = KeptPayloads(budget)
     for one in payloads:
         kept.keep(one)
     return kept
 
 
-def is_kept(kept: KeptPayloads, *payloads: Payload) -> list[bool]:
+def is_kept(kept: KeptPayloads, *payloads: ChunkedPayload) -> list[bool]:
     return [kept.get(one.digest) is one for one in payloads]
 
 
@@ -274,7 +274,7 @@ def test_what_others_ask_for_from_long_ago_pushes_nothing_out_that_is_needed_now
     reads = []
     long_ago = {one.digest: one for one in (payload_of(b"long ago %d" % number) for number in range(10))}
 
-    def read(digest: bytes) -> Payload | None:
+    def read(digest: bytes) -> ChunkedPayload | None:
         reads.append(digest)
         return long_ago.get(digest)
 
@@ -288,5 +288,5 @@ def test_what_others_ask_for_from_long_ago_pushes_nothing_out_that_is_needed_now
     assert mine.find(digest_of(b"nobody's")) is None
 
 
-def payload_of(data: bytes) -> Payload:
-    return Payload(memoryview(data), (digest_of(data),))
+def payload_of(data: bytes) -> ChunkedPayload:
+    return ChunkedPayload(memoryview(data), (digest_of(data),))

@@ -18,7 +18,7 @@ from peers.transfer.following import CannotFollowError, Following, step
 from peers.transfer.lineage_fetch import serve_headers
 from peers.transfer.payloads import PAYLOAD, PayloadRequest, serve_payloads
 from peers.transfer.snapshots import DIGESTS_LIMIT, Snapshot, _ask_offer, serve_snapshots
-from peers.values.chunks import Payload, chunk_digests, digest_of_chunks, digest_of_state
+from peers.values.chunks import ChunkedPayload, chunk_digests, digest_of_chunks, digest_of_state
 from peers.values.manifest import Amendment
 from peers.values.wire import digest_of, pack
 from peers.values.workload import BadBlocksError, Blocked, Blocks
@@ -49,11 +49,11 @@ class Fragment:
 PARTS: Sequence[Blocked] = [Fragment(number) for number in range(FRAGMENTS)]
 
 
-def payload(index: int, fragment: int, is_garbage: bool = False) -> Payload:
+def payload(index: int, fragment: int, is_garbage: bool = False) -> ChunkedPayload:
     blocks = [(b"%d %d %d;" % (index, fragment, block)).ljust(BLOCK) for block in range(PARTS[fragment].block_count)]
     if is_garbage:
         blocks[0] = GARBAGE
-    return Payload.cut(memoryview(b"".join(blocks)), BLOCK)
+    return ChunkedPayload.cut(memoryview(b"".join(blocks)), BLOCK)
 
 
 class FragmentedWorkload(FakeWorkload):
@@ -93,7 +93,7 @@ class Run:
 
     def __init__(self, cycles: int, garbage: tuple[int, int] | None = None) -> None:
         self.logs, self.states, self.headers = [LOG], [GENESIS], list[Header]()
-        self.payloads: dict[int, list[Payload]] = {fragment: [] for fragment in range(FRAGMENTS)}
+        self.payloads: dict[int, list[ChunkedPayload]] = {fragment: [] for fragment in range(FRAGMENTS)}
         for index in range(cycles):
             log, state = self.logs[-1], self.states[-1]
             for fragment in range(FRAGMENTS):

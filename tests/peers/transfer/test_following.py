@@ -19,7 +19,7 @@ from peers.transfer.following import CannotFollowError, Following
 from peers.transfer.lineage_fetch import serve_headers
 from peers.transfer.payloads import PAYLOAD, serve_payloads
 from peers.transfer.snapshots import Snapshot, serve_snapshots
-from peers.values.chunks import Payload, chunk_digests, digest_of_chunks, digest_of_state
+from peers.values.chunks import ChunkedPayload, chunk_digests, digest_of_chunks, digest_of_state
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.manifest import Amendment
@@ -38,12 +38,12 @@ UNSIGNED = replace(SETTINGS, timing=replace(SETTINGS.timing, partition_grace=0.0
 """Nobody signs the entries of these runs, and nobody waits for signatures."""
 
 
-def payload(index: int, lineage: bytes) -> Payload:
+def payload(index: int, lineage: bytes) -> ChunkedPayload:
     chunks = [(b"%d %s %d;" % (index, lineage, chunk)).ljust(BLOCK) for chunk in range(SIZE.chunks)]
-    return Payload(memoryview(b"".join(chunks)), tuple(map(digest_of, chunks)))
+    return ChunkedPayload(memoryview(b"".join(chunks)), tuple(map(digest_of, chunks)))
 
 
-def after(state: bytes, payload: Payload, amendment: Amendment | None = None) -> bytes:
+def after(state: bytes, payload: ChunkedPayload, amendment: Amendment | None = None) -> bytes:
     return digest_of(state + payload.digest + (pack(amendment) if amendment else b""))
 
 
@@ -58,7 +58,7 @@ class Run:
         log: LogState = LOG,
         amendments: Mapping[int, Amendment] = NO_AMENDMENTS,
     ) -> None:
-        self.logs, self.states, self.payloads = [log], [GENESIS], list[Payload]()
+        self.logs, self.states, self.payloads = [log], [GENESIS], list[ChunkedPayload]()
         for index in range(entries):
             log, made = self.logs[-1], payload(index, lineage)
             roster = [member("a", *self._samples(log), tokens)]
@@ -123,7 +123,7 @@ class FollowedWorkload(FakeWorkload):
         amendment: Amendment | None = None,
     ) -> None:
         chunks = [digest_of(payload[start : start + BLOCK]) for start in range(0, len(payload), BLOCK)]
-        self.state = after(self.state, Payload(memoryview(payload), tuple(chunks)), amendment)
+        self.state = after(self.state, ChunkedPayload(memoryview(payload), tuple(chunks)), amendment)
 
 
 class Swarm(FakeTransport):

@@ -14,7 +14,7 @@ from peers.log.state import LogState
 from peers.network.channel import RefusalError
 from peers.protocol.peer import Peer
 from peers.transfer import snapshots as freezing_module
-from peers.transfer.snapshots import IN_USE, SNAPSHOT_PEERS, Freezer, FrozenSnapshot, Snapshot, _is_chosen
+from peers.transfer.snapshots import IN_USE, SNAPSHOT_PEERS, FrozenSnapshot, Snapshot, Snapshotter, _is_chosen
 from peers.transfer.storage import MemoryFile, Storage
 from peers.values.chunks import digest_of_state
 from peers.values.wire import digest_of
@@ -37,7 +37,7 @@ class FullStorage(Storage):
 
 
 class Donor:
-    """A peer as a freezer sees it: the log that it has applied, and where in it theta and momentum have a digest."""
+    """A peer as a snapshotter sees it: its applied log, and the places in it where theta and momentum have a digest."""
 
     me = "b"
     settings = SETTINGS
@@ -64,7 +64,9 @@ class Frozen:
         self.told: list[FrozenSnapshot] = []
         self.seconds = 1000.0
         peer = cast(Peer, self.peer)
-        self.freezer = Freezer(peer, self.workload, storage or Storage(), self, self.told.append, lambda: self.seconds)
+        self.snapshotter = Snapshotter(
+            peer, self.workload, storage or Storage(), self, self.told.append, lambda: self.seconds
+        )
         self.settle()
 
     def settle(self) -> None:
@@ -89,7 +91,7 @@ class Frozen:
         return self.peer.log.position.head
 
     def holds(self, snapshot: Snapshot) -> bool:
-        return self.freezer.held(self.peer.log.at(snapshot.last).position.head) is snapshot
+        return self.snapshotter.held(self.peer.log.at(snapshot.last).position.head) is snapshot
 
     def fetch_from(self, snapshot: Snapshot) -> None:
         """Somebody fetches a part of it, if it is still here."""
@@ -148,18 +150,18 @@ def test_in_a_large_swarm_a_few_freeze_in_turn() -> None:
 def test_at_a_chosen_entry_the_state_is_frozen_and_training_may_change_it() -> None:
     async def scenario() -> None:
         frozen = Frozen()
-        await frozen.freezer.freeze_if_due()
+        await frozen.snapshotter.freeze_if_due()
         frozen.step()
-        await frozen.freezer.freeze_if_due()
+        await frozen.snapshotter.freeze_if_due()
         assert frozen.told == [], "these are no chosen entries"
         frozen.step(log_at(EVERY))
-        await frozen.freezer.freeze_if_due()
+        await frozen.snapshotter.freeze_if_due()
         (snapshot,) = frozen.told
         frozen.workload.state = b"changed"
         assert bytes(snapshot.data) == b"state %d" % EVERY
         assert (snapshot.last, snapshot.state_digest) == (frozen.peer.log.last, frozen.peer.state_digest)
-        assert frozen.freezer.held(frozen.head) is snapshot
-        assert await frozen.freezer.newest(EVERY) is snapshot
+        assert frozen.snapshotter.held(frozen.head) is snapshot
+        assert await frozen.snapshotter.newest(EVERY) is snapshot
 
     asyncio.run(scenario())
 
@@ -168,7 +170,7 @@ def test_one_place_is_frozen_once() -> None:
     async def scenario() -> None:
         frozen = Frozen()
         frozen.step(log_at(EVERY))
-        await asyncio.gather(*(frozen.freezer.freeze_if_due() for _ in range(3)))
+        await asyncio.gather(*(frozen.snapshotter.freeze_if_due() for _ in range(3)))
         assert len(frozen.told) == 1
 
     asyncio.run(scenario())
@@ -180,8 +182,8 @@ def test_if_the_next_entry_comes_first_nothing_is_frozen() -> None:
     async def scenario() -> None:
         frozen = Frozen()
         frozen.step(log_at(EVERY))
-        async with frozen.freezer.changing():
-            freezing = asyncio.ensure_future(frozen.freezer.freeze_if_due())
+        async with frozen.snapshotter.changing():
+            freezing = asyncio.ensure_future(frozen.snapshotter.freeze_if_due())
             await quiet()
             frozen.step(log_at(EVERY + 1))
         await in_time(freezing)
@@ -201,14 +203,14 @@ def test_a_copy_keeps_a_change_of_the_state_waiting_and_nothing_else(monkeypatch
             await copy_state(out)
 
         async def change() -> None:
-            async with frozen.freezer.changing():
+            async with frozen.snapshotter.changing():
                 frozen.step()
 
         monkeypatch.setattr(frozen.workload, "copy_state", copy_slowly)
-        freezing = asyncio.ensure_future(frozen.freezer.freeze_if_due())
-        await in_time(asyncio.ensure_future(until(frozen.freezer._copy_lock.locked)))
+        freezing = asyncio.ensure_future(frozen.snapshotter.freeze_if_due())
+        await in_time(asyncio.ensure_future(until(frozen.snapshotter._copy_lock.locked)))
         changing = asyncio.ensure_future(change())
-        async with frozen.freezer.state_lock:  # as whoever takes the pseudo-gradient
+        async with frozen.snapshotter.state_lock:  # as whoever takes the pseudo-gradient
             assert not changing.done()
         going_on.set()
         await in_time(asyncio.gather(freezing, changing))
@@ -222,17 +224,17 @@ def test_an_older_snapshot_is_held_while_it_is_fetched_and_no_longer() -> None:
     async def scenario() -> None:
         frozen = Frozen()
         frozen.step(log_at(EVERY))
-        await frozen.freezer.freeze_if_due()
+        await frozen.snapshotter.freeze_if_due()
         (first,), first_head = frozen.told, frozen.head
         frozen.fetch_from(first)
         frozen.step(log_at(2 * EVERY))
-        await frozen.freezer.freeze_if_due()
-        assert frozen.freezer.held(first_head) is first
-        assert await frozen.freezer.newest(0) is frozen.told[1]
+        await frozen.snapshotter.freeze_if_due()
+        assert frozen.snapshotter.held(first_head) is first
+        assert await frozen.snapshotter.newest(0) is frozen.told[1]
         frozen.seconds += IN_USE
         frozen.step(log_at(3 * EVERY))
-        await frozen.freezer.freeze_if_due()
-        assert frozen.freezer.held(first_head) is None
+        await frozen.snapshotter.freeze_if_due()
+        assert frozen.snapshotter.held(first_head) is None
 
     asyncio.run(scenario())
 
@@ -244,7 +246,7 @@ def test_with_enough_snapshots_in_use_no_other_is_frozen() -> None:
         frozen = Frozen()
         for turn in range(1, HELD + 2):
             frozen.step(log_at(turn * EVERY))
-            await frozen.freezer.freeze_if_due()
+            await frozen.snapshotter.freeze_if_due()
             frozen.fetch_from(frozen.told[-1])
         assert len(frozen.told) == HELD
 
@@ -257,20 +259,20 @@ def test_the_newest_is_found_though_an_older_one_was_fetched_since() -> None:
     async def scenario() -> None:
         frozen = Frozen()
         frozen.step(log_at(EVERY))
-        await frozen.freezer.freeze_if_due()
+        await frozen.snapshotter.freeze_if_due()
         (newer,) = frozen.told
         frozen.fetch_from(newer)
         older = Frozen()
-        frozen.freezer.hold(await frozen_at(older, log_at(2)))
+        frozen.snapshotter.hold(await frozen_at(older, log_at(2)))
         async with asyncio.timeout(120.0):
-            assert await frozen.freezer.newest(EVERY) is newer
+            assert await frozen.snapshotter.newest(EVERY) is newer
 
     asyncio.run(scenario())
 
 
 async def frozen_at(frozen: Frozen, log: LogState) -> FrozenSnapshot:
     frozen.step(log)
-    snapshot = await frozen.freezer.newest(log.position.index)
+    snapshot = await frozen.snapshotter.newest(log.position.index)
     assert isinstance(snapshot, FrozenSnapshot)
     return snapshot
 
@@ -286,10 +288,10 @@ def test_amid_a_cycle_of_several_entries_there_is_a_snapshot_for_whoever_asks(mo
         first = [one.model_copy(update={"samples": ()}) for one in members]
         log = log.append(next_header(log, first))
         frozen = Frozen(log=log.append(next_header(log.of(1), members)))
-        await frozen.freezer.freeze_if_due()
+        await frozen.snapshotter.freeze_if_due()
         frozen.step(frozen.peer.log.append(next_header(frozen.peer.log.of(0), first)))
         assert not frozen.peer.is_at_cycles_end
-        assert (await frozen.freezer.newest(1)).index == 1
+        assert (await frozen.snapshotter.newest(1)).index == 1
         assert frozen.told == [], "it is no checkpoint"
 
     asyncio.run(scenario())
@@ -298,10 +300,10 @@ def test_amid_a_cycle_of_several_entries_there_is_a_snapshot_for_whoever_asks(mo
 def test_a_peer_that_holds_a_snapshot_freezes_no_other_before_the_next_chosen_entry() -> None:
     async def scenario() -> None:
         frozen = Frozen()
-        await frozen.freezer.freeze_if_due()
+        await frozen.snapshotter.freeze_if_due()
         frozen.step()
-        await frozen.freezer.freeze_if_due()
-        assert (await frozen.freezer.newest(1)).index == 1
+        await frozen.snapshotter.freeze_if_due()
+        assert (await frozen.snapshotter.newest(1)).index == 1
 
     asyncio.run(scenario())
 
@@ -310,14 +312,14 @@ def test_a_peer_that_holds_a_snapshot_freezes_no_other_before_the_next_chosen_en
 def test_who_has_frozen_nothing_does_so_when_asked() -> None:
     async def scenario() -> None:
         frozen = Frozen()
-        snapshot = await frozen.freezer.newest(0)
+        snapshot = await frozen.snapshotter.newest(0)
         assert (snapshot.index, bytes(snapshot.data)) == (1, b"state 1")
         frozen.step()
-        assert await frozen.freezer.newest(0) is snapshot, "one that is held will do"
-        newer = await frozen.freezer.newest(2)
+        assert await frozen.snapshotter.newest(0) is snapshot, "one that is held will do"
+        newer = await frozen.snapshotter.newest(2)
         assert (newer.index, bytes(newer.data)) == (2, b"state 2")
         with pytest.raises(RefusalError, match="has not reached outer step 3; ask a peer that has"):
-            await frozen.freezer.newest(3)
+            await frozen.snapshotter.newest(3)
 
     asyncio.run(scenario())
 
@@ -325,7 +327,7 @@ def test_who_has_frozen_nothing_does_so_when_asked() -> None:
 def test_those_who_ask_at_once_share_one_snapshot() -> None:
     async def scenario() -> None:
         frozen = Frozen()
-        first, second, third = await asyncio.gather(*(frozen.freezer.newest(0) for _ in range(3)))
+        first, second, third = await asyncio.gather(*(frozen.snapshotter.newest(0) for _ in range(3)))
         assert first is second is third
 
     asyncio.run(scenario())
@@ -335,7 +337,7 @@ def test_a_donor_in_an_outer_step_finishes_it_first() -> None:
     async def scenario() -> None:
         frozen = Frozen()
         frozen.begin_step()
-        asked = asyncio.ensure_future(frozen.freezer.newest(0))
+        asked = asyncio.ensure_future(frozen.snapshotter.newest(0))
         await quiet()
         assert not asked.done()
         await frozen.finish_step()
@@ -350,13 +352,13 @@ def test_an_outer_step_that_began_while_we_waited_for_the_lock_is_finished_first
 
     async def scenario() -> None:
         frozen = Frozen()
-        async with frozen.freezer.changing():
-            asked = asyncio.ensure_future(frozen.freezer.newest(0))
+        async with frozen.snapshotter.changing():
+            asked = asyncio.ensure_future(frozen.snapshotter.newest(0))
             await quiet()
             frozen.begin_step()
         await quiet()
         assert not asked.done()
-        async with frozen.freezer.changing():
+        async with frozen.snapshotter.changing():
             await frozen.finish_step()
         snapshot = await in_time(asked)
         assert (snapshot.last, bytes(snapshot.data)) == (frozen.peer.log.last, b"state 2")
@@ -371,7 +373,7 @@ def test_a_donor_that_never_settles_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         frozen = Frozen()
         frozen.begin_step()
         with pytest.raises(RefusalError, match="made when the outer step under way ends"):
-            await frozen.freezer.newest(0)
+            await frozen.snapshotter.newest(0)
 
     asyncio.run(scenario())
 
@@ -381,7 +383,7 @@ def test_a_state_that_is_not_what_its_digest_says_is_not_given(caplog: pytest.Lo
         frozen = Frozen()
         frozen.peer.state_digest = digest_of(b"another")
         with pytest.raises(RefusalError, match="cannot make a snapshot"):
-            await frozen.freezer.newest(0)
+            await frozen.snapshotter.newest(0)
         assert frozen.told == []
 
     with caplog.at_level(logging.WARNING):
@@ -393,7 +395,7 @@ def test_without_room_it_refuses(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         frozen = Frozen(FullStorage())
         with pytest.raises(RefusalError, match="cannot make a snapshot"):
-            await frozen.freezer.newest(0)
+            await frozen.snapshotter.newest(0)
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(scenario())
@@ -405,10 +407,10 @@ def test_what_somebody_asks_for_is_no_checkpoint() -> None:
 
     async def scenario() -> None:
         frozen = Frozen()
-        await frozen.freezer.newest(0)
+        await frozen.snapshotter.newest(0)
         assert frozen.told == []
         frozen.step(log_at(EVERY))
-        snapshot = await frozen.freezer.newest(EVERY)
+        snapshot = await frozen.snapshotter.newest(EVERY)
         assert frozen.told == [snapshot], "at a chosen entry it is one, whoever comes first"
 
     asyncio.run(scenario())

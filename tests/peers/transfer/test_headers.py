@@ -55,11 +55,11 @@ def test_as_many_as_the_donor_has(first: int, last: int) -> None:
         me = await joined_to(ENTRIES)
         expected = ENTRIES[first:last]
         brief = await fetch_stretch(me, "a", RUN, first, last, is_whole=False)
-        assert all(isinstance(told, Outcome) for told, _ in brief.told)
-        assert [told.previous for told, _ in brief.told] == [header.previous for header in expected]
+        assert all(isinstance(told, Outcome) for told, _ in brief.contents)
+        assert [told.previous for told, _ in brief.contents] == [header.previous for header in expected]
         whole = await fetch_stretch(me, "a", RUN, first, last, is_whole=True)
-        assert [told for told, _ in whole.told if isinstance(told, Header)] == (expected[:1] if first else [])
-        assert len(whole.told) == len(expected)
+        assert [told for told, _ in whole.contents if isinstance(told, Header)] == (expected[:1] if first else [])
+        assert len(whole.contents) == len(expected)
 
     asyncio.run(scenario())
 

@@ -120,7 +120,7 @@ def test_a_newcomer_gets_and_checks_the_whole_log() -> None:
 def test_a_log_without_end_is_looked_at_as_far_as_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often its donor is looked at: the entries of the first look are there still."""
     entries = Past(50).entries
-    monkeypatch.setattr(lineage_fetch, "CHAIN_BYTES", sum(len(one.told) for one in entries[:8]))
+    monkeypatch.setattr(lineage_fetch, "CHAIN_BYTES", sum(len(one.packed) for one in entries[:8]))
 
     async def scenario() -> None:
         donors = Donors()
@@ -240,8 +240,8 @@ def test_an_entry_that_does_not_follow_ends_the_look() -> None:
     async def lie(name: str, header: bytes, data: bytearray) -> bytearray:
         stretch = unpack(Stretch, bytes(data), 1 << 20)
         nobody = {"turnout": Turnout(members=())}
-        lies = [(one.model_copy(update=nobody), certificate) for one, certificate in stretch.told]
-        return bytearray(pack(stretch.model_copy(update={"told": tuple(lies)})))
+        lies = [(one.model_copy(update=nobody), certificate) for one, certificate in stretch.contents]
+        return bytearray(pack(stretch.model_copy(update={"contents": tuple(lies)})))
 
     async def scenario() -> None:
         donors = Donors()

@@ -26,7 +26,7 @@ from peers.transfer.payloads import (
     Payloads,
     serve_payloads,
 )
-from peers.values.chunks import CHUNK_BLOCKS, Payload
+from peers.values.chunks import CHUNK_BLOCKS, ChunkedPayload
 from peers.values.wire import DIGEST_BYTES, Reach, digest_of, pack, unpack
 from tests.peers.fakes import NoChance, at_once
 from tests.peers.logs import LOG, RUN, member, next_header
@@ -46,9 +46,9 @@ def _donors_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "CHANCE", NoChance())
 
 
-def some_payload(seed: bytes = b"payload") -> Payload:
+def some_payload(seed: bytes = b"payload") -> ChunkedPayload:
     chunks = [digest_of(b"%s %d" % (seed, chunk)) * (SIZE // DIGEST_BYTES) for chunk in range(CHUNKS)]
-    return Payload(memoryview(b"".join(chunks)), tuple(map(digest_of, chunks)))
+    return ChunkedPayload(memoryview(b"".join(chunks)), tuple(map(digest_of, chunks)))
 
 
 THE_PAYLOAD = some_payload()
@@ -68,7 +68,9 @@ class Network:
         self.stalled: set[str] = set()
         self.asked: list[tuple[str, int, int]] = []
 
-    async def donor(self, name: str, payload: Payload | None = THE_PAYLOAD, meddle: Meddle | None = None) -> None:
+    async def donor(
+        self, name: str, payload: ChunkedPayload | None = THE_PAYLOAD, meddle: Meddle | None = None
+    ) -> None:
         """A peer that keeps this payload."""
         kept = buffers()
         if payload:

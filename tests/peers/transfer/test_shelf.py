@@ -27,7 +27,7 @@ def test_no_more_snapshots_are_held_than_there_is_memory_for() -> None:
         asked = list[Snapshot]()
         for _ in range(6):
             with suppress(RefusalError):
-                asked.append(await frozen.freezer.newest(frozen.peer.log.position.index))
+                asked.append(await frozen.snapshotter.newest(frozen.peer.log.position.index))
             for snapshot in asked:
                 snapshot.used_at = frozen.seconds
             frozen.step()
@@ -52,7 +52,7 @@ def test_slow_pulls_keep_their_snapshots_and_no_more_than_two() -> None:
         tasks, most = list[asyncio.Task[None]](), 0
         for number in range(2 * int(LEAVE / 61.0)):
             with suppress(RefusalError):
-                snapshot = await frozen.freezer.newest(frozen.peer.log.position.index)
+                snapshot = await frozen.snapshotter.newest(frozen.peer.log.position.index)
                 tasks.append(asyncio.create_task(pull(snapshot)))
             for _ in range(5):  # what was broken off ends
                 await asyncio.sleep(0)
@@ -74,11 +74,11 @@ def test_whoever_is_refused_hears_why() -> None:
     async def scenario() -> None:
         frozen = Frozen()
         for _ in range(HELD):
-            frozen.fetch_from(await frozen.freezer.newest(frozen.peer.log.position.index))
+            frozen.fetch_from(await frozen.snapshotter.newest(frozen.peer.log.position.index))
             frozen.step()
         with pytest.raises(RefusalError, match="as many snapshots as there is room for"):
-            await frozen.freezer.newest(frozen.peer.log.position.index)
-        assert (await frozen.freezer.newest(0)).index == 1, "an older one is given at once"
+            await frozen.snapshotter.newest(frozen.peer.log.position.index)
+        assert (await frozen.snapshotter.newest(0)).index == 1, "an older one is given at once"
 
     asyncio.run(scenario())
 
@@ -87,10 +87,10 @@ def test_joiners_find_the_same_snapshot_everywhere_whatever_strangers_have_asked
     async def scenario() -> None:
         frozen = Frozen()
         frozen.step(log_at(EVERY))
-        await frozen.freezer.freeze_if_due()
+        await frozen.snapshotter.freeze_if_due()
         frozen.step()
-        assert (await frozen.freezer.newest(EVERY + 1)).index == EVERY + 1
-        assert (await frozen.freezer.newest(1)).index == EVERY
+        assert (await frozen.snapshotter.newest(EVERY + 1)).index == EVERY + 1
+        assert (await frozen.snapshotter.newest(1)).index == EVERY
 
     asyncio.run(scenario())
 
@@ -99,14 +99,14 @@ def test_what_was_asked_for_gives_way_at_a_chosen_entry() -> None:
     async def scenario() -> None:
         frozen = Frozen()
         frozen.step(log_at(EVERY))
-        await frozen.freezer.freeze_if_due()
+        await frozen.snapshotter.freeze_if_due()
         (first,) = frozen.told
         frozen.step()
-        asked = await frozen.freezer.newest(EVERY + 1)
+        asked = await frozen.snapshotter.newest(EVERY + 1)
         for snapshot in (first, asked):
             frozen.fetch_from(snapshot)
         frozen.step(log_at(2 * EVERY))
-        await frozen.freezer.freeze_if_due()
+        await frozen.snapshotter.freeze_if_due()
         assert [snapshot.index for snapshot in frozen.told] == [EVERY, 2 * EVERY]
         assert frozen.holds(first)
         assert not frozen.holds(asked)
@@ -127,9 +127,9 @@ def test_a_joiner_gets_a_new_snapshot_while_strangers_fetch_whatever_there_is(cy
             index += 1
             frozen.seconds += cycle
             frozen.step()
-            await frozen.freezer.freeze_if_due()
+            await frozen.snapshotter.freeze_if_due()
             if joining is None:
-                joining = await frozen.freezer.newest(1), frozen.seconds + LEAVE
+                joining = await frozen.snapshotter.newest(1), frozen.seconds + LEAVE
                 ages.append(index - joining[0].index)
             snapshot, done_at = joining
             assert frozen.holds(snapshot), "the joiner has to begin anew"
@@ -137,7 +137,7 @@ def test_a_joiner_gets_a_new_snapshot_while_strangers_fetch_whatever_there_is(cy
             if frozen.seconds >= done_at:
                 joining = None
             with suppress(RefusalError):
-                strangers.add(await frozen.freezer.newest(index))
+                strangers.add(await frozen.snapshotter.newest(index))
             for one in filter(frozen.holds, strangers):
                 frozen.fetch_from(one)
             strangers = set(filter(frozen.holds, strangers))

@@ -25,7 +25,7 @@ from opendiloco.tools.doctor.findings import Finding, Verdict
 from opendiloco.tools.doctor.machine import check_disk, check_memory
 from opendiloco.tools.doctor.network import Bandwidth
 from opendiloco.tools.doctor.torch_probe import Gpu
-from opendiloco.tools.plan import Peer, Plan, forecast
+from opendiloco.tools.plan import PeerGroup, Plan, forecast
 from opendiloco.view.run_view import RunView
 from opendiloco.workers.needs import UTILISATION, needs_of
 from opendiloco.workers.options import WorkerOptions
@@ -90,7 +90,8 @@ def test_a_speed(finding: Finding, verdict: Verdict, says: str) -> None:
 def plan(mbit: float = 800.0, step_seconds: float = 3.0, latency: float = 0.0, others: int = 2) -> Plan:
     """A gigabyte of int8, and others that take three seconds a step."""
     own, other = (
-        Peer("", count, 1e6 * mbit, 1e6 * mbit, latency, step) for count, step in ((1, step_seconds), (others, 3.0))
+        PeerGroup("", count, 1e6 * mbit, 1e6 * mbit, latency, step)
+        for count, step in ((1, step_seconds), (others, 3.0))
     )
     return Plan(
         *((GB,), (own, other), 100, 1000),

@@ -13,7 +13,7 @@ from opendiloco.tools.plan import (
     QUANTIZED,
     QUANTIZED_SPARSE,
     STEPPED,
-    Peer,
+    PeerGroup,
     Plan,
     _bits_of,
     _how_often,
@@ -31,11 +31,11 @@ FRAGMENTS = (16_000_000,) * 4 + (36_000_000,)
 """As many values, cut up."""
 
 
-def peer(mbit: float = 200, step_seconds: float = 1.0, count: int = 1, **more: float) -> Peer:
-    return Peer("", count, mbit * MBIT, mbit * MBIT, more.pop("latency", 0.0), step_seconds, **more)  # type: ignore[arg-type]
+def peer(mbit: float = 200, step_seconds: float = 1.0, count: int = 1, **more: float) -> PeerGroup:
+    return PeerGroup("", count, mbit * MBIT, mbit * MBIT, more.pop("latency", 0.0), step_seconds, **more)  # type: ignore[arg-type]
 
 
-def plan(*peers: Peer, inner_steps: int = 100) -> Plan:
+def plan(*peers: PeerGroup, inner_steps: int = 100) -> Plan:
     return Plan((VALUES,), peers, inner_steps, tokens_per_step=1000, smallest_share=0.125, snapshot_every=4, bits=8)
 
 
@@ -242,8 +242,8 @@ THINNER = (4.0, 0.25)
 FORMATS = ("int8", "e2m1", "sparse")
 
 
-def thin(up: float, down: float = 200, count: int = 1) -> Peer:
-    return Peer("thin", count, up * MBIT, down * MBIT, 0.0, 1.0)
+def thin(up: float, down: float = 200, count: int = 1) -> PeerGroup:
+    return PeerGroup("thin", count, up * MBIT, down * MBIT, 0.0, 1.0)
 
 
 @pytest.mark.parametrize(("up", "format"), [(200, 0), (120, 0), (90, 1), (60, 1), (40, 2), (5, 2)])

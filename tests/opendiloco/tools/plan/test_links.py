@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.tools.plan import Links
+from opendiloco.tools.plan import LinksFile
 from peers.errors import ManifestError
 
 ROOT = Path(__file__).parents[4]
 PEER = "[[peers]]\nup_mbit = 100.0\ndown_mbit = 200.0\n"
 
 
-def links(text: str, folder: Path) -> Links:
+def links(text: str, folder: Path) -> LinksFile:
     path = folder / "links.toml"
     path.write_text(text, encoding="utf-8")
-    return Links.from_toml(path)
+    return LinksFile.from_toml(path)
 
 
 def test_the_example_is_right() -> None:
-    assert sum(peer.count for peer in Links.from_toml(ROOT / "examples" / "plan" / "links.toml").peers) == 4
+    assert sum(peer.count for peer in LinksFile.from_toml(ROOT / "examples" / "plan" / "links.toml").peers) == 4
 
 
 @pytest.mark.parametrize(
@@ -47,4 +47,4 @@ def test_a_mistake_is_named_with_its_remedy(text: str, told: str, tmp_path: Path
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"nowhere\.toml: cannot be read"):
-        Links.from_toml(tmp_path / "nowhere.toml")
+        LinksFile.from_toml(tmp_path / "nowhere.toml")

@@ -7,8 +7,8 @@ import pytest
 from peers.log.certificate import Support
 from peers.log.lineage import UNSUPPORTED
 from peers.presence.heartbeat import Heartbeat
-from peers.transfer import following as doubts
-from peers.transfer.following import Doubts
+from peers.transfer import following
+from peers.transfer.following import UncertifiedWait
 from tests.peers.heartbeats import beat
 from tests.peers.logs import CERTIFIED, PAYLOAD, first_log, next_header
 
@@ -19,8 +19,8 @@ NEXT = LOG.append(next_header(LOG, [LOG.expected(peer) for peer in "abc"], PAYLO
 
 def follows(beats: list[Heartbeat], support: Support, waited: float, monkeypatch: pytest.MonkeyPatch) -> bool:
     time = iter((0.0, 0.0, waited, waited))
-    monkeypatch.setattr(doubts, "now", lambda: next(time))
-    one = Doubts(GRACE)
+    monkeypatch.setattr(following, "now", lambda: next(time))
+    one = UncertifiedWait(GRACE)
     return one.may_follow(LOG, support, beats) or one.may_follow(LOG, support, beats)
 
 
