@@ -198,7 +198,7 @@ class DemoResult:
 
 
 @dataclass
-class _Volunteer:
+class _DemoVolunteer:
     name: str
     child: _Child
     heartbeat: Heartbeat | None = None
@@ -218,12 +218,12 @@ class _Swarm:
     threads: int = 1
     """Threads of each volunteer, which share this machine."""
     agreement: Agreement = field(default_factory=Agreement)
-    volunteers: dict[str, _Volunteer] = field(default_factory=dict)
+    volunteers: dict[str, _DemoVolunteer] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    newcomer: _Volunteer | None = None
+    newcomer: _DemoVolunteer | None = None
     """The volunteer that joined half way."""
 
-    async def add_volunteer(self) -> _Volunteer:
+    async def add_volunteer(self) -> _DemoVolunteer:
         name = f"volunteer {len(self.volunteers) + 1}"
         identity, key_file = Identity.generate(), self.folder / f"{name.replace(' ', '-')}.pem"
         identity.save(key_file)
@@ -233,7 +233,7 @@ class _Swarm:
         for source in local_sources(self.run.config.data):
             arguments += ["--data", source]
         self.children.append(await _Child.start(name, arguments, self.folder / "logs"))
-        self.volunteers[identity.peer_id] = _Volunteer(name, self.children[-1])
+        self.volunteers[identity.peer_id] = _DemoVolunteer(name, self.children[-1])
         return self.volunteers[identity.peer_id]
 
     def observe(self, heartbeats: list[Heartbeat]) -> None:
@@ -251,7 +251,7 @@ class _Swarm:
                 self.screen.event(self.problems[-1])
         self.screen.show([self._row(volunteer) for volunteer in self.volunteers.values()])
 
-    def _report_progress(self, volunteer: _Volunteer, beat: Heartbeat) -> None:
+    def _report_progress(self, volunteer: _DemoVolunteer, beat: Heartbeat) -> None:
         if volunteer.heartbeat is None:
             self.screen.event(f"{volunteer.name} has joined")
         if not volunteer.trains and beat.state in PARTICIPATING:
@@ -260,7 +260,7 @@ class _Swarm:
                 trains = "" if is_finished(beat, self.run.config) else ", and trains"
                 self.screen.event(f"{volunteer.name} has fetched the state after outer step {beat.index}{trains}")
 
-    def live(self) -> list[_Volunteer]:
+    def live(self) -> list[_DemoVolunteer]:
         return [volunteer for volunteer in self.volunteers.values() if volunteer.fate is None]
 
     def outer_step(self) -> int:
@@ -270,7 +270,7 @@ class _Swarm:
         """Return True if every live volunteer has been through the whole run."""
         return all(one.heartbeat is not None and is_finished(one.heartbeat, self.run.config) for one in self.live())
 
-    def _row(self, volunteer: _Volunteer) -> PeerRow:
+    def _row(self, volunteer: _DemoVolunteer) -> PeerRow:
         if volunteer.fate is not None:
             return PeerRow(volunteer.name, (volunteer.fate,), "red")
         if volunteer.heartbeat is None:

@@ -129,7 +129,7 @@ def test_a_user_gets_a_unit_of_its_own_that_runs_join(tmp_path: Path, monkeypatc
     done = CliRunner().invoke(main, typed)
     assert done.exit_code == 0, done.output
     unit = tmp_path / "systemd" / "user" / "diloco-volunteer.service"
-    assert f"{unit} is written" in done.output
+    assert f"wrote {unit}" in done.output
     assert "systemctl --user daemon-reload && systemctl --user enable --now diloco-volunteer" in done.output
     [line] = values(unit)["ExecStart"]
     python, _, module, *arguments = shlex.split(line.replace("%%", "%").replace("$$", "$"))
