@@ -76,8 +76,7 @@ async def run_bootstrap(
     usable run. `beside` is further work with the announced runs; the `tickets` admit the node to those by invitation.
     `links` has the settings for bringing volunteers together that cannot dial each other.
 
-    Raises: ManifestError, LocalNetworkError, SwarmUnreachableError when it cannot start; LocalNetworkError when
-    libp2p's daemon dies.
+    Raises: ManifestError, LocalNetworkError when it cannot start; LocalNetworkError when libp2p's daemon dies.
     """
     store = ManifestStore(manifest_directory, check)
     tickets_shown = {ticket.run: ticket.shown_by(identity.peer_id) for ticket in tickets}
