@@ -122,6 +122,7 @@ def bootstrap(
             from opendiloco.storage.archive import Archive
 
             kept = Archive(key, archive, None if max_disk is None else int(max_disk * 1e9))
+            click.echo(f"The archive is in {archive.absolute()}")
             beside.append(kept.keep)
         if local_network:
             beside.append(_tell_local_network)

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from opendiloco.errors import MachineError
 from opendiloco.quantities import VALUE_BYTES, in_words
@@ -52,7 +53,7 @@ from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
-from peers.values.system import cancel_and_wait, next_sequence, now
+from peers.values.system import cancel_and_wait, make_private_folder, next_sequence, now
 from peers.values.wire import DIGEST_BYTES, WireError
 from peers.values.workload import SnapshotError
 
@@ -396,8 +397,17 @@ class Archive:
     """All runs that a node archives in a folder."""
 
     def __init__(self, identity: Identity, folder: Path, limit: int | None = None) -> None:
-        """`limit` is the most bytes that the folder may take; None: most of the disk. One run may take a quarter of
-        it."""
+        """Create the folder. `limit` is the most bytes that it may take; None: most of the disk. One run may take a
+        quarter of it. Raises: MachineError if the folder cannot be written."""
+        try:
+            make_private_folder(folder)
+            with TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise MachineError(
+                f"the archive's folder {folder} cannot be used: {error.strerror}.",
+                "Name a folder that you may write to with --archive.",
+            ) from error
         self._identity = identity
         self._folder = folder
         self._room = _DiskRoom(folder, limit)

@@ -49,3 +49,23 @@ def test_a_bootstrap_node_serves_metrics(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert CliRunner().invoke(main, arguments).exit_code == 0
     assert CliRunner().invoke(main, [*arguments, "--metrics-host", "0.0.0.0"]).exit_code == 0
     assert served == [(9000, "127.0.0.1"), (9000, "0.0.0.0")]
+
+
+def test_an_archive_that_cannot_be_written_is_found_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Regression: it was found with the first run, hours later."""
+
+    async def run_bootstrap(*arguments: object) -> None:
+        return None
+
+    monkeypatch.setattr(peers.network.bootstrap, "run_bootstrap", run_bootstrap)
+    arguments = ["bootstrap", "--identity", str(tmp_path / "key.pem"), "--archive"]
+    good, bad = tmp_path / "deep" / "archive", tmp_path / "key.pem" / "archive"
+    done = CliRunner().invoke(main, [*arguments, str(good)])
+    assert f"The archive is in {good}\n" in done.output
+    assert good.is_dir()
+    refused = CliRunner().invoke(main, [*arguments, str(bad)])
+    assert refused.exit_code == 6
+    assert f"the archive's folder {bad} cannot be used: Not a directory." in refused.output
+    assert "--archive" in refused.output
