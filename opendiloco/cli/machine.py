@@ -223,7 +223,7 @@ NoNewPrivileges=yes
 [Install]
 WantedBy={target}
 """
-FINAL_CODES = "2 3 6 7 9 11 13 14 15"
+FINAL_CODES = "2 3 6 7 9 10 11 13 14 15"
 """Exit codes after which systemd must not restart the process, because only a person can fix the cause."""
 _LEAVE_SECONDS = {"join": 300, "bootstrap": 30}  # before systemd kills a process that it asked to stop
 

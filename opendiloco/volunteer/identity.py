@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peers.errors import CopiedKeyError, DilocoPeerError, InUseError, LocalNetworkError
+from peers.errors import CopiedKeyError, DilocoPeerError, IdentityFileError, InUseError
 from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.system import cancel_and_wait, make_private_folder, now, start_task
@@ -30,14 +30,14 @@ def _default_path() -> Path:
 
 
 def usable_path(path: Path | None) -> Path:
-    """Return `path`, or the default one, whose folder is made if need be. Raises: LocalNetworkError."""
+    """Return `path`, or the default one, whose folder is made if need be. Raises: IdentityFileError."""
     if path is not None:
         return path
     path = _default_path()
     try:
         make_private_folder(path.parent)
     except OSError as error:
-        raise LocalNetworkError(
+        raise IdentityFileError(
             f"cannot make the folder {path.parent} for the identity file: {error.strerror}.",
             "Name another file with --identity.",
         ) from error
@@ -45,7 +45,7 @@ def usable_path(path: Path | None) -> Path:
 
 
 def load_identity(path: Path | None) -> Identity:
-    """Return the identity in `path`, made if there is none, to sign with. Raises: LocalNetworkError."""
+    """Return the identity in `path`, made if there is none, to sign with. Raises: IdentityFileError."""
     return Identity.load_or_create(usable_path(path))
 
 
@@ -53,7 +53,7 @@ def load_identity(path: Path | None) -> Identity:
 def hold_identity(path: Path | None) -> Iterator[Identity]:
     """Yield the identity in `path`, made if there is none, to be a peer with; the file is locked meanwhile.
 
-    Raises: LocalNetworkError when another process holds it, or the file cannot be read or made.
+    Raises: InUseError when another process holds it; IdentityFileError when the file cannot be read or made.
     """
     path = usable_path(path)
     identity = Identity.load_or_create(path)

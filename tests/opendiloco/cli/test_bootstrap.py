@@ -69,3 +69,14 @@ def test_an_archive_that_cannot_be_written_is_found_at_the_start(
     assert refused.exit_code == 6
     assert f"the archive's folder {bad} cannot be used: Not a directory." in refused.output
     assert "--archive" in refused.output
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--announce", "example.org"], ["--initial-peer", "/ip4/192.0.2.1/tcp/1"], ["--max-disk", "10"]]
+)
+def test_a_wrong_option_is_wrong_usage(tmp_path: Path, wrong: list[str]) -> None:
+    """Regression: a malformed address ended with 3, and --max-disk without an archive was ignored."""
+    refused = CliRunner().invoke(main, ["bootstrap", "--identity", str(tmp_path / "key.pem"), *wrong])
+    assert refused.exit_code == 2
+    assert wrong[0] in refused.output
+    assert not (tmp_path / "key.pem").exists()
