@@ -46,7 +46,11 @@ def usable_path(path: Path | None) -> Path:
 
 def load_identity(path: Path | None) -> Identity:
     """Return the identity in `path`, made if there is none, to sign with. Raises: IdentityFileError."""
-    return Identity.load_or_create(usable_path(path))
+    path = usable_path(path)
+    identity = Identity.load_or_create(path)
+    if path.stat().st_mode & 0o077:
+        logger.warning("other users of this machine can read or change the key file %s: run `chmod 600 %s`", path, path)
+    return identity
 
 
 @contextmanager
@@ -56,7 +60,7 @@ def hold_identity(path: Path | None) -> Iterator[Identity]:
     Raises: InUseError when another process holds it; IdentityFileError when the file cannot be read or made.
     """
     path = usable_path(path)
-    identity = Identity.load_or_create(path)
+    identity = load_identity(path)
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

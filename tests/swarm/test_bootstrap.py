@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import subprocess
 import sys
@@ -247,6 +248,7 @@ print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM"
 
 def test_nodes_that_name_each_other_start_in_any_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Regression: the first one ended, since the other one did not answer yet."""
+    caplog.set_level(logging.INFO, bootstrap.__name__)
     first, second = Identity.generate(), Identity.generate()
     with socket.socket() as one, socket.socket() as other:
         for unused in (one, other):
@@ -266,6 +268,7 @@ def test_nodes_that_name_each_other_start_in_any_order(tmp_path: Path, caplog: p
     asyncio.run(main())
     [record] = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "no bootstrap node answered" in record.getMessage()
+    assert sum("asked this node to stop" in record.getMessage() for record in caplog.records) == 2
 
 
 def test_node_needs_no_torch() -> None:
