@@ -48,7 +48,9 @@ def _check_addresses(addresses: tuple[str, ...], needs_peer_id: bool = False) ->
 @click.option(
     "--identity", required=True, type=FILE, help="Key file; created if it is missing. It fixes the node's address."
 )
-@typed_option("listen", check=_check_addresses, default=(), shown=f"/ip4/0.0.0.0/tcp/{LIBP2P_PORT} and /ip6/::/tcp/{LIBP2P_PORT}")
+@typed_option(
+    "listen", check=_check_addresses, default=(), shown=f"/ip4/0.0.0.0/tcp/{LIBP2P_PORT} and /ip6/::/tcp/{LIBP2P_PORT}"
+)
 @typed_option("announce", check=_check_addresses)
 @typed_option(
     "initial_peers",

@@ -199,7 +199,9 @@ def _show_identity(identity: Path | None) -> None:
 
 # Services of systemd --------------------------------------------------------------------------------------------------
 _FIRST_LINE = "# Written by `diloco-peer service install`."
-_SERVICE = f"{_FIRST_LINE} docs/operating.md says more.\n" + """\
+_SERVICE = (
+    f"{_FIRST_LINE} docs/operating.md says more.\n"
+    + """\
 [Unit]
 Description=diloco-peer {command}
 Wants=network-online.target
@@ -223,6 +225,7 @@ NoNewPrivileges=yes
 [Install]
 WantedBy={target}
 """
+)
 FINAL_CODES = "2 3 6 7 9 10 11 13 14 15"
 """Exit codes after which systemd must not restart the process, because only a person can fix the cause."""
 _LEAVE_SECONDS = {"join": 300, "bootstrap": 30}  # before systemd kills a process that it asked to stop

@@ -257,13 +257,16 @@ def test_nodes_that_name_each_other_start_in_any_order(tmp_path: Path, caplog: p
     at_first, at_second = f"{places[0]}/p2p/{first.peer_id}", f"{places[1]}/p2p/{second.peer_id}"
 
     async def main() -> None:
-        async with bootstrap_node(first, tmp_path / "first", (places[0],), (at_second,)):
-            async with bootstrap_node(second, tmp_path / "second", (places[1],), (at_first,)):
-                async with visitor((at_second,)) as organiser, visitor((at_first,)) as volunteer:
-                    await announce_manifest(organiser, MANIFEST, (at_second,))
-                    async with asyncio.timeout(TIMEOUT):
-                        while await volunteer.find_manifest(MANIFEST.run_id) is None:
-                            await asyncio.sleep(0.05)
+        async with (
+            bootstrap_node(first, tmp_path / "first", (places[0],), (at_second,)),
+            bootstrap_node(second, tmp_path / "second", (places[1],), (at_first,)),
+            visitor((at_second,)) as organiser,
+            visitor((at_first,)) as volunteer,
+        ):
+            await announce_manifest(organiser, MANIFEST, (at_second,))
+            async with asyncio.timeout(TIMEOUT):
+                while await volunteer.find_manifest(MANIFEST.run_id) is None:
+                    await asyncio.sleep(0.05)
 
     asyncio.run(main())
     [record] = [record for record in caplog.records if record.levelname == "WARNING"]
