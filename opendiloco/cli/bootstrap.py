@@ -17,7 +17,6 @@ from opendiloco.cli.options import (
     spelled_out,
     typed_option,
 )
-
 from peers.errors import ManifestError
 
 if TYPE_CHECKING:
