@@ -37,9 +37,15 @@ class SwarmUnreachableError(DilocoPeerError):
 
 
 class LocalNetworkError(DilocoPeerError):
-    """A failure of this machine's side of the network: a port, an identity file, or libp2p's daemon."""
+    """A failure of this machine's side of the network: an address, or libp2p's daemon."""
 
     exit_code = 5
+
+
+class IdentityFileError(LocalNetworkError):
+    """An identity file that cannot be read or saved, or has no key, so that a person must name another one."""
+
+    exit_code = 2
 
 
 class InUseError(LocalNetworkError):

@@ -17,6 +17,7 @@ from opendiloco.cli.options import (
     spelled_out,
     typed_option,
 )
+from peers.errors import ManifestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,13 +31,31 @@ RELAY_MEGABITS = 100.0
 """Default relay limit: a tenth of an ordinary server's link, and at most 32 TB a month in each direction."""
 
 
+def _check_addresses(addresses: tuple[str, ...], needs_peer_id: bool = False) -> None:
+    """Raises: ValueError for a malformed address."""
+    if not addresses:
+        return  # importing hivemind takes seconds
+    from peers.network.daemon import parse_addresses
+
+    try:
+        parse_addresses(spelled_out(addresses), needs_peer_id)
+    except ManifestError as error:
+        raise ValueError(str(error)) from error
+
+
 @click.command()
 @click.option(
     "--identity", required=True, type=FILE, help="Key file; created if it is missing. It fixes the node's address."
 )
-@typed_option("listen", default=(), shown=f"/ip4/0.0.0.0/tcp/{LIBP2P_PORT} and /ip6/::/tcp/{LIBP2P_PORT}")
-@typed_option("announce")
-@typed_option("initial_peers", help="Address of another bootstrap node or of any peer. May be repeated.")
+@typed_option(
+    "listen", check=_check_addresses, default=(), shown=f"/ip4/0.0.0.0/tcp/{LIBP2P_PORT} and /ip6/::/tcp/{LIBP2P_PORT}"
+)
+@typed_option("announce", check=_check_addresses)
+@typed_option(
+    "initial_peers",
+    check=partial(_check_addresses, needs_peer_id=True),
+    help="Address of another bootstrap node or of any peer. May be repeated.",
+)
 @typed_option(
     "data_port",
     default=DATA_PORT,
@@ -106,6 +125,8 @@ def bootstrap(
     from peers.network.own_network import everywhere
 
     links = LinkSettings(data_port, None if no_relay else relay_limit)
+    if max_disk is not None and archive is None:
+        raise click.UsageError("--max-disk limits an archive: give --archive FOLDER, too.")
     if metrics_port is not None:
         MetricsServer(metrics_port, metrics_host)
     shown = [read_ticket(ticket) for ticket in tickets]
@@ -122,6 +143,7 @@ def bootstrap(
             from opendiloco.storage.archive import Archive
 
             kept = Archive(key, archive, None if max_disk is None else int(max_disk * 1e9))
+            click.echo(f"The archive is in {archive.absolute()}")
             beside.append(kept.keep)
         if local_network:
             beside.append(_tell_local_network)

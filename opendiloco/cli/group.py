@@ -20,10 +20,10 @@ from peers.errors import DilocoPeerError
 EXIT_CODES = {
     0: "success, or a polite leave",
     1: "unexpected error, a bug; or a failed `demo`: peers disagree, the model did not learn, or it was too short",
-    2: "wrong usage: an option, argument, environment variable or configuration file",
+    2: "wrong usage: an option, argument, environment variable, configuration file or identity file",
     3: "wrong manifest, invite, run id, run.toml or links.toml; or an amendment that this version does not understand",
     4: "swarm out of reach: no bootstrap node answers, the run is unknown, or the run has no live peer",
-    5: "local network problem: an identity file, an address, or libp2p's daemon",
+    5: "local network problem: an address, or libp2p's daemon",
     6: "unsuitable machine: memory, disk, torch, or a device that is missing or that torch cannot use",
     7: "training text missing, unreadable or too small, or local files not named with --data, --model or --tokenizer",
     8: "training failed: a worker died too often, a GPU failed, or a loss or weight is not finite",

@@ -198,8 +198,10 @@ def _show_identity(identity: Path | None) -> None:
 
 
 # Services of systemd --------------------------------------------------------------------------------------------------
-_SERVICE = """\
-# Written by `diloco-peer service install`. docs/operating.md says more.
+_FIRST_LINE = "# Written by `diloco-peer service install`."
+_SERVICE = (
+    f"{_FIRST_LINE} docs/operating.md says more.\n"
+    + """\
 [Unit]
 Description=diloco-peer {command}
 Wants=network-online.target
@@ -223,7 +225,8 @@ NoNewPrivileges=yes
 [Install]
 WantedBy={target}
 """
-FINAL_CODES = "2 3 6 7 9 11 13 14 15"
+)
+FINAL_CODES = "2 3 6 7 9 10 11 13 14 15"
 """Exit codes after which systemd must not restart the process, because only a person can fix the cause."""
 _LEAVE_SECONDS = {"join": 300, "bootstrap": 30}  # before systemd kills a process that it asked to stop
 
@@ -247,9 +250,10 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
     """Write a systemd unit for this user that runs `join ARGUMENTS`, and print how to start it.
 
     With --system the unit belongs to the machine and runs `bootstrap ARGUMENTS` as a user that systemd creates. The
-    command replaces a unit of the same name and starts nothing. Relative paths start at the current folder, with
+    command replaces a unit that it wrote before, and starts nothing. Relative paths start at the current folder, with
     --system at /var/lib/diloco-bootstrap.
     """
+    from peers.values.manifest import Invite
     from peers.values.system import make_private_folder
 
     command = "bootstrap" if system else "join"
@@ -258,7 +262,9 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
     if "DILOCO_RUN" in os.environ:
         raise click.UsageError("DILOCO_RUN is set here, but the unit will not have it: give the run as an argument.")
     within = click.get_current_context().find_root()
-    group.get_command(within, command).make_context(command, list(given), parent=within)  # raises UsageError
+    checked = group.get_command(within, command).make_context(command, list(given), parent=within)  # raises UsageError
+    if not system:
+        Invite.parse(checked.params["run"])  # raises ManifestError
     name = "diloco-bootstrap" if system else "diloco-volunteer"
     folder = Path("/etc/systemd/system") if system else default_settings_path().parents[1] / "systemd" / "user"
     own = f"DynamicUser=yes\nStateDirectory={name}\nWorkingDirectory=%S/{name}\nEnvironment=HOME=%S/{name}"
@@ -275,6 +281,11 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
         return
     path = folder / f"{name}.service"
     try:
+        if path.exists() and not path.read_text(encoding="utf-8").startswith(_FIRST_LINE):
+            raise MachineError(
+                f"{path} exists, and `service install` did not write it.",
+                "Move it away, or print the new unit with --print and merge them.",
+            )
         make_private_folder(folder)
         path.write_text(unit, encoding="utf-8")
     except OSError as error:

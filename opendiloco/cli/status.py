@@ -173,6 +173,8 @@ def _with_needs(found: Iterable[_ListedRun], clock: Callable[[], float] = _proce
                 yield replace(each, needs=_needs_here(each.view.run))
             except DilocoPeerError as error:
                 yield replace(each, problem=error.message)
+            except ModuleNotFoundError as error:  # as on a bootstrap node
+                yield replace(each, problem=f"needs are not computed: the Python package {error.name} is missing here")
 
 
 def _needs_here(run: Run) -> Needs:

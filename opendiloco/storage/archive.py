@@ -12,10 +12,11 @@ import asyncio
 import logging
 import shutil
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from opendiloco.errors import MachineError
 from opendiloco.quantities import VALUE_BYTES, in_words
@@ -29,13 +30,14 @@ from opendiloco.training.codec import BlockCodec, block_bytes
 from peers import metrics
 from peers.driver.driver import CALL, CALL_TIMEOUT
 from peers.errors import RemoteProtocolError, SwarmUnreachableError
-from peers.log.folder import LogFolder, RunLog
+from peers.log.folder import LogFolder, LogFolderError, RunLog
 from peers.log.head_signer import CannotSignError, HeadSigner, SignedFileError
 from peers.log.header import NO_PAYLOAD, Position
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError, LogState
 from peers.messages.messages import Certified, Elsewhere, Inquire
 from peers.messages.packing import pack_message, unpack_message
+from peers.metrics import HEALTH
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.run_failures import RunFailures
 from peers.network.transport import HivemindTransport
@@ -51,7 +53,7 @@ from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
-from peers.values.system import cancel_and_wait, next_sequence, now
+from peers.values.system import cancel_and_wait, make_private_folder, next_sequence, now
 from peers.values.wire import DIGEST_BYTES, WireError
 from peers.values.workload import SnapshotError
 
@@ -395,8 +397,17 @@ class Archive:
     """All runs that a node archives in a folder."""
 
     def __init__(self, identity: Identity, folder: Path, limit: int | None = None) -> None:
-        """`limit` is the most bytes that the folder may take; None: most of the disk. One run may take a quarter of
-        it."""
+        """Create the folder. `limit` is the most bytes that it may take; None: most of the disk. One run may take a
+        quarter of it. Raises: MachineError if the folder cannot be written."""
+        try:
+            make_private_folder(folder)
+            with TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise MachineError(
+                f"the archive's folder {folder} cannot be used: {error.strerror}.",
+                "Name a folder that you may write to with --archive.",
+            ) from error
         self._identity = identity
         self._folder = folder
         self._room = _DiskRoom(folder, limit)
@@ -433,12 +444,13 @@ class Archive:
                     for served in (self._runs, sources, buffers, logs):
                         served.pop(run_id, None)
                     transport.forget(run_id)
+                    HEALTH.over(_health_part(run_id))
                     if archived.end.last is None:  # a run with entries stays, or a flood of fake runs would remove it
                         await asyncio.to_thread(archived.folder.remove)
                         self._room.forget(run_id)
                     self._without_room.discard(run_id)
                 for run_id in [one for one in known if one not in keeping and opening.is_due(one)]:
-                    with opening.caught(run_id):
+                    with opening.caught(run_id), _in_health(run_id):
                         run, place = Run.from_manifest(known[run_id]), (self._folder, self._room)
                         archived = await asyncio.to_thread(ArchivedRun, run, self._identity, transport, *place)
                         self._runs[run_id], sources[run_id], logs[run_id] = archived, archived.log.stretch, archived.log
@@ -461,7 +473,10 @@ class Archive:
         if self._following.is_due(run_id):
             with self._following.caught(run_id):
                 try:
-                    if await archived.follow():
+                    # The size of a run without entries is only claimed: a stranger could make this node unhealthy.
+                    with _in_health(run_id) if archived.end.last is not None else nullcontext():
+                        is_followed = await archived.follow()
+                    if is_followed:
                         self._without_room.discard(run_id)
                 except _NoRoomError as error:
                     if run_id not in self._without_room:
@@ -491,6 +506,21 @@ class Archive:
                     await transport.call(sender, CALL, reply, CALL_TIMEOUT)
             return b""
         raise RemoteProtocolError(sender, "a message of a run that is not archived here")
+
+
+def _health_part(run_id: str) -> str:
+    return f"archive of {run_id}"
+
+
+@contextmanager
+def _in_health(run_id: str) -> Iterator[None]:
+    """Report in the node's health whether this machine's disk or memory keeps entries of a run from its archive."""
+    try:
+        yield
+    except (MachineError, LogFolderError) as error:
+        HEALTH.failing(_health_part(run_id), f"entries of run {run_id} cannot be archived: {error.message}")
+        raise
+    HEALTH.well(_health_part(run_id))
 
 
 # Disk space -----------------------------------------------------------------------------------------------------------

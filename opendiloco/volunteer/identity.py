@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peers.errors import CopiedKeyError, DilocoPeerError, InUseError, LocalNetworkError
+from peers.errors import CopiedKeyError, DilocoPeerError, IdentityFileError, InUseError
 from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.system import cancel_and_wait, make_private_folder, now, start_task
@@ -31,14 +31,14 @@ def _default_path() -> Path:
 
 
 def usable_path(path: Path | None) -> Path:
-    """Return `path`, or the default path after making its folder. Raises: LocalNetworkError."""
+    """Return `path`, or the default path after making its folder. Raises: IdentityFileError."""
     if path is not None:
         return path
     path = _default_path()
     try:
         make_private_folder(path.parent)
     except OSError as error:
-        raise LocalNetworkError(
+        raise IdentityFileError(
             f"cannot make the folder {path.parent} for the identity file: {error.strerror}.",
             "Name another file with --identity.",
         ) from error
@@ -46,18 +46,22 @@ def usable_path(path: Path | None) -> Path:
 
 
 def load_identity(path: Path | None) -> Identity:
-    """Return the identity in `path` for signing. A missing file is made. Raises: LocalNetworkError."""
-    return Identity.load_or_create(usable_path(path))
+    """Return the identity in `path` for signing. A missing file is made. Raises: IdentityFileError."""
+    path = usable_path(path)
+    identity = Identity.load_or_create(path)
+    if path.stat().st_mode & 0o077:
+        logger.warning("other users of this machine can read or change the key file %s: run `chmod 600 %s`", path, path)
+    return identity
 
 
 @contextmanager
 def hold_identity(path: Path | None) -> Iterator[Identity]:
     """Yield the identity in `path` for a peer, and lock the file meanwhile. A missing file is made.
 
-    Raises: InUseError when another process holds the lock; LocalNetworkError when the file cannot be read or made.
+    Raises: InUseError when another process holds the lock; IdentityFileError when the file cannot be read or made.
     """
     path = usable_path(path)
-    identity = Identity.load_or_create(path)
+    identity = load_identity(path)
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -76,8 +76,7 @@ async def run_bootstrap(
     usable run. `beside` is further work with the announced runs; the `tickets` admit the node to those by invitation.
     `links` has the settings for bringing volunteers together that cannot dial each other.
 
-    Raises: ManifestError, LocalNetworkError, SwarmUnreachableError when it cannot start; LocalNetworkError when
-    libp2p's daemon dies.
+    Raises: ManifestError, LocalNetworkError when it cannot start; LocalNetworkError when libp2p's daemon dies.
     """
     store = ManifestStore(manifest_directory, check)
     tickets_shown = {ticket.run: ticket.shown_by(identity.peer_id) for ticket in tickets}
@@ -154,7 +153,7 @@ class _BootstrapNode:
             raise RefusalError("the node's disk takes no manifest now; its operator can see why") from error
         self._learn(manifest)
         metrics.KNOWN_RUNS.set(len(self.store.run_ids()))
-        await self.transport.store_manifest(manifest, MANIFEST_LIFETIME)
+        await self._publish_one(manifest)
         logger.info("run %s was announced by %s, from %s", manifest.run_id, sender, network)
         return manifest.run_id.encode()
 
@@ -212,6 +211,8 @@ async def _work_until_stopped(node: _BootstrapNode, beside: Sequence[NodeTask], 
         task.add_done_callback(_report_failure)
     try:
         await asyncio.wait({stopped, failed, publishing}, return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done():
+            logger.info("a signal asked this node to stop: it leaves the swarm now")
         if failed.done():
             raise failed.result()
         if publishing.done():

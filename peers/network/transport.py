@@ -15,7 +15,14 @@ from functools import partial
 from typing import Any, Self, TypeAlias
 
 from peers import metrics
-from peers.errors import AdmissionError, DilocoPeerError, LocalNetworkError, LocalProtocolError, RemoteProtocolError
+from peers.errors import (
+    AdmissionError,
+    DilocoPeerError,
+    LocalNetworkError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    SwarmUnreachableError,
+)
 from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError, Serve, pull, serve_pull
 from peers.network.contacts import contacts_of, host_of, is_loopback, open_volunteers
 from peers.network.daemon import (
@@ -110,8 +117,9 @@ class HivemindTransport:
         `local`: no NAT traversal. By default it is on when all initial peers, or without any all listening addresses,
         are on the loopback interface.
 
-        `public`: others can dial us, which a bootstrap node assumes. A node that is not public is a client at first,
-        and is reached through the initial peers. By default the node finds out by itself.
+        `public`: others can dial us, which a bootstrap node assumes. It starts even if no initial peer answers, with a
+        warning. A node that is not public is a client at first, and is reached through the initial peers. By default
+        the node finds out by itself.
 
         Raises: ManifestError, LocalNetworkError, SwarmUnreachableError (see start_daemon).
         """
@@ -125,15 +133,26 @@ class HivemindTransport:
         elif public is None and not is_behind_nat():
             exposure = Exposure.UNKNOWN
         waits = bool(initial_peers) and exposure in (Exposure.PRIVATE, Exposure.UNKNOWN)
-        start = partial(start_daemon, identity, contacts, listen, announce, client_mode, exposure)
-        daemon = await reach(start, contacts)
+
+        async def begin(contacts: Sequence[str]) -> tuple[Daemon, KnownRuns, DhtNode]:
+            start = partial(start_daemon, identity, contacts, listen, announce, client_mode, exposure)
+            daemon = await reach(start, contacts)
+            try:
+                runs = KnownRuns()
+                dht = await DhtNode.create(daemon, contacts, client_mode or waits, runs.admissions)
+                await daemon.refresh_addresses()
+            except BaseException:
+                await stop_daemon(daemon)
+                raise
+            return daemon, runs, dht
+
         try:
-            runs = KnownRuns()
-            dht = await DhtNode.create(daemon, contacts, client_mode or waits, runs.admissions)
-            await daemon.refresh_addresses()
-        except BaseException:
-            await stop_daemon(daemon)
-            raise
+            daemon, runs, dht = await begin(contacts)
+        except SwarmUnreachableError as error:
+            if not public:
+                raise
+            logger.warning("%s This node serves without them, and tries again while it runs.", error.message)
+            daemon, runs, dht = await begin(())
         transport = cls(identity, daemon, dht, runs)
         try:
             if not client_mode:

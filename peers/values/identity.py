@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from pydantic import Field
 
-from peers.errors import LocalNetworkError, quoted
+from peers.errors import IdentityFileError, quoted
 
 SIGNATURE_BYTES = 64  # an Ed25519 signature
 KEY_BYTES = 32  # an Ed25519 public key
@@ -55,18 +55,18 @@ class Identity:
 
     @classmethod
     def load(cls, path: Path) -> Identity:
-        """Read a PEM file. Raises: LocalNetworkError when it cannot be read or is no unencrypted Ed25519 key."""
+        """Read a PEM file. Raises: IdentityFileError when it cannot be read or is no unencrypted Ed25519 key."""
         try:
             key = load_pem_private_key(path.read_bytes(), password=None)
         except OSError as error:
             reason = error.strerror or str(error)
-            raise LocalNetworkError(
+            raise IdentityFileError(
                 f"cannot read the identity file {path}: {reason}.", "Check the path and its permissions."
             ) from error
         except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: the key is encrypted
             key = None
         if not isinstance(key, Ed25519PrivateKey):
-            raise LocalNetworkError(
+            raise IdentityFileError(
                 f"{path} is not an identity file: it holds no unencrypted Ed25519 private key in PEM form.",
                 "Name another file, or one that does not exist yet to have a new identity made.",
             )
@@ -75,7 +75,7 @@ class Identity:
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
         """Return the identity in `path`. If there is no such file, a new identity is saved there. Raises:
-        LocalNetworkError."""
+        IdentityFileError."""
         with suppress(OSError):  # another process was faster, or the file name is invalid: load() reports it
             if not path.exists():
                 cls.generate().save(path)
@@ -86,7 +86,7 @@ class Identity:
 
         Raises:
             FileExistsError: the file exists.
-            LocalNetworkError: the folder is missing or not writable.
+            IdentityFileError: the folder is missing or not writable.
         """
         pem = self.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         try:
@@ -104,7 +104,7 @@ class Identity:
             raise
         except OSError as error:
             reason = error.strerror or str(error)
-            raise LocalNetworkError(
+            raise IdentityFileError(
                 f"cannot save the identity file {path}: {reason}.", "Name a file in a directory that you may write to."
             ) from error
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -30,7 +32,7 @@ MANIFEST = SignedManifest.create(Identity.generate(), "tiny", {"name": "tiny"})
 
 @asynccontextmanager
 async def bootstrap_node(
-    identity: Identity, directory: Path, listen: tuple[str, ...] = LOOPBACK
+    identity: Identity, directory: Path, listen: tuple[str, ...] = LOOPBACK, others: tuple[str, ...] = ()
 ) -> AsyncIterator[tuple[str, ...]]:
     """A running bootstrap node's addresses."""
     stop, is_ready = asyncio.Event(), asyncio.Event()
@@ -41,7 +43,7 @@ async def bootstrap_node(
         addresses = visible
         is_ready.set()
 
-    running = asyncio.create_task(run_bootstrap(identity, listen, (), (), directory, on_ready, stop))
+    running = asyncio.create_task(run_bootstrap(identity, listen, (), others, directory, on_ready, stop))
     started = asyncio.create_task(is_ready.wait())
     await asyncio.wait({running, started}, timeout=TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
     started.cancel()
@@ -242,6 +244,34 @@ asyncio.run(main())
 assert "torch" not in sys.modules
 print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 """
+
+
+def test_nodes_that_name_each_other_start_in_any_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: the first one ended, since the other one did not answer yet."""
+    caplog.set_level(logging.INFO, bootstrap.__name__)
+    first, second = Identity.generate(), Identity.generate()
+    with socket.socket() as one, socket.socket() as other:
+        for unused in (one, other):
+            unused.bind(("127.0.0.1", 0))
+        places = [f"/ip4/127.0.0.1/tcp/{unused.getsockname()[1]}" for unused in (one, other)]
+    at_first, at_second = f"{places[0]}/p2p/{first.peer_id}", f"{places[1]}/p2p/{second.peer_id}"
+
+    async def main() -> None:
+        async with (
+            bootstrap_node(first, tmp_path / "first", (places[0],), (at_second,)),
+            bootstrap_node(second, tmp_path / "second", (places[1],), (at_first,)),
+            visitor((at_second,)) as organiser,
+            visitor((at_first,)) as volunteer,
+        ):
+            await announce_manifest(organiser, MANIFEST, (at_second,))
+            async with asyncio.timeout(TIMEOUT):
+                while await volunteer.find_manifest(MANIFEST.run_id) is None:
+                    await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+    [record] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "no bootstrap node answered" in record.getMessage()
+    assert sum("asked this node to stop" in record.getMessage() for record in caplog.records) == 2
 
 
 def test_node_needs_no_torch() -> None:

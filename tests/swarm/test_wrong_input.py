@@ -122,9 +122,9 @@ def test_port_in_use(place: Place) -> None:
 def test_identity_file(place: Place) -> None:
     (place.site.folder / "text.pem").write_text("not a key")
     join = ("join", "--run", place.invite, *LOOPBACK, "--identity")
-    assert "text.pem is not an identity file" in place.refuses(5, *join, "text.pem")
+    assert "text.pem is not an identity file" in place.refuses(2, *join, "text.pem")
     assert "bootstrap.pem is in use" in place.refuses(15, *join, "bootstrap.pem")
-    assert "nowhere" in place.refuses(5, *join, "nowhere/identity.pem")
+    assert "nowhere" in place.refuses(2, *join, "nowhere/identity.pem")
 
 
 def test_no_corpus(place: Place, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.test_documentation import assert_is_a_command, blocks
 ROOT = Path(__file__).parent.parent.parent
 UNITS = sorted((ROOT / "systemd").glob("*.service"))
 OPERATING = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+INVITE = f"diloco:tiny-{'a' * 32}@/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWQ"
 PROGRAM = "/opt/diloco-peer/bin/diloco-peer"
 MOST_EXPOSED = 25  # tenths of what `systemd-analyze security` says; 0 is closed, 96 a service without any hardening
 
@@ -118,7 +119,7 @@ def test_a_user_gets_a_unit_of_its_own_that_runs_join(tmp_path: Path, monkeypatc
     typed = [
         "service",
         "install",
-        "diloco:tiny-1@x",
+        INVITE,
         "--hours",
         "22-07",
         "--team",
@@ -129,7 +130,7 @@ def test_a_user_gets_a_unit_of_its_own_that_runs_join(tmp_path: Path, monkeypatc
     done = CliRunner().invoke(main, typed)
     assert done.exit_code == 0, done.output
     unit = tmp_path / "systemd" / "user" / "diloco-volunteer.service"
-    assert f"wrote {unit}" in done.output
+    assert f"wrote {unit}." in done.output
     assert "systemctl --user daemon-reload && systemctl --user enable --now diloco-volunteer" in done.output
     [line] = values(unit)["ExecStart"]
     python, _, module, *arguments = shlex.split(line.replace("%%", "%").replace("$$", "$"))
@@ -140,7 +141,7 @@ def test_a_user_gets_a_unit_of_its_own_that_runs_join(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("system", [False, True])
 def test_the_unit_that_is_written_is_accepted_and_restarts_as_ours_do(system: bool, tmp_path: Path) -> None:
-    typed = ["--system", "--print"] if system else ["--print", "diloco:tiny-1@x"]
+    typed = ["--system", "--print"] if system else ["--print", INVITE]
     done = CliRunner().invoke(main, ["service", "install", *typed])
     assert done.exit_code == 0, done.output
     unit = tmp_path / "diloco-written.service"
@@ -154,11 +155,24 @@ def test_the_unit_that_is_written_is_accepted_and_restarts_as_ours_do(system: bo
         assert (checked.returncode, checked.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("typed", [["--ticekt", "x"], []])
+@pytest.mark.parametrize(("typed", "code"), [(["--ticekt", "x"], 2), ([], 2), (["diloco:tiny"], 3)])
 def test_no_unit_is_written_for_what_cannot_be_typed(
-    typed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    typed: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     done = CliRunner().invoke(main, ["service", "install", *typed])
-    assert done.exit_code == 2
+    assert done.exit_code == code
     assert not (tmp_path / "systemd").exists()
+
+
+def test_a_unit_of_the_operator_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it was overwritten without a word."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    typed = ["service", "install", INVITE]
+    assert [CliRunner().invoke(main, typed).exit_code for _ in range(2)] == [0, 0], "its own unit is replaced"
+    unit = tmp_path / "systemd" / "user" / "diloco-volunteer.service"
+    unit.write_text("[Service]\nExecStart=true\n")
+    refused = CliRunner().invoke(main, typed)
+    assert refused.exit_code == 6
+    assert f"{unit} exists, and `service install` did not write it. Move it away" in refused.output
+    assert unit.read_text() == "[Service]\nExecStart=true\n"

@@ -49,3 +49,34 @@ def test_a_bootstrap_node_serves_metrics(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert CliRunner().invoke(main, arguments).exit_code == 0
     assert CliRunner().invoke(main, [*arguments, "--metrics-host", "0.0.0.0"]).exit_code == 0
     assert served == [(9000, "127.0.0.1"), (9000, "0.0.0.0")]
+
+
+def test_an_archive_that_cannot_be_written_is_found_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Regression: it was found with the first run, hours later."""
+
+    async def run_bootstrap(*arguments: object) -> None:
+        return None
+
+    monkeypatch.setattr(peers.network.bootstrap, "run_bootstrap", run_bootstrap)
+    arguments = ["bootstrap", "--identity", str(tmp_path / "key.pem"), "--archive"]
+    good, bad = tmp_path / "deep" / "archive", tmp_path / "key.pem" / "archive"
+    done = CliRunner().invoke(main, [*arguments, str(good)])
+    assert f"The archive is in {good}\n" in done.output
+    assert good.is_dir()
+    refused = CliRunner().invoke(main, [*arguments, str(bad)])
+    assert refused.exit_code == 6
+    assert f"the archive's folder {bad} cannot be used: Not a directory." in refused.output
+    assert "--archive" in refused.output
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--announce", "example.org"], ["--initial-peer", "/ip4/192.0.2.1/tcp/1"], ["--max-disk", "10"]]
+)
+def test_a_wrong_option_is_wrong_usage(tmp_path: Path, wrong: list[str]) -> None:
+    """Regression: a malformed address ended with 3, and --max-disk without an archive was ignored."""
+    refused = CliRunner().invoke(main, ["bootstrap", "--identity", str(tmp_path / "key.pem"), *wrong])
+    assert refused.exit_code == 2
+    assert wrong[0] in refused.output
+    assert not (tmp_path / "key.pem").exists()

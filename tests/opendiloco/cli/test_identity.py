@@ -18,5 +18,5 @@ def test_the_key_is_shown_by_its_peer_id(tmp_path: Path) -> None:
     assert identity.peer_id in shown.stdout
     assert str(key) in shown.stdout
     refused = CliRunner().invoke(main, ["identity", "show", "--identity", str(missing)])
-    assert refused.exit_code == 5
+    assert refused.exit_code == 2, "systemd must not start the service again"
     assert not missing.exists()

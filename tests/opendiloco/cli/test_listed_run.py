@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -122,6 +123,17 @@ def test_slow_runs_keep_the_others_waiting_for_a_bounded_time(
     assert [each.get("needs") is not None for each in plain] == [True] * 3 + [False] * 4
     assert [each["problem"] for each in plain] == [None] * 3 + [NOT_MEASURED] * 3 + ["it is gone"]
     assert time == 1036.0
+
+
+def test_runs_are_listed_without_torch(small_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the command failed as soon as a node knew a run."""
+    listed = ListedRun("run-1", view=RunView(Run.sign(small_config, Identity.generate()), ()))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "opendiloco.model.build", raising=False)
+    [each] = status._with_needs([listed])
+    assert each.needs is None
+    assert each.problem == "needs are not computed: the Python package torch is missing here"
+    assert "".join(each.lines())
 
 
 def test_what_a_run_takes_follows_from_its_model(small_config: RunConfig) -> None:

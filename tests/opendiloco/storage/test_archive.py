@@ -30,6 +30,7 @@ from peers.log.header import Fault, Header, Member
 from peers.log.state import LogState
 from peers.messages.messages import Certified, Elsewhere, Inquire
 from peers.messages.packing import unpack_message
+from peers.metrics import HEALTH
 from peers.network import run_failures
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.known_runs import KnownRuns
@@ -93,6 +94,11 @@ class Network:
 @pytest.fixture
 def run(small_config: RunConfig) -> Run:
     return Run.sign(small_config, Identity.generate())
+
+
+@pytest.fixture(autouse=True)
+def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HEALTH, "_failures", {})
 
 
 def archive(run: Run, folder: Path, limit: int | None = None) -> ArchivedRun:
@@ -252,6 +258,7 @@ def test_a_run_that_cannot_be_kept_ends_no_other(
     asyncio.run(scenario())
     [record] = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert bad.run_id in record.getMessage()
+    assert [bad.run_id in reason for reason in HEALTH.reasons] == [True] * (poison == "folder")
 
 
 def test_a_run_that_the_node_has_forgotten_is_kept_no_more(
@@ -323,12 +330,18 @@ def test_a_run_that_is_too_large_is_not_fetched_until_there_is_room(
     assert "raise --max-disk" in said
     assert look(20_000_000) == [], "it was said before"
     assert not fetched
+    assert HEALTH.reasons == [], "no entry shows that the run is as large as a peer claims"
     with pytest.raises(_NoRoomError):
         asyncio.run(kept._keep_snapshot([beat], ["a"], 0))
     assert look(8 * VALUES) == []
     assert (fetched, kept.end) == (["payload"], states[1])
     assert len(look(20_000_000, index=2)) == 1, "it fitted meanwhile"
     assert fetched == ["payload"]
+    [reason] = HEALTH.reasons
+    assert f"entries of run {run.run_id} cannot be archived: the next data need" in reason
+    monkeypatch.setattr(kept, "follow", answering(True))
+    look(8 * VALUES)
+    assert HEALTH.reasons == []
 
 
 def test_what_is_fetched_of_one_run_is_counted_for_all(tmp_path: Path) -> None:

@@ -44,3 +44,16 @@ def test_a_configuration_folder_that_cannot_be_made(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
     with pytest.raises(LocalNetworkError, match="Name another file with --identity"), hold_identity(None):
         pass
+
+
+def test_a_key_that_others_can_read_is_a_warning_with_its_remedy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "key.pem"
+    load_identity(path)
+    assert not caplog.records
+    path.chmod(0o644)
+    with hold_identity(path):
+        pass
+    [warning] = caplog.records
+    assert f"run `chmod 600 {path}`" in warning.getMessage()

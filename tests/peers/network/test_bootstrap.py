@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from peers import metrics
 from peers.metrics import Health
 from peers.network import bootstrap, run_failures
 from peers.network.bootstrap import ANNOUNCEMENTS_BURST, _BootstrapNode
@@ -171,3 +172,30 @@ def test_a_restarted_node_knows_which_tickets_were_revoked(tmp_path: Path) -> No
     admission = runs.admissions.of(BY_INVITATION.run_id)
     assert admission is not None
     assert admission.number == LIST.number
+
+
+def test_an_announced_run_has_its_metric_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the series of a new run's live peers began minutes later."""
+    monkeypatch.setattr(bootstrap, "now", lambda: 0.0)
+
+    class Transport:
+        daemon = SimpleNamespace()
+        runs = SimpleNamespace(admissions=Admissions())
+
+        def learn(self, manifest: SignedManifest) -> None:
+            pass
+
+        async def store_manifest(self, manifest: SignedManifest, lifetime: float) -> None:
+            pass
+
+        async def heartbeats(self, run_id: str) -> list[Heartbeat]:
+            return [Heartbeat.model_construct(state=PeerState.TRAINING)]
+
+    async def network_of(peer: str) -> str:
+        return "here"
+
+    transport: Any = Transport()
+    transport.daemon.network_of = network_of
+    node = _BootstrapNode(transport, ManifestStore(tmp_path), {})
+    asyncio.run(node.on_announcement("a", FIRST.pack()))
+    assert metrics.RUN_LIVE_PEERS.labels(FIRST.run_id)._value.get() == 1

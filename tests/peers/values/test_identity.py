@@ -65,7 +65,7 @@ def test_other_files_are_not_identities(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(LocalNetworkError, match="not an identity file") as caught:
             Identity.load(path)
-        assert caught.value.exit_code == 5
+        assert caught.value.exit_code == 2
 
 
 def test_peer_id_has_the_form_of_libp2p() -> None:
