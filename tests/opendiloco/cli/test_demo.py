@@ -12,7 +12,7 @@ import pytest
 from opendiloco.errors import DemoError
 from opendiloco.model.export import RunFacts
 from opendiloco.run import Run
-from opendiloco.tools.demo import DemoScreen, _Child, _finish, _judge, _Swarm, _Volunteer
+from opendiloco.tools.demo import DemoScreen, _Child, _finish, _judge, _Swarm, _DemoVolunteer
 from opendiloco.view.run_view import Agreement
 from tests.peers.heartbeats import beat
 from tests.peers.logs import LOG
@@ -25,7 +25,7 @@ def swarm(tmp_path: Path) -> _Swarm:
     """Three volunteers, of which one has been killed, and one that came in the middle and trains."""
     found = _Swarm(cast(Run, None), "", tmp_path, cast(DemoScreen, None), [], agreement=Agreement())
     for number in (1, 2, 3, 4):
-        found.volunteers[str(number)] = _Volunteer(f"volunteer {number}", cast(_Child, None), trains=True)
+        found.volunteers[str(number)] = _DemoVolunteer(f"volunteer {number}", cast(_Child, None), trains=True)
     found.newcomer = found.volunteers["4"]
     found.agreement.observe([beat("a", LOG), beat("b", LOG)])
     return found
