@@ -12,7 +12,7 @@ import pytest
 from opendiloco.errors import DemoError
 from opendiloco.model.export import RunFacts
 from opendiloco.run import Run
-from opendiloco.tools.demo import DemoScreen, _Child, _finish, _judge, _Swarm, _DemoVolunteer
+from opendiloco.tools.demo import DemoScreen, _Child, _DemoVolunteer, _finish, _judge, _Swarm
 from opendiloco.view.run_view import Agreement
 from tests.peers.heartbeats import beat
 from tests.peers.logs import LOG
