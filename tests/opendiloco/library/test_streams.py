@@ -76,12 +76,21 @@ def test_weights_that_are_not_finite_end_the_loop_before_they_are_averaged(
 ) -> None:
     """Regression: the swarm's thread raised a WorkerError, below a traceback of asyncio."""
 
-    def spoil(diloco: DiLoCo) -> None:
-        with torch.no_grad():
-            next(diloco._model.parameters()).fill_(torch.nan)
+    config = config_of(small_content, {})
+    model: torch.nn.Module = build_model(config, ByteTokenizer())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr(Run, "with_data", lambda run, folders: run)
 
-    with pytest.raises(LoopError, match=r"weights hold NaN or infinity in inner step \d of outer step 0\. Lower the"):
-        loop_in(config_of(small_content, {}), monkeypatch, spoil)
+    def train() -> None:
+        with DiLoCo(model, optimizer, run="diloco:small-1", evaluates=False) as diloco:
+            for _ in diloco.batches():
+                diloco.report(torch.nan)
+                next(model.parameters()).grad = torch.full_like(next(model.parameters()), torch.nan)
+                optimizer.step()
+
+    problem = r"weights hold NaN or infinity in inner step \d of outer step 0\. Lower the"
+    with playing(config, LEASES), pytest.raises(LoopError, match=problem):
+        train()
 
 
 LOOP = InnerLoop(0, LEASES[0], 4, 0)
