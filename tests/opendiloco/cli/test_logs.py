@@ -67,7 +67,8 @@ def test_libraries_do_not_warn_of_their_own_builds(level: str | None, shown: boo
 
 def test_a_program_that_builds_a_model_sees_no_warnings_of_other_libraries() -> None:
     """Regression: a script around `DiLoCo` or `Reference` began with four warnings about torchao."""
-    loaded = "import opendiloco.model.build, transformers; transformers.AutoModelForCausalLM.from_config"
+    pytest.importorskip("torchao")
+    loaded = "import opendiloco.model, torchao.quantization"  # transformers imports it to build a model
     done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
 
