@@ -23,7 +23,7 @@ from benchmarks.threaded_worker import ThreadedWorker
 from benchmarks.vector_peer import GATED_TIMING, OUTER_STEPS, add_noise, create_vectors, run_config
 from opendiloco.alignment import ALIGNMENT
 from opendiloco.config.overrides import Overrides
-from opendiloco.config.run_config import RunConfig
+from opendiloco.config.run_config import CodecSection, RunConfig
 from opendiloco.shared_memory import SharedVectors, Vector
 from opendiloco.training.inner import InnerSteps, ModelReplica
 from opendiloco.training.team import Team
@@ -81,7 +81,7 @@ class StreamingPeerOptions:
                 "outer_steps": OUTER_STEPS,
                 "streaming": streaming,
                 "training": config.training.model_copy(update=training),
-                "codec": config.codec.model_copy(update={"kind": self.codec}),
+                "codec": CodecSection.model_validate({"kind": self.codec}),
             }
         )
 

@@ -22,6 +22,7 @@ def train(config: RunConfig, invite: str, data: list[Path]) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(config.model.config or {})))
     inner_optimizer = torch.optim.AdamW(model.parameters(), lr=config.inner_optimizer.learning_rate)
     with DiLoCo(model, inner_optimizer, run=invite, data=data) as diloco:
+        outer_step = diloco.outer_step
         for windows in diloco.batches():
             logits = model(input_ids=windows[:, :-1]).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
@@ -29,8 +30,9 @@ def train(config: RunConfig, invite: str, data: list[Path]) -> None:
             diloco.report(loss)
             inner_optimizer.step()  # the last one of an outer step waits for the others, and loads theta
             inner_optimizer.zero_grad()
-            if diloco.inner_step == 0:
-                print(f"outer step {diloco.outer_step}: loss {loss.item():.3f}", flush=True)
+            if diloco.outer_step != outer_step:
+                outer_step = diloco.outer_step
+                print(f"outer step {outer_step}: loss {loss.item():.3f}", flush=True)
     print(f"the sum of all final weights is {sum(value.double().sum() for value in model.parameters()):.12f}")
 
 

@@ -72,7 +72,7 @@ class Run:
             if getattr(own, table) is None:
                 raise DataError(
                     f"{table}.path = {path!r} is a place on a machine; what you have not named is not read.",
-                    f"Name the run's {table} on this machine: --{table} PATH.",
+                    f"Name the run's {table} on this machine: --{table} PATH, or own=OwnFiles({table}=PATH) in Python.",
                 )
         return replace(self, config=with_own_files(self.config, own))
 

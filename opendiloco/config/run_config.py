@@ -397,6 +397,17 @@ class RunConfig(Section):
         """Return all values, defaults included, as plain JSON types. `from_manifest_content` is the inverse."""
         return self.model_dump(mode="json")
 
+    def changed(self, values: dict[str, Any]) -> Self:
+        """Return the configuration with other values, nested as in run.toml: `{"codec": {"kind": "e2m1"}}`. A table
+        with another `kind` is replaced whole. Raises: ManifestError."""
+        return self.from_manifest_content(_merged(self.to_manifest_content(), values), "changed")
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if not (isinstance(old, dict) and isinstance(new, dict)) or new.get("kind", old.get("kind")) != old.get("kind"):
+        return new
+    return old | {key: _merged(old.get(key), value) for key, value in new.items()}
+
 
 def misfit(positions: JsonValue, vocabulary: JsonValue, config: RunConfig, tokens: int) -> str | None:
     """Return the reason, in one line, why a model cannot train on a run's windows and tokens; None if it can.

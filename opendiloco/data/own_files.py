@@ -59,17 +59,21 @@ def volunteered(section: DataSection, folders: Sequence[Path] = ()) -> DataSecti
         return section.with_sources((_replaced(sources[0], folders[0]),))
     given = len(folders)
     if given and not local:
-        raise DataError(f"--data is given {given} times, but none of the run's sources is local.", "Remove --data.")
+        raise DataError(
+            f"{given} folders of data are given, but none of the run's sources is local.",
+            "Remove --data, or data=[…] in Python.",
+        )
     if len(local) == 1 and given != 1:
         raise DataError(
             f"data.source = {local[0]!r} may mean files on this machine; what you have not named is not read.",
-            "Name the folder with the run's text, or with text of yours to train on: --data FOLDER.",
+            "Name the folder with the run's text, or with text of yours to train on: --data FOLDER, or "
+            "data=[FOLDER] in Python.",
         )
     if given != len(local):
         raise DataError(
-            f"the run has {len(local)} local sources, {', '.join(map(repr, local))}, and --data is given {given} times;"
+            f"the run has {len(local)} local sources, {', '.join(map(repr, local))}, and {given} folders are given;"
             " what you have not named is not read.",
-            "Name a folder for each, in this order: --data FOLDER --data FOLDER …",
+            "Name a folder for each, in this order: --data FOLDER --data FOLDER …, or data=[FOLDER, FOLDER] in Python.",
         )
     if not local:
         return section

@@ -20,7 +20,7 @@ from opendiloco.config.run_config import StreamingSection
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.data.sample_order import numbers_of
-from opendiloco.errors import LoopError
+from opendiloco.errors import DataError, LoopError
 from opendiloco.library.model import LoopReplica, TokenCounter, check_own_model
 from opendiloco.library.ranks import Ranks
 from opendiloco.library.swarm import LoopWorker, OuterStep, SwarmThread
@@ -134,17 +134,17 @@ class DiLoCo:
         model: torch.nn.Module,
         inner_optimizer: torch.optim.Optimizer,
         run: str,
-        data: Sequence[Path] = (),
+        data: Sequence[str | Path] | str | Path = (),
         identity: Identity | None = None,
         ticket: str | None = None,
         evaluates: bool = True,
         own: OwnFiles = NONE,
         is_abandoned: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`run` is an invite; a run by invitation also needs a `ticket`: its text, or a file's path. `data` are folders
-        that replace the run's local sources, and `own` the local files of its model and tokenizer. With `evaluates`,
-        the loop takes its turns to evaluate. `is_abandoned` returns True if the loop has ended without leaving this
-        context; the peer then leaves the run."""
+        """`run` is an invite; a run by invitation also needs a `ticket`: its text, or a file's path. `data` names a
+        folder or several that replace the run's local sources, and `own` the local files of its model and tokenizer.
+        With `evaluates`, the loop takes its turns to evaluate. `is_abandoned` returns True if the loop has ended
+        without leaving this context; the peer then leaves the run."""
         check_own_model(model)
         self._model = model
         self._inner_optimizer = getattr(inner_optimizer, "optimizer", inner_optimizer)  # accelerate wraps the optimizer
@@ -154,7 +154,11 @@ class DiLoCo:
                 "Give the optimizer whose step() trains the model.",
             )
         self._ranks = Ranks()
-        self._text = RunsText(data, evaluates and self._ranks.size == 1)
+        folders = [Path(each) for each in ([data] if isinstance(data, str | Path) else data)]
+        missing = [str(folder) for folder in folders if not folder.exists()]
+        if missing and self._ranks.is_first:
+            raise DataError(f"data: there is no {missing[0]!r}.", "Name folders of this machine: data=[FOLDER].")
+        self._text = RunsText(folders, evaluates and self._ranks.size == 1)
         self._loss: float | None = None
         self._tokens = TokenCounter()
         self._until_leaving = ExitStack()
@@ -162,7 +166,9 @@ class DiLoCo:
         self._work: InnerLoop | None = None
         self._over_after: int | None = None  # the run's outer steps, once it is over
         self._outer_step: OuterStep | None = None
-        self._swarm = SwarmThread(Invite.parse(run), identity or Identity.generate(), ticket, own, model, is_abandoned)
+        self._swarm = SwarmThread(
+            Invite.parse(run), identity or Identity.generate(), ticket, own, model, is_abandoned, folders
+        )
 
     def __enter__(self) -> Self:
         self._until_leaving.enter_context(self._interrupt)
@@ -205,6 +211,12 @@ class DiLoCo:
         joined = self._swarm.joined.result()
         return joined.run, joined.worker.layout
 
+    def _entered(self) -> Run:
+        """Return the run. Raises: LoopError outside of the `with` block."""
+        if not hasattr(self, "run"):
+            raise LoopError("DiLoCo has not joined its run.", "Use it in a with block: `with DiLoCo(…) as diloco:`.")
+        return self.run
+
     @property
     def _worker(self) -> LoopWorker:
         """The worker of the first process."""
@@ -234,9 +246,10 @@ class DiLoCo:
     def learning_rate_factor(self) -> float:
         """The factor of the run's schedule and amendments for the inner learning rate in the next inner step; 0 when
         the run is over. The loop must multiply its own rate with it."""
+        run = self._entered()
         if (work := self._work) is None:
             return 0.0
-        config, steps_done = self.run.config, self._cycle.steps_done
+        config, steps_done = run.config, self._cycle.steps_done
         step = work.index * config.training.inner_steps + steps_done
         tokens = work.tokens + (steps_done + 1) * config.training.batch_size * config.training.sequence_length
         return inner_learning_rate_factor(config, Overrides.of(work.amendment, config), step, tokens)
@@ -244,16 +257,17 @@ class DiLoCo:
     def track(self, choice: str) -> None:
         """Send curves to "tensorboard:FOLDER" or "wandb:PROJECT" from the first process, until the loop leaves. Raises:
         ValueError, MachineError."""
-        chosen = [TrackerSpec.parse(choice)]
+        run, chosen = self._entered(), [TrackerSpec.parse(choice)]
         if self._ranks.is_first:
             peer = self._swarm.identity.peer_id
-            opened = self._until_leaving.enter_context(tracking(chosen, self.run.run_id, peer))
-            configuration = configuration_of(self.run, peer, self._worker.device)
+            opened = self._until_leaving.enter_context(tracking(chosen, run.run_id, peer))
+            configuration = configuration_of(run, peer, self._worker.device)
             self._worker.telemetry.track_with(opened, configuration)
 
     def report(self, loss: torch.Tensor | float, tokens: int | None = None) -> None:
         """Record the loss of the inner step under way, for other peers; and this process's `tokens`, if the model's
         calls do not show them."""
+        self._entered()
         value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         self._loss = value if math.isfinite(value) else None
         if tokens is not None:
@@ -270,7 +284,7 @@ class DiLoCo:
 
         Raises: DataError; LoopError if no step is ever taken.
         """
-        run = self.run.with_data(self._text.folders)
+        run = self._entered().with_data(self._text.folders)
         with closing(Ahead(run.config)) as ahead:
             self._until_leaving.callback(ahead.close)  # the iterator may outlive the loop
             self._ranks.from_first(lambda: self._open_text(run, ahead))
@@ -385,6 +399,7 @@ class DiLoCo:
             if alpha is None:
                 with ExitStack() as storing:
                     self._replica.store(self._on_first(partial(self._local_of, fragment, storing)), fragment)
+                    self._ranks.from_first(partial(self._check_finite, fragment))
             elif self._ranks.from_first(partial(self._is_changed, fragment)):
                 self._replica.merge(self._on_first(lambda: self._worker.vectors.local), fragment, alpha)
 
@@ -397,6 +412,15 @@ class DiLoCo:
         assert self._outer_step is not None
         claim = self._claim(self._outer_step)
         return storing.enter_context(self._worker.storing(self._outer_step, fragment, claim))
+
+    def _check_finite(self, fragment: int) -> None:
+        """Raise LoopError for weights that have no average. Stored weights are published only after this check."""
+        if not np.isfinite(self._worker.vectors.local[self._worker.fragments[fragment]]).all():
+            raise LoopError(
+                f"the model's weights hold NaN or infinity in inner step {self.inner_step} of outer step "
+                f"{self.outer_step}.",
+                "Lower the learning rate, clip gradients, or skip the step when the loss or a gradient is not finite.",
+            )
 
     def _is_changed(self, fragment: int) -> bool:
         assert self._outer_step is not None

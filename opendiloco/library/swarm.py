@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -315,6 +316,7 @@ class SwarmThread(threading.Thread):
         own: OwnFiles,
         model: torch.nn.Module,
         is_abandoned: Callable[[], bool],
+        folders: Sequence[Path] = (),
     ) -> None:
         """The arguments are those of `DiLoCo`."""
         super().__init__(name="diloco-peer", daemon=True)
@@ -323,6 +325,7 @@ class SwarmThread(threading.Thread):
         self._own = own
         self._model = model
         self._is_abandoned = is_abandoned
+        self._folders = folders
         self._living: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
         self.identity = identity
         self.joined: Future[Joined] = Future()
@@ -378,7 +381,10 @@ class SwarmThread(threading.Thread):
                 watching.cancel()
 
     def worker_of(self, run: Run) -> LoopWorker:
-        """Return the loop as a worker of a run, with the run's initial weights. Raises: see `initial_weights`."""
+        """Return the loop as a worker of a run, with the run's initial weights. Raises: see `initial_weights`;
+        DataError if the given folders do not fit the run's sources."""
+        if self._folders:
+            run.with_data(self._folders)
         layout, vectors = initial_weights(run.config, layout_of(self._model))
         device = next(self._model.parameters()).device
         return LoopWorker(vectors, layout, run.config.training.inner_steps, device)

@@ -13,6 +13,10 @@ parameters: STAGED_VALUES, Shards, is_all_trained, layout_of, local_part, merge,
 utilisation: Precision, flops_per_token, peak_tokens_per_second
 """
 
+import logging
 import os
 
 os.environ["USE_HUB_KERNELS"] = "NO"  # some architectures would download kernels from the hub
+for _name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which warns of its own build
+    if not logging.getLogger(_name).level:
+        logging.getLogger(_name).setLevel(logging.ERROR)

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -186,7 +187,7 @@ class StreamingDiLoCo:
         if outer_optimizer is not None:
             for fragment in range(len(layout.fragments)):
                 tensors = [torch.nn.Parameter(tensor) for tensor in self._tensors(theta, fragment)]
-                self._optimizers.append((tensors, outer_optimizer(tensors)))
+                self._optimizers.append((tensors, _made_by(outer_optimizer, tensors)))
 
     def outer_step(self, roster: Sequence[Work]) -> bytes:
         """Take one outer step. Return the state digest. The order of the roster matters to the last bit.
@@ -329,12 +330,20 @@ class Reference(StreamingDiLoCo):
 
         Raises: ArgumentError for an argument that cannot be used; ManifestError; DataError.
         """
+        _check_arguments(config, codec)
         self._tokenizer: Tokenizer = build_tokenizer(config.tokenizer)
         self._data: TrainingData = load_data(config, self._tokenizer)
         model = build_model(config, self._tokenizer).to(device)
         layout = layout_of(model, config.streaming)
         if pattern is not None:
             layout = cut(layout, pattern)
+            fragments, steps = len(layout.fragments), config.training.inner_steps
+            if fragments > steps:
+                raise ArgumentError(
+                    f"pattern: {fragments} fragments are more than training.inner_steps = {steps}, but each needs an "
+                    "inner step of its own.",
+                    "Return fewer fragments, or raise training.inner_steps.",
+                )
         self._judge = ModelReplica(config, model, self._data.samples, Team(device), layout=layout)
         theta: Vector = np.zeros(layout.size, np.float32)
         self._judge.store(theta)
@@ -416,6 +425,39 @@ def run_codec(format: kernels.Format, rounding: kernels.Rounding) -> Codec:
         return values
 
     return Codec(encode, decode, is_sparse=format is kernels.SPARSE)
+
+
+def _check_arguments(config: RunConfig, codec: object) -> None:
+    """Raise ArgumentError for an overlap that no run can have, or a codec of another type."""
+    overlap, steps = config.streaming.overlap, config.training.inner_steps
+    if overlap >= steps:
+        raise ArgumentError(
+            f"streaming.overlap = {overlap} is not less than training.inner_steps = {steps}.",
+            "Lower the first or raise the second.",
+        )
+    if codec is not None and not isinstance(codec, Codec):
+        raise ArgumentError(f"codec is a {type(codec).__name__}.", "Give a Codec(encode, decode).")
+
+
+def _made_by(outer_optimizer: OuterOptimizer, tensors: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return a fragment's optimizer. Raises: ArgumentError unless it is one of torch that steps without a closure."""
+    if not callable(outer_optimizer):
+        raise ArgumentError(
+            f"outer_optimizer is a {type(outer_optimizer).__name__} that was made already.",
+            "Give the class, or a function that makes an optimizer from a list of parameters.",
+        )
+    optimizer: Any = outer_optimizer(tensors)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentError(
+            f"outer_optimizer has made a {type(optimizer).__name__}.", "Make an optimizer of torch.optim."
+        )
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise ArgumentError(
+            f"outer_optimizer: {type(optimizer).__name__}.step needs a closure, but an outer step has no loss.",
+            "Use an optimizer that needs gradients only.",
+        )
+    return optimizer
 
 
 def cut(layout: Layout, pattern: Pattern) -> Layout:

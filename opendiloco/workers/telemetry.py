@@ -139,7 +139,9 @@ class Telemetry:
         values = self.latest = _values_of(done, self._peak_tokens_per_second)
         if done.skipped:
             logger.warning(
-                "outer step %d: %d inner steps were skipped; their loss or gradient was not finite", index, done.skipped
+                "outer step %d: %d inner steps were skipped; their loss or gradient was not finite",
+                index + 1,
+                done.skipped,
             )
         logger.info("trained after outer step %d: %s", index, _line_of(values))
         for name, value in values.items():
@@ -149,8 +151,8 @@ class Telemetry:
         )
 
     def outer_step(self, index: int, values: Mapping[str, float]) -> None:
-        """Record the `OUTER_VALUES` of outer step `index`."""
-        logger.info("outer step %d: %s", index, _outer_line_of(values))
+        """Record the `OUTER_VALUES` of the outer step that follows `index` others."""
+        logger.info("outer step %d: %s", index + 1, _outer_line_of(values))
         for name, value in values.items():
             OUTER_GAUGES[name].set(value)
         self._track((index + 1) * self._inner_steps, {f"outer_step/{name}": value for name, value in values.items()})

@@ -1,6 +1,8 @@
 """One round of three healthy peers, message by message: a first look at the protocol.
 
-`pytest -k one_round -s` prints it. The steps are those of docs/protocol.md (R3 to R6): members say Ready; the leader
+`.venv/bin/python -m pytest tests/simulation/test_one_round.py -s` prints it.
+
+The steps are those of docs/protocol.md (R3 to R6): members say Ready; the leader
 Begins; blocks go to the reducers, and averages to all; reducers tell the leader their Parts; it Proposes a header; all
 give vote 1, which prepares the header; then vote 2, which commits it; and each applies the entry. Among so few peers
 all hear all votes, so that each puts the two certificates together itself.

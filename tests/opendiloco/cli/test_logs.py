@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,6 +63,14 @@ def test_libraries_do_not_warn_of_their_own_builds(level: str | None, shown: boo
     LogOptions(level, None).start("warning")
     assert logging.getLogger("torchao").isEnabledFor(logging.WARNING) is shown
     assert logging.getLogger("datasets").isEnabledFor(logging.WARNING)
+
+
+def test_a_program_that_builds_a_model_sees_no_warnings_of_other_libraries() -> None:
+    """Regression: a script around `DiLoCo` or `Reference` began with four warnings about torchao."""
+    pytest.importorskip("torchao")
+    loaded = "import opendiloco.model, torchao.quantization"  # transformers imports it to build a model
+    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("flooded", [logger.warning, logging.getLogger("peers.network.link").info])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from opendiloco.config.data import DataSection
-from opendiloco.config.run_config import RoundsSection, RunConfig
+from opendiloco.config.run_config import CodecSection, RoundsSection, RunConfig
 from opendiloco.run import Run
 from peers.errors import ManifestError
 from peers.log.settings import RunSettings, Timing
@@ -420,3 +420,23 @@ def test_half_is_enough_where_an_asynchronous_run_does_not_say_how_much(small_co
     assert settings().contributions is None
     assert settings(policy="asynchronous").contributions == 0.5
     assert settings(policy="asynchronous", contributions=1.0).contributions == 1.0
+
+
+def test_a_changed_configuration_is_checked_like_a_file(small_content: dict[str, Any]) -> None:
+    """Regression: the documentation changed values with `model_copy`, which accepts any key and any value."""
+    config = RunConfig.from_manifest_content(small_content)
+    assert config.changed({"codec": {"error_feedback": 1.0}}).codec.error_feedback == 1.0
+    assert config.changed({"codec": {"error_feedback": 1.0}}).training == config.training
+    for codec, problem in (
+        ({"eror_feedback": 1.0}, r"codec\.eror_feedback = 1\.0: .* error_feedback"),
+        ({"kind": "int9"}, "int9"),
+    ):
+        with pytest.raises(ManifestError, match=f"^changed: .*{problem}"):
+            config.changed({"codec": codec})
+
+
+def test_another_kind_of_codec_brings_its_own_contributions(small_content: dict[str, Any]) -> None:
+    """Regression: a changed `codec.kind` left contributions in the former format."""
+    config = RunConfig.from_manifest_content(small_content)
+    for kind in ("e2m1", "sparse"):
+        assert config.changed({"codec": {"kind": kind}}).codec == CodecSection(kind=kind)

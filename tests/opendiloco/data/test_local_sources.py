@@ -75,9 +75,7 @@ def test_every_local_source_of_a_mixture_is_replaced_by_a_folder_that_was_named(
     ]
     assert ours.shares == theirs.shares == (1, 2, 3, 4)
     for folders in ([], [tmp_path], [tmp_path] * 3):
-        with pytest.raises(
-            DataError, match=r"2 local sources, '/etc', '/root', and --data is given \d times"
-        ) as caught:
+        with pytest.raises(DataError, match=r"2 local sources, '/etc', '/root', and \d folders are given") as caught:
             volunteered(theirs, folders)
         assert "in this order" in caught.value.remedy
 

@@ -28,7 +28,7 @@ from opendiloco.data.ahead import Ahead
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
-from opendiloco.errors import LoopError, MachineError
+from opendiloco.errors import DataError, LoopError, MachineError
 from opendiloco.evaluation_turns import HeldOut
 from opendiloco.library import DiLoCo
 from opendiloco.library import swarm as swarm_module
@@ -143,6 +143,29 @@ def loop_of_its_own(monkeypatch: pytest.MonkeyPatch, **options: Any) -> DiLoCo:
     monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
     model = torch.nn.Linear(3, 2)
     return DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1", **options)
+
+
+def test_a_folder_may_be_a_text_and_must_exist_before_anything_is_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a text raised AttributeError after joining."""
+    for data in (str(tmp_path), tmp_path, [str(tmp_path)], [tmp_path]):
+        assert loop_of_its_own(monkeypatch, data=data)._text.folders == [tmp_path]
+    with pytest.raises(DataError, match=r"data: there is no 'texts'.* data=\[FOLDER\]"):
+        loop_of_its_own(monkeypatch, data="texts")
+
+
+def test_a_loop_outside_of_its_with_block_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: most methods raised AttributeError, and the learning rate's factor was 0."""
+    loop = loop_of_its_own(monkeypatch)
+    for use in (
+        lambda: next(loop.batches()),
+        lambda: loop.report(1.0),
+        lambda: loop.track("tensorboard:x"),
+        lambda: loop.learning_rate_factor,
+    ):
+        with pytest.raises(LoopError, match="Use it in a with block"):
+            use()
 
 
 def test_an_interrupt_while_it_joins_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,6 +373,7 @@ def test_a_loop_that_cannot_or_is_not_to_read_the_runs_text_takes_no_turns(
 def test_a_loss_is_reported_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it comes from the model, with its gradient."""
     loop = loop_of_its_own(monkeypatch)
+    loop.run = new_run()
     with warnings.catch_warnings(action="error"):
         loop.report(torch.tensor(1.5, requires_grad=True))
     assert loop._loss == 1.5
@@ -423,9 +447,9 @@ class Unseen:
         return self._run.manifest
 
 
-@pytest.mark.parametrize("refused", ["another model", "weights of another digest"])
+@pytest.mark.parametrize("refused", ["another model", "weights of another digest", "two folders for one source"])
 def test_what_is_refused_is_refused_before_any_peer_has_seen_it(
-    refused: str, small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    refused: str, small_content: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checks that need the run's manifest come before its members are told anything."""
     content = copy.deepcopy(small_content)
@@ -440,7 +464,8 @@ def test_what_is_refused_is_refused_before_any_peer_has_seen_it(
     monkeypatch.setattr(swarm_module, "connected", connected)
     monkeypatch.setattr(Invite, "parse", lambda text: Invite(run.run_id, ("/ip4/192.0.2.1/tcp/1",)))
     model = torch.nn.Linear(3, 2) if refused == "another model" else build_model(run.config, ByteTokenizer())
-    loop = DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:small-1")
-    with pytest.raises((ManifestError, MachineError)):
+    data = [tmp_path, tmp_path] if refused == "two folders for one source" else []
+    loop = DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:small-1", data=data)
+    with pytest.raises((ManifestError, MachineError, DataError)):
         loop.__enter__()
     assert not loop._swarm.is_alive()

@@ -16,6 +16,7 @@ from opendiloco.config.overrides import NO_OVERRIDES
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
+from opendiloco.errors import LoopError
 from opendiloco.library import DiLoCo
 from opendiloco.library.swarm import LoopWorker
 from opendiloco.model.build import build_model, with_sizes_named
@@ -68,6 +69,28 @@ def loop_in(
         replica.store(final)
         assert np.array_equal(final, diloco._worker.vectors.theta)
     return swarm
+
+
+def test_weights_that_are_not_finite_end_the_loop_before_they_are_averaged(
+    small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the swarm's thread raised a WorkerError, below a traceback of asyncio."""
+
+    config = config_of(small_content, {})
+    model: torch.nn.Module = build_model(config, ByteTokenizer())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr(Run, "with_data", lambda run, folders: run)
+
+    def train() -> None:
+        with DiLoCo(model, optimizer, run="diloco:small-1", evaluates=False) as diloco:
+            for _ in diloco.batches():
+                diloco.report(torch.nan)
+                next(model.parameters()).grad = torch.full_like(next(model.parameters()), torch.nan)
+                optimizer.step()
+
+    problem = r"weights hold NaN or infinity in inner step \d of outer step 0\. Lower the"
+    with playing(config, LEASES), pytest.raises(LoopError, match=problem):
+        train()
 
 
 LOOP = InnerLoop(0, LEASES[0], 4, 0)

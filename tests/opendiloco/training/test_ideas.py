@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from opendiloco import kernels
-from opendiloco.config.run_config import RunConfig
+from opendiloco.config.run_config import RunConfig, StreamingSection
 from opendiloco.errors import ArgumentError, WorkerError
 from opendiloco.model.layout import Layout
 from opendiloco.shared_memory import Vector
@@ -86,6 +86,19 @@ def test_an_optimizer_that_diverges_is_named(small_content: dict[str, Any]) -> N
     reference = Reference(config_of(small_content), outer_optimizer=partial(torch.optim.SGD, lr=float("inf")))
     with pytest.raises(ArgumentError, match=r"^outer_optimizer: theta .* outer step 0 of fragment 0\. Lower"):
         train(reference, outer_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (torch.optim.SGD([torch.zeros(1)], lr=1.0), r"is a SGD that was made already\. Give the class"),
+        (lambda tensors: None, r"has made a NoneType\. Make an optimizer of torch\.optim"),
+        (torch.optim.LBFGS, r": LBFGS\.step needs a closure"),
+    ],
+)
+def test_what_is_no_outer_optimizer_is_named(small_content: dict[str, Any], given: Any, problem: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^outer_optimizer ?{problem}"):
+        Reference(config_of(small_content), outer_optimizer=given)
 
 
 # A codec -------------------------------------------------------------------------------------------------------------
@@ -191,6 +204,12 @@ def test_a_codec_is_not_blamed_for_training_that_has_diverged() -> None:
         EXACT.round_trip(np.array([1, np.nan], np.float32))
 
 
+def test_a_tuple_is_no_codec(small_content: dict[str, Any]) -> None:
+    given: Any = (unchanged, unchanged)
+    with pytest.raises(ArgumentError, match=r"^codec is a tuple\. Give a Codec\(encode, decode\)"):
+        Reference(config_of(small_content), codec=given)
+
+
 # A pattern -----------------------------------------------------------------------------------------------------------
 def backwards(layout: Layout) -> Sequence[Sequence[str]]:
     """Three fragments: what comes last in the model is synchronised first."""
@@ -237,6 +256,21 @@ def test_a_pattern_has_each_parameter_once(
 ) -> None:
     with pytest.raises(ArgumentError, match=f"^pattern: {problem}"):
         Reference(config_of(small_content), pattern=lambda layout: changed([each.name for each in layout]))
+
+
+def test_a_reference_takes_nothing_that_no_run_can_have(small_content: dict[str, Any]) -> None:
+    config = config_of(small_content)
+    steps = config.training.inner_steps
+
+    def too_many(layout: Layout) -> Sequence[Sequence[str]]:
+        names = [parameter.name for parameter in layout]
+        return [*([name] for name in names[:steps]), names[steps:]]
+
+    with pytest.raises(ArgumentError, match=rf"^pattern: {steps + 1} fragments .* training\.inner_steps = {steps},"):
+        Reference(config, pattern=too_many)
+    overlap = config.model_copy(update={"streaming": StreamingSection(overlap=steps)})
+    with pytest.raises(ArgumentError, match=rf"^streaming\.overlap = {steps} .* training\.inner_steps = {steps}\."):
+        Reference(overlap)
 
 
 # All three -----------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def window_memory(replica: ModelReplica, trains: bool = True) -> tuple[int, int]
 
 
 def with_training(config: RunConfig, **changes: Any) -> RunConfig:
-    return config.model_copy(update={"training": config.training.model_copy(update=changes)})
+    return config.changed({"training": changes})
 
 
 def test_more_windows_take_more(replica: ModelReplica) -> None:

@@ -74,10 +74,9 @@ class Trainer(StateOnly):
 
 def test_where_workers_train_on_there_is_no_pause(small_config: RunConfig) -> None:
     told = list[OuterStepTaken]()
-    streaming = small_config.streaming.model_copy(update={"overlap": 2})
 
     async def story() -> None:
-        workload = LocalWorkload(Trainer(2500), small_config.model_copy(update={"streaming": streaming}))
+        workload = LocalWorkload(Trainer(2500), small_config.changed({"streaming": {"overlap": 2}}))
         workload.measuring.on_outer_step = told.append
         await workload.run_inner_loop(InnerLoop(0, (SampleRange(0, 1),), 1, 0), lambda progress: None)
         await workload.apply(bytes(await workload.contribution()), 0)

@@ -294,8 +294,7 @@ def test_with_alpha_1_each_replica_trains_as_if_it_were_alone(
 def test_the_toys_mean_after_an_inner_step_is_exact(small_content: dict[str, Any]) -> None:
     """One inner step a cycle and SGD with a learning rate of 1 outside: gradient descent on the mean of the losses."""
     config = toy_config(small_content, Case(2, 0, 0.0, "fp16"))
-    plain_sgd = config.outer_optimizer.model_copy(update={"learning_rate": 1.0, "momentum": 0.0})
-    config = config.model_copy(update={"outer_optimizer": plain_sgd})
+    config = config.changed({"outer_optimizer": {"learning_rate": 1.0, "momentum": 0.0}})
     layout = Layout([(f"value {number}", ()) for number in range(len(by_hand.START))])
     theta = flat(layout, by_hand.START)
     algorithm = StreamingDiLoCo(config, layout, theta, lambda: cast(ModelReplica, Toy(layout)))

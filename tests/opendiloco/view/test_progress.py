@@ -60,8 +60,8 @@ def own_beat(peer: str = "a", **said: Any) -> Heartbeat:
 
 @pytest.fixture
 def progress(small_config: RunConfig) -> ProgressReport:
-    training = small_config.training.model_copy(update={"inner_steps": 200})
-    run = Run.sign(small_config.model_copy(update={"outer_steps": 40, "training": training}), Identity.generate())
+    changes = {"outer_steps": 40, "training": {"inner_steps": 200}}
+    run = Run.sign(small_config.changed(changes), Identity.generate())
     beats = own_beat(held_out=HeldOutLoss(index=8, loss=2.31)), *map(own_beat, ("b", "c", "unknown"))
     reach = {"b": Reach.RELAYED, "c": Reach.OPEN, "gone": Reach.NONE}
     log, caps, traffic = RunLog(run.settings.empty_log), Caps(upload=20e6 / 8), (3_400_000, 12_000_000_000)

@@ -13,9 +13,7 @@ from tests.opendiloco.workers.trainings import training_done
 
 
 def config_with(small_config: RunConfig, overlap: int, inner_steps: int = 10) -> RunConfig:
-    streaming = small_config.streaming.model_copy(update={"overlap": overlap})
-    training = small_config.training.model_copy(update={"inner_steps": inner_steps})
-    return small_config.model_copy(update={"streaming": streaming, "training": training})
+    return small_config.changed({"streaming": {"overlap": overlap}, "training": {"inner_steps": inner_steps}})
 
 
 @pytest.mark.parametrize(("own", "steps"), [(None, 2), ("auto", 2), ("1", 1), ("9", 9)])

@@ -152,8 +152,7 @@ def ignore(progress: Progress) -> None:
 async def started(config: RunConfig, windows: int, restarts: int = 0) -> WorkerGroup:
     """Their pieces of a batch have 8 windows."""
     Played.windows = windows
-    training = config.training.model_copy(update={"batch_size": 16})
-    config = config.model_copy(update={"training": training})
+    config = config.changed({"training": {"batch_size": 16}})
     return await WorkerGroup.start(
         config, WorkerOptions(device="cpu", cpu_workers=2, micro_batch=100, restarts=restarts)
     )
@@ -656,8 +655,7 @@ class Rest:
 
 
 async def started_with_overlap(config: RunConfig, restarts: int = 0) -> WorkerGroup:
-    streaming = config.streaming.model_copy(update={"overlap": 2})
-    return await started(config.model_copy(update={"streaming": streaming}), 100, restarts)
+    return await started(config.changed({"streaming": {"overlap": 2}}), 100, restarts)
 
 
 FIRST, SECOND = InnerLoop(0, LEASE, 4, 0), InnerLoop(1, LEASE, 4, 64)

@@ -74,10 +74,10 @@ def test_an_outer_step_is_the_same_in_the_log_in_metrics_and_to_trackers(caplog:
         assert {name: REGISTRY.get_sample_value(f"diloco_peer_outer_{name}") for name in OUTER_VALUES} == TAKEN
         telemetry.outer_step(8, TAKEN | dict.fromkeys(unknown, math.nan))
     assert caplog.messages == [
-        "outer step 7: learning rate 0.7, momentum 0.9, pseudo-gradient norm 0.5, cosine to the average 0.750, "
+        "outer step 8: learning rate 0.7, momentum 0.9, pseudo-gradient norm 0.5, cosine to the average 0.750, "
         "average norm 0.25, momentum norm 2, 3.0 s in rounds, 4.5 s without training, 2.0 MB sent at 20.0 Mbit/s at "
         "most, 1.0 MB received at 10.0 Mbit/s at most",
-        "outer step 8: learning rate 0.7, momentum 0.9, average norm 0.25, momentum norm 2, 3.0 s in rounds, 2.0 MB "
+        "outer step 9: learning rate 0.7, momentum 0.9, average norm 0.25, momentum norm 2, 3.0 s in rounds, 2.0 MB "
         "sent at 20.0 Mbit/s at most, 1.0 MB received",
     ]
     assert TAKEN.keys() == OUTER_VALUES.keys()
@@ -138,7 +138,7 @@ def test_a_utilisation_that_is_not_known_is_said_to_be_unknown(caplog: pytest.Lo
     with caplog.at_level(logging.INFO):
         telemetry.trained(0, training_done(skipped=2))
     assert "MFU unknown" in caplog.text
-    assert "outer step 0: 2 inner steps were skipped" in caplog.text
+    assert "outer step 1: 2 inner steps were skipped" in caplog.text
     assert math.isnan(REGISTRY.get_sample_value("diloco_peer_training_flops_utilisation") or 0.0)
     ((_, values),) = tracker.records
     assert values.keys() == {f"training/{name}" for name in VALUES} - {"training/flops_utilisation"}
