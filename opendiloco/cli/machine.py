@@ -63,6 +63,7 @@ def demo(peers: int, minutes: float, run: Path | None, out: Path | None, plain: 
     if result is None:
         raise SystemExit(INTERRUPTED)
     facts = result.facts
+    assert facts.held_out_loss is not None
     summary = (
         ("run", facts.run_id),
         ("trained", f"{facts.outer_steps} outer steps, {facts.tokens:,} tokens"),

@@ -61,7 +61,7 @@ def test_guests_and_others(party: Party) -> None:
     anybodys, name = party.ticket()
     (site.folder / "ticket.txt").write_text(party.ticket("--for", friend.peer_id)[0])
     for shown, reason in (
-        (None, "is by invitation. Ask its organiser for a ticket; join with --ticket."),
+        (None, "has no ticket. Its organiser creates one, `invite create MANIFEST --for 12D3KooW"),
         ("ticket.txt", f"the ticket is for the peer {friend.peer_id}; this machine is"),
     ):
         with party.join("nobody.pem", shown) as uninvited:
@@ -75,6 +75,8 @@ def test_guests_and_others(party: Party) -> None:
     ):
         for guest in (one, two, other):
             guest.line("outer step .* 3 peers", "the guests do not train together")
+        exported = site.run("export", "--run", party.invite, "--identity", "nobody.pem", "--out", "model")
+        assert exported.code == 13, exported.err
         seen = site.run("status", "--run", party.invite, "--identity", "organiser.pem", "--json")
         assert seen.code == 0, seen.err
         assert len(json.loads(seen.out)["peers"]) == 3
