@@ -6,7 +6,7 @@ import glob
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import chdir
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,7 +186,7 @@ def _create(
     remedy = "Name a folder with --out."
     with writing(out, remedy):
         out.mkdir(parents=True, exist_ok=True)  # fails before the slow steps, if at all
-    with chdir(run_toml.parent):
+    with _collected_warnings() as warnings, chdir(run_toml.parent):
         config = _with_tokens_named(_with_tokenizer_named(config))
         _check(config, without_text)
         from opendiloco.model.build import with_sizes_named  # imports transformers, after checks that do not need it
@@ -202,6 +202,21 @@ def _create(
     with chdir(run_toml.parent):
         lines = list(_next_lines(run, invite, path, identity))
     click.echo("\n".join(lines))
+    for warning in warnings:  # again, since the lines above have moved them out of sight
+        click.echo(f"warning: {warning}", err=True)
+
+
+@contextmanager
+def _collected_warnings() -> Iterator[list[str]]:
+    """Yield a list to which each warning that is logged is added."""
+    warnings = list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    try:
+        yield warnings
+    finally:
+        logging.getLogger().removeHandler(handler)
 
 
 def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
@@ -315,7 +330,11 @@ def _check(config: RunConfig, without_text: bool = False) -> None:
     if config.codec.kind == "sparse" and momentum > 0:
         logger.warning("outer_optimizer.momentum = %g overshoots with codec.kind = 'sparse'; set it to 0", momentum)
     for part in _beyond_schedules(config, NO_OVERRIDES):
-        logger.warning("%s; the learning rate is then 0. Lengthen the schedule, or shorten the run", part)
+        logger.warning(
+            "%s; the learning rate is then 0. Lengthen the schedule, or shorten the run, here or later with "
+            "`run amend --outer-steps`",
+            part,
+        )
     for source in local_sources(config.data):
         if source.startswith("~"):
             raise DataError(f"data.source = {source!r} has a tilde.", "Write the full path into the manifest.")

@@ -180,6 +180,15 @@ def test_relative_paths_start_at_the_folder_of_run_toml(
     assert config.evaluation.digest is not None
 
 
+def test_warnings_are_repeated_after_the_id(small_content: dict[str, Any], created: Callable[..., Result]) -> None:
+    """Regression: a schedule that is too short was warned of above all other lines."""
+    done = created(small_content | {"data": STANDARD_LIBRARY, "outer_steps": 9})
+    assert done.exit_code == 0, done.output
+    last = done.output.splitlines()[-1]
+    assert last.startswith("warning: schedule ends after 26 inner steps, and the run after 36")
+    assert "run amend --outer-steps" in last
+
+
 def test_a_manifest_as_json(small_config: RunConfig, tmp_path: Path) -> None:
     run = Run.sign(small_config, Identity.generate())
     path = tmp_path / "run.manifest"
