@@ -83,6 +83,7 @@ def test_guests_and_others(party: Party) -> None:
         how = ("--identity", "organiser.pem", "--initial-peer", party.address)
         revoked = site.run("invite", "revoke", party.manifest, name, *how)
         assert revoked.code == 0, revoked.err
+        assert "live peers that are shut out by this: 2" in revoked.err
         listed = site.run("invite", "list", party.manifest, "--identity", "organiser.pem")
         assert re.search(rf"{name} .* revoked +anybody", listed.out)
         for guest in (one, two):
