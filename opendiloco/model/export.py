@@ -4,7 +4,7 @@ commands to export it again."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_IMODE
@@ -89,9 +89,10 @@ class CurvePoint(BaseModel):
 class RunFacts(BaseModel):
     """The facts in the model card about the run that made the model.
 
-    `held_out_loss` is None where the text was not read. `peers` took part in the last outer step; `contributors` counts the peers that are known to have contributed, all of
-    them if `knows_all`. `sources` are those of the manifest (empty: those that are read here). The lines of `command`
-    export the model again, and `versions` are those of the libraries that made it.
+    `held_out_loss` is None where the text was not read. `peers` took part in the last outer step; `contributors` counts
+    the peers that are known to have contributed, all of them if `knows_all`. `sources` are those of the manifest
+    (empty: those that are read here). The lines of `command` export the model again, and `versions` are those of the
+    libraries that made it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
