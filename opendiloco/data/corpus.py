@@ -365,8 +365,8 @@ PIECE_BYTES, PARQUET_GROWTH = 1 << 30, 1000
 is read as a whole may have PIECE_BYTES, uncompressed."""
 LONGEST_LINE = 1 << 28
 """Most bytes or characters of a line."""
-MOST_NOT_UTF8 = 0.01
-"""Largest share of a JSON file's lines that may be skipped because they are not UTF-8."""
+MOST_NOT_UTF8 = 0.01  # share of a JSON file's lines that may be skipped because they are not UTF-8
+_NOT_UTF8 = object()
 LINES_AT_ONCE = 1 << 23
 """Bytes of a JSON file that are read at once."""
 
@@ -512,23 +512,20 @@ def _json_tables(
     rows, broken, keys = 0, 0, dict[str, None]()
     for number, files in enumerate(files_iterables):
         for file in files:
-            before, in_file, not_utf8 = broken, 0, list[int]()
+            before, in_file, other = broken, 0, list[int]()
             with xopen(file, "rb", download_config=DownloadConfig(token=False)) as opened:
                 for place, lines in enumerate(_json_rows(opened)):
                     numbered = [(at, line) for at, line in lines if isinstance(line, dict)]
-                    found = [line for _, line in numbered]
-                    not_utf8 += [at for at, line in lines if line is _NOT_UTF8]
+                    other += [at for at, line in lines if line is _NOT_UTF8]
                     in_file += len(lines)
-                    broken += len(lines) - len(found)
-                    if not found or not (rows or any(section.column in line for line in found)):
-                        keys |= dict.fromkeys(key for line in found for key in line)
+                    broken += len(lines) - len(numbered)
+                    if not numbered or not (rows or any(section.column in line for _, line in numbered)):
+                        keys |= dict.fromkeys(key for _, line in numbered for key in line)
                         continue
-                    rows += len(found)
-                    values = [line.get(section.column) for line in found]
-                    kinds = dict[str, int]()  # with the first row of each
-                    for (at, _), value in zip(numbered, values, strict=True):
-                        if value is not None:
-                            kinds.setdefault(type(value).__name__, at)
+                    rows += len(numbered)
+                    values = [line.get(section.column) for _, line in numbered]
+                    kinds = {type(line.get(section.column)).__name__: at for at, line in reversed(numbered)}
+                    kinds.pop("NoneType", None)
                     if len(kinds) > 1:
                         raise TypeError(", but ".join(f"row {at} has {kind}" for kind, at in kinds.items()))
                     if kinds.keys() <= {"str"}:
@@ -537,13 +534,12 @@ def _json_tables(
                     else:
                         array = pa.array(values)
                     yield Key(number, place), builder._cast_table(pa.table({section.column: array}))
-            if not_utf8:
-                count = f"{len(not_utf8):,} of {in_file:,} lines"
-                where = f"{_plain_name(file)} is not UTF-8: line {not_utf8[0]} first, {count}"
-                if len(not_utf8) > MOST_NOT_UTF8 * in_file:
+            if other:
+                where = f"{_plain_name(file)} is not UTF-8: line {other[0]} first, {len(other)} of {in_file} lines"
+                if len(other) > MOST_NOT_UTF8 * in_file:
                     raise DataError(f"{where}.", "Convert the file with iconv, such as `iconv -f LATIN1 -t UTF-8`.")
                 logger.warning("%s, which are skipped; convert the file with iconv", where)
-            if wrong := broken - before - len(not_utf8):
+            if wrong := broken - before - len(other):
                 logger.warning("%s: skipped %d rows that are not JSON objects", _plain_name(file), wrong)
     if not rows and not allow_full_read:  # reading types, over all files; a stream reads file by file
         raise DataError(
@@ -554,16 +550,10 @@ def _json_tables(
         )
 
 
-_NOT_UTF8 = object()
-
-
 def _json_rows(file: Any) -> Iterator[list[tuple[int, Any]]]:
-    """Yield the values of a file's lines, or of its one list, with their numbers from 1 on, many at a time.
-
-    The value is None for a line that is not JSON, and `_NOT_UTF8` for one that cannot be decoded. Raises: _TooLongError
-    for a line or a list that is too long.
-    """
-    begun = file.read(LINES_AT_ONCE).removeprefix(codecs.BOM_UTF8)
+    """Yield numbers and values of a file's lines, or of its one list, many at a time; None for a line that is not JSON,
+    and `_NOT_UTF8` for one that cannot be decoded. Raises: _TooLongError for a line or a list that is too long."""
+    begun, first = file.read(LINES_AT_ONCE).removeprefix(codecs.BOM_UTF8), 1
     if begun.lstrip().startswith(b"["):
         whole = begun + file.read(max(PIECE_BYTES + 1 - len(begun), 0))
         if len(whole) > PIECE_BYTES:
@@ -573,15 +563,13 @@ def _json_rows(file: Any) -> Iterator[list[tuple[int, Any]]]:
             yield list(enumerate(({"text": each} if isinstance(each, str) else each for each in listed), 1))
             return
         begun = whole  # a list in each line
-    first = 1
     while begun:
         *lines, rest = begun.split(b"\n")
         yield [(at, _json_value(line)) for at, line in enumerate(lines, first) if line.strip()]
         first += len(lines)
         if len(rest) > LONGEST_LINE:
             raise _TooLongError(f"more than {LONGEST_LINE:,} bytes in one piece")
-        more = file.read(LINES_AT_ONCE)
-        if not more:
+        if not (more := file.read(LINES_AT_ONCE)):
             yield [(first, _json_value(rest))] if rest.strip() else []
             return
         begun = rest + more
@@ -590,10 +578,8 @@ def _json_rows(file: Any) -> Iterator[list[tuple[int, Any]]]:
 def _json_value(line: bytes) -> Any:
     try:
         return json.loads(line)
-    except UnicodeDecodeError:
-        return _NOT_UTF8
-    except (ValueError, RecursionError):
-        return None
+    except (ValueError, RecursionError) as error:
+        return _NOT_UTF8 if isinstance(error, UnicodeDecodeError) else None
 
 
 def _parquet_tables(

@@ -53,10 +53,10 @@ def test_a_node_of_this_machine_is_not_announced(
     beside: list[object] = []
 
     async def run_bootstrap(*arguments: object) -> None:
-        beside.append(arguments[7])
+        beside.append(arguments[8])
 
     monkeypatch.setattr(peers.network.bootstrap, "run_bootstrap", run_bootstrap)
-    done = CliRunner().invoke(main, ["bootstrap", "--identity", str(tmp_path / "key.pem"), *options])
+    done = CliRunner().invoke(main, ["bootstrap", "--identity", str(tmp_path / "key.pem"), "--local-network", *options])
     assert done.exit_code == 0, done.output
     assert beside == [[_tell_local_network] if is_announced else []]
 

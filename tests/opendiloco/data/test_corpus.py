@@ -230,7 +230,7 @@ def test_parquet_files_that_differ_in_other_columns(tmp_path: Path, streaming: b
         (
             "a.jsonl",
             '{"text": "a"}\n{"text": [1]}\n',
-            r"column 'text': .*a\.jsonl cannot be read: row 1 has str, but row 2 has list",
+            r"column 'text': .*a\.jsonl cannot be read: row 2 has list, but row 1 has str",
         ),
         ("a.csv", "text,n\none,1\ntwo,1,2\n", r"a\.csv cannot be read: .*Expected 2 fields in line 3, saw 3"),
         ("a.csv", "", r"a\.csv cannot be read: No columns"),
