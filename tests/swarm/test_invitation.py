@@ -77,6 +77,9 @@ def test_guests_and_others(party: Party) -> None:
             guest.line("outer step .* 3 peers", "the guests do not train together")
         exported = site.run("export", "--run", party.invite, "--identity", "nobody.pem", "--out", "model")
         assert exported.code == 13, exported.err
+        exported = site.run("export", "--run", party.invite, "--identity", "organiser.pem", "--out", "model")
+        assert exported.code == 0, exported.err
+        assert "with --data to measure it" in exported.err
         seen = site.run("status", "--run", party.invite, "--identity", "organiser.pem", "--json")
         assert seen.code == 0, seen.err
         assert len(json.loads(seen.out)["peers"]) == 3
