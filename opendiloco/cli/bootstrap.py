@@ -145,7 +145,7 @@ def bootstrap(
             kept = Archive(key, archive, None if max_disk is None else int(max_disk * 1e9))
             click.echo(f"The archive is in {archive.absolute()}")
             beside.append(kept.keep)
-        if local_network:
+        if local_network and not _are_here((*listen, *announce)):
             beside.append(_tell_local_network)
         if listening is not None:
             from opendiloco.dashboard.server import serve_all_runs
@@ -168,9 +168,17 @@ async def _tell_local_network(transport: HivemindTransport, manifests: Iterable[
         await asyncio.Event().wait()
 
 
+def _are_here(addresses: tuple[str, ...]) -> bool:
+    """Return True if there are addresses, and all of them lead only to this machine."""
+    from peers.network.contacts import host_of, is_loopback
+
+    return bool(addresses) and all(map(is_loopback, map(host_of, addresses)))
+
+
 def _show_addresses(addresses: tuple[str, ...]) -> None:
     """Print the node's addresses and the commands that start a run."""
     click.echo("\n".join(("This node can be reached at", *(f"  {address}" for address in addresses))))
-    click.echo("To start a run with it, type on any machine (the first command writes a small run.toml):")
+    where = "this" if _are_here(addresses) else "any"
+    click.echo(f"To start a run with it, type on {where} machine (the first command writes a small run.toml):")
     click.echo("  diloco-peer run example > run.toml")
     click.echo(f"  diloco-peer run create run.toml --initial-peer {addresses[0]}")

@@ -23,7 +23,6 @@ from opendiloco.cli.options import (
     own_files_options,
     own_words,
     parse_run,
-    reader,
     reader_option,
     run_here,
 )
@@ -64,9 +63,8 @@ class _Place:
             async with state_of(origin, self.data) as found:
                 yield found
         elif self.invite is not None:
-            with reader(self.identity) as key:
-                async with newest_state(self.invite, key, self.data, self.own) as found:
-                    yield found
+            async with newest_state(self.invite, self.identity, self.data, self.own) as found:
+                yield found
 
 
 def _place_of(
@@ -144,7 +142,8 @@ def export(out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) ->
     places = " and ".join(str(each) for each in (out, push_to and without_secrets(push_to)) if each is not None)
     click.echo(f"wrote the model after {facts.outer_steps} outer steps and {facts.tokens:,} tokens to {places}")
     bits = "" if facts.bits_per_byte is None else f", {facts.bits_per_byte:.4f} bits per byte"
-    click.echo(f"held-out loss: {facts.held_out_loss:.4f} nats per token{bits}")
+    if facts.held_out_loss is not None:
+        click.echo(f"held-out loss: {facts.held_out_loss:.4f} nats per token{bits}")
 
 
 def _commands(place: _Place, run: Run, past: Past, dtype: Dtype) -> str:

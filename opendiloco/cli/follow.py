@@ -25,7 +25,6 @@ from opendiloco.cli.options import (
     own_files_options,
     own_words,
     parse_run,
-    reader,
     reader_option,
     run_option,
 )
@@ -39,10 +38,10 @@ if TYPE_CHECKING:
     from opendiloco.volunteer.local_workload import LocalWorkload
     from opendiloco.volunteer.states import Past
     from opendiloco.volunteer.tracking import Audit, Disagreement, Reached
+    from opendiloco.workers.options import WorkerOptions
     from peers.log.state import LogState
     from peers.network.transport import HivemindTransport
     from peers.transfer.following import Following
-    from peers.values.identity import Identity
     from peers.values.manifest import Amendment, Invite
     from peers.values.workload import ReplicatedState
 
@@ -116,8 +115,8 @@ def follow(
     plan, audit = _FollowPlan(page=open_dashboard(dashboard), **chosen), Audit()
     if plan.push_to is not None:
         Remote(plan.push_to)  # what cannot be used should not be found out after minutes of work
-    with reader(identity) as key, _staging(plan) as folder:
-        run_interruptible(lambda interrupts: _follow(invite, key, plan, folder, audit))
+    with _staging(plan) as folder:
+        run_interruptible(lambda interrupts: _follow(invite, identity, plan, folder, audit))
     audit.check()
 
 
@@ -145,21 +144,32 @@ def _staging(plan: _FollowPlan) -> Iterator[Path | None]:
         yield Path(name)
 
 
-async def _follow(invite: Invite, key: Identity, plan: _FollowPlan, folder: Path | None, audit: Audit) -> None:
-    from opendiloco.run import find_run
+async def _follow(invite: Invite, identity: Path | None, plan: _FollowPlan, folder: Path | None, audit: Audit) -> None:
     from opendiloco.volunteer.admission import ask_for_signed_heads
+    from opendiloco.volunteer.local_workload import NO_TRAINING
+    from opendiloco.volunteer.states import with_text
     from opendiloco.volunteer.tracking import unless_failed
-    from opendiloco.volunteer.volunteer import connected
+    from opendiloco.volunteer.volunteer import reading
 
-    async with connected(key, invite.addresses) as transport:
-        run = await find_run(transport, invite.run_id)
-        if plan.needs_model:
+    async with reading(invite, identity) as (run, transport):
+        options = NO_TRAINING
+        if plan.evaluate:
             run = run.with_data(plan.data).with_own(plan.own)
+        elif plan.exports:
+            run, options = with_text(run.with_own(plan.own), plan.data)
         await ask_for_signed_heads(transport, run, invite.addresses)
-        await unless_failed(_track(run, transport, plan, folder, audit), transport.daemon.failure())
+        tracking = _track(run, transport, plan, options, folder, audit)
+        await unless_failed(tracking, transport.daemon.failure())
 
 
-async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, folder: Path | None, audit: Audit) -> None:
+async def _track(
+    run: Run,
+    transport: HivemindTransport,
+    plan: _FollowPlan,
+    options: WorkerOptions,
+    folder: Path | None,
+    audit: Audit,
+) -> None:
     """Print each state of the run until the last, and evaluate and export the model as the plan says."""
     from opendiloco.config.overrides import Overrides
     from opendiloco.dashboard.server import dashboard
@@ -184,7 +194,7 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(dashboard(plan.page, lambda: [source]))
         # Without evaluation and export there is no worker, and neither torch nor the corpus is needed.
-        model = await stack.enter_async_context(working(run)) if plan.needs_model else None
+        model = await stack.enter_async_context(working(run, options)) if plan.needs_model else None
         state: ReplicatedState
         state = await retrying(partial(state_for, run, transport), poll) if model is None else model
         following = Following(transport, state, run.settings)
@@ -200,7 +210,9 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
                 losses.setdefault(found.index, found.loss)
             if model is not None and news.index % plan.every == 0:
                 past = partial(past_of, run, following, losses)
-                losses[news.index] = await _use_model(run, news, past, model, plan, folder)
+                loss = await _use_model(run, news, past, model, plan, folder)
+                if loss is not None:
+                    losses[news.index] = loss
 
 
 async def _use_model(
@@ -210,27 +222,30 @@ async def _use_model(
     model: LocalWorkload,
     plan: _FollowPlan,
     folder: Path | None,
-) -> float:
-    """Return the held-out loss of a state, and print it. With a `folder`, also export the model."""
+) -> float | None:
+    """Return the held-out loss of a state, if the model reads text, and print it. With a `folder`, also export it."""
     import asyncio
 
     from opendiloco.evaluation_turns import bits_per_byte
     from opendiloco.volunteer.states import command_line, export_state, warn_of_other_text
 
+    loss: float | None
     bits: float | None
     place = None
     if folder is None:
-        found = await model.trainer.held_out(run.config.evaluation)
-        loss, bits = found.loss, bits_per_byte(found.loss, model.trainer.bytes_per_token)
-        warn_of_other_text(found)
+        held_out = await model.trainer.held_out(run.config.evaluation)
+        loss, bits = held_out.loss, bits_per_byte(held_out.loss, model.trainer.bytes_per_token)
+        warn_of_other_text(held_out)
     else:
         made, words = folder / f"outer-step-{reached.index:06}", own_words(plan.data, plan.own)
         source = ("--run", run.run_id, "--initial-peer", "ADDRESS")
         again = command_line("follow", source, words, "--export", "models", "--until", str(reached.index))
         facts = await export_state(run, past(), model, made, again)
         loss, bits, place = facts.held_out_loss, facts.bits_per_byte, await asyncio.to_thread(_deliver, made, plan)
-    text = f": held-out loss {loss:.4f} nats per token" + ("" if bits is None else f", {bits:.4f} bits per byte")
-    text += "" if place is None else f", the model is in {place}"
+    found = [] if loss is None else [f"held-out loss {loss:.4f} nats per token"]
+    found += [] if bits is None else [f"{bits:.4f} bits per byte"]
+    found += [] if place is None else [f"the model is in {place}"]
+    text = f": {', '.join(found)}"
     _show(plan.as_json, reached.index, text, event="model", held_out_loss=loss, bits_per_byte=bits, place=place)
     return loss
 

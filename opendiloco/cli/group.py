@@ -24,7 +24,7 @@ EXIT_CODES = {
     3: "wrong manifest, invite, run id, run.toml or links.toml; or an amendment that this version does not understand",
     4: "swarm out of reach: no bootstrap node answers, the run is unknown, or the run has no live peer",
     5: "local network problem: an address, or libp2p's daemon",
-    6: "unsuitable machine: memory, disk, torch, or a device that is missing or that torch cannot use",
+    6: "unsuitable machine: memory, disk, torch or a device; a folder that is not empty; several volunteers here",
     7: "training text missing, unreadable or too small, or local files not named with --data, --model or --tokenizer",
     8: "training failed: a worker died too often, a GPU failed, or a loss or weight is not finite",
     9: "checkpoint missing, damaged, or of another run",

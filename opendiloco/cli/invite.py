@@ -138,7 +138,8 @@ async def _publish_revocations(
         admission = transport.runs.admissions.of(run.run_id)
         assert admission is not None
         nodes = dict.fromkeys(peer_id_of(address) for address in initial_peers)
-        for beat in await transport.heartbeats(run.run_id):
+        beats = await transport.heartbeats(run.run_id)
+        for beat in beats:
             if await transport.connect(beat.peer, beat.addresses):
                 nodes[beat.peer] = None
 
@@ -151,6 +152,9 @@ async def _publish_revocations(
         for node in nodes:  # first fetch lists that the organiser signed on another machine
             await exchange(node)
         admission.revoke(pack(given.revoke(ids, key, admission.revocations)))
+        used = sum(bool(admission.refusal(beat.peer, beat.ticket, time.time())) for beat in beats)
+        if used:
+            click.echo(f"warning: live peers that are shut out by this: {used}", err=True)
         reached = sum([await exchange(node) for node in nodes])
     if not reached:
         raise SwarmUnreachableError(

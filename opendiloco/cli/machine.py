@@ -63,6 +63,7 @@ def demo(peers: int, minutes: float, run: Path | None, out: Path | None, plain: 
     if result is None:
         raise SystemExit(INTERRUPTED)
     facts = result.facts
+    assert facts.held_out_loss is not None
     summary = (
         ("run", facts.run_id),
         ("trained", f"{facts.outer_steps} outer steps, {facts.tokens:,} tokens"),
@@ -188,12 +189,11 @@ def identity_group() -> None:
 @identity_group.command("show", short_help="Print the peer id and the path of the key.")
 @join_option("identity", help="This machine's key file.")
 def _show_identity(identity: Path | None) -> None:
-    """Print the peer id of this machine's key, and the path of the key file. The command creates no key."""
-    from opendiloco.volunteer.identity import usable_path
-    from peers.values.identity import Identity
+    """Print the peer id of this machine's key, and the path of the key file. A key that does not exist is created."""
+    from opendiloco.volunteer.identity import load_identity, usable_path
 
     path = usable_path(identity)
-    click.echo(f"peer id:   {Identity.load(path).peer_id}")
+    click.echo(f"peer id:   {load_identity(path).peer_id}")
     click.echo(f"key file:  {path}")
 
 

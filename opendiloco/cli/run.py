@@ -6,6 +6,7 @@ import glob
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,8 @@ def plan(run_toml: Path, links_toml: Path, json_file: Path | None) -> None:
 
     from opendiloco.model.build import sized_skeleton  # slow to import: errors in the files come first
 
-    planned = plan_of(config, sized_skeleton(config), links)
+    with chdir(run_toml.parent):  # relative paths in run.toml start there
+        planned = plan_of(config, sized_skeleton(config), links)
     found = forecast(planned)
     needed = {target: least_bandwidth(planned, target) for target in TARGETS}
     show(Console(), planned, found, needed)
@@ -105,8 +107,9 @@ def tokenize(
     if (tokens is None) != (held_out is None):
         raise click.UsageError("--tokens and --held-out need each other: give both or neither.")
     config = RunConfig.from_toml(run_toml)
-    tokenizer = build_tokenizer(config.tokenizer)
-    with new_folder(out), watched_by(StageLog()):
+    out, tokens, held_out = out.absolute(), tokens and tokens.absolute(), held_out and held_out.absolute()
+    with chdir(run_toml.parent), new_folder(out), watched_by(StageLog()):  # relative paths in run.toml start there
+        tokenizer = build_tokenizer(config.tokenizer)
         if tokens is None or held_out is None:
             section, split = _section_of(config, source), config.data.held_out
             pieces = TokenizedSource(section, split, tokenizer, TokenCache()).pieces()
@@ -159,8 +162,14 @@ def run_group() -> None:
 @initial_peers_option
 @join_option("identity", help="The organiser's key file.")
 @click.option("--out", type=FOLDER, default=".", help="Folder for the signed manifest.")
-def _create(run_toml: Path, initial_peers: tuple[str, ...], identity: Path | None, out: Path) -> None:
-    """Sign RUN_TOML as a new run, and announce it to the bootstrap nodes."""
+@click.option("--without-text", is_flag=True, help="Create the run though its local text is not on this machine.")
+def _create(
+    run_toml: Path, initial_peers: tuple[str, ...], identity: Path | None, out: Path, without_text: bool
+) -> None:
+    """Sign RUN_TOML as a new run, and announce it to the bootstrap nodes.
+
+    Relative paths in RUN_TOML start at its folder.
+    """
     import asyncio
 
     from opendiloco.config.run_config import RunConfig
@@ -177,19 +186,37 @@ def _create(run_toml: Path, initial_peers: tuple[str, ...], identity: Path | Non
     remedy = "Name a folder with --out."
     with writing(out, remedy):
         out.mkdir(parents=True, exist_ok=True)  # fails before the slow steps, if at all
-    config = _with_tokens_named(_with_tokenizer_named(config))
-    _check(config)
-    from opendiloco.model.build import with_sizes_named  # imports transformers, after the checks that do not need it
+    with _collected_warnings() as warnings, chdir(run_toml.parent):
+        config = _with_tokens_named(_with_tokenizer_named(config))
+        _check(config, without_text)
+        from opendiloco.model.build import with_sizes_named  # imports transformers, after checks that do not need it
 
-    config = with_sizes_named(config)
-    run = Run.sign(_with_held_out_text_named(_with_weights_named(config)), key)
+        config = with_sizes_named(config)
+        run = Run.sign(_with_held_out_text_named(_with_weights_named(config)), key)
     path = out / f"{run.run_id}.manifest"
     with writing(path, remedy):
         path.write_bytes(run.manifest.pack())
     kept = asyncio.run(_announce(run, spelled_out(initial_peers)))
     invite = Invite(run.run_id, kept)
     click.echo(f"run id:    {run.run_id}\ninvite:    {invite}\nmanifest:  {path}")
-    click.echo("\n".join(_next_lines(run, invite, path, identity)))
+    with chdir(run_toml.parent):
+        lines = list(_next_lines(run, invite, path, identity))
+    click.echo("\n".join(lines))
+    for warning in warnings:  # again, since the lines above have moved them out of sight
+        click.echo(f"warning: {warning}", err=True)
+
+
+@contextmanager
+def _collected_warnings() -> Iterator[list[str]]:
+    """Yield a list to which each warning that is logged is added."""
+    warnings = list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    try:
+        yield warnings
+    finally:
+        logging.getLogger().removeHandler(handler)
 
 
 def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
@@ -263,7 +290,8 @@ def _needs(
     from opendiloco.workers.needs import needs_lines, needs_of
     from opendiloco.workers.options import WorkerOptions
 
-    skeleton, options = sized_skeleton(config), WorkerOptions(optimizer_state=optimizer_state)
+    with chdir(run_toml.parent):  # relative paths in run.toml start there
+        skeleton, options = sized_skeleton(config), WorkerOptions(optimizer_state=optimizer_state)
     if as_json:
         click.echo(json.dumps(needs_of(config, skeleton, options=options).plain(), indent=2))
         return
@@ -286,10 +314,11 @@ async def _announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]
     return kept
 
 
-def _check(config: RunConfig) -> None:
+def _check(config: RunConfig, without_text: bool = False) -> None:
     """Check that the model and the inner optimizer of a run can be built. Imports transformers, which takes seconds.
 
-    Files that only volunteers need may be missing here: that is logged as a warning. Raises: ManifestError, DataError.
+    Raises: ManifestError; DataError, also for local text that is not here, unless it is known to be elsewhere: the run
+    has its digest, or is created `without_text`.
     """
     from opendiloco.config.overrides import NO_OVERRIDES
     from opendiloco.data.tokenizer import build_tokenizer
@@ -301,12 +330,22 @@ def _check(config: RunConfig) -> None:
     if config.codec.kind == "sparse" and momentum > 0:
         logger.warning("outer_optimizer.momentum = %g overshoots with codec.kind = 'sparse'; set it to 0", momentum)
     for part in _beyond_schedules(config, NO_OVERRIDES):
-        logger.warning("%s; the learning rate is then 0. Lengthen the schedule, or shorten the run", part)
+        logger.warning(
+            "%s; the learning rate is then 0. Lengthen the schedule, or shorten the run, here or later with "
+            "`run amend --outer-steps`",
+            part,
+        )
     for source in local_sources(config.data):
         if source.startswith("~"):
             raise DataError(f"data.source = {source!r} has a tilde.", "Write the full path into the manifest.")
-        if not _is_here(source):
-            logger.warning("data.source = %r is not on this machine; each volunteer names its own with --data", source)
+        if _is_here(source):
+            continue
+        if not (without_text or config.evaluation.digest or all(one.digest for one in config.data.all_sources)):
+            raise DataError(
+                f"data.source = {source!r} is not on this machine: there is no {Path(source).absolute()}.",
+                "Correct the path, or create the run with --without-text if only volunteers have the text.",
+            )
+        logger.warning("data.source = %r is not on this machine; each volunteer names its own with --data", source)
     if config.model.path is not None:
         return
     try:

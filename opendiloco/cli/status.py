@@ -110,7 +110,7 @@ class _ListedRun:
             )
 
 
-@click.command(short_help="List the runs that a bootstrap node remembers.")
+@click.command(short_help="List the open runs that a bootstrap node remembers.")
 @initial_peers_option
 @click.option("--limit", type=click.IntRange(1, 1000), metavar="N", default=20, help="List at most N runs.")
 @click.option("--needs/--no-needs", default=True, help="Print the needs of each run, which takes seconds.")

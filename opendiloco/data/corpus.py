@@ -365,6 +365,8 @@ PIECE_BYTES, PARQUET_GROWTH = 1 << 30, 1000
 is read as a whole may have PIECE_BYTES, uncompressed."""
 LONGEST_LINE = 1 << 28
 """Most bytes or characters of a line."""
+MOST_NOT_UTF8 = 0.01  # share of a JSON file's lines that may be skipped because they are not UTF-8
+_NOT_UTF8 = object()
 LINES_AT_ONCE = 1 << 23
 """Bytes of a JSON file that are read at once."""
 
@@ -500,7 +502,7 @@ def _json_tables(
     """Yield one column of files with a JSON object in each line, or with one list of objects.
 
     The reader of `datasets` reads all columns, and refuses a file whose rows differ in any. Rows that are not objects
-    are skipped and counted. Raises: DataError if no row has the column.
+    are skipped and counted. Raises: DataError if no row has the column, or if many rows are not UTF-8.
     """
     import pyarrow as pa
     from datasets import DownloadConfig
@@ -510,26 +512,34 @@ def _json_tables(
     rows, broken, keys = 0, 0, dict[str, None]()
     for number, files in enumerate(files_iterables):
         for file in files:
-            before = broken
+            before, in_file, other = broken, 0, list[int]()
             with xopen(file, "rb", download_config=DownloadConfig(token=False)) as opened:
                 for place, lines in enumerate(_json_rows(opened)):
-                    found = [line for line in lines if isinstance(line, dict)]
-                    broken += len(lines) - len(found)
-                    if not found or not (rows or any(section.column in line for line in found)):
-                        keys |= dict.fromkeys(key for line in found for key in line)
+                    numbered = [(at, line) for at, line in lines if isinstance(line, dict)]
+                    other += [at for at, line in lines if line is _NOT_UTF8]
+                    in_file += len(lines)
+                    broken += len(lines) - len(numbered)
+                    if not numbered or not (rows or any(section.column in line for _, line in numbered)):
+                        keys |= dict.fromkeys(key for _, line in numbered for key in line)
                         continue
-                    rows += len(found)
-                    values = [line.get(section.column) for line in found]
-                    kinds = {type(each).__name__ for each in values} - {"NoneType"}
+                    rows += len(numbered)
+                    values = [line.get(section.column) for _, line in numbered]
+                    kinds = {type(line.get(section.column)).__name__: at for at, line in reversed(numbered)}
+                    kinds.pop("NoneType", None)
                     if len(kinds) > 1:
-                        raise TypeError(f"some rows have {' and some '.join(sorted(kinds))}")
-                    if kinds <= {"str"}:
+                        raise TypeError(", but ".join(f"row {at} has {kind}" for kind, at in kinds.items()))
+                    if kinds.keys() <= {"str"}:
                         texts = [each if each is None else each.encode(errors="replace") for each in values]
                         array = pa.array(texts, pa.string())  # from bytes, because a str may have a lone surrogate
                     else:
                         array = pa.array(values)
                     yield Key(number, place), builder._cast_table(pa.table({section.column: array}))
-            if wrong := broken - before:
+            if other:
+                where = f"{_plain_name(file)} is not UTF-8: line {other[0]} first, {len(other)} of {in_file} lines"
+                if len(other) > MOST_NOT_UTF8 * in_file:
+                    raise DataError(f"{where}.", "Convert the file with iconv, such as `iconv -f LATIN1 -t UTF-8`.")
+                logger.warning("%s, which are skipped; convert the file with iconv", where)
+            if wrong := broken - before - len(other):
                 logger.warning("%s: skipped %d rows that are not JSON objects", _plain_name(file), wrong)
     if not rows and not allow_full_read:  # reading types, over all files; a stream reads file by file
         raise DataError(
@@ -540,27 +550,27 @@ def _json_tables(
         )
 
 
-def _json_rows(file: Any) -> Iterator[list[Any]]:
-    """Yield the values of a file's lines, or of its one list, many at a time; None for a line that is not JSON. Raises:
-    _TooLongError for a line or a list that is too long."""
-    begun = file.read(LINES_AT_ONCE).removeprefix(codecs.BOM_UTF8)
+def _json_rows(file: Any) -> Iterator[list[tuple[int, Any]]]:
+    """Yield numbers and values of a file's lines, or of its one list, many at a time; None for a line that is not JSON,
+    and `_NOT_UTF8` for one that cannot be decoded. Raises: _TooLongError for a line or a list that is too long."""
+    begun, first = file.read(LINES_AT_ONCE).removeprefix(codecs.BOM_UTF8), 1
     if begun.lstrip().startswith(b"["):
         whole = begun + file.read(max(PIECE_BYTES + 1 - len(begun), 0))
         if len(whole) > PIECE_BYTES:
             raise _TooLongError(f"more than {PIECE_BYTES:,} bytes in one piece")
         with suppress(ValueError):
             listed = json.loads(whole)
-            yield [{"text": each} if isinstance(each, str) else each for each in listed]
+            yield list(enumerate(({"text": each} if isinstance(each, str) else each for each in listed), 1))
             return
         begun = whole  # a list in each line
     while begun:
         *lines, rest = begun.split(b"\n")
-        yield [_json_value(line) for line in lines if line.strip()]
+        yield [(at, _json_value(line)) for at, line in enumerate(lines, first) if line.strip()]
+        first += len(lines)
         if len(rest) > LONGEST_LINE:
             raise _TooLongError(f"more than {LONGEST_LINE:,} bytes in one piece")
-        more = file.read(LINES_AT_ONCE)
-        if not more:
-            yield [_json_value(rest)] if rest.strip() else []
+        if not (more := file.read(LINES_AT_ONCE)):
+            yield [(first, _json_value(rest))] if rest.strip() else []
             return
         begun = rest + more
 
@@ -568,8 +578,8 @@ def _json_rows(file: Any) -> Iterator[list[Any]]:
 def _json_value(line: bytes) -> Any:
     try:
         return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+    except (ValueError, RecursionError) as error:
+        return _NOT_UTF8 if isinstance(error, UnicodeDecodeError) else None
 
 
 def _parquet_tables(

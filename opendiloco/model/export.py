@@ -4,7 +4,7 @@ commands to export it again."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_IMODE
@@ -89,9 +89,10 @@ class CurvePoint(BaseModel):
 class RunFacts(BaseModel):
     """The facts in the model card about the run that made the model.
 
-    `peers` took part in the last outer step; `contributors` counts the peers that are known to have contributed, all of
-    them if `knows_all`. `sources` are those of the manifest (empty: those that are read here). The lines of `command`
-    export the model again, and `versions` are those of the libraries that made it.
+    `held_out_loss` is None where the text was not read. `peers` took part in the last outer step; `contributors` counts
+    the peers that are known to have contributed, all of them if `knows_all`. `sources` are those of the manifest
+    (empty: those that are read here). The lines of `command` export the model again, and `versions` are those of the
+    libraries that made it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -101,7 +102,7 @@ class RunFacts(BaseModel):
     outer_steps: int
     tokens: int
     peers: int
-    held_out_loss: float
+    held_out_loss: float | None
     bits_per_byte: float | None = None
     contributors: int = 0
     knows_all: bool = False
@@ -114,6 +115,7 @@ class RunFacts(BaseModel):
 def _model_card(config: RunConfig, facts: RunFacts, dtype: str = "float32") -> str:
     """Return the README of an exported model."""
     about = config.about
+    loss = "not measured" if facts.held_out_loss is None else f"{facts.held_out_loss:.4f} nats per token"
     bits = "" if facts.bits_per_byte is None else f", {facts.bits_per_byte:.4f} bits per byte"
     return f"""\
 ---
@@ -135,7 +137,7 @@ tags: [diloco, distributed-training]
 | peers that contributed | {_contributors(facts)} |
 | outer steps, each of up to {config.training.inner_steps} inner steps a peer | {facts.outer_steps} |
 | tokens trained | {facts.tokens:,} |
-| held-out loss | {facts.held_out_loss:.4f} nats per token{bits} |
+| held-out loss | {loss}{bits} |
 | weights | {dtype} |
 
 ```python
@@ -145,7 +147,7 @@ model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 ```
 
-{_curve(facts.curve)}{_data(config, facts)}{_training(config, facts)}{_origin(facts)}"""
+{_curve(facts)}{_data(config, facts)}{_training(config, facts)}{_origin(facts)}"""
 
 
 def _licence(licence: str) -> str:
@@ -159,8 +161,9 @@ def _about(about: AboutSection) -> str:
     return "".join(f"{_plain(words)}\n\n" for words in paragraphs if words)
 
 
-def _curve(points: Sequence[CurvePoint]) -> str:
+def _curve(facts: RunFacts) -> str:
     """Return the curve as a table; empty with less than two points."""
+    points = facts.curve
     if len(points) < 2:
         return ""
     shown = min(len(points), ROWS)  # the first and the last among them
@@ -169,11 +172,11 @@ def _curve(points: Sequence[CurvePoint]) -> str:
         for point in (points[place * (len(points) - 1) // (shown - 1)] for place in range(shown))
     ]
     table = "\n".join(["| outer step | tokens | held-out loss |", "| --- | --- | --- |", *rows])
+    last = "" if facts.held_out_loss is None else "\nThe last point was measured at the export of this model."
     return f"""\
 ## Training curve
 
-Loss on the run's held-out text, in nats per token, as its peers measured it. The last point was measured at the export
-of this model.
+Loss on the run's held-out text, in nats per token, as its peers measured it.{last}
 
 {table}
 

@@ -27,7 +27,7 @@ from rich.text import Text
 from opendiloco.config.data import STANDARD_LIBRARY
 from opendiloco.config.run_config import RunConfig
 from opendiloco.cores import usable_cores
-from opendiloco.data.own_files import local_sources
+from opendiloco.data.own_files import local_sources, volunteered
 from opendiloco.errors import DemoError, MachineError
 from opendiloco.model.export import RunFacts
 from opendiloco.quantities import duration
@@ -281,7 +281,10 @@ class _Swarm:
 async def run_demo(peers: int, run_toml: Path | None, out: Path | None, screen: DemoScreen) -> DemoResult:
     """Run a swarm of `peers` volunteers in a new folder, by default a temporary one. It leaves no process behind.
     Raises: DilocoPeerError if the demo cannot continue."""
-    config = RunConfig.from_toml(run_toml or DEFAULT_RUN)
+    run_toml = run_toml or DEFAULT_RUN
+    config = RunConfig.from_toml(run_toml)
+    folders = [run_toml.parent / source for source in local_sources(config.data)]
+    config = config.model_copy(update={"data": volunteered(config.data, folders)})
     folder = _prepare_folder(out)
     children: list[_Child] = []
     try:
@@ -374,7 +377,7 @@ def _judge(swarm: _Swarm, facts: RunFacts, before: float) -> tuple[str, ...]:
     problems = list(swarm.problems)
     if swarm.agreement.disagreements or (not swarm.agreement.compared and len(swarm.volunteers) > 2):
         problems.append(str(swarm.agreement))
-    if facts.held_out_loss >= before:
+    if facts.held_out_loss is not None and facts.held_out_loss >= before:
         problems.append("the held-out loss has not fallen")
     missing = None
     if swarm.newcomer is None:

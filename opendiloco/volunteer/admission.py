@@ -114,7 +114,9 @@ def _shown(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket |
         with suppress(OSError):
             return kept.read_bytes()[: SHOWN_BYTES + 1]
     raise AdmissionError(
-        f"the run {admission.run} is by invitation.", "Ask its organiser for a ticket; join with --ticket."
+        f"the run {admission.run} is by invitation, and this machine ({me}) has no ticket.",
+        f"Its organiser creates one, `invite create MANIFEST --for {me}`, to join with --ticket; the organiser's own "
+        "commands need its key file, --identity.",
     )
 
 

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opendiloco.data.own_files import NONE, OwnFiles
+from opendiloco.data.own_files import NONE, OwnFiles, local_sources
 from opendiloco.errors import CheckpointError, MachineError
 from opendiloco.evaluation_turns import HeldOut, bits_per_byte
 from opendiloco.model.export import CurvePoint, Dtype, RunFacts
-from opendiloco.run import Run, find_run
+from opendiloco.run import Run
 from opendiloco.storage.files import MANIFEST
 from opendiloco.storage.loading import Checkpoint, Checkpoints, load_checkpoint, resume
 from opendiloco.storage.run_folder import RunFolder, kept_losses, read_curve, read_manifest
@@ -23,14 +23,14 @@ from opendiloco.view.curves import versions
 from opendiloco.view.run_view import RunView
 from opendiloco.volunteer.admission import ask_for_signed_heads
 from opendiloco.volunteer.local_workload import NO_TEXT, NO_TRAINING, LocalWorkload, working
-from opendiloco.volunteer.volunteer import connected
+from opendiloco.volunteer.volunteer import reading
+from opendiloco.workers.options import WorkerOptions
 from peers.errors import ManifestError
 from peers.log.chain import Chain
 from peers.log.folder import ENTRIES, LogFolder, RunLog, read_chain
 from peers.log.header import Header
 from peers.network.transport import HivemindTransport
 from peers.transfer.following import CannotFollowError, Following, no_training_peer_error
-from peers.values.identity import Identity
 from peers.values.manifest import Invite
 from peers.values.system import make_private_folder
 from peers.values.workload import SnapshotError
@@ -67,11 +67,11 @@ class Past:
     def outer_steps(self) -> int:
         return self.last.index + 1 if self.last else 0
 
-    def curve(self, loss: float) -> tuple[CurvePoint, ...]:
-        """Return the losses in order, up to this state's own `loss`."""
-        losses = {step: found for step, found in self.losses.items() if step < self.outer_steps} | {
-            self.outer_steps: loss
-        }
+    def curve(self, loss: float | None) -> tuple[CurvePoint, ...]:
+        """Return the losses in order up to this state, whose own loss is given if it was measured."""
+        losses = {step: found for step, found in self.losses.items() if step <= self.outer_steps}
+        if loss is not None:
+            losses[self.outer_steps] = loss
         return tuple(
             CurvePoint(outer_step=step, loss=losses[step], tokens=self.tokens.get(step)) for step in sorted(losses)
         )
@@ -85,25 +85,39 @@ def command_line(*words: str | Sequence[str]) -> str:
 
 @asynccontextmanager
 async def newest_state(
-    invite: Invite, key: Identity, data: Sequence[Path] | None, own: OwnFiles
+    invite: Invite, identity: Path | None, data: Sequence[Path] | None, own: OwnFiles
 ) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
     """Yield the newest state of a run's peers, in a workload that can evaluate, generate and export.
 
     The run's local text is in the folders `data`, its local model and tokenizer in `own`; no other file of this machine
-    is read. Without `data` (None) no text is read, and the workload can only generate.
+    is read. Without `data` (None) no text is read, and the workload can only generate; see `with_text`.
 
     Raises: DataError when these do not name all local files of the run; SwarmUnreachableError when no peer gives a
-    state; the errors of starting a worker.
+    state; see `reading` and `working`.
     """
-    async with connected(key, invite.addresses) as transport:
-        run = (await find_run(transport, invite.run_id)).with_own(own)
-        run = run if data is None else run.with_data(data)
+    async with reading(invite, identity) as (found, transport):
+        run = found.with_own(own)
+        run, options = with_text(run, data)
         await ask_for_signed_heads(transport, run, invite.addresses)
         if not await transport.heartbeats(run.run_id):  # checked before a worker is started
             raise no_training_peer_error(run.run_id)
-        async with working(run, NO_TEXT if data is None else NO_TRAINING) as workload:
+        async with working(run, options) as workload:
             following = await fetch_state(run, transport, workload)
             yield run, past_of(run, following, kept_losses(run.run_id)), workload
+
+
+def with_text(run: Run, data: Sequence[Path] | None) -> tuple[Run, WorkerOptions]:
+    """Return the run with its local text in the folders `data`, and the options of a worker that evaluates on it.
+
+    The worker reads no text if `data` is None, or names none of the run's local text. Raises: DataError, see
+    `Run.with_data`.
+    """
+    if data is None:
+        return run, NO_TEXT
+    if not data and local_sources(run.config.data):
+        logger.warning("the held-out loss is not measured; name a copy of the run's text with --data to measure it")
+        return run, NO_TEXT
+    return run.with_data(data), NO_TRAINING
 
 
 @contextmanager
@@ -164,21 +178,23 @@ def warn_of_other_text(found: HeldOut) -> None:
 async def export_state(
     run: Run, past: Past, workload: LocalWorkload, folder: Path, command: str = "", dtype: Dtype = "float32"
 ) -> RunFacts:
-    """Evaluate and write the workload's state. The model card names `command` as the way to repeat it."""
+    """Evaluate, if the workload reads text, and write its state. The model card names `command`, which repeats it."""
     workers, last = workload.trainer, past.last
-    found = await workers.held_out(run.config.evaluation)
-    warn_of_other_text(found)
+    found = await workers.held_out(run.config.evaluation) if workers.reads else None
+    if found is not None:
+        warn_of_other_text(found)
+    loss = None if found is None else found.loss
     facts = RunFacts(
         run_id=run.run_id,
         manifest_digest=run.manifest.digest.hex(),
         outer_steps=past.outer_steps,
         tokens=last.lineage_tokens if last else 0,
         peers=len(last.roster) if last else 0,
-        held_out_loss=found.loss,
-        bits_per_byte=bits_per_byte(found.loss, workers.bytes_per_token),
+        held_out_loss=loss,
+        bits_per_byte=None if loss is None else bits_per_byte(loss, workers.bytes_per_token),
         contributors=past.contributors,
         knows_all=past.is_whole,
-        curve=past.curve(found.loss),
+        curve=past.curve(loss),
         sources=Run.from_manifest(run.manifest).config.data.all_sources,
         command=command,
         versions=versions(),
@@ -225,8 +241,8 @@ class StateSource:
 @asynccontextmanager
 async def state_of(origin: StateSource, data: Sequence[Path] | None) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
     """Yield the state at `origin`, as `newest_state` does. Raises: DataError; see `StateSource.bring` and `working`."""
-    run = origin.run if data is None else origin.run.with_data(data)
-    async with working(run, NO_TEXT if data is None else NO_TRAINING) as workload:
+    run, options = with_text(origin.run, data)
+    async with working(run, options) as workload:
         yield run, await origin.bring(workload), workload
 
 

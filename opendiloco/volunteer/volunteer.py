@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from opendiloco.owner.monthly import MonthlyTraffic
 from opendiloco.owner.watch import OwnersWatch
@@ -29,14 +30,14 @@ from opendiloco.view.curves import Curves, configuration_of
 from opendiloco.view.progress import CHECKING, FINDING, Fragments, JoinView, OwnFacts, ProgressReader
 from opendiloco.view.run_view import RunView, holders, is_finished
 from opendiloco.volunteer.admission import ask_for_signed_heads, enter, wait_for_refusal
-from opendiloco.volunteer.identity import listening, wait_for_copy
+from opendiloco.volunteer.identity import hold_identity, listening, wait_for_copy
 from opendiloco.volunteer.local_workload import InnerTrainer, LocalWorkload, TrainerWorkload, working
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.supervisor import Supervisor
 from opendiloco.workers.trackers import tracking
 from peers import metrics
 from peers.driver.driver import Driver
-from peers.errors import DilocoPeerError, LocalNetworkError
+from peers.errors import DilocoPeerError, InUseError, LocalNetworkError
 from peers.log.folder import LogFolder, RunLog
 from peers.log.state import LogState
 from peers.log.votes import VotesFile
@@ -456,3 +457,34 @@ async def connected(
         yield transport
     finally:
         await transport.close()
+
+
+@asynccontextmanager
+async def reading(invite: Invite, identity: Path | None) -> AsyncIterator[tuple[Run, HivemindTransport]]:
+    """Connect to read a run's log and state, with the key in this file.
+
+    Without a file the key is a new one, but this machine's key in a run by invitation. Raises: AdmissionError when the
+    run does not admit the key; see `connected` and `find_run`.
+    """
+    if identity is None:
+        async with connected(Identity.generate(), invite.addresses) as transport:
+            run = await find_run(transport, invite.run_id)
+            if not run.manifest.is_by_invitation:
+                yield run, transport
+                return
+    with _held_to_read(identity) as key:
+        async with connected(key, invite.addresses) as transport:
+            run = await find_run(transport, invite.run_id)
+            await enter(transport, run, key, invite.addresses, RunFolder.at(run.run_id, key.peer_id))
+            yield run, transport
+
+
+@contextmanager
+def _held_to_read(path: Path | None) -> Iterator[Identity]:
+    """Hold an identity as `hold_identity` does. A new key is no remedy where the run admits only known ones."""
+    with ExitStack() as stack:
+        try:
+            key = stack.enter_context(hold_identity(path))
+        except InUseError as error:
+            raise InUseError(error.message, "End that one first, or export its checkpoints with --from.") from error
+        yield key

@@ -57,11 +57,13 @@ class WorkerGroup:
     telemetry: Telemetry
     held_out_digest: str
     reads_runs_text = True
+    reads = True  # False: it opens no text, and its held-out loss means nothing
     bytes_per_token: float
     under_way: UnderWay | None = None  # the newest training
 
     def __init__(self, config: RunConfig, options: WorkerOptions, reads_runs_text: bool) -> None:
         self.reads_runs_text = reads_runs_text
+        self.reads = options.reads
         self._config = config
         self.overlap = Overlap(config, options.overlap)
         self.supervisor = Supervisor(config, options)

@@ -403,7 +403,8 @@ def _start_error(message: str, initial_peers: Sequence[str]) -> DilocoPeerError:
 
 def _port_in_use(port: str, host: str) -> InUseError:
     return InUseError(
-        f"port {port} on {host} is in use by another program.", "End that program, or choose another port (0: any)."
+        f"port {port} on {host} is in use by another program.",
+        "End that program, or choose other ports, such as --listen /ip4/0.0.0.0/tcp/31340 --data-port 31341 (0: any).",
     )
 
 

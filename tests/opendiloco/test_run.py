@@ -20,7 +20,8 @@ from opendiloco.model.export import Dtype, RunFacts
 from opendiloco.run import Run, find_run
 from opendiloco.storage.loading import Checkpoint
 from opendiloco.storage.run_folder import RunFolder
-from opendiloco.volunteer.states import Past, StateSource
+from opendiloco.volunteer.local_workload import NO_TEXT
+from opendiloco.volunteer.states import Past, StateSource, with_text
 from peers.errors import ManifestError, SwarmUnreachableError
 from peers.log.header import Header
 from peers.network.transport import HivemindTransport
@@ -164,7 +165,7 @@ def test_export_evaluates_on_the_folder_that_it_is_given(
     monkeypatch.setattr("opendiloco.volunteer.states.find_origin", lambda *_: origin)
     (tmp_path / "texts").mkdir()
     arguments = ["export", "--from", str(tmp_path), "--out", str(tmp_path / "out")]
-    assert CliRunner().invoke(main, arguments).exit_code == 7  # it opens no folder that only the manifest names
+    assert with_text(origin.run, ()) == (origin.run, NO_TEXT), "it opens a folder that only the manifest names"
     assert CliRunner().invoke(main, [*arguments, "--data", str(tmp_path / "texts")]).exit_code == 0
     [(run, command)] = exported
     assert run.config.data.source == str(tmp_path / "texts")

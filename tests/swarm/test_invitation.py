@@ -61,7 +61,7 @@ def test_guests_and_others(party: Party) -> None:
     anybodys, name = party.ticket()
     (site.folder / "ticket.txt").write_text(party.ticket("--for", friend.peer_id)[0])
     for shown, reason in (
-        (None, "is by invitation. Ask its organiser for a ticket; join with --ticket."),
+        (None, "has no ticket. Its organiser creates one, `invite create MANIFEST --for 12D3KooW"),
         ("ticket.txt", f"the ticket is for the peer {friend.peer_id}; this machine is"),
     ):
         with party.join("nobody.pem", shown) as uninvited:
@@ -75,14 +75,20 @@ def test_guests_and_others(party: Party) -> None:
     ):
         for guest in (one, two, other):
             guest.line("outer step .* 3 peers", "the guests do not train together")
+        exported = site.run("export", "--run", party.invite, "--identity", "nobody.pem", "--out", "model")
+        assert exported.code == 13, exported.err
+        exported = site.run("export", "--run", party.invite, "--identity", "organiser.pem", "--out", "model")
+        assert exported.code == 0, exported.err
+        assert "with --data to measure it" in exported.err
         seen = site.run("status", "--run", party.invite, "--identity", "organiser.pem", "--json")
         assert seen.code == 0, seen.err
         assert len(json.loads(seen.out)["peers"]) == 3
         how = ("--identity", "organiser.pem", "--initial-peer", party.address)
         revoked = site.run("invite", "revoke", party.manifest, name, *how)
         assert revoked.code == 0, revoked.err
+        assert "live peers that are shut out by this: 2" in revoked.err
         listed = site.run("invite", "list", party.manifest, "--identity", "organiser.pem")
-        assert re.search(rf"{name} .* revoked +anybody", listed.out)
+        assert re.search(rf"{name} .* revoked +any peer", listed.out)
         for guest in (one, two):
             ended = guest.finish()
             assert ended.code == 13

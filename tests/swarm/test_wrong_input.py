@@ -129,7 +129,9 @@ def test_identity_file(place: Place) -> None:
 
 def test_no_corpus(place: Place, tmp_path: Path) -> None:
     run = Site(tmp_path).write_run("/nowhere/at/all")
-    created = place.site.run("run", "create", str(run), "--initial-peer", place.address)
+    create = ("run", "create", str(run), "--initial-peer", place.address)
+    assert "there is no /nowhere/at/all" in place.refuses(7, *create)
+    created = place.site.run(*create, "--without-text")
     assert created.code == 0
     assert "data.source = '/nowhere/at/all' is not on this machine" in created.err
     [invite] = re.findall(r"^invite: +(\S+)$", created.out, re.MULTILINE)

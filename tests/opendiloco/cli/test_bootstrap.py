@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 import peers.network.bootstrap
 from opendiloco.cli import main
+from opendiloco.cli.bootstrap import _show_addresses, _tell_local_network
 from peers import metrics
 from peers.network.links import LinkSettings
 
@@ -36,6 +37,34 @@ def test_a_bootstrap_node_relays_unless_told_otherwise(
     listen = seen[1]
     assert isinstance(listen, tuple)
     assert listen[0] == "/ip4/0.0.0.0/tcp/31337"
+
+
+@pytest.mark.parametrize(
+    ("options", "is_announced"),
+    [
+        ([], True),
+        (["--listen", "/ip4/127.0.0.1/tcp/0"], False),
+        (["--listen", "/ip4/127.0.0.1/tcp/0", "--announce", "/ip4/192.0.2.1/tcp/1"], True),
+    ],
+)
+def test_a_node_of_this_machine_is_not_announced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], is_announced: bool
+) -> None:
+    beside: list[object] = []
+
+    async def run_bootstrap(*arguments: object) -> None:
+        beside.append(arguments[8])
+
+    monkeypatch.setattr(peers.network.bootstrap, "run_bootstrap", run_bootstrap)
+    done = CliRunner().invoke(main, ["bootstrap", "--identity", str(tmp_path / "key.pem"), "--local-network", *options])
+    assert done.exit_code == 0, done.output
+    assert beside == [[_tell_local_network] if is_announced else []]
+
+
+@pytest.mark.parametrize(("host", "where"), [("127.0.0.1", "this"), ("192.0.2.1", "any")])
+def test_the_machines_that_can_use_a_node_are_named(host: str, where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _show_addresses((f"/ip4/{host}/tcp/1/p2p/a",))
+    assert f"type on {where} machine" in capsys.readouterr().out
 
 
 def test_a_bootstrap_node_serves_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

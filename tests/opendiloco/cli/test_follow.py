@@ -26,6 +26,7 @@ from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
 from opendiloco.training.outer import LocalState
 from opendiloco.volunteer import local_workload, volunteer
+from opendiloco.workers.options import WorkerOptions
 from peers.errors import DilocoPeerError
 from peers.log.folder import RunLog
 from peers.network.channel import PeerUnreachableError
@@ -45,6 +46,7 @@ from tests.peers.heartbeats import beat
 
 VALUES = 2500
 ENTRIES = 4
+ORGANISER = Identity.generate()
 FROZEN = 1  # the outer step of the only snapshot
 
 
@@ -87,13 +89,14 @@ class Network(FakeTransport):
         super().__init__("follower")
         self.recorded = recorded
         self.said = said
+        self.reader = ""
         self.beats: list[Heartbeat] = []
         self.published: list[bytes] = []
         self.runs = KnownRuns()
         self.daemon = SimpleNamespace(failure=self.failure)
 
     def learn(self, manifest: SignedManifest) -> None:
-        """Everybody may come in."""
+        self.runs.learn(manifest)
 
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
         raise PeerUnreachableError(peer_id, "no answer in time")
@@ -123,17 +126,23 @@ class Model(LocalState):
 
     bytes_per_token = 2 / math.log(2)
 
-    def __init__(self, theta: Vector, config: RunConfig) -> None:
+    def __init__(self, theta: Vector, config: RunConfig, reads: bool) -> None:
         super().__init__(theta, config)
+        self.reads = reads
         self.trainer = self
 
     async def held_out(self, section: EvaluationSection) -> HeldOut:
         return HeldOut(2.5, is_runs_text=True)
 
     async def export(self, folder: Path, facts: RunFacts, dtype: str) -> None:
-        said = f"diloco-peer follow --run {facts.run_id} --initial-peer ADDRESS --data TEXTS --export "
+        data = "--data TEXTS " if self.reads else ""
+        said = f"diloco-peer follow --run {facts.run_id} --initial-peer ADDRESS {data}--export "
         assert facts.command.startswith(said)
         assert facts.contributors == 2
+        if not self.reads:
+            assert (facts.held_out_loss, facts.curve) == (None, ())
+            folder.mkdir()
+            return
         assert [point.outer_step for point in facts.curve] == list(range(2, facts.outer_steps + 1, 2)), "all of them"
         folder.mkdir()
         (folder / "README.md").write_text(str(facts.outer_steps))
@@ -155,6 +164,7 @@ def network(recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> Network:
 
     @asynccontextmanager
     async def connected(identity: Identity, addresses: Sequence[str]) -> AsyncIterator[Network]:
+        network.reader = identity.peer_id
         await network.open()
         yield network
 
@@ -166,8 +176,8 @@ def network(recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> Network:
 @pytest.fixture
 def model(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     @asynccontextmanager
-    async def working(run: Run) -> AsyncIterator[Model]:
-        yield Model(np.zeros(VALUES, np.float32), run.config)
+    async def working(run: Run, options: WorkerOptions) -> AsyncIterator[Model]:
+        yield Model(np.zeros(VALUES, np.float32), run.config, options.reads)
 
     monkeypatch.setattr(local_workload, "working", working)
 
@@ -192,6 +202,37 @@ def test_a_line_per_state(recorded: RecordedRun, network: Network) -> None:
         f"outer step 3: peers 2, tokens 256, in all 768, state {states[3]}, not confirmed by a peer yet",
         f"outer step 4: peers 2, tokens 256, in all 1,024, state {states[4]}, 2 peers agree",
     ]
+
+
+@pytest.fixture
+def by_invitation(
+    small_content: dict[str, Any], network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The folder of this machine's key, which does not exist yet."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    config = RunConfig.from_manifest_content(small_content | {"admission": {"mode": "invite"}})
+    network.recorded = record(Run.sign(config, ORGANISER), np.ones(VALUES, np.float32), ENTRIES)
+    network.said = dict.fromkeys("ab", network.recorded.states[-1].state_digest)
+    return tmp_path / "diloco-peer"
+
+
+def test_a_run_by_invitation_sees_this_machines_key(by_invitation: Path, network: Network) -> None:
+    """Regression: the organiser's own commands came with a random key."""
+    by_invitation.mkdir(parents=True)
+    ORGANISER.save(by_invitation / "identity.pem")
+    result = follow(network.recorded, "--until", ENTRIES)
+    assert result.exit_code == 0, result.output
+    assert network.reader == ORGANISER.peer_id
+
+
+def test_a_run_by_invitation_refuses_others_at_once(by_invitation: Path, network: Network) -> None:
+    """Regression: `follow` waited for ever."""
+    result = follow(network.recorded, "--until", ENTRIES)
+    assert result.exit_code == 13
+    assert f"this machine ({network.reader}) has no ticket" in result.stderr
+    assert f"--for {network.reader}" in result.stderr
+    assert "--identity" in result.stderr
+    assert "--ticket" in result.stderr
 
 
 def test_an_object_per_state(recorded: RecordedRun, network: Network) -> None:
@@ -312,6 +353,17 @@ def test_text_that_the_manifest_names_is_not_opened(recorded: RecordedRun, netwo
     result = CliRunner().invoke(main, ["follow", "--run", str(invite), "--evaluate"])
     assert result.exit_code == 7
     assert "what you have not named is not read" in result.stderr
+
+
+@pytest.mark.usefixtures("model")
+def test_a_model_is_exported_without_the_text(recorded: RecordedRun, tmp_path: Path) -> None:
+    """Regression: the organiser had to name a text that only the held-out loss needs."""
+    invite = Invite(recorded.run.run_id, (f"/ip4/192.0.2.2/tcp/1/p2p/{Identity.generate().peer_id}",))
+    arguments = ["--until", "2", "--every", "2", "--export", str(tmp_path)]
+    result = CliRunner().invoke(main, ["follow", "--run", str(invite), *arguments])
+    assert result.exit_code == 0, result.output
+    assert f"outer step 2: the model is in {tmp_path}/outer-step-000002" in result.stdout
+    assert result.stderr.count("name a copy of the run's text with --data") == 1
 
 
 @pytest.mark.usefixtures("model")

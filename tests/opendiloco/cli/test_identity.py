@@ -17,6 +17,8 @@ def test_the_key_is_shown_by_its_peer_id(tmp_path: Path) -> None:
     shown = CliRunner().invoke(main, ["identity", "show", "--identity", str(key)])
     assert identity.peer_id in shown.stdout
     assert str(key) in shown.stdout
+    made = CliRunner().invoke(main, ["identity", "show", "--identity", str(missing)])
+    assert Identity.load(missing).peer_id in made.stdout
+    missing.write_bytes(b"no key")
     refused = CliRunner().invoke(main, ["identity", "show", "--identity", str(missing)])
     assert refused.exit_code == 2, "systemd must not start the service again"
-    assert not missing.exists()

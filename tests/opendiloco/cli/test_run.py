@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from opendiloco.cli import main
 from opendiloco.cli.run import _beyond_schedules, _check, _next_lines
@@ -16,8 +18,9 @@ from opendiloco.config.overrides import NO_OVERRIDES
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from peers.values.identity import Identity
-from peers.values.manifest import Invite
+from peers.values.manifest import Invite, SignedManifest
 from peers.values.wire import PROTOCOL_VERSION
+from tests.opendiloco.conftest import write_corpus
 
 ROOT = Path(__file__).parents[3]
 
@@ -134,6 +137,56 @@ def test_a_mistake_in_run_toml_is_found_before_anything_slow_is_imported(
     done = CliRunner().invoke(main, ["run", *command, "run.toml"])
     assert done.exit_code == 3
     assert "not valid TOML" in done.stderr
+
+
+@pytest.fixture
+def created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Creates the run of `home/run.toml` from another folder, with an announcement that reaches no network."""
+
+    async def announced(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:
+        return initial_peers
+
+    monkeypatch.setattr("opendiloco.cli.run._announce", announced)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    def create(content: dict[str, Any], *arguments: str) -> Result:
+        home = tmp_path / "home"
+        home.mkdir(exist_ok=True)
+        monkeypatch.setattr("opendiloco.config.run_config.read_toml", lambda *_: content)
+        command = ["run", "create", str(home / "run.toml"), "--initial-peer", ADDRESS, *arguments]
+        return CliRunner().invoke(main, command)
+
+    return create
+
+
+def test_relative_paths_start_at_the_folder_of_run_toml(
+    small_content: dict[str, Any], created: Callable[..., Result], tmp_path: Path
+) -> None:
+    """Regression: they started at the current folder, and a run without text was announced."""
+    content = small_content | {"data": small_content["data"] | {"source": "./texts"}}
+    missing = created(content)
+    assert missing.exit_code == 7
+    assert f"there is no {tmp_path / 'home' / 'texts'}" in missing.stderr
+    assert not missing.stdout
+    assert created(content, "--without-text").exit_code == 0
+    write_corpus(tmp_path / "home" / "texts")
+    done = created(content)
+    assert done.exit_code == 0, done.output
+    [manifest] = re.findall(r"^manifest: +(\S+)$", done.stdout, re.MULTILINE)
+    config = Run.from_manifest(SignedManifest.unpack(Path(manifest).read_bytes())).config
+    assert config.data.source == "./texts"
+    assert config.evaluation.digest is not None
+
+
+def test_warnings_are_repeated_after_the_id(small_content: dict[str, Any], created: Callable[..., Result]) -> None:
+    """Regression: a schedule that is too short was warned of above all other lines."""
+    done = created(small_content | {"data": STANDARD_LIBRARY, "outer_steps": 9})
+    assert done.exit_code == 0, done.output
+    last = done.output.splitlines()[-1]
+    assert last.startswith("warning: schedule ends after 26 inner steps, and the run after 36")
+    assert "run amend --outer-steps" in last
 
 
 def test_a_manifest_as_json(small_config: RunConfig, tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_parquet_files_that_differ_in_other_columns(tmp_path: Path, streaming: b
         (
             "a.jsonl",
             '{"text": "a"}\n{"text": [1]}\n',
-            r"column 'text': .*a\.jsonl cannot be read: some rows have list and some str",
+            r"column 'text': .*a\.jsonl cannot be read: row 2 has list, but row 1 has str",
         ),
         ("a.csv", "text,n\none,1\ntwo,1,2\n", r"a\.csv cannot be read: .*Expected 2 fields in line 3, saw 3"),
         ("a.csv", "", r"a\.csv cannot be read: No columns"),
@@ -241,6 +241,24 @@ def test_what_cannot_be_read_is_named_with_its_file_and_cause(tmp_path: Path, na
     (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=said):
         texts(source(tmp_path))
+
+
+@pytest.mark.parametrize(("lines", "is_refused"), [(2, True), (200, False)])
+def test_rows_that_are_not_utf8_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lines: int, is_refused: bool
+) -> None:
+    """Regression: they counted as rows that are not JSON objects."""
+    rows = [b'{"text": "zwei"}'] * lines
+    rows[1] = '{"text": "zwölf"}'.encode("latin-1")
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(rows))
+    said = f"not UTF-8: line 2 first, 1 of {lines} lines"
+    if is_refused:
+        with pytest.raises(DataError, match=f"{said}.*iconv"):
+            texts(source(tmp_path))
+    else:
+        assert texts(source(tmp_path)) == ["zwei"] * (lines - 1)
+        assert said in caplog.text
+    assert "not JSON objects" not in caplog.text
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])

@@ -48,7 +48,7 @@ def test_the_organiser_needs_none() -> None:
 @pytest.mark.parametrize(
     ("ticket", "reason"),
     [
-        (None, "is by invitation. Ask its organiser for a ticket; join with --ticket"),
+        (None, f"is by invitation, and this machine ({ME.peer_id}) has no ticket"),
         (Ticket.give("other-" + "a" * 32, ORGANISER, LATER), f"not for {RUN}"),
         (Ticket.give(RUN, ORGANISER, LATER, OTHER.peer_id), "this machine is"),
         (Ticket.give(RUN, OTHER, LATER, ME.peer_id), "not signed by the run's organiser"),

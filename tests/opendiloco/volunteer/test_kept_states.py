@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from opendiloco.cli.group import main
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.errors import CheckpointError
+from opendiloco.errors import CheckpointError, DataError
 from opendiloco.model.build import build_model
 from opendiloco.run import Run
 from opendiloco.storage.files import file_header, file_name
@@ -25,6 +25,7 @@ from opendiloco.storage.loading import metadata_of
 from opendiloco.storage.run_folder import HeldOutCurve, RunFolder
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.volunteer.states import find_origin
+from opendiloco.workers.options import WorkerOptions
 from peers.log.folder import LogFolder
 from peers.values.identity import Identity
 from tests.opendiloco.training.recorded_run import BLOCK_BYTES, RecordedRun, record
@@ -103,11 +104,19 @@ def test_text_that_the_manifest_names_is_not_opened(
     kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("opendiloco.volunteer.states.working", None)  # no worker is started
+    options = list[WorkerOptions]()
+
+    @asynccontextmanager
+    async def working(run: Run, chosen: WorkerOptions) -> AsyncIterator[None]:
+        options.append(chosen)
+        raise DataError("no worker is started")
+        yield
+
+    monkeypatch.setattr("opendiloco.volunteer.states.working", working)
     done = export("--out", "model", "--from", kept.folder.path)
-    assert done.exit_code == 7
-    assert f"data.source = {kept.text!r}" in done.output
-    assert "--data FOLDER" in done.output
+    assert "no worker is started" in done.output
+    assert [chosen.reads for chosen in options] == [False]
+    assert "with --data to measure it" in done.output
     assert not list(tmp_path.iterdir())
 
 
@@ -127,7 +136,7 @@ def test_the_model_between_two_checkpoints_is_written_and_pushed(kept: Kept, tmp
     tokens = f"{kept.recorded.headers[3].lineage_tokens:,}"
     card = (out / "README.md").read_text()
     assert "diloco-peer export --from FOLDER --at 4 --data TEXTS --out model" in card
-    assert "Here `FOLDER` is what" in card
+    assert "Here `FOLDER` is a volunteer's" in card
     assert "| peers that contributed | 2 |" in card
     assert "| 2 | 512 | 5.5000 |" in card
     assert "| 5 |" not in card
