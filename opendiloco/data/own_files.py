@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from opendiloco.config.data import DataSection, SourceSection
 
 
+def cache_folder() -> Path:
+    """Return `diloco-peer` in XDG_CACHE_HOME, or else in `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco-peer"
+
+
 @dataclass(frozen=True)
 class OwnFiles:
     """The folder of the model, and the folder or file of the tokenizer; None: not named by the owner."""
