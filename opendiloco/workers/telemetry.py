@@ -139,7 +139,7 @@ class Telemetry:
             logger.warning(
                 "outer step %d: %d inner steps were skipped; their loss or gradient was not finite", index, done.skipped
             )
-        logger.info("trained after outer step %d: %s", index, _line_of(values))
+        logger.debug("trained after outer step %d: %s", index, _line_of(values))
         for name, value in values.items():
             GAUGES[name].set(value)
         self._track(
@@ -148,7 +148,7 @@ class Telemetry:
 
     def outer_step(self, index: int, values: Mapping[str, float]) -> None:
         """Outer step `index` has been taken: `OUTER_VALUES` of it."""
-        logger.info("outer step %d: %s", index, _outer_line_of(values))
+        logger.debug("outer step %d: %s", index, _outer_line_of(values))
         for name, value in values.items():
             OUTER_GAUGES[name].set(value)
         self._track((index + 1) * self._inner_steps, {f"outer_step/{name}": value for name, value in values.items()})
