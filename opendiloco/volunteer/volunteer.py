@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import shlex
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -71,6 +72,7 @@ ALONE = (
 )
 HAND_OVER_SECONDS = 10.0  # for which a volunteer that leaves waits for another machine to have the newest outer step
 HAND_OVER_LOOK = 0.2  # seconds between two looks whether one has it
+LAST_SECONDS = 2.0  # for which the last volunteer hears of others that leave at the same time
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,7 @@ class Volunteer:
         self._admission = admission
         self._remembered = remembered
         self._leaving: asyncio.Task[None] | None = None
+        self._folder = None if folder is None else str(folder.path)
         self.log: RunLog = driver.entries
         """The entries of the run that are here."""
         self.held_out = HeldOutCurve(folder.held_out if folder else None)
@@ -384,10 +387,12 @@ class Volunteer:
 
     async def _hand_over(self) -> None:
         """Leave once another machine has the newest outer step, or after some seconds. Train nothing meanwhile."""
-        deadline = now() + HAND_OVER_SECONDS
+        began = now()
         self.hold(True)
         try:
-            while not self._is_handed_over and now() < deadline:
+            while now() < began + (LAST_SECONDS if self._is_handed_over else HAND_OVER_SECONDS):
+                if self._is_handed_over and not self._may_be_last:
+                    break
                 await asyncio.sleep(HAND_OVER_LOOK)
         finally:  # whatever goes wrong, the owner wants to leave
             self._driver.leave()
@@ -404,6 +409,14 @@ class Volunteer:
         return not needed or (not self._driver.peer.is_exchanging and bool(holders(needed, step)))
 
     @property
+    def _may_be_last(self) -> bool:
+        """Whether no machine would have the newest outer step if all volunteers left now, and this one goes last: it
+        has the greatest id of those at work, and the run has no archive."""
+        others, me = self.others(), self._driver.peer.me
+        at_work = [beat.peer for beat in others if beat.state in PARTICIPATING]
+        return bool(at_work) and max(at_work) < me and all(beat.state is not PeerState.ARCHIVING for beat in others)
+
+    @property
     def farewell(self) -> str:
         """Which machines have the newest outer step now that this one has left, in words."""
         step = self.outer_step
@@ -412,6 +425,11 @@ class Volunteer:
             return "left the run before its first outer step"
         if having:
             return f"left the run; outer step {step} is with {having}"
+        if self._folder is None:
+            return f"left the run; no other machine has outer step {step}, and this one keeps nothing"
+        if step >= outer_steps_in_force(self.run.config, self._driver.peer.log.amendment):
+            only = "left the finished run; only this machine has the model"
+            return f"{only}: to take it out, diloco-peer export --from {shlex.quote(self._folder)} --out model"
         return f"left the run; only this machine has outer step {step}: join again from it, and the run goes on there"
 
     def heartbeats(self) -> list[Heartbeat]:
