@@ -103,13 +103,13 @@ class Session:
             ) as transport:
                 transport.cap(caps)
                 run = await find_run(transport, invite.run_id, before.remembered_manifest())
-                run = run.with_data(settings.data).with_own(settings.own_files)
                 run = replace(run, goes_on_alone=settings.on_partition == "continue")
                 folder = RunFolder.open(run, key.peer_id, settings.state)
-                wanted = settings.contribution_format
-                format = None if wanted is None else run.config.codec.number_of(wanted)
                 await ask_for_signed_heads(transport, run, invite.addresses, folder)
                 admission = await enter(transport, run, key, invite.addresses, folder, self.ticket)
+                run = run.with_data(settings.data).with_own(settings.own_files)
+                wanted = settings.contribution_format
+                format = None if wanted is None else run.config.codec.number_of(wanted)
                 view.say(
                     "\n".join([f"found run {run.run_id}; starting a worker (some seconds)", *run.config.about.lines()])
                 )
