@@ -20,7 +20,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -32,10 +32,9 @@ from numpy.typing import NDArray
 
 from opendiloco.config.data import STANDARD_LIBRARY, SourceSection
 from opendiloco.data.hub import downloading
-from opendiloco.data.own_files import cache_folder, check_card, check_files, is_local
+from opendiloco.data.own_files import check_card, check_files, copy_folder, copy_kept, is_local
 from opendiloco.errors import DataError, first_line
 from opendiloco.stages import at_stage, passing
-from peers.values.system import shared_folder
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +165,7 @@ class _Rows:
     def __init__(self, section: SourceSection, files: Sequence[Path] = ()) -> None:
         self._section = section
         self.is_stream = section.streaming or section.shards is not None
-        with _explained(section), _copy_kept(section):
+        with _explained(section), copy_kept(section):
             self._builder = _open_builder(section, files)
             parts = sorted((str(split), part) for split, part in self._builder.config.data_files.items())
         _check_split(section, [split for split, _ in parts])
@@ -176,7 +175,7 @@ class _Rows:
     def documents(self, shard: int | None = None) -> Iterator[Document]:
         """Yield all documents, or those of one shard of the source. Raises: DataError."""
         section = self._section
-        with _explained(section), _copy_kept(section):
+        with _explained(section), copy_kept(section):
             rows = self._load() if shard is None else self._load_shard(shard)
             total = getattr(rows, "num_rows", None)  # a stream has no total
             for row in passing(rows, tokenizing(section, shard), total):
@@ -394,7 +393,7 @@ def _open_builder(section: SourceSection, chosen: Sequence[Path] = ()) -> Any:
     for card in cards:
         if card.is_file():
             check_card(source, card)
-    options["cache_dir"] = str(_copy_folder(section))
+    options["cache_dir"] = str(copy_folder(section))
     builder: Any = datasets.load_dataset_builder(path, section.subset, revision=revision, token=False, **options)
     files = _data_files(builder)
     if not chosen:
@@ -414,19 +413,6 @@ def _open_builder(section: SourceSection, chosen: Sequence[Path] = ()) -> Any:
         builder._generate_tables = partial(_naming_files, section, builder._generate_tables)
     _read_only(builder, section.column)
     return builder
-
-
-def _copy_folder(section: SourceSection) -> Path:
-    """Return the folder in which `datasets` writes its copy of a source."""
-    import datasets
-
-    base = cache_folder() / "text" if is_local(section.source) else Path(datasets.config.HF_DATASETS_CACHE)
-    return base / f"column-{hashlib.sha256(section.column.encode()).hexdigest()[:16]}"
-
-
-def _copy_kept(section: SourceSection) -> AbstractContextManager[None]:
-    """Keep the copy that `datasets` makes of this machine's text until no process reads it. Only this user may."""
-    return shared_folder(_copy_folder(section)) if is_local(section.source) else nullcontext()
 
 
 def _format_of(source: str, files: Sequence[Path]) -> str:
