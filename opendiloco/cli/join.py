@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+ADDRESSES = 8  # most addresses in an answer to the owner, which has few bytes
 
 
 @click.command(cls=SettingsCommand)
@@ -126,7 +127,8 @@ class _Joining:
             page = dashboard(self.page, lambda: sources)
 
         def answer(request: OwnerRequest) -> VolunteerStatus:
-            return self.watch.answer(request).model_copy(update={"month": tuple(self.traffic.lines())})
+            facts = {"month": tuple(self.traffic.lines()), "initial_peers": self.invite.addresses[:ADDRESSES]}
+            return self.watch.answer(request).model_copy(update=facts)
 
         async with page, serve_controls(folder, answer):
             while await self.watch.wait_until_wanted():
@@ -211,10 +213,15 @@ def _find(run: str | None, state: Path | None, peer: str, all_of_them: bool) -> 
     run = run if is_typed(click.get_current_context(), "run") else None
     folder = state or default_state_folder()
     run_id = None if run is None else Invite.parse(run).run_id
-    found = [path for path in volunteers(folder, run_id) if path.parent.name.endswith(peer.lstrip("…"))]
+    running = volunteers(folder)
+    ours = [path for path in running if run_id in (None, path.parent.parent.name)]
+    found = [path for path in ours if path.parent.name.endswith(peer.lstrip("…"))]
     if not found:
         which = " ".join(filter(None, (peer, run_id and f"of {run_id}", f"in {folder}")))
-        raise MachineError(f"no volunteer {which} is running.", "If `join` has --state, give the same folder here.")
+        remedy = "If `join` has --state, give the same folder here."
+        if running:
+            remedy = f"These are running: {', '.join(map(_name, running))}."
+        raise MachineError(f"no volunteer {which} is running.", remedy)
     if len(found) > 1 and not all_of_them:
         each = ", ".join(map(_name, found))
         raise MachineError(

@@ -23,6 +23,9 @@ CHATTY = ("torchao", "torch.utils._pytree")
 FILE_BYTES, OLD_FILES = 10_000_000, 3
 """Size in bytes at which a log file is renamed, and the number of old files that are kept: .1 is the newest."""
 
+ORDINARY = frozenset({"opendiloco.storage.checkpointer", "opendiloco.workers.telemetry"})
+"""Modules that log in each outer step, which may be short."""
+ORDINARY_SECONDS = 60.0  # between two ordinary messages of one line of code
 OF_STRANGERS = "peers.network"
 WARNINGS_AT_ONCE, WARNINGS_PER_SECOND = 30.0, 0.2  # limits for each line of code that logs
 
@@ -34,8 +37,8 @@ def _is_no_disconnect(record: logging.LogRecord) -> bool:
 
 
 class _FloodGate:
-    """A filter that drops warnings and network messages of one line of code when they come too fast: strangers decide
-    how often they are caused."""
+    """A filter that drops messages of one line of code when they come too fast: warnings and network messages, which
+    strangers can cause, and ordinary messages of outer steps."""
 
     def __init__(self) -> None:
         self._allowances: dict[tuple[str, int], Allowance] = {}
@@ -43,12 +46,14 @@ class _FloodGate:
 
     def __call__(self, record: logging.LogRecord) -> bool:
         """Return True if the record is to be logged. The next logged record says how many were dropped."""
-        if record.levelno < logging.WARNING and not record.name.startswith(OF_STRANGERS):
+        is_ordinary = record.name in ORDINARY and record.levelno < logging.WARNING
+        if not (is_ordinary or record.levelno >= logging.WARNING or record.name.startswith(OF_STRANGERS)):
             return True
         place = record.name, record.lineno
-        allowance = self._allowances.setdefault(place, Allowance(WARNINGS_AT_ONCE, WARNINGS_PER_SECOND))
+        limits = (1.0, 1 / ORDINARY_SECONDS) if is_ordinary else (WARNINGS_AT_ONCE, WARNINGS_PER_SECOND)
+        allowance = self._allowances.setdefault(place, Allowance(*limits))
         if not allowance.has_some(record.created):
-            self._left_out[place] += 1
+            self._left_out[place] += not is_ordinary
             return False
         allowance.spend(1.0)
         if left_out := self._left_out.pop(place, 0):

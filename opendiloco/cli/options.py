@@ -81,6 +81,8 @@ class RunCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given, rest, _ = self.make_parser(ctx).parse_args(list(args))
+        if str(given.get("run") or "").startswith("-"):
+            raise click.UsageError("--run has no invite after it: if you gave a variable, it is empty.", ctx)
         if len(rest) == 1:
             if given.get("run"):
                 raise click.UsageError("the run is named twice: leave out --run.", ctx)
@@ -285,8 +287,8 @@ def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = Non
     """Return the run and addresses of its swarm.
 
     The addresses are those of the invite and of the option; else those of the environment or the configuration file;
-    else those that this machine remembers in the `state` folder; else those found in the local network. Raises:
-    ManifestError; UsageError when there are no addresses.
+    else those that this machine remembers in the `state` folder; else those of a volunteer that runs there; else those
+    found in the local network. Raises: ManifestError; UsageError when there are no addresses.
     """
     from peers.values.manifest import Invite
 
@@ -295,9 +297,12 @@ def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = Non
         return invite  # addresses in the environment or the file may belong to another swarm
     addresses = tuple(dict.fromkeys((*invite.addresses, *initial_peers)))
     if not addresses:
-        from opendiloco.storage.run_folder import remembered_addresses
+        from opendiloco.owner.controls import volunteers
+        from opendiloco.storage.run_folder import default_state_folder, remembered_addresses
 
-        addresses = remembered_addresses(invite.run_id, state) or _nearby(invite.run_id)
+        here = volunteers(state or default_state_folder(), invite.run_id).values()
+        addresses = remembered_addresses(invite.run_id, state) or next((one.initial_peers for one in here), ())
+        addresses = addresses or _nearby(invite.run_id)
     return Invite(invite.run_id, known_addresses(addresses, "a run id alone contains no address"))
 
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from opendiloco.config.data import STANDARD_LIBRARY, SourceSection
 from opendiloco.data.hub import downloading
-from opendiloco.data.own_files import check_card, check_files, is_local
+from opendiloco.data.own_files import check_card, check_files, copy_folder, copy_kept, is_local
 from opendiloco.errors import DataError, first_line
 from opendiloco.stages import at_stage, passing
 
@@ -165,7 +165,7 @@ class _Rows:
     def __init__(self, section: SourceSection, files: Sequence[Path] = ()) -> None:
         self._section = section
         self.is_stream = section.streaming or section.shards is not None
-        with _explained(section):
+        with _explained(section), copy_kept(section):
             self._builder = _open_builder(section, files)
             parts = sorted((str(split), part) for split, part in self._builder.config.data_files.items())
         _check_split(section, [split for split, _ in parts])
@@ -175,7 +175,7 @@ class _Rows:
     def documents(self, shard: int | None = None) -> Iterator[Document]:
         """Yield all documents, or those of one shard of the source. Raises: DataError."""
         section = self._section
-        with _explained(section):
+        with _explained(section), copy_kept(section):
             rows = self._load() if shard is None else self._load_shard(shard)
             total = getattr(rows, "num_rows", None)  # a stream has no total
             for row in passing(rows, tokenizing(section, shard), total):
@@ -395,8 +395,7 @@ def _open_builder(section: SourceSection, chosen: Sequence[Path] = ()) -> Any:
     for card in cards:
         if card.is_file():
             check_card(source, card)
-    digest = hashlib.sha256(section.column.encode()).hexdigest()[:16]
-    options["cache_dir"] = str(Path(datasets.config.HF_DATASETS_CACHE, f"column-{digest}"))
+    options["cache_dir"] = str(copy_folder(section))
     builder: Any = datasets.load_dataset_builder(path, section.subset, revision=revision, token=False, **options)
     files = _data_files(builder)
     if not chosen:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opendiloco.errors import DataError
+from peers.values.system import shared_folder
 
 if TYPE_CHECKING:
     from opendiloco.config.data import DataSection, SourceSection
+
+
+def cache_folder() -> Path:
+    """Return `diloco-peer` in XDG_CACHE_HOME, or else in `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco-peer"
 
 
 @dataclass(frozen=True)
@@ -131,3 +139,16 @@ def _paths_of(config: dict[str, Any]) -> Iterator[str]:
         path = one["path"] if isinstance(one, dict) else one
         yield from [path] if isinstance(path, str) else path
     yield config.get("data_dir") or ""
+
+
+def copy_folder(section: SourceSection) -> Path:
+    """Return the folder in which `datasets` writes its copy of a source."""
+    import datasets
+
+    base = cache_folder() / "text" if is_local(section.source) else Path(datasets.config.HF_DATASETS_CACHE)
+    return base / f"column-{hashlib.sha256(section.column.encode()).hexdigest()[:16]}"
+
+
+def copy_kept(section: SourceSection) -> AbstractContextManager[None]:
+    """Keep the copy that `datasets` makes of this machine's text until no process reads it. Only this user may."""
+    return shared_folder(copy_folder(section)) if is_local(section.source) else nullcontext()

@@ -25,6 +25,7 @@ from pydantic import Field, ValidationError
 from opendiloco.config.data import TokenizerSection
 from opendiloco.config.section import Digest, Section
 from opendiloco.data.hub import folder_bytes
+from opendiloco.data.own_files import cache_folder
 from opendiloco.data.tokenizer import TokenArray, Tokenizer, digest_of_tokenizer
 from opendiloco.errors import DataError, MachineError, first_line
 from opendiloco.stages import at_stage, passing
@@ -150,8 +151,7 @@ class TokenCache:
     def __init__(
         self, folder: Path | None = None, few: int = FEW_TOKENS, kept_bytes: int = KEPT_BYTES, is_shared: bool = False
     ) -> None:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self._folder = folder or caches / "diloco-peer" / "tokens"
+        self._folder = folder or cache_folder() / "tokens"
         self._few = few
         self._kept_bytes = kept_bytes
         self._is_shared = is_shared

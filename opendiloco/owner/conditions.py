@@ -95,6 +95,9 @@ def parse_until(text: str, now: datetime) -> datetime:
         if re.fullmatch(r"\d\d?:\d\d", text.strip()):
             moment = datetime.combine(now, datetime.strptime(text.strip(), "%H:%M").time())
             return moment if moment > now else moment + timedelta(days=1)
-        return datetime.fromisoformat(text.strip()).astimezone().replace(tzinfo=None)
+        moment = datetime.fromisoformat(text.strip()).astimezone().replace(tzinfo=None)
     except ValueError as error:
         raise ValueError(f"{text!r} is not a time: give one such as 07:30 or 2026-11-24 07:30.") from error
+    if moment <= now:
+        raise ValueError(f"{text!r} is in the past: it is {now:%Y-%m-%d %H:%M} now.")
+    return moment

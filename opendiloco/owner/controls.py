@@ -35,7 +35,7 @@ class OwnerRequest(BaseModel):
 
 class VolunteerStatus(BaseModel):
     """The volunteer's answer. It is paused while there are `reasons`. `month` is the month's traffic and its limits, in
-    words."""
+    words. `initial_peers` are the addresses at which it looks for the run."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -43,6 +43,7 @@ class VolunteerStatus(BaseModel):
     phase: str
     reasons: tuple[str, ...] = ()
     month: tuple[str, ...] = ()
+    initial_peers: tuple[str, ...] = ()
 
 
 @asynccontextmanager

@@ -36,6 +36,8 @@ NOTICED_SLEEP = 2.0  # seconds of sleep that are reported: two clocks, read in t
 
 
 ASKED = "you asked for it"
+AWAY = "away"
+"""The phase of a volunteer that has left the run for a pause, and will join again."""
 
 
 def how_to_go_on(reasons: Sequence[str]) -> str:
@@ -161,7 +163,8 @@ class OwnersWatch:
         elif request.do == "finish":
             self._requests.is_finishing, says = True, "leaving after this outer step"
         self._act(_awake())
-        return VolunteerStatus(says=says, phase=self._phase(), reasons=self.reasons)
+        is_away = self.reasons and self._volunteer is None
+        return VolunteerStatus(says=says, phase=AWAY if is_away else self._phase(), reasons=self.reasons)
 
     @property
     def reasons(self) -> tuple[str, ...]:

@@ -383,7 +383,9 @@ def _activity(progress: ProgressReport) -> str:
 def _whether_to_stay(progress: ProgressReport) -> str:
     """Return the advice to stay or leave after the run's end, by the other peers that have the model."""
     present = holders(progress.others, progress.own.index)
-    return f"you may leave: {present} have the model" if present else "please stay: no other machine has the model yet"
+    if present:
+        return f"you may leave: the model is with {present}"
+    return "please stay: no other machine has the model yet"
 
 
 def _averages(fragments: Fragments) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import shlex
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -72,6 +73,7 @@ ALONE = (
 )
 HAND_OVER_SECONDS = 10.0  # that a leaving volunteer waits for another machine to have the newest outer step
 HAND_OVER_LOOK = 0.2  # seconds between two checks whether one has it
+LAST_SECONDS = 2.0  # in which the last volunteer hears of others that leave at the same time
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,13 @@ class Session:
             ) as transport:
                 transport.cap(caps)
                 run = await find_run(transport, invite.run_id, before.remembered_manifest())
-                run = run.with_data(settings.data).with_own(settings.own_files)
                 run = replace(run, goes_on_alone=settings.on_partition == "continue")
                 folder = RunFolder.open(run, key.peer_id, settings.state)
-                wanted = settings.contribution_format
-                format = None if wanted is None else run.config.codec.number_of(wanted)
                 await ask_for_signed_heads(transport, run, invite.addresses, folder)
                 admission = await enter(transport, run, key, invite.addresses, folder, self.ticket)
+                run = run.with_data(settings.data).with_own(settings.own_files)
+                wanted = settings.contribution_format
+                format = None if wanted is None else run.config.codec.number_of(wanted)
                 view.say(
                     "\n".join([f"found run {run.run_id}; starting a worker (some seconds)", *run.config.about.lines()])
                 )
@@ -271,6 +273,7 @@ class Volunteer:
         self._admission = admission
         self._remembered = remembered
         self._leaving: asyncio.Task[None] | None = None
+        self._folder = None if folder is None else str(folder.path)
         self.log: RunLog = driver.entries
         """The run's entries on this machine."""
         self.held_out = HeldOutCurve(folder.held_out if folder else None)
@@ -389,10 +392,12 @@ class Volunteer:
 
     async def _hand_over(self) -> None:
         """Leave once another machine has the newest outer step, or after some seconds. Pause training meanwhile."""
-        deadline = now() + HAND_OVER_SECONDS
+        began = now()
         self.hold(True)
         try:
-            while not self._is_handed_over and now() < deadline:
+            while now() < began + (LAST_SECONDS if self._is_handed_over else HAND_OVER_SECONDS):
+                if self._is_handed_over and not self._may_be_last:
+                    break
                 await asyncio.sleep(HAND_OVER_LOOK)
         finally:  # the owner wants to leave even after an error
             self._driver.leave()
@@ -412,6 +417,14 @@ class Volunteer:
         return not needed or (not self._driver.peer.is_exchanging and bool(holders(needed, step)))
 
     @property
+    def _may_be_last(self) -> bool:
+        """Whether no machine would have the newest outer step if all volunteers left now, and this one goes last: it
+        has the greatest id of those at work, and the run has no archive."""
+        others, me = self.others(), self._driver.peer.me
+        at_work = [beat.peer for beat in others if beat.state in PARTICIPATING]
+        return bool(at_work) and max(at_work) < me and all(beat.state is not PeerState.ARCHIVING for beat in others)
+
+    @property
     def farewell(self) -> str:
         """A message that names the machines that have the newest outer step after this one has left."""
         step = self.outer_step
@@ -420,6 +433,11 @@ class Volunteer:
             return "left the run before its first outer step"
         if having:
             return f"left the run; outer step {step} is with {having}"
+        if self._folder is None:
+            return f"left the run; no other machine has outer step {step}, and this one keeps nothing"
+        if step >= outer_steps_in_force(self.run.config, self._driver.peer.log.amendment):
+            only = "left the finished run; only this machine has the model"
+            return f"{only}: to take it out, diloco-peer export --from {shlex.quote(self._folder)} --out model"
         return f"left the run; only this machine has outer step {step}: join again from it to continue the run there"
 
     def heartbeats(self) -> list[Heartbeat]:

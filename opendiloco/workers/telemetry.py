@@ -143,7 +143,7 @@ class Telemetry:
                 index + 1,
                 done.skipped,
             )
-        logger.info("trained after outer step %d: %s", index, _line_of(values))
+        logger.debug("trained after outer step %d: %s", index, _line_of(values))
         for name, value in values.items():
             GAUGES[name].set(value)
         self._track(
@@ -152,7 +152,7 @@ class Telemetry:
 
     def outer_step(self, index: int, values: Mapping[str, float]) -> None:
         """Record the `OUTER_VALUES` of the outer step that follows `index` others."""
-        logger.info("outer step %d: %s", index + 1, _outer_line_of(values))
+        logger.debug("outer step %d: %s", index + 1, _outer_line_of(values))
         for name, value in values.items():
             OUTER_GAUGES[name].set(value)
         self._track((index + 1) * self._inner_steps, {f"outer_step/{name}": value for name, value in values.items()})

@@ -78,13 +78,11 @@ class UncertifiedWait:
         index, voters = log.position.index, len(log.electors)
         if self._place != log.position:
             self._place, self._since = log.position, now()
-            logger.warning(
-                "of %d peers only %d have signed entry %d: waiting for others", voters, support.signers, index
-            )
+            logger.info("of %d peers only %d have signed entry %d: waiting for others", voters, support.signers, index)
         here = [(beat.peer, beat.incarnation) for beat in beats if beat.head == log.position.head]
         if now() - self._since < self._grace or log.is_quorum(here):
             return False
-        logger.warning("entry %d is followed, though it is not certified: no quorum has come within the grace", index)
+        logger.info("entry %d is followed, though it is not certified: no quorum has come within the grace", index)
         return True
 
 

@@ -10,8 +10,8 @@ leases: Lease, PIECE_LIMIT, SamplePool, SampleRange, prefix, sample_count
 manifest: ADDRESS, AMENDMENTS_LIMIT, AMENDMENT_LIMIT, Amendment, Invite, LoggedAmendment, RUN_ID, SignedManifest, newest
 signed_heads: HEADS_BYTES, KEYS_LIMIT, NOTHING_SIGNED, SignedHead, SignedHeads, SignedHeadsError, pack_heads,
     unpack_heads
-system: PARTIAL, cancel_and_wait, make_private_folder, next_sequence, now, open_private, start_task, sweep_folders,
-    sync_folder, temporary_folder, write_whole
+system: PARTIAL, cancel_and_wait, make_private_folder, next_sequence, now, open_private, shared_folder, start_task,
+    sweep_folders, sync_folder, temporary_folder, write_whole
 tickets: ANOTHER_TICKET, GRACE, ID_BYTES, LIST_BYTES, REVOKED_LIMIT, Revocations, SHOWN_BYTES, Ticket, TicketError,
     check_ticket
 wire: Buffer, Count, DIGEST_BYTES, Digest, MESSAGE_LIMIT, PROTOCOL_VERSION, PeerId, Reach, Reason, RunId, Samples,

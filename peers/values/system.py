@@ -124,6 +124,32 @@ def _held(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
+@contextmanager
+def shared_folder(folder: Path) -> Iterator[None]:
+    """Create a private folder, or use that of another process. The last process to leave the context removes it, and
+    with it the folders beside it that killed processes left behind."""
+    while (descriptor := _shared(folder)) is None:
+        pass  # another process has just removed it
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+        sweep_folders(folder.parent, "")
+
+
+def _shared(folder: Path) -> int | None:
+    """Return a descriptor that locks a folder against its removal; None if the folder was removed. Raises: OSError."""
+    make_private_folder(folder)
+    with suppress(FileNotFoundError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+                return descriptor
+        os.close(descriptor)
+    return None
+
+
 def sweep_folders(base: Path, prefix: str) -> None:
     """Remove the temporary folders that killed processes of this user left behind."""
     for folder in base.glob(f"{prefix}*"):

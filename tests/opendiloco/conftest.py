@@ -65,7 +65,9 @@ def own_dataset_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyt
     """`datasets` writes to a folder of the test's own, and asks nobody."""
     import datasets
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 

@@ -80,8 +80,13 @@ class _Speed:
     uncompiled: str = ""
 
 
-def _check_run(view: RunView) -> Finding:
-    """Return the progress of a run, by its peers and archives."""
+MONTH_DAYS = 31.0
+"""A monthly limit that lasts for fewer days at the run's traffic is a warning."""
+
+
+def _check_run(view: RunView, format: str | None = None) -> Finding:
+    """Return the progress of a run, by its peers and archives; a failure if it does not allow contributions in the
+    `format` that the owner chose."""
     run, outer_steps, peers = view.run, view.outer_steps, len(view.trainers)
     outer_step = max((beat.index for beat in view.peers), default=0)
     archives = len(view.peers) - peers
@@ -89,6 +94,10 @@ def _check_run(view: RunView) -> Finding:
     values = {"peers": peers, "outer_step": outer_step, "outer_steps": outer_steps}
     found = f"{run.run_id}: {present}, outer step {outer_step} of {outer_steps}"
     found = "; ".join([found, *run.config.about.lines()])
+    if format is not None and format not in run.config.codec.contributions:
+        allowed = ", ".join(run.config.codec.contributions)
+        remedy = f"Choose one of its formats with --contribution-format: {allowed}."
+        return failed("run", f"{found}; it does not allow contributions in {format}", remedy, **values)
     if view.peers and outer_step >= outer_steps:
         return warned("run", f"{found}: it is finished", "Join another run.", **values)
     return passed("run", found, **values)
@@ -109,11 +118,14 @@ def _check_speed(speed: _Speed | None, why_not: str = "") -> Finding:
     return passed("speed", found, tokens_per_second=rate, is_measured=bool(speed.steps))
 
 
-def _check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
+def _check_round(
+    plan: Plan, is_supposed: bool, is_measured: bool, monthly: tuple[float | None, float | None] = (None, None)
+) -> Finding:
     """Return the finding on a round in which this machine takes part; it is the first peer of `plan`.
 
     `is_supposed`: the run has no other peers, and the plan assumes one like this machine. `is_measured`: this machine's
-    speed was measured, so a machine that is too slow is a failure, not a warning.
+    speed was measured, so a machine that is too slow is a failure, not a warning. `monthly` are the owner's limits in
+    bytes, up and down.
     """
     outlook, peers = forecast(plan), plan.count
     own, training = outlook.peers[0], plan.training_seconds(plan.peers[0])
@@ -135,6 +147,10 @@ def _check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
     found += f"; its uplink sends contributions in {formats}, {time}"
     if own.joining is not None:
         found += f"; joining takes {duration(max(1.0, own.joining))}"
+    moved_a_day, is_short = (sent_a_day, received / outlook.cycle_seconds * SECONDS_A_DAY), False
+    for option, limit, moved in zip(("--monthly-upload", "--monthly-download"), monthly, moved_a_day, strict=True):
+        if limit is not None and limit < MONTH_DAYS * moved:
+            is_short, found = True, f"{found}; the limit of {option} is reached after {limit / moved:.1f} days"
     values = {
         "outer_step_seconds": outlook.cycle_seconds,
         "training_seconds": training,
@@ -160,6 +176,9 @@ def _check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
     if is_late:
         remedy = "Later blocks do not count: use a faster uplink, or stop other uploads."
         return warned("round", f"{found}; the uplink is too thin", remedy, **values)
+    if is_short:
+        remedy = "Raise the limit, or train in fewer --hours: at the limit, `join` pauses until the month ends."
+        return warned("round", found, remedy, **values)
     return passed("round", found, **values)
 
 
@@ -366,7 +385,7 @@ class Examination:
         beats = [beat for beat in await transport.heartbeats(run_id) if beat.peer != self._key.peer_id]
         view = RunView(run, beats)
         self._others = list(view.trainers)
-        self._report(_check_run(view), admission)
+        self._report(_check_run(view, self._settings.contribution_format), admission)
         opened: Run | None = None
         try:
             opened = run.with_own(self._settings.own_files)
@@ -399,7 +418,8 @@ class Examination:
         others = [beat.speed for beat in self._others]
         bandwidth = self._bandwidth.within(self._settings.upload_limit, self._settings.download_limit)
         plan = _plan_among(self._run.config, skeleton, speed, bandwidth, self._latency, others)
-        self._report(_check_round(plan, is_supposed=not others, is_measured=bool(speed.steps)))
+        limits = self._settings.monthly_limits
+        self._report(_check_round(plan, is_supposed=not others, is_measured=bool(speed.steps), monthly=limits))
 
     def _gpus(self, torch: Torch | None) -> tuple[Gpu, ...]:
         """Return the GPUs that would train; none if the CPU would. Raises: MachineError."""

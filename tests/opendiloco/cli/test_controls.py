@@ -62,6 +62,8 @@ def test_commands_take_the_run_that_this_machine_is_in(
         (["--run", "no run"], 3, "'no run' is not a run id"),
         (["no run", "--run", RUN], 2, "the run is named twice: leave out --run"),
         ([], 2, "Missing option '--run'"),
+        (["--run", "--identity", "x"], 2, "--run has no invite after it: if you gave a variable, it is empty"),
+        (["--run", RUN, "--until", "2001-01-01 07:30"], 2, "'2001-01-01 07:30' is in the past"),
     ],
 )
 def test_join_takes_the_run_as_its_first_word(arguments: list[str], code: int, said: str) -> None:
@@ -74,6 +76,10 @@ def test_two_volunteers_in_one_run_are_told_apart_by_their_peer_ids(state: Path)
     refused = pause(state, "--run", RUN)
     assert refused.exit_code == 6
     assert f"{RUN} (…aaaaaaaa), {RUN} (…bbbbbbbb). Choose with --run or --peer, or give --all." in refused.output
+    absent = pause(state, "--peer", "zzz")
+    assert absent.exit_code == 6
+    assert "no volunteer zzz in" in absent.output
+    assert f"These are running: {RUN} (…aaaaaaaa), {RUN} (…bbbbbbbb)." in absent.output
     assert pause(state, "--peer", "…bbbbbbbb").output == f"{RUN} (…bbbbbbbb): pausing\n"
     assert pause(state, "--all").output.count("pausing") == 2
     assert "no volunteer cccc" in pause(state, "--peer", "cccc").output

@@ -101,6 +101,20 @@ def test_a_flood_of_warnings_is_held_back_and_counted(
     assert line.endswith("dropped message 0 (970 similar lines were left out)")
 
 
+def test_outer_steps_log_their_ordinary_messages_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, clock = io.StringIO(), [1000.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    monkeypatch.setattr(time, "time_ns", lambda: int(clock[0] * 1e9))
+    LogOptions(None, None).send_to(logging.StreamHandler(stream), "info")
+    checkpointer = logging.getLogger("opendiloco.storage.checkpointer")
+    for _ in range(240):  # for two minutes
+        checkpointer.info("saved")
+        clock[0] += 0.5
+    checkpointer.warning("failed")
+    said = [line.split()[-1] for line in stream.getvalue().splitlines()]
+    assert said == ["saved"] * 3 + ["failed"], "two at the beginning, then one a minute"
+
+
 def test_a_line_of_no_run_says_nothing_of_one() -> None:
     assert logged(LogOptions(None, None)).endswith(" INFO    trained 3\n")
 

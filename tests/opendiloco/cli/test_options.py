@@ -14,6 +14,7 @@ from opendiloco.cli import main
 from opendiloco.cli.bootstrap import bootstrap
 from opendiloco.cli.options import INITIAL_PEERS, initial_peers_option, parse_run, refuse_torchrun, run_here, run_option
 from opendiloco.config.run_config import RunConfig
+from opendiloco.owner import controls
 from opendiloco.run import Run
 from opendiloco.settings.join_settings import JoinSettings
 from peers.network import neighbours
@@ -103,6 +104,20 @@ def test_the_local_network_is_asked_last(run_id: str, monkeypatch: pytest.Monkey
     silent = shown("--run", run_id, environment=nowhere | {"DILOCO_LOCAL_NETWORK": "no"})
     assert silent.exit_code == 2
     assert "looking for the run" not in silent.stderr
+
+
+def test_a_running_volunteer_is_asked_before_the_local_network(
+    run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard(monkeypatch, SECOND)
+    socket = tmp_path / "diloco-peer" / run_id / "peer" / controls.NAME
+    socket.parent.mkdir(parents=True)
+    socket.touch()
+    monkeypatch.setattr(
+        controls, "ask", lambda path, request: controls.VolunteerStatus(says="", phase="", initial_peers=(FIRST,))
+    )
+    here = {INITIAL_PEERS: None, "XDG_STATE_HOME": str(tmp_path), "DILOCO_LOCAL_NETWORK": None}
+    assert shown("--run", run_id, environment=here).output.split() == [FIRST]
 
 
 def test_a_node_may_have_a_name(run_id: str) -> None:

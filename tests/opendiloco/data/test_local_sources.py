@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any
 
 import pytest
@@ -84,6 +86,24 @@ def test_a_mixture_without_local_sources_takes_no_folder(tmp_path: Path) -> None
     assert volunteered(mixture("stdlib", "allenai/c4")) == mixture("stdlib", "allenai/c4")
     with pytest.raises(DataError, match="none of the run's sources is local"):
         volunteered(mixture("stdlib", "allenai/c4"), [tmp_path])
+
+
+def test_the_copy_of_an_own_text_is_private(tmp_path: Path) -> None:
+    cache = Path(os.environ["XDG_CACHE_HOME"])
+    (tmp_path / "own.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n', encoding="utf-8")
+    corpus = open_corpus(SourceSection(source=str(tmp_path)))
+    for _ in range(2):
+        documents, others = corpus.documents(), corpus.documents()
+        assert [next(documents).text, next(others).text] == [b"a", b"a"]
+        [copy] = cache.rglob("*.arrow")
+        private = cache / "diloco-peer"
+        assert copy.is_relative_to(private / "text")
+        assert S_IMODE(private.stat().st_mode) == S_IMODE((private / "text").stat().st_mode) == 0o700
+        others.close()  # type: ignore[attr-defined]  # a generator
+        assert copy.exists(), "the first one still reads it"
+        assert [one.text for one in documents] == [b"b"]
+        assert not list((private / "text").iterdir())
+    assert [path.name for path in cache.iterdir()] == ["diloco-peer"]
 
 
 HUB = "hf://datasets/some/texts@0123abc/"

@@ -105,6 +105,11 @@ def test_no_time(text: str) -> None:
         parse_until(text, NOW)
 
 
+def test_a_past_moment_is_refused() -> None:
+    with pytest.raises(ValueError, match="'2026-11-24 07:30' is in the past: it is 2026-11-24 12:00 now"):
+        parse_until("2026-11-24 07:30", NOW)
+
+
 @pytest.mark.parametrize(
     ("seconds", "idle", "own", "share"), [(8, 8, 0, 0), (8, 2, 2, 0.5), (8, 0, 0, 1), (8, 6, 4, 0), (0, 0, 0, 0)]
 )

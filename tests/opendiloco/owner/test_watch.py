@@ -114,6 +114,11 @@ def test_a_pause_for_longer_than_others_wait_leaves_and_comes_back() -> None:
     machine.look(after=0.1)
     assert machine.volunteer.has_left
     assert machine.watch.comes_back
+    assert machine.watch.answer(OwnerRequest(do="look")).phase == "starting", (
+        "that of the volunteer, which still leaves"
+    )
+    machine.watch.end()
+    assert machine.watch.answer(OwnerRequest(do="look")).phase == "away"
 
 
 def test_a_condition_that_goes_on_leaves_later_than_it_would_be_known_to_be_over() -> None:

@@ -145,7 +145,7 @@ def test_the_screen_fits_80_columns(progress: ProgressReport) -> None:
     [
         (
             [("b", PeerState.TRAINING, 12), ("z", PeerState.ARCHIVING, 12)],
-            "you may leave: 1 archive and 1 other",
+            "you may leave: the model is with 1 archive and 1 other",
         ),
         ([("b", PeerState.TRAINING, 11)], "please stay: no other machine has the model yet"),
     ],

@@ -23,12 +23,13 @@ class Leaving(Volunteer):
 
     def __init__(self, *others: tuple[str, PeerState, int], is_exchanging: bool = False) -> None:
         self.beats = [beat(peer, LOG, state, index=index) for peer, state, index in others]
-        position = SimpleNamespace(position=SimpleNamespace(index=STEP))
+        position = SimpleNamespace(position=SimpleNamespace(index=STEP), amendment=None)
         peer = SimpleNamespace(me=ME, log=position, settled=position, is_exchanging=is_exchanging)
         self.has_left = False
         self.held: list[bool] = []
         driver: Any = SimpleNamespace(peer=peer, leave=lambda: setattr(self, "has_left", True))
-        self._driver, self._leaving = driver, None
+        self._driver, self._leaving, self._folder = driver, None, "a folder"
+        self.run = cast(Any, SimpleNamespace(config=None))
 
     def others(self) -> list[Heartbeat]:
         return self.beats
@@ -39,6 +40,11 @@ class Leaving(Volunteer):
 
 def training(peer: str, index: int = STEP) -> tuple[str, PeerState, int]:
     return peer, PeerState.TRAINING, index
+
+
+@pytest.fixture(autouse=True)
+def longer_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "outer_steps_in_force", lambda config, amendment: STEP + 1)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +98,46 @@ def test_it_waits_for_some_seconds_only_and_not_while_a_round_is_under_way(monke
             await asyncio.sleep(0)
 
     asyncio.run(asyncio.wait_for(leave(), 10))
+
+
+def test_of_two_that_leave_at_once_the_last_one_has_the_only_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each of them believed that the other one stays."""
+    monkeypatch.setattr(module, "HAND_OVER_LOOK", 0.0)
+    first, last = Leaving(training("z")), Leaving(training("a"))
+
+    async def leave() -> None:
+        first.leave()
+        last.leave()
+        while not first.has_left:
+            await asyncio.sleep(0)
+        assert not last.has_left
+        last.beats = []  # a peer that has announced its leaving is not live
+        while not last.has_left:
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(leave(), 1))
+    assert "outer step 5 is with 1 other volunteer" in first.farewell
+    assert "only this machine has outer step 5" in last.farewell
+
+
+def test_the_last_one_does_not_wait_for_one_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LAST_SECONDS", 0.0)
+    leaving = Leaving(training("a"))
+
+    async def leave() -> None:
+        leaving.leave()
+        while not leaving.has_left:
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(leave(), 1))
+
+
+def test_who_leaves_a_finished_run_alone_learns_how_to_take_the_model_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "outer_steps_in_force", lambda config, amendment: STEP)
+    leaving = Leaving()
+    assert leaving.farewell.endswith("has the model: to take it out, diloco-peer export --from 'a folder' --out model")
+    leaving._folder = None
+    assert leaving.farewell == "left the run; no other machine has outer step 5, and this one keeps nothing"
 
 
 @pytest.mark.parametrize(

@@ -683,7 +683,7 @@ def test_what_is_trained_is_known_before_the_last_inner_steps(
         assert evaluation.done()
         await group.close()
 
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         asyncio.run(story())
     assert "trained after outer step 0" in caplog.text
 

@@ -55,7 +55,7 @@ TAKEN = {
 def test_one_training_is_the_same_in_the_log_in_metrics_and_to_trackers(caplog: pytest.LogCaptureFixture) -> None:
     telemetry, tracker = Telemetry(inner_steps=10, peak_tokens_per_second=80.0), NotingTracker()
     telemetry.trackers.append(tracker)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         telemetry.trained(7, training_done())
     assert caplog.messages == [
         "trained after outer step 7: 64 tokens, loss 1.0000, gradient norm 0.5, 32 tokens/s, MFU 40.0%, "
@@ -69,7 +69,7 @@ def test_an_outer_step_is_the_same_in_the_log_in_metrics_and_to_trackers(caplog:
     telemetry, tracker = Telemetry(inner_steps=10), NotingTracker()
     telemetry.track_with([tracker], {"run_id": "small-1"})
     unknown = {"pseudo_gradient_norm", "cosine", "pause_seconds", "peak_received_rate"}
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         telemetry.outer_step(7, TAKEN)
         assert {name: REGISTRY.get_sample_value(f"diloco_peer_outer_{name}") for name in OUTER_VALUES} == TAKEN
         telemetry.outer_step(8, TAKEN | dict.fromkeys(unknown, math.nan))
@@ -135,7 +135,7 @@ def test_losses_are_told_in_bits_per_byte_where_the_text_is_known(caplog: pytest
 def test_a_utilisation_that_is_not_known_is_said_to_be_unknown(caplog: pytest.LogCaptureFixture) -> None:
     telemetry, tracker = Telemetry(inner_steps=10), NotingTracker()
     telemetry.trackers.append(tracker)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         telemetry.trained(0, training_done(skipped=2))
     assert "MFU unknown" in caplog.text
     assert "outer step 1: 2 inner steps were skipped" in caplog.text

@@ -34,9 +34,10 @@ def follows(beats: list[Heartbeat], support: Support, waited: float, monkeypatch
     ],
 )
 def test_no_entry_of_a_minority_is_followed_while_most_are_here_to_make_one(
-    beats: list[Heartbeat], is_followed: bool, monkeypatch: pytest.MonkeyPatch
+    beats: list[Heartbeat], is_followed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Regression: whoever put one there led followers and archives astray in each training longer than the grace."""
     assert follows(beats, UNSUPPORTED, GRACE, monkeypatch) == is_followed
     assert not follows(beats, UNSUPPORTED, GRACE - 1, monkeypatch)
     assert follows(beats, CERTIFIED, 0.0, monkeypatch)
+    assert not caplog.records, "a person need not act: nothing is a warning"

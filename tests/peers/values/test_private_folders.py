@@ -11,7 +11,7 @@ from stat import S_IMODE
 
 import pytest
 
-from peers.values.system import make_private_folder, open_private, sweep_folders, temporary_folder
+from peers.values.system import make_private_folder, open_private, shared_folder, sweep_folders, temporary_folder
 
 DIES = """
 import os, signal, sys
@@ -71,3 +71,15 @@ def test_only_what_the_dead_have_left_is_swept(tmp_path: Path) -> None:
         assert living.exists()
         assert not dead.exists()
     assert {path.name for path in tmp_path.iterdir()} == {"others-folder", "ours-link"}
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_a_shared_folder_stays_until_the_last_one_leaves(tmp_path: Path) -> None:
+    assert subprocess.run([sys.executable, "-c", DIES, str(tmp_path)], check=False).returncode < 0
+    folder = tmp_path / "shared"
+    with shared_folder(folder):
+        (folder / "text").touch()
+        with shared_folder(folder):
+            assert mode(folder) == 0o700
+        assert (folder / "text").exists()
+    assert not list(tmp_path.iterdir()), "nor that of the killed process"

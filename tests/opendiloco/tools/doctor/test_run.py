@@ -67,6 +67,13 @@ def test_a_run(positions: list[int], verdict: Verdict, says: str, config: RunCon
     assert_finding(_check_run(RunView(run, beats)), verdict, says)
 
 
+def test_a_format_that_the_run_does_not_have(config: RunConfig) -> None:
+    run = Run.sign(config, Identity.generate())
+    allowed = config.codec.contributions
+    assert_finding(_check_run(RunView(run, []), "e9m9"), FAIL, f"--contribution-format: {', '.join(allowed)}.")
+    assert_finding(_check_run(RunView(run, []), allowed[-1]), PASS, "0 peers")
+
+
 def test_a_run_that_only_an_archive_keeps_is_as_far_as_the_archive(config: RunConfig) -> None:
     """Regression: at outer step 174 `doctor` said 0."""
     run = Run.sign(config.model_copy(update={"outer_steps": 12}), Identity.generate())
@@ -128,6 +135,18 @@ def thin(up: float) -> Plan:
 )
 def test_a_round(planned: Plan, is_measured: bool, verdict: Verdict, says: str) -> None:
     assert_finding(_check_round(planned, is_supposed=False, is_measured=is_measured), verdict, says)
+
+
+@pytest.mark.parametrize(
+    ("monthly", "verdict", "says"),
+    [
+        ((3650.0 * GB, None), WARN, "the limit of --monthly-upload is reached after 10.0 days"),
+        ((None, 365.0 * GB), WARN, "the limit of --monthly-download is reached after 1.0 days"),
+        ((12_000.0 * GB, 12_000.0 * GB), PASS, "365 GB up a day"),
+    ],
+)
+def test_a_monthly_limit(monthly: tuple[float | None, float | None], verdict: Verdict, says: str) -> None:
+    assert_finding(_check_round(plan(), is_supposed=False, is_measured=True, monthly=monthly), verdict, says)
 
 
 def test_where_nobody_is_one_peer_like_this_machine_is_supposed() -> None:
