@@ -58,7 +58,7 @@ from peers.values.chunks import KEPT_AT_LEAST
 
 
 def row_of(group: Group, groups: dict[str, Group], values: int) -> dict[str, Any]:
-    """Return one line of the table."""
+    """Return one group's results as a row of the benchmark's table."""
     peers, ours = len(group.peers), group.contender.name == OURS
     seconds, payload = statistics.median(group.seconds), group.contender.payload(values)
     peak, before = group.memory if ours else (0, 0)

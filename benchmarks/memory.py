@@ -207,7 +207,10 @@ async def measure_swarm(values: int, watch: PeakMemory) -> None:
 
 
 async def measure_cpu_volunteer(config: RunConfig, workers: int, watch: PeakMemory) -> None:
-    """Measure a volunteer alone in its run. Raises: PeerProcessError."""
+    """Measure the memory of a volunteer alone in its run, with this many workers on the CPU.
+
+    Raises: PeerProcessError.
+    """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memory-")))
         manifest = folder / "manifest.json"

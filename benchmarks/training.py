@@ -88,7 +88,7 @@ class Machine:
 
 @dataclass
 class Turns:
-    """The measurements of one contender's turns."""
+    """One contender's measurements. A turn is the inner steps of one outer step."""
 
     seconds_per_token: list[float] = field(default_factory=list)
     memory: int = 0

@@ -151,7 +151,7 @@ class OuterScheduleSection(Section):
 
     @property
     def shape(self) -> str:
-        """The shape of the decay."""
+        """`decay_shape`; by default "cosine" for the kind of that name, else "linear"."""
         return self.decay_shape or ("cosine" if self.kind == "cosine" else "linear")
 
     @property

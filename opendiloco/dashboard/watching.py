@@ -151,7 +151,7 @@ class _Curve:
         self._buckets: dict[int, tuple[float, int]] = {}  # sum and count
 
     def add(self, x: float, y: float) -> None:
-        """Add a value."""
+        """Add the point (x, y). With more than `MOST_POINTS` buckets, double their width."""
         self._put(int(x // self._width), y, 1)
         if len(self._buckets) > MOST_POINTS:
             narrow, self._width, self._buckets = self._buckets, 2 * self._width, {}

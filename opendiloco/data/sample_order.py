@@ -106,8 +106,8 @@ _mixture_of = lru_cache(maxsize=64)(Mixture)
 
 
 class Mixtures:
-    """Deals numbers by one mixture after another. Each phase counts from its first number, and each source continues
-    where the phase before stopped: every sample of a source is dealt exactly once."""
+    """Assigns sample numbers to sources by the mixture of their phase. A phase continues each source where the phase
+    before stopped, so each sample of a source is dealt once."""
 
     def __init__(self, phases: Sequence[MixturePhase]) -> None:
         """The phases are in order, and the first one begins with number 0."""
@@ -186,7 +186,7 @@ class Shuffled:
         return _by_group(visits, read)
 
     def expect(self, positions: Numbers) -> None:
-        """Record the order of shards for positions that will be read next, in this order."""
+        """Note the positions to be read next, in this order, so that `soon` names the right next shard."""
         visits = positions // self._windows_per_shard
         self._following = dict(pairwise(dict.fromkeys(visits.tolist())))
 
@@ -280,13 +280,16 @@ class HeldOutWindows:
 
 
 def _groups(keys: Numbers) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-    """Yield each distinct key with a mask of its places."""
+    """Yield each distinct key with a mask of the elements that equal it."""
     for key in np.unique(keys):
         yield int(key), keys == key
 
 
 def _by_group(keys: Numbers, read: Callable[[int, NDArray[np.bool_]], Numbers]) -> Numbers:
-    """Return windows in the order of their keys. `read` returns the windows of one key, given a mask of its places."""
+    """Return a window for each element of `keys`, in their order.
+
+    `read` returns the windows of one key, given a mask of the elements that equal it.
+    """
     parts = [(here, read(key, here)) for key, here in _groups(keys)]
     if len(parts) == 1:
         return parts[0][1]

@@ -62,7 +62,7 @@ class _AboutPart(Section):
 
 
 class _Files(Section):
-    """The entries of both files in `about.json`."""
+    """The part of `about.json` about the two token files, training and held-out."""
 
     dtype: Dtype
     training: _AboutPart

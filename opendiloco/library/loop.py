@@ -265,8 +265,8 @@ class DiLoCo:
             self._worker.telemetry.track_with(opened, configuration)
 
     def report(self, loss: torch.Tensor | float, tokens: int | None = None) -> None:
-        """Record the loss of the inner step under way, for other peers; and this process's `tokens`, if the model's
-        calls do not show them."""
+        """Record the loss of the present inner step, which other peers see. `tokens` is the number that this process
+        trained; give it if the token ids do not pass through the model's calls."""
         self._entered()
         value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         self._loss = value if math.isfinite(value) else None

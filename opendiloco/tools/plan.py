@@ -291,8 +291,8 @@ class Plan:
 
     @property
     def closes_after(self) -> float:
-        """The seconds after which the leader waits for no more peers. The grace begins when most are ready; in an
-        asynchronous run, the slack begins when enough are."""
+        """The seconds from the start of training until the leader waits no longer: until most peers are ready, and the
+        grace; in an asynchronous run, until most and `contributions` of them are, and the slack."""
         trainings = sorted(self.training_seconds(peer) for peer in self.peers for _ in range(peer.count))
         majority = len(trainings) // 2
         if self.contributions is None:

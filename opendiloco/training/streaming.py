@@ -186,9 +186,9 @@ class FragmentWork:
         self._copy = None
 
     def encode(self, rounding: Rounding, format: int = 0, folder: Path | None = None) -> None:
-        """Encode the trained weights in a format; see `Residual.to_add`.
+        """Encode the pseudo-gradient (the base minus the trained weights), plus the residual if any, in a format.
 
-        Raises: WorkerError when the trained weights are not finite.
+        Raises: WorkerError if the trained weights are not finite.
         """
         kind = self.codec.formats[format]
         self.payload = Payload(kind, self.codec.values, self._room[: kind.payload_size(self.codec.values)])

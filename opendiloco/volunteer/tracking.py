@@ -40,7 +40,7 @@ class Reached:
     log: LogState
     state_digest: bytes
     is_snapshot: bool
-    agreeing: int  # number of peers that have reported the same state there so far
+    agreeing: int  # number of peers that have so far reported this state at this position
 
     @property
     def index(self) -> int:

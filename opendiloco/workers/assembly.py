@@ -124,7 +124,8 @@ def _cast_embeddings(model: torch.nn.Module) -> None:
 
 
 def _is_compiled(options: WorkerOptions, device: torch.device) -> bool:
-    """Return whether to compile blocks: the owner's choice, or by default to train on GPUs that can compile."""
+    """Return whether to compile the model's blocks: the owner's choice; by default only for training on a CUDA GPU that
+    can compile."""
     if options.compile is not None or device.type != "cuda" or not options.trains:
         return bool(options.compile)
     lacking = compiling_lacks(device)

@@ -246,7 +246,8 @@ class UnderWay:
                 self._request.result()
 
     def heard(self, report: Report) -> None:
-        """Take a report of one of the workers."""
+        """Handle a worker's report: a finished inner step, or a stored fragment. Capture a fragment once all workers
+        have stored it."""
         if not self.is_wanted:
             return
         if isinstance(report, InnerStepDone):

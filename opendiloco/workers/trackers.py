@@ -39,7 +39,10 @@ class TrackerSpec(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> TrackerSpec:
-        """Return the choice that a text names. Raises: ValueError."""
+        """Return the tracker that `tensorboard:FOLDER` or `wandb:PROJECT` names.
+
+        Raises: ValueError for another text.
+        """
         kind, _, target = text.partition(":")
         if kind not in TRACKERS or not target:
             raise ValueError(f"{text!r} is neither tensorboard:FOLDER nor wandb:PROJECT.")

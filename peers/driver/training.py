@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FIRST_STEP_LIMIT = 1800.0  # seconds; a compiler may be at work
 STEP_LIMIT = 600.0  # seconds from one inner step to the next
 STUCK = "training has not gone on"
-USUAL_STEPS = 10  # multiple of the longest inner step so far that one may take, if that is more
+USUAL_STEPS = 10  # a step may take this many times the longest step so far, if that exceeds the limits above
 
 
 class Sending(NamedTuple):

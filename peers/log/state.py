@@ -300,7 +300,8 @@ class LogState:
 
     @cached_property
     def grants(self) -> tuple[Lease, ...]:
-        """The leases that can be granted at this position to peers without one: whole, disjoint, in this order."""
+        """The leases that can be granted at this position to peers without a lease, in the order in which to grant
+        them. Each has `samples_per_lease` samples, and they share none."""
         return tuple(_grants(self.pool, self.samples_per_lease).values())
 
     def lease_of(self, peer: str, samples: Lease) -> Lease:

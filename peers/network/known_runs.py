@@ -179,7 +179,7 @@ class Admissions:
             logger.debug("%s", error)
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("message").inc()
-            logger.info("dropped %s", error)
+            logger.info("ignored the answer of %s", error)
 
     async def close(self) -> None:
         await cancel_and_wait(*filter(None, (self._asking, self._seeking)))

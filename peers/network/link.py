@@ -42,7 +42,7 @@ Answer: TypeAlias = Callable[[str, str, bytes], Awaitable[bytes]]
 
 
 class Link:
-    """The connections with `peer`. `dial_more` makes so many more on which this side opens conversations."""
+    """The connections with `peer`. `dial_more(n)` dials n more, on which this side opens conversations."""
 
     def __init__(
         self,

@@ -34,10 +34,11 @@ async def ask_rating(channel: Channel) -> tuple[float, float]:
 
 
 class Rater:
-    """Measures our link with one other peer at a time, whichever of the two asks: two measurements would share it."""
+    """Measures the link with one other peer at a time, no matter which side asks. Two measurements at once would share
+    the link, and each would find too low a rate."""
 
     def __init__(self, is_free: asyncio.Event) -> None:
-        """Measurements are refused unless `is_free` is set, since other data is more important."""
+        """Measurements are refused unless `is_free` is set, because other data on the link is more important."""
         self._is_free = is_free
         self._measuring = asyncio.Lock()
         self._ended_at: dict[str, float] = {}  # by peer: the end of the last measurement that it asked for
@@ -119,6 +120,7 @@ async def _receive(channel: Channel) -> float:
 
 
 def _rate(passed_at: Sequence[float]) -> float:
-    """Return the bytes a second of the second half of these pieces; 0 if there are too few."""
+    """Return the rate in bytes a second over the second half of a transfer, given the time at which each piece passed;
+    0 for fewer than three pieces."""
     half = passed_at[len(passed_at) // 2 :]
     return (len(half) - 1) * len(PIECE) / max(half[-1] - half[0], 1e-6) if half else 0.0

@@ -218,7 +218,7 @@ class RateMeter:
 
     @property
     def _present(self) -> float:
-        """The rate of the present round."""
+        """The rate of the present round in bytes a second: the highest mean over a part of its time."""
         length = max(1, int(min(PART * len(self._windows), LONGEST_PART / self._window)))
         until = [0.0, *accumulate(self._windows)]
         best = max((after - before for before, after in zip(until, until[length:], strict=False)), default=0.0)
@@ -237,7 +237,7 @@ class Lanes:
         self._least, self._most = fewest, most
         self._clock = clock
         self.count = self._fewest = fewest
-        self._rate = 0.0  # with half as many connections
+        self._rate = 0.0  # bytes a second with half as many connections; 0: not measured
         self._is_settled = False
         self._rounds = 0
         self._settled_at: float | None = None

@@ -77,7 +77,7 @@ class Audience:
         return [peer for peer in due if peer in self._confirmed] + new
 
     def has(self, peer: str, sequence: int) -> bool:
-        """Return whether a peer has confirmed our signed heartbeat of this sequence."""
+        """Return whether a peer has confirmed our signed heartbeat with this sequence."""
         return self._confirmed.get(peer) == sequence
 
     def begins(self, peer: str) -> None:
@@ -85,9 +85,9 @@ class Audience:
         self._under_way.add(peer)
 
     def answered(self, peer: str, sequence: int | None, wants: bool) -> None:
-        """Record that a peer has answered to our signed heartbeat of this sequence, or to a beat (None).
+        """Record that a peer has answered our signed heartbeat with this `sequence`, or a beat (`sequence` is None).
 
-        With `wants` it asks for our signed heartbeat.
+        With `wants`, the peer asks for our signed heartbeat.
         """
         self._under_way.discard(peer)
         self._pauses.pop(peer, None)

@@ -71,7 +71,8 @@ class Branches:
 
     # Peers that are further on --------------------------------------------------------------------------------
     def claimant(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> str | None:
-        """Return the first claimant, if there is one (see `_find`)."""
+        """Return the peer to ask first, of the live ones that say they are further on than our log or on another one;
+        None if there is none."""
         return next(iter(self._find(log, lineage, is_astray)), None)
 
     def furthest(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> str | None:

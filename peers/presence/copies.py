@@ -56,7 +56,8 @@ class Copies:
 
     @property
     def highest(self) -> int:
-        """The latest sequence of a heartbeat with our key; 0: none was heard. Ours must be later."""
+        """The highest sequence heard in another life's heartbeats with our key; 0: none. Our own sequence must be
+        higher."""
         return max((life.newest.sequence for life in self._lives.values()), default=0)
 
     def may_live(self, now: float) -> bool:

@@ -100,15 +100,15 @@ class Search:
 
     # A snapshot -----------------------------------------------------------------------------------------------
     def far_behind(self) -> FarBehind | None:
-        """Return the way to the peer that is furthest on, if any, because no peer has the entries that follow here any
-        more."""
+        """Return the peer that is furthest on as the donor of a snapshot, because no peer has the next entries any
+        more. Return None if no peer is further on."""
         ahead = self._replica.furthest
         return self._far_behind(ahead) if ahead is not None else None
 
     def _far_behind(self, donor: str, common: int = 0) -> FarBehind:
-        """Return the donor with the lowest index of a useful snapshot: other peers must still know the entries after
-        it. Archives know all entries. A donor on a better branch may be no further on; then any snapshot since the
-        common index will do."""
+        """Return the donor and the lowest index at which its snapshot helps: later than our entry, and so recent that
+        other peers still know the entries after it (archives know all). If the donor is not ahead, but on a better
+        branch, any index from `common` on will do."""
         index, beat = self._replica.log.position.index, self._presence.live()[donor]
         known_from = 0 if beat.state is PeerState.ARCHIVING else beat.index - RECENT_ENTRIES // 2
         return FarBehind(donor, max(index + 1 if beat.index > index else common, known_from))

@@ -165,7 +165,8 @@ class OwnVotes:
         self._waiting = deque((self.record, ()) for _ in self._waiting)
 
     def close(self, position: Position) -> None:
-        """Record that a certified entry of the position is in the log; the next record that is written has it."""
+        """Mark a position as closed: its entry is certified and in the log. The mark reaches the disk with the next
+        record."""
         self.record = self.record.closed(position)
 
     def leave(self, position: Position) -> Leaving:

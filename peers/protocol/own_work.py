@@ -156,7 +156,7 @@ class OwnWork:
 
     @property
     def grace(self) -> float:
-        """The seconds for which a leader waits for members that are late."""
+        """The seconds for which ready peers wait for those that still train, by this peer's last training (R7)."""
         return self._context.pace.grace(self._trainer.seconds)
 
     @property

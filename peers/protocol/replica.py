@@ -140,10 +140,10 @@ class Replica(StateMachine):
         self._go_on()
 
     def _go_on(self) -> None:
-        """Apply another fragment's entry that was made meanwhile, if there is one."""
+        """Apply the next entry of another fragment that was made in the meantime, if there is one."""
         while self._waiting:
             made = self._waiting.popleft()
-            if made.header.fragment in self.log.pending:  # otherwise it was replayed meanwhile
+            if made.header.fragment in self.log.pending:  # otherwise the replica has replayed this entry
                 self._apply(made)
                 return
         self._enter(LEVEL)

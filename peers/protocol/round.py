@@ -512,7 +512,7 @@ class EntryRound(StateMachine):
 
     def _forgotten(self, header: Header) -> tuple[str, ...]:
         """Return the voters that this peer hears and that would lose their vote, because the header calls them gone or
-        names another incarnation. Only a voter itself can cause either (R12)."""
+        names another incarnation. Only the voter's own leaving, silence or restart justifies either (R12)."""
         if not self.log.closes or not self.log.voters:
             return ()
         expiry = self._context.settings.timing.heartbeat_expiry

@@ -238,7 +238,8 @@ class WorkerWatch:
         self._silence, self._since = self._silent(now), None
 
     def is_stuck(self, now: float) -> bool:
-        """Return whether the worker hangs."""
+        """Return whether there has been no progress for longer than `patience` and than STUCK times the longest pause
+        in finished trainings. False before the first training is finished."""
         if self._since is None or self._longest is None:
             return False
         return self._silent(now) > max(self._patience, STUCK * self._longest)

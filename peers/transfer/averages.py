@@ -236,7 +236,7 @@ async def _find_spoiler(average: Average, failing: Reduction) -> int:
 
 # Contributions for spot checks ----------------------------------------------------------------------------------------
 class ContributionRequest(Value):
-    """A request for one chunk of the peer's last contribution to a fragment."""
+    """A request to a member for one chunk of the contribution that it made last to a fragment."""
 
     run: RunId
     fragment: Count

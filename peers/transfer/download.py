@@ -217,7 +217,8 @@ class Download:
                 self._notify()
 
     def _choose(self, donor: str) -> Range | None:
-        """Return the next range; when all are asked for, one that this donor will finish before those that owe it."""
+        """Return a range that no donor was asked for; else one that this donor would deliver sooner than every donor
+        already asked for it; else None."""
         if self._missing:
             return self._missing.popleft()
         now = self._now()

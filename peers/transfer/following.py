@@ -295,9 +295,9 @@ class Following:
         )
 
     async def _next(self, beat: Heartbeat, donors: Sequence[str]) -> _Next | None:
-        """Return the next cycle at a peer; None where its log is another one, and no better than ours.
+        """Return the next cycle of a peer's log. Return None if that log is another one and no better than ours.
 
-        Raises: PeerUnreachableError, RemoteProtocolError, LogError; _OtherLineageError where its log is better.
+        Raises: PeerUnreachableError, RemoteProtocolError, LogError; _OtherLineageError if its log is better.
         """
         try:
             if beat.index <= self.log.position.index:

@@ -141,7 +141,7 @@ class Compared:
 
 @dataclass
 class _Look:
-    """State of the comparison with one donor's log, which began where our state was."""
+    """The progress of a comparison with one donor's log. `here` is the position of our state when it began."""
 
     donor: str
     here: Position

@@ -44,10 +44,10 @@ from peers.values.workload import SnapshotError, Workload
 SNAPSHOT = "snapshot"
 READERS = 16  # pulls of peers of the run that are served at once
 STRANGERS = 6  # further pulls, of other peers: an export has no heartbeat, nor has a peer that only keeps us busy
-OFFERED = 15.0  # seconds that it is held after an offer: where entries come fast, it is soon not the newest
+OFFERED = 15.0  # seconds for which a snapshot is held after an offer, even if it is no longer the newest
 IN_USE = 60.0  # seconds after its last pull for which a snapshot is held
-LEAVE = 600.0  # seconds, at least, that a snapshot in the second place may be fetched
-SLOWEST = 500_000  # bytes a second; a joiner whose links carry as much gets all of a snapshot in this time
+LEAVE = 600.0  # seconds, at least, for which the second snapshot may be fetched
+SLOWEST = 500_000  # bytes a second; the second snapshot is held for as long as a joiner needs at this rate
 SETTLE_TIMEOUT = 20.0  # seconds that a joiner may wait for us to finish an outer step
 NOT_YET = "the snapshot is made when the outer step under way ends; ask again then"
 NO_ROOM = "as many snapshots as there is room for are being fetched; ask again later"
@@ -62,7 +62,8 @@ MEMORY_SHARE = 4096  # digests may take this fraction of free memory: enough for
 
 
 class SnapshotRequest(Value):
-    """A request for chunks [first, last) of the snapshot at `head`; of no head: for an offer at `least` or later."""
+    """A request for chunks [first, last) of the snapshot at `head`. If `head` is None: a request for an offer of a
+    snapshot at index `least` or later."""
 
     run: RunId
     head: Digest | None

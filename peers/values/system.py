@@ -35,7 +35,7 @@ def now() -> float:
 
 def start_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Start a task. Its exception is logged if no caller takes it. All tasks outside of a TaskGroup start here."""
-    import asyncio  # imported here, since the checkpoints' writer needs none and must start fast
+    import asyncio  # here: the process that writes checkpoints needs no asyncio and must start fast
 
     task = asyncio.create_task(work)
     task.add_done_callback(_look_later)
