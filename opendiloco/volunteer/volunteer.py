@@ -418,7 +418,7 @@ class Volunteer:
 
     @property
     def _may_be_last(self) -> bool:
-        """Whether no machine would have the newest outer step if all volunteers left now, and this one goes last: it
+        """True if no machine would have the newest outer step if all volunteers left now, and this one goes last: it
         has the greatest id of those at work, and the run has no archive."""
         others, me = self.others(), self._driver.peer.me
         at_work = [beat.peer for beat in others if beat.state in PARTICIPATING]
