@@ -50,7 +50,7 @@ def shared_memory_of(process: psutil.Process) -> list[str]:
 def test_pause_resume_and_finish(site: Site, invite: str) -> None:
     here = ("--identity", "one.pem", "--device", "cpu", "--data", "corpus", "--nice", "5", "--max-memory", "8")
     with site.start("join", "--run", invite, *here, *LOOPBACK) as volunteer:
-        volunteer.line("outer step 1:", "it does not train")
+        volunteer.line("outer step 1 applied", "it does not train")
         us = psutil.Process(volunteer.pid)
         [worker] = [process for process in us.children() if "opendiloco.workers.worker" in process.cmdline()]
         assert worker.nice() == min(19, us.nice() + 5)

@@ -93,13 +93,13 @@ def test_the_copy_of_an_own_text_is_private(tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n', encoding="utf-8")
     corpus = open_corpus(SourceSection(source=str(tmp_path)))
     for _ in range(2):
-        documents, others = corpus.documents(), corpus.documents()
+        documents, others = iter(corpus.documents()), iter(corpus.documents())
         assert [next(documents).text, next(others).text] == [b"a", b"a"]
         [copy] = cache.rglob("*.arrow")
         private = cache / "diloco-peer"
         assert copy.is_relative_to(private / "text")
         assert S_IMODE(private.stat().st_mode) == S_IMODE((private / "text").stat().st_mode) == 0o700
-        others.close()  # type: ignore[attr-defined]  # a generator
+        del others
         assert copy.exists(), "the first one still reads it"
         assert [one.text for one in documents] == [b"b"]
         assert not list((private / "text").iterdir())
