@@ -170,7 +170,7 @@ def test_what_the_model_by_hand_does_not_know_it_says(change: dict[str, object])
     config = LlamaConfig(**SMALL)
     for name, value in change.items():
         setattr(config, name, value)
-    with pytest.raises(ValueError, match=f"does not know {next(iter(change))}"):
+    with pytest.raises(ValueError, match=f"does not support {next(iter(change))}"):
         PlainLlama(config)
 
 

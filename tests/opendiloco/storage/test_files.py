@@ -66,9 +66,9 @@ def test_a_header_is_read_back() -> None:
         (file_header(80, METADATA)[:-20], "no safetensors header"),
         (file_header(80, METADATA) + bytes(79), "bytes instead of"),
         (file_header(80, METADATA) + bytes(81), "bytes instead of"),
-        (file_header(80, METADATA).replace(b"[10]", b"[11]") + bytes(80), "would not write|does not produce"),
-        (file_header(80, METADATA).replace(b"F32", b"I32") + bytes(80), "would not write|does not produce"),
-        (file_header(80, METADATA).replace(b'"some"', b"123456") + bytes(80), "would not write|does not produce"),
+        (file_header(80, METADATA).replace(b"[10]", b"[11]") + bytes(80), "does not (write|produce)"),
+        (file_header(80, METADATA).replace(b"F32", b"I32") + bytes(80), "does not (write|produce)"),
+        (file_header(80, METADATA).replace(b'"some"', b"123456") + bytes(80), "does not (write|produce)"),
     ],
 )
 def test_what_we_would_not_write_is_refused(content: bytes, reason: str) -> None:
