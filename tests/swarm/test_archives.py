@@ -31,7 +31,7 @@ def test_who_comes_back_with_another_founding_leaves_it_for_the_signed_one(tmp_p
         manifest = Run.sign(config, Identity.load(tmp_path / "organiser.pem")).manifest
         invite = announce(manifest, address)
         with volunteers(site, invite, "one"):
-            node.line(r"outer step \d+ is signed", "the archive signs nothing")
+            node.line(r"has signed outer step \d+", "the archive signs nothing")
         shown = status(site, invite)
         assert shown["signed"]["outer_step"] > 0
         kept = next(peer["outer_step"] for peer in shown["peers"] if peer["state"] == "archiving")
