@@ -1,0 +1,179 @@
+"""Every `diloco-peer …` that README and docs have a person type, typed in turn beside a small swarm."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from opendiloco.storage.loading import Checkpoints
+from peers.values.identity import Identity
+from tests.documents import DOCUMENTS, commands
+from tests.opendiloco.conftest import write_corpus
+from tests.swarm.cli_processes import LOOPBACK, ROOT, Finished, Site, eventually
+
+pytestmark = [pytest.mark.swarm, pytest.mark.thorough]
+
+SOURCES = """\
+archives = ["{archive}"]
+
+[[data.sources]]
+source = "stdlib"
+weight = 1
+
+[[data.sources]]
+source = "{corpus}"
+weight = 1
+
+[data]
+held_out = 0.2
+"""
+ENDLESS = {
+    "bootstrap": r"/ip4/\S+/p2p/\w+",
+    "join": "joining as|paused",
+    "follow": "outer step",
+    "status": "outer step",
+}
+"""Commands that go on until Ctrl-C (`status` with --watch), and what each prints once it works."""
+
+LAST = ("amend", "finish")
+"""These change the run or end the volunteer: other commands come before."""
+
+CODES = {"doctor": (0, 16)}
+"""Exit codes other than 0 alone: a test's machine may well be busy or have no way to the internet."""
+
+
+@dataclass(frozen=True)
+class World:
+    """A node that is an archive, a run with one volunteer, and a run by invitation; all by the organiser's key."""
+
+    site: Site
+    address: str
+    invite: str
+    invite_only: str
+    manifest: Path
+    ticket: str
+    """Its id."""
+
+    def filled_in(self, arguments: list[str]) -> list[str]:
+        """Return a page's command with what its placeholders stand for."""
+        folder = self.volunteers_folder
+        needs_ticket = "--ticket" in arguments or (arguments[0] == "status" and "--identity" in arguments)
+        meant = {
+            "$INVITE": self.invite_only if needs_ticket else self.invite,
+            "$ADDRESS": self.address,
+            "tiny-….manifest": str(self.manifest),
+            "12D3KooW…": Identity.generate().peer_id,
+            "1f0c…": self.ticket,
+            "FOLDER": "corpus" if arguments[0] == "join" else str(folder),
+            "hf://me/model": f"file://{self.site.folder}/pushed",
+        }
+        given = [meant.get(argument, argument) for argument in arguments]
+        if "--at" in given:
+            newest = Checkpoints(folder / "checkpoints", folder.parent.name).indices()[0]
+            given[given.index("--at") + 1] = str(newest)
+        # Ports are chosen by the system, since others may be in use.
+        return [re.sub(r"^(127\.0\.0\.1:)?\d{4,5}$", r"\g<1>0", one) for one in given]
+
+    @property
+    def volunteers_folder(self) -> Path:
+        peer = Identity.load(self.site.folder / "volunteer.pem").peer_id
+        [folder] = (self.site.folder / "state" / "diloco-peer").glob(f"*/{peer}")
+        return folder
+
+
+def everything() -> list[list[str]]:
+    """All commands of the pages, each once."""
+    found = {tuple(arguments): None for page in DOCUMENTS for arguments in commands(page.read_text(encoding="utf-8"))}
+    return [list(one) for one in sorted(found, key=lambda one: any(word in one for word in LAST))]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    site = Site(tmp_path)
+    corpus = write_corpus(tmp_path / "corpus")
+    shutil.copytree(corpus, tmp_path / "texts")
+    for name in ("examples",):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copy(ROOT / "examples" / "plan" / "links.toml", tmp_path)
+    np.arange(2000, dtype=np.uint16).__mod__(250).tofile(tmp_path / "FILE")
+    here = tmp_path / "config" / "diloco-peer"
+    here.mkdir(parents=True)
+    for path in (here / "identity.pem", tmp_path / "organiser.pem"):
+        organiser = Identity.generate() if path.name == "identity.pem" else Identity.load(here / "identity.pem")
+        organiser.save(path)
+    with site.start("bootstrap", "--identity", "node.pem", "--archive", "archive", *LOOPBACK) as node:
+        address = node.line(r"/ip4/\S+/p2p/\w+", "the bootstrap node does not say where it is")
+        text = site.write_run(str(corpus)).read_text(encoding="utf-8")
+        sources = SOURCES.format(archive=address.rpartition("/")[2], corpus=corpus)
+        before, _, after = text.partition(f'[data]\nsource = "{corpus}"\nheld_out = 0.2\n')
+        head, _, tables = before.partition("\n\n")
+        archives, _, data = sources.partition("\n\n")
+        (tmp_path / "run.toml").write_text(f"{head}\n{archives}\n\n{tables}{data}{after}")
+        (tmp_path / "closed.toml").write_text(text + '\n[admission]\nmode = "invite"\n')
+        _, invite = created(site, "run.toml", address)
+        manifest, invite_only = created(site, "closed.toml", address)
+        made = site.run("invite", "create", str(manifest))
+        (tmp_path / "ticket.txt").write_text(made.out)
+        [ticket] = re.findall(r"^id: (\w+)", made.err)
+        options = ("--identity", "volunteer.pem", "--device", "cpu", "--data", "corpus", *LOOPBACK)
+        with site.start("join", "--run", invite, *options) as volunteer:
+            volunteer.line("outer step 1 applied", "the volunteer does not train")
+            world = World(site, address, invite, invite_only, manifest, ticket)
+            folder = world.volunteers_folder
+            eventually(lambda: len(list((folder / "checkpoints").iterdir())) > 1, "it keeps no checkpoint")
+            yield world
+            assert volunteer.finish().code == 0, "`finish` does not end it"
+        node.signal(signal.SIGINT)
+        assert node.finish().code == 0
+    site.assert_nothing_is_left()
+
+
+def created(site: Site, run: str, address: str) -> tuple[Path, str]:
+    """The manifest of a new run, and its invite."""
+    done = site.run("run", "create", run, "--initial-peer", address)
+    assert done.code == 0, done.err
+    [invite] = re.findall(r"^invite: +(\S+)$", done.out, re.MULTILINE)
+    [manifest] = re.findall(r"^manifest: +(\S+)$", done.out, re.MULTILINE)
+    return site.folder / manifest, invite
+
+
+def test_the_commands_of_all_pages(world: World) -> None:
+    failed = []
+    for arguments in everything():
+        for made in ("model", "models", "tokens", "pushed"):
+            shutil.rmtree(world.site.folder / made, ignore_errors=True)
+        ended = typed(world.site, world.filled_in(arguments))
+        if ended.code not in CODES.get(arguments[0], (0,)):
+            failed.append(
+                f"diloco-peer {shlex.join(arguments)}: {ended.code}\n{ended.out[-1000:]}\n{ended.err[-1000:]}"
+            )
+    assert not failed, "\n".join(failed)
+
+
+def typed(site: Site, arguments: list[str]) -> Finished:
+    """A command to its end, which for an endless one is Ctrl-C."""
+    name = arguments[0]
+    if name in ("bootstrap", "join"):
+        arguments = [*arguments, *LOOPBACK]
+    if name == "join":
+        arguments = [*arguments, "--device", "cpu", *(() if "--data" in arguments else ("--data", "corpus"))]
+    with site.start(*arguments) as command:
+        is_endless = name in ("bootstrap", "join", "follow") or "--watch" in arguments
+        is_possible = not any(word.startswith("wandb:") for word in arguments) or find_spec("wandb") is not None
+        if is_endless and is_possible:
+            command.line(ENDLESS[name], f"{shlex.join(arguments)} does not work")
+            command.signal(signal.SIGINT)
+        ended = command.finish()
+        if not is_possible:
+            assert "wandb" in ended.err
+            return Finished(0, "", "")
+        return ended
