@@ -67,9 +67,9 @@ logger = logging.getLogger(__name__)
 CALL = "message"
 CALL_TIMEOUT = 10.0  # seconds for a peer to accept a protocol message, at most
 TICK = 0.25  # seconds between two Tick events
-START_BITS = 61  # random bits that number a start of this peer; a message has room for 62
+START_BITS = 61  # random bits in the number of one start of this peer; a message has room for 62
 FAREWELL_TIMEOUT = 3.0  # seconds to send the farewell and the last heartbeat, at most
-REFUSALS_LIMIT = 128  # refusals remembered, so that each is logged once, at most
+REFUSALS_LIMIT = 128  # remembered refusals, at most, so that each is logged once
 READING_BURST, READING_SHARE = 5.0, 0.1
 """Processor seconds for reading one peer's messages: at once, and per second. Peers with neither a lease nor a vote
 share one such allowance."""
@@ -94,8 +94,7 @@ class _Messenger:
             self._host.start(self._send(send.to, self._packer.pack(send.message)))
 
     def farewells(self) -> list[Awaitable[object]]:
-        """Return calls, to be awaited, that send this peer's farewell to all live peers; none if there is no
-        farewell."""
+        """Return awaitable calls that send this peer's farewell to all live peers; none if there is no farewell."""
         peer = self._host.peer
         if peer.goodbye is None:
             return []
@@ -139,8 +138,8 @@ class _Messenger:
 
 
 class _VotesKeeper:
-    """The writer of one peer's voting records, in order. Without a file nothing is written, and each start of the peer
-    is another incarnation."""
+    """The writer of one peer's voting records, in order. Without a file, each start of the peer is a new
+    incarnation."""
 
     def __init__(self, file: VotesFile | None, host: Driver) -> None:
         self._file = file
@@ -179,8 +178,7 @@ class _VotesKeeper:
 
 
 def _remembered(file: VotesFile | None, run: str, peer: str) -> VotingRecord | None:
-    """Return the voting record of this peer's earlier starts; None if there is no usable record, with the reason in the
-    log."""
+    """Return the voting record of this peer's earlier starts; None if there is no usable record, and log the reason."""
     if file is None:
         return None
     try:
@@ -347,8 +345,7 @@ class Driver:
             await asyncio.sleep(TICK)
 
     async def _keep_pulse(self) -> None:
-        """Publish this peer's heartbeats, and pass the other peers' to the protocol. After a timeout, try again at the
-        next interval."""
+        """Publish this peer's heartbeats, and pass the others' to the protocol, once per heartbeat interval."""
         timing = self.peer.settings.timing
         while True:
             with suppress(TimeoutError):

@@ -45,8 +45,8 @@ class StreamHeader(Value):
 
 @dataclass(frozen=True)
 class _Flight:
-    """A chunk without an answer: the seconds on the clock when it was first and last sent, its last stream, and its
-    number of streams."""
+    """A chunk without an answer: the times in seconds of its first and last sending, its last stream, and its number of
+    streams."""
 
     first: float
     last: float
@@ -149,7 +149,7 @@ class Uplink:
         return max(LEAST_PATIENCE, LATE_CHUNK * (SECONDS_UNDER_WAY + streams * chunk / rate)) if rate else math.inf
 
     async def turn(self, sending: Outgoing, to: str) -> None:
-        """Wait until no earlier round has chunks to send to a member. After PATIENCE seconds, mark these rounds as
+        """Wait until no earlier round has chunks to send to a member, at most PATIENCE seconds; then mark it as
         hanging."""
         try:
             async with asyncio.timeout(PATIENCE):
@@ -281,8 +281,8 @@ class Outgoing:
     async def _next(
         self, to: str, queue: asyncio.Queue[SendChunk | None], flights: _Flights, stream: object
     ) -> SendChunk | None:
-        """Return the next chunk to send on a stream: a waiting chunk, or else a chunk that hangs on another stream.
-        None ends the stream."""
+        """Return the next chunk to send on a stream, if none waits a chunk that hangs on another stream; None ends the
+        stream."""
         while not (self._is_over and queue.empty() and flights.are_answered):
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK):
@@ -326,7 +326,7 @@ class Outgoing:
             self._host.handle(ChunksUnsent(send.round_name, send.to, (send.chunk,), send.reduced))
 
     def _widen(self, round_name: RoundName, count: int) -> None:
-        """Open more streams to each member, if `count` newly confirmed bytes show that the present streams are too
+        """Open more streams to each member if `count` newly confirmed bytes show that the present streams are too
         few."""
         has_more = any(queue.qsize() for queue in self._queues.values())
         if self._uplink.lanes.passed(count, has_more) and round_name == self._round:

@@ -110,8 +110,8 @@ class _Recorder:
         self._host.start(self._proofs.fetch(self._donors))
 
     def _note(self, trouble: str, index: int) -> None:
-        """Log once that entries from `index` on are not on the disk, with the reason `trouble`; if empty, that they are
-        again."""
+        """Log once why entries from `index` on are not on the disk; or that they are written again, if `trouble` is
+        empty."""
         if trouble == self._trouble:
             return
         self._trouble = trouble
@@ -132,8 +132,7 @@ class _Recorder:
 
 
 class Replication:
-    """The workload's θ and momentum, and the entries that led to them. See `Driver` for `on_entry` and
-    `on_snapshot`."""
+    """The workload's θ and momentum, and the entries that led to them. `Driver` explains the callbacks."""
 
     def __init__(
         self,
@@ -279,8 +278,7 @@ class Replication:
         self.download = download
 
     async def _vouching(self, fetch: FetchSnapshot) -> Compared:
-        """Return the comparison with the donor's log, up to the entries that this peer believes. Raises:
-        LineageError."""
+        """Return the comparison with the donor's log, up to entries that this peer believes. Raises: LineageError."""
         peer = self._host.peer
         beat = peer.presence.live().get(fetch.donor)
         index = beat.index if beat is not None else fetch.least

@@ -92,8 +92,8 @@ class Rounds:
                 self._host.handle(event)
 
     async def assemble(self, assemble: AssemblePayload) -> None:
-        """Assemble a round's payload from its chunks, write it to the disk, and report it to the protocol. Calls are
-        handled in order."""
+        """Assemble a round's payload from its chunks, write it to the disk, and report it to the protocol, in call
+        order."""
         round_name, exchange = assemble.round_name, self._host.peer.exchange_of(assemble.round_name)
         buffers = self._buffers_of(round_name)
         async with self._assembling:
@@ -108,8 +108,7 @@ class Rounds:
             self._host.start(self._check_an_average(exchange))
 
     async def _check_an_average(self, exchange: Exchange) -> None:
-        """Compute another member's average again, if chance picks this round, and report a wrong average to the
-        protocol."""
+        """Compute another member's average again, if chance picks this round, and report an error to the protocol."""
         average = choose(exchange.averages.of_others, len(exchange.contributions.commitments), random.random)
         if average is None:
             return

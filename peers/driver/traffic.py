@@ -101,8 +101,7 @@ class Traffic:
                 asyncio.get_running_loop().call_later(CLOSING_TIME, self._cut, task, (round_name, peer))
 
     def _cut(self, receiver: asyncio.Task[None], of: tuple[RoundName, str]) -> None:
-        """Cancel the task of an earlier round's stream, unless it already serves another stream on the same
-        connection."""
+        """Cancel the task of an earlier round's stream, unless it already serves another stream on its connection."""
         if self._receivers.get(receiver) == of:
             receiver.cancel()
 
@@ -198,8 +197,7 @@ class Scout:
         await self._transport.on_stream(RATING, self._rater.answer)
 
     def look(self) -> None:
-        """Report the current links to other peers and this peer's rate to the protocol, and measure the rate when
-        due."""
+        """Report the links to other peers and this peer's rate to the protocol, and measure the rate when due."""
         links = self._transport.links
         reach = links.reach()
         self._host.handle(ReachSeen(reach, self._traffic.rates, links.sought()))

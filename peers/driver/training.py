@@ -122,8 +122,7 @@ class Training:
         HEALTH.expect("training", max(STEP_LIMIT, USUAL_STEPS * self._longest_step), STUCK)
 
     async def _captured(self, train: Train, fragment: int) -> None:
-        """Quantize a fragment's pseudo-gradient for its round. If no round takes it any more, let the workers
-        continue."""
+        """Quantize a fragment's pseudo-gradient for its round. If no round takes it any more, resume the workers."""
         root, format = await self._quantize(fragment)
         trained = Trained((), self._planned_tokens(train), self._loss, contribution=root, format=format)
         self._host.handle(Captured(fragment, trained))
@@ -131,8 +130,7 @@ class Training:
             await self._workload.unchanged(train.index, fragment)
 
     async def _quantize(self, fragment: int) -> tuple[Sum, int]:
-        """Quantize a fragment's pseudo-gradient for this peer's contribution. Return the Merkle root over its chunks,
-        and its format."""
+        """Quantize a fragment's pseudo-gradient. Return the Merkle root over its chunks, and the format used."""
         buffers = self._buffers[fragment]
         format = self._choose_format(fragment)
         async with self._replication.snapshotter.state_lock:

@@ -92,7 +92,7 @@ async def run_bootstrap(
 
 
 class _BootstrapNode:
-    """A bootstrap node's runs, whose manifests it keeps in its store and in the DHT, and its answers to calls."""
+    """A bootstrap node, which keeps runs' manifests in its store and in the DHT, and answers calls."""
 
     def __init__(self, transport: HivemindTransport, store: ManifestStore, shown: Mapping[str, bytes]) -> None:
         """Create the runs of a node; `shown` maps the id of each run by invitation to the node's packed ticket."""
@@ -117,7 +117,7 @@ class _BootstrapNode:
         await self.publish()
 
     def _learn(self, manifest: SignedManifest) -> None:
-        """Give the transport a run's manifest, signed heads, revoked tickets, and this node's ticket to the run, if
+        """Register a run's manifest with the transport, and its signed heads, revoked tickets and our ticket, if
         any."""
         run, runs = manifest.run_id, self.transport.runs
         self.transport.learn(manifest)
@@ -246,8 +246,7 @@ async def _give_life_signs() -> None:
 async def announce_manifest(
     transport: HivemindTransport, manifest: SignedManifest, bootstrap_addresses: Sequence[str]
 ) -> tuple[str, ...]:
-    """Store a manifest in the DHT, and send the manifest to bootstrap nodes. Return the addresses of the nodes that
-    keep it."""
+    """Store a manifest in the DHT, and send it to bootstrap nodes. Return the addresses of the nodes that keep it."""
     await transport.store_manifest(manifest, MANIFEST_LIFETIME)
     kept = []
     for address in bootstrap_addresses:
@@ -282,8 +281,7 @@ async def listed_runs(transport: HivemindTransport, addresses: Sequence[str], li
 
 
 async def _list_of(transport: HivemindTransport, peer_id: str, limit: int) -> list[str]:
-    """Return the ids of the runs that one bootstrap node keeps. Raises: PeerUnreachableError, also for a malformed
-    answer."""
+    """Return the ids of one bootstrap node's runs. Raises: PeerUnreachableError, also for a malformed answer."""
     run_ids: list[str] = []
     while len(run_ids) < limit:
         answer = await transport.call(peer_id, LIST_RUNS, str(len(run_ids)).encode(), ASK_TIMEOUT)
@@ -302,7 +300,7 @@ async def keep_announced(
     others: Callable[[], Iterable[Heartbeat]],
     remembered: RememberedPeers | None = None,
 ) -> None:
-    """Store a run's manifest in the DHT every few minutes, and remember the addresses in other peers' heartbeats.
+    """Store a run's manifest in the DHT every few minutes, and remember other peers' addresses, until cancelled.
 
     So a run is found without its bootstrap nodes.
     """

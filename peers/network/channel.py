@@ -168,8 +168,7 @@ class Channel:
         await self._send(FRAME.pack(len(header), len(data)) + header + data)
 
     async def read_frame_header(self) -> tuple[bytes, int] | None:
-        """Wait for the next frame. Return its header, and the length of its data in bytes; None after the last
-        frame."""
+        """Wait for the next frame. Return its header, and its data length in bytes; None after the last frame."""
         try:
             header_length, length = FRAME.unpack(await self._reads.read(FRAME.size, None))
         except asyncio.IncompleteReadError as error:
@@ -206,8 +205,8 @@ class Channel:
             raise RemoteProtocolError(self.peer, "it confirmed other bytes than we sent")
 
     async def wait_closed(self) -> None:
-        """Wait a few seconds for the peer to read our last bytes and close the stream, unless the connection is used
-        again."""
+        """Wait a few seconds for the peer to read our last bytes and close the stream, unless the connection is
+        reused."""
         if self._stays_open:
             return
         with suppress(TimeoutError, asyncio.IncompleteReadError):
@@ -219,8 +218,7 @@ class Channel:
         self._gives_way_to = link
 
     def close(self) -> None:
-        """Close the stream. Unsent bytes are dropped: from Python 3.12 on, the write buffer refers to the caller's own
-        memory."""
+        """Close the stream. Unsent bytes are dropped: from Python 3.12 on, they lie in the caller's own memory."""
         if self._writer.transport.get_write_buffer_size():
             self._writer.transport.abort()
         else:
@@ -261,8 +259,7 @@ class Channel:
 
 
 async def pull(channel: Channel, header: bytes, max_bytes: int) -> tuple[bytes, bytearray]:
-    """Send a request with this header. Return the answer's header and data. Raises: PeerRefusedError, and errors of
-    reading."""
+    """Send a request. Return the answer's header and data. Raises: PeerRefusedError, and errors of reading."""
     await channel.send_prelude(header, 0)
     await channel.read_verdict()
     answer, length = await channel.read_prelude()
@@ -294,8 +291,7 @@ async def serve_pull(channel: Channel, serve: Serve) -> None:
 
 
 class ChunkSender(Generic[Item]):
-    """The sending end of a stream of chunks. Chunks that the receiver has confirmed count, even if the stream breaks
-    later."""
+    """The sending end of a stream of chunks. Confirmed chunks count, even if the stream breaks later."""
 
     def __init__(self, channel: Channel, under_way: Callable[[], int] = lambda: BYTES_UNDER_WAY) -> None:
         """Create a sender. `under_way` returns the most bytes sent and not confirmed. Two frames are always allowed,

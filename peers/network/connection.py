@@ -132,8 +132,7 @@ async def greet(sock: socket.socket, credentials: Credentials, peer: str, is_our
 
 
 async def welcome(sock: socket.socket, credentials: Credentials, hello: Hello, reach: Reach) -> Connection:
-    """Make the TLS handshake after a received Hello, and return the connection. Raises: OSError,
-    RemoteProtocolError."""
+    """Make the TLS handshake after a Hello, and return the connection. Raises: OSError, RemoteProtocolError."""
     with closed_on_failure(sock):
         if hello.to != credentials.peer_id:
             raise RemoteProtocolError("unknown", f"it wants to connect to {hello.to}, not to this peer")
@@ -313,8 +312,7 @@ class TlsTransport(asyncio.Transport):
             self._send()
 
     def _send(self) -> None:
-        """Send the encrypted bytes. Bytes that the kernel does not accept are sent when the socket is writable
-        again."""
+        """Send the encrypted bytes. The kernel accepts the remaining bytes when the socket is writable again."""
         try:
             while self._unsent or self._outgoing.pending:
                 self._unsent = self._unsent or memoryview(self._outgoing.read())
@@ -417,7 +415,7 @@ class DirectReads(asyncio.BufferedProtocol):
                 self._choose_low_water()
 
     def _choose_low_water(self) -> None:
-        """Set the number of received bytes that wake the read: all missing bytes less one TLS record, but at least
+        """Set the number of received bytes that wake the read: the missing bytes less one TLS record, but at least
         one."""
         self._wake_after(max(1, min(LOW_WATER, len(self._memory) - self._count - RECORD)))
 

@@ -104,8 +104,7 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
 
     @staticmethod
     def _make_process_args(*args: object, **options: object) -> list[str]:
-        # With relayDiscovery, libp2p would look for relays among unknown nodes, and ask the trusted relays only minutes
-        # later.
+        # With relayDiscovery, libp2p looks for relays among unknown nodes, and asks trusted relays only minutes later.
         return [*IN_OWN_SESSION, *P2P._make_process_args(*args, **options, relayDiscovery=False)]
 
     @property
@@ -127,7 +126,7 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
             raise LocalNetworkError(f"libp2p's daemon takes no handler: {reason}.", "Start the peer again.") from error
 
     async def refresh_addresses(self) -> None:
-        """Update `addresses` with the daemon's current addresses, loopback last. Raises: LocalNetworkError,
+        """Fetch our addresses from the daemon into `addresses`, loopback last. Raises: LocalNetworkError,
         NETWORK_ERRORS."""
         try:
             visible = [str(address) for address in await self.get_visible_maddrs(latest=True)]
@@ -140,8 +139,7 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
         self.addresses = tuple(sorted(speakable, key=lambda address: is_loopback(host_of(address)))[:ADDRESS_LIMIT])
 
     async def connect(self, peer_id: str, addresses: Sequence[str], timeout: float = 10.0) -> bool:
-        """Connect to a peer. Return True if an address answers in `timeout` seconds; False if none does, or one is
-        malformed."""
+        """Connect to a peer. Return False if no address answers in `timeout` seconds or one is malformed, else True."""
         try:
             suffix = HIVEMIND.multiaddr.Multiaddr(f"/p2p/{peer_id}")
             parsed = parse_addresses(addresses, needs_peer_id=False)
@@ -172,14 +170,13 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
             return {}
 
     async def network_of(self, peer_id: str) -> str:
-        """Return the network from which a peer is connected to the daemon; "unknown" if a relay is in between."""
+        """Return the network (address prefix) from which a peer is connected to us; "unknown" if through a relay."""
         networks = map(network_at, (await self.connections()).get(peer_id, ()))
         return min(filter(None, networks), default="unknown")
 
 
 def _encode(address: Any) -> Any:
-    """Return an object whose `to_bytes` gives a multiaddr to p2pd: a relay's id as a hash, where hivemind writes a
-    CID."""
+    """Return an object whose `to_bytes` gives p2pd a multiaddr: a relay's id as a hash, not as hivemind's CID."""
     encoded = address.to_bytes().replace(AS_CID, AS_HASH)
     return SimpleNamespace(to_bytes=lambda: encoded)
 
@@ -290,13 +287,11 @@ async def start_daemon(
 
 
 async def _start(folder: Path, initial_peers: list[str], **options: Any) -> Daemon:
-    """Start p2pd with its sockets in `folder`, and return the daemon. Raises: LocalNetworkError,
-    SwarmUnreachableError."""
+    """Start p2pd with its sockets in `folder`, and return it. Raises: LocalNetworkError, SwarmUnreachableError."""
     # hivemind reads the prefix of the sockets' paths from the class.
     place: Any = type("Daemon", (Daemon,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
     _starting.set(attempts := list[Daemon]())
-    # Signals that ask this process to leave also reach its children, so they are held back until p2pd has its own
-    # session.
+    # Signals that ask this process to leave also reach its children: hold them back until p2pd has its own session.
     with signals_held_back():
         starting = start_task(place.create(initial_peers=initial_peers, **options))
         try:
@@ -316,8 +311,7 @@ async def _start(folder: Path, initial_peers: list[str], **options: Any) -> Daem
 
 
 def _until_it_breaks(handler: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """Return a handler that calls `handler`, and closes a broken stream instead of letting asyncio print a
-    traceback."""
+    """Return a handler that calls `handler`, but closes a broken stream without asyncio's traceback."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -145,8 +145,7 @@ class ProbeAnswer(Value):
 
 
 async def probe(endpoint: str, ports: tuple[int, ...] = (), local_port: int = 0) -> ProbeAnswer:
-    """Send a probe to the node at `endpoint`, and return the answer. Raises: OSError; RemoteProtocolError if it is
-    invalid."""
+    """Send a probe to the node at `endpoint`; return the answer. Raises: OSError; RemoteProtocolError if invalid."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT):
             with await dial(endpoint, PROBE_TIMEOUT, local_port) as sock:
@@ -160,8 +159,7 @@ async def probe(endpoint: str, ports: tuple[int, ...] = (), local_port: int = 0)
 
 
 async def _answer_probe(sock: socket.socket, request: _Probe) -> None:
-    """Dial the requested ports at the sender's own address, send the result, and close the connection. Raises:
-    OSError."""
+    """Dial the requested ports at the sender's own address, send the result, and close `sock`. Raises: OSError."""
     with sock:
         endpoint, ports = endpoint_of_peer(sock), set(request.ports)
         host, _ = parse_endpoint(endpoint)
@@ -174,8 +172,7 @@ class Listener:
     """The data port, listening at all of these hosts. Without a `splicer`, this node does not relay."""
 
     def __init__(self, hosts: Sequence[str], port: int, accept: Accept, splicer: Splicer | None) -> None:
-        """Start to listen. Each socket with a Hello goes to `accept`. Raises: LocalNetworkError if the port cannot be
-        used."""
+        """Listen. Each socket with a Hello goes to `accept`. Raises: LocalNetworkError if the port cannot be used."""
         self._listeners = listen(hosts, port)
         self._accept = accept
         self._splicer = splicer
@@ -259,8 +256,7 @@ class Strangers:
         self._newcomers = Allowances(UNKNOWN_OF_ONE_NETWORK, NEWCOMERS_PER_SECOND, together=ALL_NETWORKS)
 
     def come(self, peer: str, network: str, now: float) -> bool:
-        """Register a new peer. Return False if its network adds peers too fast, so that the caller must close the
-        link."""
+        """Register a new peer. Return False if its network adds peers too fast, and the caller must close the link."""
         if not self._newcomers.has_some(network, now):
             return False
         self._newcomers.spend(network, 1.0)
@@ -309,8 +305,7 @@ class Splicer:
         self._pumps: set[asyncio.Task[None]] = set()
 
     def expect(self, asker: str) -> bytes | None:
-        """Return a new token, with which the peer `asker` and another peer connect to this relay; None if the relay is
-        full."""
+        """Return a new token for connections to this relay by `asker` and another peer; None if the relay is full."""
         of_asker = sum(meeting.asker == asker for meeting in self._meetings.values())
         if len(self._meetings) >= TOKENS or of_asker >= TOKENS_OF_ONE_PEER or self._load >= self._connections:
             logger.warning("this relay is at its limit of meetings or connections: it refuses another meeting")
@@ -327,8 +322,7 @@ class Splicer:
             sock.close()
 
     def arrived(self, sock: socket.socket, opening: Splice) -> None:
-        """Join a new socket with the waiting socket of the same token and number; if there is none, let the new one
-        wait."""
+        """Join a new socket with the waiting socket of the same token and number; if there is none, keep it waiting."""
         meeting = self._meetings.get(opening.token)
         if meeting is None or meeting.joined >= MEETING_CONNECTIONS:
             sock.close()

@@ -215,8 +215,7 @@ class DhtMembership:
         await asyncio.gather(*(self._greet_peer(peer, known) for peer, known in by_peer.items()))
 
     async def _greet_peer(self, peer: str, addresses: Sequence[str]) -> None:
-        """Ping a peer over its existing connection, or else over a new connection, so that the DHT knows the peer
-        again."""
+        """Ping a peer over its existing connection, or else over a new one, so that the DHT knows the peer again."""
         peer_id = to_peer_id(peer)
         if peer in await self._daemon.connections():
             with suppress(TimeoutError):

@@ -66,8 +66,7 @@ def _record_is_valid(
         heartbeat = Heartbeat.verify(data)
     except (WireError, DilocoPeerError):
         return False
-    # The DHT prefers records that expire later, so a record that outlasts its signed time could displace a newer
-    # heartbeat.
+    # The DHT prefers records that expire later, so one that outlasts its signed time could displace a newer heartbeat.
     is_timely = expiration <= heartbeat.expires <= now + CLOCK_TOLERANCE + heartbeat.lifetime
     is_its_own = key == _key_digest(heartbeats_key(heartbeat.run)) and owner == heartbeat.peer
     return is_its_own and is_timely and admissions.admits(heartbeat, now)
@@ -183,8 +182,7 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
         return is_stored
 
     def _leaving(self, key: Any, records: Any) -> Any:
-        """Return a random unprotected subkey from the newer half, to be replaced. hivemind keeps records in order of
-        arrival."""
+        """Return a random unprotected subkey to replace, from the newer half. hivemind's order is that of arrival."""
         newer = [subkey for subkey, _ in records.items()][RECORDS // 2 :]
         return self._chance.choice([one for one in newer if one not in self._named.get(key, ())])
 

@@ -71,8 +71,8 @@ class PeerDiscovery:
         return is_to_be_stored or self.beats.is_news(heartbeat, now())
 
     def beat(self, heartbeat: Heartbeat, voters: Collection[str] = ()) -> None:
-        """Start sending a beat to other peers, in a large swarm to these voters first. Send nothing before our first
-        published heartbeat."""
+        """Start sending a beat to other peers, in a large swarm to these voters first; never before our first
+        heartbeat."""
         self.beats.go_on(heartbeat, now())
         self._voters = voters
         self._call_due()
@@ -147,8 +147,7 @@ class PeerDiscovery:
         return self.beats.heartbeats(now())
 
     def silences(self) -> dict[str, float]:
-        """Return the seconds since each other peer was last heard, by peer id, without peers that are silent for
-        long."""
+        """Return the seconds since each other peer was last heard, by peer id, without peers silent for long."""
         return self.beats.silences(now())
 
     async def _search(self) -> None:
@@ -214,8 +213,7 @@ class PeerDiscovery:
             self._asked_at = now()
 
     async def _ask_one(self, peer: str, known: set[str]) -> bool:
-        """Ask a peer, page after page, for the heartbeats of peers that are not `known`. Return True if the peer
-        answered."""
+        """Ask a peer, page after page, for heartbeats of peers that are not `known`. Return True if it answered."""
         timeout = ANSWER_SHARE * self.beats.lifetime / 2
         try:
             for _ in range(PAGES_LIMIT):

@@ -40,8 +40,7 @@ T = TypeVar("T")
 
 
 class _Known(BaseModel):
-    """A remembered peer: its addresses, and the first and the last time that it was seen, in seconds since the
-    epoch."""
+    """A remembered peer: its addresses, and when it was first and last seen, in seconds since the epoch."""
 
     peer: str
     addresses: tuple[str, ...]
@@ -50,8 +49,7 @@ class _Known(BaseModel):
 
     @property
     def usefulness(self) -> tuple[bool, int, float]:
-        """The sort key of a peer, largest for the most useful: has a public address, was seen lately, is known for
-        long."""
+        """The sort key of a peer, largest for the most useful: has a public address, seen lately, known for long."""
         return any(map(_is_on_the_internet, self.addresses)), self.seen // HOUR, -self.since
 
     @model_validator(mode="after")
@@ -73,8 +71,7 @@ class RememberedPeers:
     """The peers of one run that others can dial, in memory and in a file. Times are in seconds since the epoch."""
 
     def __init__(self, path: Path, run_id: str) -> None:
-        """Read the remembered peers from the file. An unreadable file, or another run's file, is ignored with a
-        warning."""
+        """Read the remembered peers from the file. An unreadable or other run's file is ignored with a warning."""
         self._path = path
         self._run_id = run_id
         self._peers: dict[str, _Known] = {}
@@ -129,8 +126,7 @@ def _is_on_the_internet(address: str) -> bool:
 
 
 def _usable(peer: str, addresses: Iterable[str]) -> tuple[str, ...]:
-    """Return at most four of the addresses at which this peer can be dialled without a relay, public addresses
-    first."""
+    """Return at most four addresses at which this peer can be dialled without a relay, public addresses first."""
     dialled = [
         address
         for address in addresses
@@ -205,8 +201,7 @@ async def reach(start: Callable[[], Awaitable[T]], contacts: Sequence[str]) -> T
 
 
 async def _why_silent(address: str) -> str:
-    """Return the reason, for users, that the node at an address cannot be reached; an empty text if the node
-    answers."""
+    """Return the reason, for users, why the node at an address cannot be reached; empty if the node answers."""
     if (where := endpoint(address)) is None:
         return "no answer"
     peer, (host, port) = address.rstrip("/").rpartition("/")[2], where
@@ -254,8 +249,7 @@ async def _key_shown(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 
 
 async def which_answer(addresses: Sequence[str]) -> set[str]:
-    """Return the addresses at which a libp2p node answers in time: MORE_SECONDS after the first answer, at the
-    latest."""
+    """Return the addresses at which a libp2p node answers, at the latest MORE_SECONDS after the first answer."""
     tasks = [start_task(_answering(address)) for address in addresses]
     found: set[str] = set()
     try:

@@ -73,8 +73,7 @@ def default_gateway() -> Where | None:
 
 
 def _read_default_gateway(table: str) -> IPv4Address | None:
-    """Return the gateway with the lowest metric in `table`, the text of /proc/net/route; None if there is no
-    gateway."""
+    """Return the gateway with the lowest metric in `table`, the text of /proc/net/route; None without a gateway."""
     found = []
     for line in table.splitlines()[1:]:
         try:
@@ -89,8 +88,7 @@ def _read_default_gateway(table: str) -> IPv4Address | None:
 
 
 class Gateway:
-    """A client of the default gateway, which remembers its external port, so that a repeated request renews the
-    mapping.
+    """A client of the default gateway. It remembers its external port, so that a repeated request renews the mapping.
 
     `where` finds the gateway again for every request, since a machine may change its network.
     """
@@ -105,7 +103,7 @@ class Gateway:
         self._speaks_pcp = False
 
     async def open(self, port: int, lifetime: float) -> Mapping | None:
-        """Map a TCP port for `lifetime` seconds, and return the mapping; None if the gateway maps no port. Raises:
+        """Map a TCP port for `lifetime` seconds. Return the mapping, or None if the gateway refuses. Raises:
         OSError."""
         where = self._where()
         if where is None:
@@ -127,8 +125,7 @@ class Gateway:
         return answer
 
     async def _open_by_nat_pmp(self, where: Where, port: int, lifetime: int, suggested: int) -> Mapping | int | None:
-        """Map a TCP port by NAT-PMP. Return the mapping, or the gateway's error code; None without an answer. Raises:
-        OSError."""
+        """Map a TCP port by NAT-PMP. Return the mapping, an error code, or None without an answer. Raises: OSError."""
         address: IPv4Address | int | None = await self._ask(
             where, lambda client: NAT_PMP_ADDRESS_REQUEST, _read_nat_pmp_address
         )
@@ -173,8 +170,7 @@ class Gateway:
 
 
 class Arrivals(asyncio.DatagramProtocol):
-    """A queue of received datagrams and their senders' hosts; None reports that no program listens on the remote
-    port."""
+    """A queue of received datagrams with their senders' hosts; None means that the remote port has no listener."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[tuple[bytes, str] | None] = asyncio.Queue(DATAGRAM_LIMIT)
@@ -190,8 +186,7 @@ class Arrivals(asyncio.DatagramProtocol):
 
 # Messages -----------------------------------------------------------------------------------------------------
 def _pack_pcp_map(nonce: bytes, client: Address, port: int, lifetime: int, suggested_port: int) -> bytes:
-    """Return a PCP request to map TCP `port` of the host `client` for `lifetime` seconds; 0 ends the nonce's
-    mapping."""
+    """Return a PCP request to map TCP `port` of the host `client` for `lifetime` seconds; 0 ends the mapping."""
     any_address = _pack_address(IPv4Address(0) if client.version == 4 else IPv6Address(0))
     start = (PCP_VERSION, PCP_MAP, lifetime, _pack_address(client))
     return PCP_REQUEST.pack(*start, nonce, TCP, port, suggested_port, any_address)
@@ -235,8 +230,7 @@ def _pack_nat_pmp_map(port: int, lifetime: int, suggested_port: int) -> bytes:
 
 
 def _read_nat_pmp_map(data: bytes, port: int, address: IPv4Address) -> Mapping | int | None:
-    """Return the mapping of this port, at the external `address`, in a NAT-PMP answer, or its error code; otherwise
-    None."""
+    """Return the mapping of this port at `address` in a NAT-PMP answer, or the answer's error code; otherwise None."""
     code = _nat_pmp_code(data, MAP_TCP)
     if code != SUCCESS or len(data) != NAT_PMP_MAP_ANSWER.size:
         return code or None

@@ -94,8 +94,7 @@ def load_hivemind() -> _Hivemind:
 
 
 def _quiet_hivemind() -> None:
-    """Remove hivemind's own log handler, which writes to stderr. hivemind's warnings and errors go to the root
-    logger."""
+    """Remove hivemind's own log handler, which writes to stderr. Its warnings and errors go to the root logger."""
     importlib.import_module("hivemind.utils.logging").use_hivemind_log_handler("nowhere")
     logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level to WARN for the whole process
     logging.getLogger("hivemind").setLevel(logging.WARNING)
@@ -135,8 +134,7 @@ def _ending_when_cancelled(traverse: Callable[..., Coroutine[Any, Any, Any]]) ->
                 await cancel_and_wait(request, end)
 
         async def ask(node: Any, queries: Collection[Any]) -> dict[Any, tuple[tuple[Any, ...], bool]]:
-            """Return, for each query, the neighbours that a node knows, and True if the search for the query may
-            end."""
+            """Return, for each query, the neighbours that a node knows, and True if the search for it may end."""
             return await unless_over(get_neighbors, node, queries) or dict.fromkeys(queries, ((), True))
 
         tell = found_callback and partial(unless_over, found_callback)

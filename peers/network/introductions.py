@@ -87,8 +87,7 @@ class _MeetingRequest(Value):
 
 
 class _Introduced(Value):
-    """The answer to `_Introduce` and `_MeetingRequest`: the other peer's endpoints as a node sees them, a relay's
-    token."""
+    """The answer to `_Introduce` and `_MeetingRequest`: the other peer's endpoints as seen, and a relay's token."""
 
     endpoints: Endpoints
     token: Token | None = None
@@ -141,15 +140,13 @@ class Arranging:
         return tuple(dict.fromkeys(endpoint for node in self._ours.values() for endpoint in node.seen or ()))
 
     def look_again(self) -> None:
-        """Start a new check of the nodes that we reach, and of our endpoints that they reach, since our network has
-        changed."""
+        """Start a new check of the nodes that we reach, and of our endpoints that they reach, in a changed network."""
         for node in (*self._known.values(), *self._ours.values()):
             node.is_reached, node.seen = False, None
         self._changed.set()
 
     async def keep(self, addresses: Sequence[str]) -> None:
-        """Keep a link with the node at each of these addresses, and ask each node to probe our data port, until
-        cancelled."""
+        """Keep a link with the node at each of these addresses, and ask it to probe our data port, until cancelled."""
         while True:
             self._changed.clear()
             looks = (self._greet_node(address) for address in dict.fromkeys((*addresses, *self.volunteers)))
@@ -213,8 +210,7 @@ class Arranging:
 
     # Introductions that we request ----------------------------------------------------------------------------
     async def meet(self, contact: Contact, connections: int = CONNECTIONS) -> None:
-        """Connect to a peer through a node that introduces one of the two. The peer with the smaller id makes the
-        request."""
+        """Connect to a peer through a node that introduces one of the two. The peer with the smaller id starts."""
         meeting = self._meetings.get(contact.peer)
         if meeting is not None:
             await asyncio.wait([meeting])
@@ -239,11 +235,9 @@ class Arranging:
                 return
 
     async def _meet_through(self, node: _Node, peer: str, connections: int) -> None:
-        """Connect to `peer` by an introduction of one node. Raises: PeerUnreachableError, RemoteProtocolError,
-        OSError."""
+        """Connect to `peer` by one node's introduction. Raises: PeerUnreachableError, RemoteProtocolError, OSError."""
         is_relayed = self._links.is_up(peer) and self._links.reach_of(peer) is Reach.RELAYED
-        # With a relayed link, hole punching has failed before and would only cost seconds again, so no ports are
-        # opened.
+        # With a relayed link, hole punching has failed before and would cost seconds again, so no ports are opened.
         ports, seen = await _look(node.endpoint, 0 if is_relayed else connections)
         request = _Introduce(to=peer, endpoints=seen, connections=connections)
         answer = await self._links.link(node.peer).call(INTRODUCE, pack(request), CALL_TIMEOUT)
@@ -252,8 +246,7 @@ class Arranging:
 
     # Introductions that others request ------------------------------------------------------------------------
     async def on_meet(self, sender: str, payload: bytes) -> bytes:
-        """Start connecting to the peer that a node introduces to us, and return our own endpoints. Raises:
-        RefusalError."""
+        """Start connecting to the peer that a node introduces to us. Return our own endpoints. Raises: RefusalError."""
         meeting = unpack_from(sender, _MeetingRequest, payload)
         node = next((node for node in self._ours.values() if node.peer == sender), None)
         if node is None:
@@ -278,8 +271,7 @@ class Arranging:
 
     # Introducing two other peers ------------------------------------------------------------------------------
     async def on_introduce(self, sender: str, payload: bytes) -> bytes:
-        """Exchange the endpoints of two linked peers, but only endpoints at hosts from which these peers are connected
-        to us."""
+        """Exchange the endpoints of two linked peers, but only those at hosts from which they are connected to us."""
         request = unpack_from(sender, _Introduce, payload)
         for peer in (sender, request.to):
             if request.to == sender or not self._links.is_up(peer):
@@ -305,8 +297,7 @@ class Arranging:
     async def _connect_both(
         self, peer: str, ports: Sequence[int], theirs: Sequence[str], node: str, token: bytes | None, connections: int
     ) -> None:
-        """Make connections with a peer that dials us at the same time, by hole punching or else through the relay at
-        `node`."""
+        """Make connections with a peer that dials us at the same time: by hole punching, or by the relay at `node`."""
         pairs = zip(ports, public_only(theirs, node), strict=False)
         attempts = (self._dial_at_once(peer, port, endpoint, place) for place, (port, endpoint) in enumerate(pairs))
         if not any(await asyncio.gather(*attempts)) and token is not None:
@@ -314,8 +305,7 @@ class Arranging:
             await asyncio.gather(*(self._splice(peer, node, Splice(token=token, number=number)) for number in numbers))
 
     async def _dial_at_once(self, peer: str, port: int, endpoint: str, place: int) -> bool:
-        """Dial an endpoint from `port` until both routers let a connection through, as the peer dials back. Return True
-        then."""
+        """Dial an endpoint from `port` until both routers let a connection through. Return True on success."""
         loop = asyncio.get_running_loop()
         end = loop.time() + PUNCH_TIMEOUT
         while loop.time() < end:
@@ -342,8 +332,8 @@ class Arranging:
             await self._begin(sock, peer, opening.number, Reach.RELAYED)
 
     async def _begin(self, sock: socket.socket, peer: str, place: int, reach: Reach) -> bool:
-        """Make a TLS connection on a socket that both ends have dialled; the smaller peer id speaks first. Return True
-        then."""
+        """Make a TLS connection on a socket that both ends have dialled; the smaller id greets. Return True on
+        success."""
         try:
             if self._links.me < peer:
                 connection = await greet(sock, self._links.credentials, peer, is_ours=place % 2 == 0, reach=reach)
