@@ -1,5 +1,4 @@
-"""One peer's evidence: the statements that it has received from other peers, and the proofs that some of these peers
-lie (R9).
+"""One peer's evidence: statements received from other peers, and proofs that some of these peers lie (R9).
 
 The protocol uses it in two ways. It passes each statement that it hears to an `observe` method, which returns the
 faults that this statement proves. And it asks for the faults that the next entry may name, or checks that the faults in
@@ -71,13 +70,10 @@ class Known(NamedTuple):
 
 
 class ProofLimits:
-    """Limits on the proofs that one peer checks and shows in a cycle, so that liars cost it a bounded time and
-    bandwidth."""
+    """Limits on the proofs checked and shown in one cycle, so that liars cost a bounded time and bandwidth."""
 
     def __init__(self, pause: float) -> None:
-        """Args:
-        pause: seconds until a proof is shown to the same peer a second time.
-        """
+        """Set the `pause` in seconds until a proof is shown to the same peer a second time."""
         self._pause = pause
         self._looked_at = Counter[str]()  # number of checked proofs and late certificates, by sender
         self._misled = set[str]()  # senders of false proofs in this cycle
@@ -123,21 +119,18 @@ class Evidence:
     """
 
     def __init__(self, settings: RunSettings, verify: Verify, payloads: Sequence[PayloadKind]) -> None:
-        """Args:
-        payloads: the payload kind of each fragment.
-        """
+        """Check proofs with `payloads`, the payload kind of each fragment."""
         self._verifier = Verifier(settings.run, verify, payloads)
         self._pause = settings.timing.heartbeat_expiry
         self._statements = Statements(self._verifier)
         self._proven: OrderedDict[bytes, tuple[Fault, Position]] = OrderedDict()  # proven faults, by proof digest
-        self._proofs: OrderedDict[bytes, Known] = OrderedDict()  # stored proofs of some of these faults, by digest
+        self._proofs: OrderedDict[bytes, Known] = OrderedDict()  # stored proofs of some proven faults, by digest
         self._limits = ProofLimits(self._pause)
         self._position: Position | None = None
 
     # Statements -----------------------------------------------------------------------------------------------
     def observe_vote(self, peer: str, vote: Vote, lineage: Lineage) -> tuple[Fault, ...]:
-        """Remember a peer's vote at a recent position. Return the faults that it proves together with earlier
-        statements."""
+        """Remember a vote at a recent position. Return the faults that it proves together with earlier statements."""
         if not self._may_matter(peer, vote.position, lineage):
             return ()
         signed = SignedChoice(vote.choice, vote.signature)
@@ -201,8 +194,7 @@ class Evidence:
         return tuple(faults)
 
     def observe_farewell(self, peer: str, leaving: Leaving, lineage: Lineage) -> tuple[Fault, ...]:
-        """Remember a farewell of the incarnation that votes, since no other has an effect. Return the faults that it
-        proves."""
+        """Remember a farewell of the voting incarnation; no other counts. Return the faults that it proves."""
         if lineage.log.incarnations.get(peer) != leaving.incarnation:
             return ()
         run, incarnation, index = self._verifier.run, leaving.incarnation, leaving.departure
@@ -215,22 +207,19 @@ class Evidence:
         return self._found(self._statements.farewell(farewell), lineage) if is_known else ()
 
     def observe_average(self, round: Round, average: Averaged, lineage: Lineage) -> tuple[Fault, ...]:
-        """Remember an average with a verified signature, of a round that this peer knows. Return the faults that it
-        proves."""
+        """Remember an average, with a verified signature, of a known round. Return the faults that it proves."""
         if not self._may_matter(average.origin.reducer, round.name.position, lineage):
             return ()
         return self._found(self._statements.average(round, average), lineage)
 
     def observe_commitment(self, author: Author, commitment: Commitment, lineage: Lineage) -> tuple[Fault, ...]:
-        """Remember a peer's commitment to its contribution. Return the faults that it proves together with earlier
-        commitments."""
+        """Remember a commitment to a contribution. Return the faults that it proves with earlier commitments."""
         if not self._may_matter(author.peer, author.position, lineage):
             return ()
         return self._found(self._statements.commitment(author, commitment), lineage)
 
     def observe_blocks(self, author: Author, chunk: CommittedChunk, lineage: Lineage) -> tuple[Fault, ...]:
-        """Return the fault of the author of a chunk, if the author committed to the chunk and the chunk is not a valid
-        contribution."""
+        """Return the fault of a chunk's author, who committed to the chunk although it is no valid contribution."""
         if not self._may_matter(author.peer, author.position, lineage):
             return ()
         return self._found(BadContribution(author=author, evidence=chunk), lineage)
@@ -261,7 +250,7 @@ class Evidence:
         return peer in lineage.log.accountable and _is_timely(position, lineage)
 
     def _follow(self, lineage: Lineage) -> None:
-        """Drop evidence that no entry can name any more, and reset the limits, once the log has moved on."""
+        """Drop evidence that no entry can name any more, and reset the limits, if the log's position is new."""
         position = lineage.log.position
         if position == self._position:
             return
@@ -291,8 +280,7 @@ class Evidence:
             return ()
 
     def _file(self, proof: FaultProof) -> tuple[Fault, ...]:
-        """Check and store a proof. Return the newly proven faults. Raises: FalseProofError if the proof convicts no
-        peer."""
+        """Check and store a proof. Return the newly proven faults. Raises: FalseProofError if it convicts no peer."""
         if not proof.convicts(self._verifier):
             raise FalseProofError(f"it does not show that {proof.accused} lies")
         return self._remember(Known(proof.fault, proof.position, pack(proof)))
@@ -329,8 +317,7 @@ class Evidence:
         return tuple(faults.values())[:FAULT_LIMIT] if log.closes else ()
 
     def missing_proofs(self, faults: Iterable[Fault], lineage: Lineage) -> tuple[bytes, ...]:
-        """Return the digests of the proofs of these faults that this peer does not have, and accept such proofs from
-        any sender."""
+        """Return the digests of these faults' missing proofs, and accept such proofs from any sender."""
         self._follow(lineage)
         missing = tuple(fault.proof for fault in faults if self._proven.get(fault.proof, (None,))[0] != fault)
         self._limits.want(missing)

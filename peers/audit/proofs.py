@@ -221,8 +221,7 @@ class TwoCommitments(FaultProof):
 
 
 class BadContribution(FaultProof):
-    """A proof by a chunk to which its owner committed, but which no encoder makes or whose norm differs from the
-    commitment."""
+    """A proof by a committed chunk that no encoder makes, or whose norm differs from the commitment."""
 
     kind: ClassVar[Kind] = "contribution"
     author: Author
@@ -342,8 +341,7 @@ class Statements:
         return None
 
     def average(self, round: Round, average: Averaged) -> FaultProof | None:
-        """Store an average whose signature is verified, and return the proof that it makes with another average, or
-        None."""
+        """Store an average whose signature is verified. Return the proof that it makes with another, or None."""
         reducer = average.origin.reducer
         incarnation = round.incarnations.get(reducer)
         if incarnation is None or average.chunk >= round.chunks:

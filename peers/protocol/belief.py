@@ -29,7 +29,8 @@ class Belief:
 
     # The next entry -------------------------------------------------------------------------------------------
     def support(self, certified: Certified, log: LogState) -> Support | None:
-        """Return the support that the entry's certificate proves; None if the certificate is missing or not valid."""
+        """Return an entry's support as its certificate proves it: certified or not, and the number of voters that
+        signed. Return None if the certificate is missing or not valid."""
         if certified.certificate is None:
             return None
         try:

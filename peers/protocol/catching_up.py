@@ -63,7 +63,7 @@ class Search:
             self._context.emit(Send(ahead, Inquire(position=log.of(log.pending[0]).position)))
 
     def answered(self) -> None:
-        """Stop the clock of the peer asked last, while its entry is fetched and applied."""
+        """Stop counting the seconds of the peer asked last: its entry is being fetched and applied."""
         self._patience.answered()
 
     # Another log ----------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class Search:
         return self._far_behind(seen.donor, theirs.start.position.index)
 
     def on_not_seen(self, failed: LineageNotSeen) -> None:
-        """Pass over the donor of a log that could not be fetched or proven, so that this peer asks others first."""
+        """Prefer other donors for a while, because the log of this donor could not be fetched or proven."""
         if failed.donor == self._weighed:
             self._weighed = None
         self._presence.branches.pass_over(failed.donor)
@@ -122,8 +122,8 @@ class Search:
 
 
 class Patience:
-    """The seconds that each peer has used to answer which entries follow a head, with a limit for each peer. The limit
-    covers all fragments of a cycle, since a peer could send each entry at the last moment."""
+    """The seconds that each peer has taken to answer this peer's questions for the next entry, with a limit. The limit
+    is for all fragments of a cycle together, since a peer could send each entry at the last moment."""
 
     def __init__(self, context: Context, presence: Presence) -> None:
         self._context = context
@@ -133,8 +133,8 @@ class Patience:
         self._asked: tuple[str, float] | None = None  # the peer asked last, and when; None once the peer has answered
 
     def is_over(self, peer: str, log: LogState) -> bool:
-        """Return True if the peer has used up its seconds; otherwise record that this peer asks it now. After a True,
-        the peer's next turn has the time of one question."""
+        """Return True if the peer has used up its seconds; otherwise record that this peer asks it now. A peer whose
+        seconds are used up gets the time of one question at its next turn."""
         self._charge()
         if self._place != log.position.head:
             self._place, self._waited = log.position.head, {}
@@ -146,13 +146,13 @@ class Patience:
         return True
 
     def answered(self) -> None:
-        """Stop the clock of the peer asked last. The pause between two questions is not counted."""
+        """Count the seconds of the last question, less the pause between two questions, and stop counting."""
         self._charge(self._context.settings.timing.resend)
         self._asked = None
 
     def _charge(self, forgiven: float = 0.0) -> None:
-        """Charge the peer asked last with the seconds since the question, less those `forgiven`, at most two
-        heartbeats: while a peer claims to be ahead, this peer repeats the question at each heartbeat."""
+        """Add the time since the last question, less `forgiven` seconds, to the asked peer's seconds. At most two
+        heartbeats count: while a peer claims to be ahead, this peer repeats its question at each heartbeat."""
         if self._asked is not None:
             peer, since = self._asked
             waited = min(self._context.now - since, 2 * self._context.settings.timing.heartbeat)

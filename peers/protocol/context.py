@@ -80,8 +80,8 @@ class Context:
         self.emit(*(Note("warning", f"{fault.peer} is proven to lie: {fault.kind}") for fault in faults))
 
     def number_of_work(self) -> int:
-        """Return the number for the next finished training. The first number is that of this start, plus one, so that
-        no two commitments of one incarnation have the same number (R10)."""
+        """Return the number for the next finished training. Numbers count up from this start's own number, so that no
+        two commitments of one incarnation have the same number (R10)."""
         self._works += 1
         return self._works
 
@@ -101,7 +101,7 @@ class OwnVotes:
     reason why this peer does not vote; empty if it votes."""
 
     def __init__(self, context: Context, record: VotingRecord) -> None:
-        """Start from a `record` that is on the disk already, or empty."""
+        """Start with a voting record that is on the disk already, or empty."""
         self.record = record
         self.trouble = ""
         self._context = context
@@ -110,8 +110,8 @@ class OwnVotes:
         self._entered: dict[Position, Ballot] = {}
 
     def enter(self, position: Position, began: Ballot) -> bool:
-        """Record that this peer enters the round that the ballot `began` started. Return False if it has entered this
-        round or a newer one at the position: it would average anew (R10)."""
+        """Record that this peer enters the round that ballot `began` started, and return True. Return False if it has
+        entered this round or a newer one at the position: it would average anew (R10)."""
         if began <= self._entered.get(position, FIRST):
             return False
         self._entered.pop(position, None)
@@ -201,8 +201,8 @@ class Repetition:
 
 
 class Answers:
-    """The answers that this peer gave within the last half of a resend pause: at most ANSWERS to each peer, and none
-    twice."""
+    """The answers that this peer gave within the last half of the pause between repeated messages: at most ANSWERS to
+    each peer, and none twice."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

@@ -101,8 +101,8 @@ class FetchPayload(Effect):
 
 @dataclass(frozen=True)
 class Apply(Effect):
-    """A request to take the outer step with the header's payload, or none for a skipped fragment. The driver answers
-    with Applied, and after a cycle's last entry with Digested.
+    """A request to take the outer step with the header's payload, or without payload for a skipped fragment. The driver
+    answers with Applied, and after a cycle's last entry with Digested.
 
     The certificate and the `proofs` of the header's faults are kept with the entry. With `keeps_work` the training
     under way is for a later entry, and goes on. `amendment` was in force in the header's cycle.

@@ -107,9 +107,8 @@ class BadBlocks(Event):
 
 @dataclass(frozen=True)
 class ReducedArrived(Event):
-    """The completion of a chunk's average, without blocks of the `absent` members. `sender` delivered it, or is this
-    peer, if this peer averaged it; `origin` is then None, as this peer signs the average later. `squares` is the
-    squared norm."""
+    """The completion of a chunk's average, without blocks of the `absent` members. `sender` is the peer that delivered
+    it, or this peer if it averaged the chunk itself; `origin` is then None and `squares`, the squared norm, 0."""
 
     round_name: RoundName
     sender: str
@@ -122,8 +121,7 @@ class ReducedArrived(Event):
 
 @dataclass(frozen=True)
 class AverageRefuted(Event):
-    """The result of a spot check: the members' blocks of a chunk have another average than the one that its reducer
-    signed."""
+    """The result of a spot check: a chunk's blocks have another average than the one that its reducer signed."""
 
     round_name: RoundName
     reducer: str
@@ -132,8 +130,7 @@ class AverageRefuted(Event):
 
 @dataclass(frozen=True)
 class ChunkSent(Event):
-    """The confirmation by `peer` that it received this peer's chunk: an average (`reduced`), or this peer's own
-    blocks."""
+    """The confirmation by `peer` that it received a chunk: an average (`reduced`), or this peer's own blocks."""
 
     round_name: RoundName
     peer: str
@@ -170,8 +167,7 @@ class VotesNotKept(Event):
 
 @dataclass(frozen=True)
 class PayloadAssembled(Event):
-    """The completion of a round's payload. `trouble` is the reason why the payload is not on the disk; empty if it
-    is."""
+    """The completion of a round's payload. `trouble` is the reason why it is not on the disk; empty if it is."""
 
     round_name: RoundName
     digest: bytes
@@ -180,8 +176,7 @@ class PayloadAssembled(Event):
 
 @dataclass(frozen=True)
 class PayloadFetched(Event):
-    """The arrival of a payload from a donor or the log. `trouble` is the reason why the payload is not on the disk;
-    empty if it is."""
+    """The arrival of a payload from a donor or the log. `trouble` says why it is not on the disk; empty if it is."""
 
     header: Header
     trouble: str = ""
@@ -195,16 +190,14 @@ class PayloadNotFetched(Event):
 
 @dataclass(frozen=True)
 class RateMeasured(Event):
-    """The rate of this machine's link in each direction, in bytes a second, from a round or an earlier test; 0 if
-    unknown."""
+    """The rate of this machine's link each way, in bytes a second, from a round or a test; 0 if unknown."""
 
     rate: int
 
 
 @dataclass(frozen=True)
 class Applied(Event):
-    """The completion of the header's outer step: the workers may train from the new theta. After a cycle's last entry
-    Digested follows."""
+    """The completion of the header's outer step. After a cycle's last entry Digested follows."""
 
     header: Header
 

@@ -109,8 +109,7 @@ class Exchange:
         now: float,
         contributions: Contributions = UNKNOWN,
     ) -> list[Effect]:
-        """Return the effects that continue the round in a later ballot, in which heirs average the chunks of some
-        reducers within `seconds`.
+        """Return the effects of a later ballot, in which heirs average some reducers' chunks within `seconds`.
 
         An heir of a large round may learn the commitments only now.
         """
@@ -144,8 +143,7 @@ class Exchange:
         return self._part
 
     def proposed(self, marks: bytes) -> list[Effect]:
-        """Store the marks of the averages that a proposal names. Return the effects that fetch those averages that this
-        member does not have."""
+        """Store a proposal's marks. Return the effects that fetch those marked averages that are missing."""
         if len(marks) != MARK_BYTES * min(self.round.chunks, MARKED) or marks == self.averages.marks:
             return []
         self.averages.marks = marks
@@ -244,8 +242,7 @@ class Exchange:
         return not self.averages.marks or self.averages.is_marked(averaged)
 
     def wants_own(self, chunk: int) -> bool:
-        """Return True if this peer is computing its own average of a chunk. It computes none once a proposal names
-        averages."""
+        """Return True if this peer is computing its own average of a chunk; False once a proposal names averages."""
         return chunk in self._reducing.under_way
 
     def is_done_with(self, sender: str, chunk: int, reduced: bool) -> bool:
@@ -281,8 +278,7 @@ class Exchange:
         return ReduceChunk(self.name, chunk, members, absent, clipped)
 
     def _reduce(self, chunks: Iterable[int]) -> list[Effect]:
-        """Return the effects that average those of the chunks whose blocks are complete, or for which the wait is
-        over."""
+        """Return the effects that average those chunks whose blocks are complete or whose wait is over."""
         if self.averages.marks:
             return []
         begun = [chunk for chunk in chunks if self._reducing.begins(chunk, self._now, self._live)]
@@ -293,8 +289,7 @@ class Exchange:
         return tuple(peer for peer in self._weights if peer in missing)
 
     def _averaged(self, event: ReducedArrived) -> list[Effect]:
-        """Store an average of a chunk, this peer's own or another reducer's. Return the effects that send or assemble
-        averages."""
+        """Store an average, this peer's own or another's. Return the effects that send or assemble averages."""
         chunk = event.chunk
         effects: list[Effect] = []
         if event.sender == self.me:
@@ -330,8 +325,7 @@ class Exchange:
         return effects
 
     def _ask_for_blocks(self) -> list[Effect]:
-        """Return an heir's requests for missing blocks: without a request, members send their blocks only to the first
-        reducer."""
+        """Return an heir's requests for missing blocks, which members send unasked only to the first reducer."""
         owned = self._reducers.parts.get(self.me, ())
         lacking: defaultdict[str, list[int]] = defaultdict(list)
         for chunk in self._reducing.waiting:
@@ -402,8 +396,7 @@ class Reducing:
         self._arrived[chunk].add(sender)
 
     def spoiled(self, sender: str, chunk: int) -> None:
-        """Exclude a member's bad blocks from the average of a chunk. An average that is being computed with them is
-        computed anew."""
+        """Exclude a member's bad blocks from a chunk's average. An average under way with them is computed anew."""
         if chunk in self._times and sender != self._me:
             self._bad[chunk].add(sender)
             self._arrived[chunk].discard(sender)
@@ -413,8 +406,7 @@ class Reducing:
         return self._givers - self._arrived[chunk]
 
     def begins(self, chunk: int, now: float, live: frozenset[str]) -> bool:
-        """Mark a chunk as being averaged, unless this peer must still wait for blocks. Return True if it is marked
-        now."""
+        """Mark a chunk as being averaged, unless this peer must wait for blocks. Return True if it is marked now."""
         if chunk not in self._times or chunk in self.under_way:
             return False
         gone, due = self._times[chunk]
@@ -441,8 +433,7 @@ Flight = tuple[str, bool, int]
 
 
 class Outbox:
-    """The chunks that this peer must send to other members. A chunk under way is sent again only if the driver reports
-    it unsent."""
+    """The chunks that this peer must send to others. A chunk under way is sent again only after ChunksUnsent."""
 
     def __init__(self, now: float, resend: float) -> None:
         self.asked: Counter[str] = Counter()
@@ -453,8 +444,7 @@ class Outbox:
         self._again_at = now + resend
 
     def is_time(self, now: float) -> bool:
-        """Return True if it is time to send unconfirmed data again. The next such time is then `resend` seconds
-        later."""
+        """Return True if it is time to send unconfirmed data again, and wait `resend` seconds for the next time."""
         if now < self._again_at:
             return False
         self._again_at = now + self._resend
@@ -465,8 +455,7 @@ class Outbox:
         return [chunk for chunk in sorted(chunks) if not self._owed.get((peer, False, chunk))]
 
     def owe(self, peers: Sequence[str], reduced: bool, chunks: Iterable[int]) -> list[Flight]:
-        """Record chunks to send to the peers. Return the transfers that must start now: those that are not under
-        way."""
+        """Record chunks to send to the peers. Return the transfers to start now: those not under way already."""
         flights = [(peer, reduced, chunk) for chunk in sorted(chunks) for peer in peers]
         new = [flight for flight in flights if not self._owed.get(flight)]
         self._owed |= dict.fromkeys(new, True)
@@ -495,9 +484,7 @@ class AverageSearch:
     """
 
     def __init__(self, me: str, members: Sequence[str], reducers: Reducers, longest: float) -> None:
-        """Args:
-        longest: seconds until a chunk is asked of another member, even if the first member still delivers others.
-        """
+        """Limit the wait for one chunk to `longest` seconds, even if the member asked still delivers other chunks."""
         place = members.index(me) if me in members else 0
         self._others = [*members[place + 1 :], *members[:place]]
         self._me = me

@@ -142,7 +142,7 @@ class Hindrances:
         if not unreached & others:
             return None
         has_led = log.last is not None and log.last.leader == leader and self._context.me not in log.roster
-        # An earlier finding holds although a peer that is cut off falls behind.
+        # A peer that is cut off also falls behind, so falling behind does not end the hindrance.
         is_certain = self.is_aside or _kind(self._found) is Kind.CUT_OFF or not self._replica.is_behind
         if leader in unreached and is_certain and (others <= unreached or has_led):
             return Hindrance(Kind.CUT_OFF, f"this peer cannot reach the leader {leader}; {REACH_REMEDY}", is_vain=True)

@@ -38,7 +38,8 @@ class WorkEnds:
 # To the replica -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class EntryMade:
-    """The log's next entry, final, whose payload this peer has. `certificate` has the votes for the entry, if any."""
+    """The log's next entry. The entry is final, and this peer has its payload. `certificate` has the votes for it, if
+    any."""
 
     header: Header
     certificate: Certificate | None

@@ -50,7 +50,7 @@ class Joiner:
         return settled and len(live.trainers) + 1 >= settings.minimum_peers
 
     def ask(self, leader: str | None) -> None:
-        """Send the leader a lease request, again after each pause until a grant arrives (R14)."""
+        """Send the leader a lease request, if the run may start and the first request or a repetition is due (R14)."""
         if not (self._replica.is_settled and self.may_start() and self.question.is_due):
             return
         self.question.sent()

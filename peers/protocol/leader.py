@@ -53,9 +53,7 @@ class Leader:
     def __init__(
         self, context: Context, presence: Presence, trainer: Trainer, replica: Replica, seat: EntryRound
     ) -> None:
-        """Args:
-        seat: this peer's round at the position.
-        """
+        """Lead on behalf of `seat`, this peer's round at the position."""
         self.readiness = Readiness(context, presence, trainer, seat.log)
         self.asked: tuple[str, ...] = ()
         self._context = context
@@ -88,7 +86,7 @@ class Leader:
         lock = choice_of(ready.lock).ballot if ready.lock and ready.lock.certificate else None
         for named in (ready.refused, ready.round.ballot if ready.round else None, lock):
             if named is not None and named.view == self._seat.pacemaker.view:
-                # no honest peer names a higher attempt
+                # an honest peer names no attempt above this limit
                 ahead = named.attempt if named.attempt < self._attempt + MISSED_ATTEMPTS else 0
                 self._attempt = max(self._attempt, ahead)
         if ready.view != self._seat.pacemaker.view or not self._seat.is_led_by_us:
@@ -109,7 +107,7 @@ class Leader:
         self.tick()
 
     def on_leaving(self, peer: str) -> None:
-        """Drop the Ready of a peer that has sent a farewell, and act without it."""
+        """Drop the Ready of a peer that has sent a farewell, and continue without that peer."""
         self.readiness.leaves(peer)
         self.tick()
 
@@ -261,7 +259,7 @@ class Leader:
             return
         if is_late and not dead:
             if self._second_chances >= SECOND_CHANCES:
-                return  # the view ends soon
+                return  # the view times out soon, and the next peer leads
             self._second_chances += 1
         lacking = missing if is_late else tuple(dead)
         able = [
@@ -353,7 +351,8 @@ class Leader:
             self._sent_at[peer] = context.now
 
     def _press(self, propose: Propose, prepared: Certified | None, ready: Mapping[str, Ready]) -> None:
-        """Find out why this peer's proposal has no quorum of votes yet, and propose again with what the voters need."""
+        """Replace this peer's proposal if the Readys show why it has no quorum of votes: a heavier lock, or refusals
+        that a new ballot, header or round can avoid."""
         voter, resend = self._seat.voter, self._context.settings.timing.resend
         if self._do_without_signers(propose, ready) or self._context.now - self._at < resend:
             return
@@ -390,7 +389,7 @@ class Leader:
         return bool(wrong)
 
     def _named_by_enough(self, named: Mapping[str, Iterable[str]]) -> set[str]:
-        """Return the fewest named peers, the most often named first, without which this peer and the ready peers that
+        """Return the named peers to leave out, the most often named first, until this peer and the ready peers that
         name no other can make the entry. `named` has the names from each ready peer."""
         ready = {self._context.me: self._context.incarnation} | _incarnations(self.readiness.of(self._view))
         found = set[str]()
@@ -490,7 +489,7 @@ class Leader:
 
     # Members that miss messages -----------------------------------------------------------------------------------
     def _remind(self, peer: str, ready: Ready) -> None:
-        """Send the Begin or the proposal again to a member whose Ready shows that it has not received it."""
+        """Send the Begin or the proposal again to a member that, by its Ready, has not received that message."""
         now, resend = self._context.now, self._context.settings.timing.resend
         is_due = now - self._sent_at.get(peer, -resend) >= AGAIN * resend
         begun, propose = self._begun, self._proposed

@@ -83,7 +83,8 @@ class OwnWork:
         return self._committed[2]
 
     def is_taken_by(self, round: Round) -> bool:
-        """Return True if the round's roster has this peer's work as stated, or, on probation, as it counts."""
+        """Return True if the round's roster has this peer's work as stated; on probation, with the tokens that
+        count."""
         if self.trained is None:
             return False
         mine = [member for member in round.roster if member.peer == self._context.me]

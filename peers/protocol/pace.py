@@ -96,8 +96,8 @@ class Pace:
         return max(1, int(steps * speed / fastest))
 
     def _fastest(self, speed: float, others: Collection[float]) -> float:
-        """Return the highest speed of a peer, capped at the speed with which a median peer still keeps up by the
-        smallest lease. The cap keeps a minority of liars from making all others train almost nothing."""
+        """Return the highest speed that other peers claim, capped at the speed with which a median peer still keeps up
+        by the smallest lease. The cap keeps a minority of liars from making all others train almost nothing."""
         return min(max(others, default=0.0), median_high([speed, *others]) / self.smallest_share)
 
     def is_too_slow(self, speed: float, usual: float) -> bool:

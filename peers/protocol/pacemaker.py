@@ -111,9 +111,9 @@ class Pacemaker:
         self._rise(view)
 
     def limit(self, grace: float) -> float:
-        """Return the seconds after which this view times out, counted from the leader's Begin if there is one. An
-        exchange gets a multiple of its time limit, at most a multiple of a usual round, doubled after each view that
-        was too short."""
+        """Return the seconds after which this view times out, counted from its leader's Begin if there is one (R2). A
+        Begin adds a multiple of the exchange's time limit, with a cap by the usual round. The cap doubles after each
+        view that ended in spite of a Begin."""
         usual, timing = self._times.usual, self._timing
         needed = timing.round_timeout if usual is None else MARGIN * usual
         seconds = max(grace + min(needed, LONGEST * timing.round_timeout), death(timing))

@@ -46,8 +46,7 @@ class Reducers:
         self._heirs: defaultdict[str, list[str]] = defaultdict(list)
 
     def of(self, chunk: int) -> tuple[str, ...]:
-        """Return the members that may average a chunk, the latest heir first; no members if the round has no such
-        chunk."""
+        """Return the members that may average a chunk, the latest heir first; none if the round has no such chunk."""
         if chunk >= len(self._owners):
             return ()
         owner = self._owners[chunk]
@@ -73,9 +72,7 @@ class Averages:
     """The signed averages of one round that this peer has received or made."""
 
     def __init__(self, me: str, round: Round, keys: Keys | None) -> None:
-        """Args:
-        keys: this peer's keys; without keys no signature is checked, and this peer's own signatures are empty.
-        """
+        """Check no signature if `keys` is None, and leave this peer's own signatures empty."""
         self.ours: dict[int, Averaged] = {}
         """The averages that this peer has signed. In `_here` another reducer's may have replaced them."""
         self.marks = b""
@@ -113,8 +110,8 @@ class Averages:
         return mark == statement_of(self._round, averaged).mark
 
     def keep(self, averaged: Averaged, squares: float = 0.0) -> bool:
-        """Store a signed average in place of any other of its chunk. `squares` is its squared norm. Return True if
-        another average was replaced."""
+        """Store a signed average in place of any other of its chunk. `squares` is the average's squared norm. Return
+        True if another average was replaced."""
         chunk, before = averaged.chunk, self._here.get(averaged.chunk)
         self._given[averaged.reducer] = self.squares_with(averaged, squares)
         if before is not None and before.reducer != averaged.reducer:
@@ -128,8 +125,7 @@ class Averages:
         return self._here.get(chunk)
 
     def squares_with(self, averaged: Averaged, squares: float) -> float:
-        """Return the squared norm of all averages of this average's reducer that this peer has, with this one
-        included."""
+        """Return the squared norm of the averages that this peer has of this average's reducer, with this one."""
         before = self._here.get(averaged.chunk)
         replaced = self._squares[averaged.chunk] if before and before.reducer == averaged.reducer else 0.0
         return self._given[averaged.reducer] - replaced + squares
@@ -163,8 +159,7 @@ class Averages:
         return frozenset.intersection(*absent) if absent else frozenset()
 
     def absent(self) -> dict[str, int]:
-        """Return the number of averages from which each member is absent, in roster order, among those that this peer
-        has."""
+        """Return the number of stored averages from which each member is absent, in roster order."""
         return _absent_from(self._round, self._here.values())
 
     def outcome(self) -> RoundOutcome | None:
@@ -199,8 +194,7 @@ def _absent_from(round: Round, averages: Iterable[Averaged]) -> dict[str, int]:
 
 
 def is_lawful(round: Round, averaged: Averaged) -> bool:
-    """Return True if an average's list of absent members is valid: contributors in roster order, without the average's
-    reducer."""
+    """Return True if an average's absent members are valid: contributors in roster order, not its reducer."""
     absent, among = averaged.absent, set(averaged.absent)
     in_order = tuple(member.peer for member in round.contributors if member.peer in among)
     return absent == in_order and averaged.reducer not in among
@@ -210,9 +204,7 @@ class Parts:
     """The averages that a round's leader has received in the reducers' Parts."""
 
     def __init__(self, round: Round, keys: Keys | None = None) -> None:
-        """Args:
-        keys: the leader's keys; without keys signatures are not checked.
-        """
+        """Check no signature if `keys` is None."""
         self._round = round
         self._reducers = Reducers(round)
         self._averages = Averages("", round, keys)

@@ -1,4 +1,5 @@
-"""One peer of a run, without any I/O: events in, effects out. Begin reading at this module.
+"""One peer of a run, without any I/O: its driver passes events in and carries out the effects. Begin reading at this
+module.
 
 A driver calls `handle` with an event and the time on its clock, and carries out the effects that it returns; the real
 driver and the simulated one use the same interface. Each event goes to one of a peer's parts:
@@ -147,7 +148,7 @@ class Peer:
     def _happens(self, event: Event) -> None:
         cycle = self._cycle
         match event:
-            case Received(sender, message):  # Received is the most frequent event
+            case Received(sender, message):  # matched first, since it is the most frequent event
                 self.membership.heard_from(sender, self._context.now)
                 self._receive(sender, message)
             case Tick():
@@ -286,8 +287,7 @@ class Peer:
 
     @property
     def round(self) -> EntryRound:
-        """The round whose entry closes the cycle, while that round is open; otherwise the open round with the highest
-        fragment."""
+        """The round whose entry closes the cycle; once that entry is made, the open round of the highest fragment."""
         return self._cycle.round
 
     @property

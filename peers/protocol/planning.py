@@ -211,7 +211,7 @@ def _well_reached(members: Sequence[str], reported: Mapping[str, Collection[str]
 
 # Link rates -----------------------------------------------------------------------------------------------------------
 def believed_rates(peers: Iterable[str], links: Mapping[str, MemberLink]) -> dict[str, float]:
-    """Return the rates at which the plan assumes that these members' links send, in bytes a second."""
+    """Return the assumed rates of these members' links, in bytes a second, from the members' own reports."""
     known = {peer: links.get(peer, MemberLink()) for peer in peers}
     claimed = {peer: link.rate for peer, link in known.items()}
     return credible_rates(claimed, {peer: link.seen for peer, link in known.items()})
@@ -250,7 +250,7 @@ def deal(chunk_count: int, members: int, reducers: Sequence[str], rates: Mapping
 
 
 def evened_out(rates: Sequence[float]) -> list[float]:
-    """Return the rates, with similar ones replaced by their mean.
+    """Return the rates of links, with similar rates replaced by their mean.
 
     A link that is a tenth faster would get a third more to average. So errors of the rates would lengthen rounds more
     than small differences between links do.

@@ -76,8 +76,8 @@ class Readiness:
         return min(free, key=self._given.__contains__, default=None)
 
     def entry_made(self, header: Header) -> None:
-        """Remember the joiners for which this leader waited and which did not use their grants: it does not wait for
-        them for a term (R7)."""
+        """Remember the joiners for which this leader waited and which did not use their grants, so as not to wait for
+        them during a term (R7)."""
         unused = self._granted.keys() & self.awaited.in_vain - {*header.peers, *self._log.leases}
         self._context.experience.unawaited.note(sorted(unused), header.index)
 
@@ -192,7 +192,7 @@ class Readiness:
         away = self._presence.unreached.union(self.strangers, (peer for peer in live if has_convicted(peer)))
         self.awaited.look(live, self._due(), away)
         view = max(one.view for one in ready.values())
-        beyond = {peer for peer, one in self._ready.items() if one.view > view}  # peers in a later view do not return
+        beyond = {peer for peer, one in self._ready.items() if one.view > view}  # no peer returns from a later view
         return self.awaited.is_time(self._context.now, ready.keys() | beyond, contributing, self._voters())
 
     def _voters(self) -> set[str]:
@@ -220,7 +220,7 @@ class Readiness:
 
     def is_full(self, view: int) -> bool:
         """Return True if all peers are ready that the leader waited for at the last Tick."""
-        count = len(self._ready)  # in a large swarm most Readys arrive before half of the voters are ready
+        count = len(self._ready)  # cheap first test: most Readys arrive before half of a large swarm is ready
         if count < self.awaited.fewest or 2 * count < len(self._log.voters):
             return False
         return self.awaited.are_all_in(self.of(view).keys())

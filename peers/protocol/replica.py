@@ -38,7 +38,8 @@ DIGESTED: dict[type, Row] = {Digested: Row("_digested")}
 
 
 class Replica(StateMachine):
-    """This peer's copy of the run's state, and its place in the log. Whole entries are applied, in the log's order.
+    """This peer's copy of the run's state, and its place in the log. The replica applies whole entries in the log's
+    order.
 
     `log` is where theta and momentum are, or will be once its last entry is applied. `settled` is the last place whose
     `state_digest` is known; heartbeats name it. `undigested` is the place whose digest is being computed.
@@ -74,9 +75,7 @@ class Replica(StateMachine):
     state: ReplicaState
 
     def __init__(self, context: Context, presence: Presence, lineage: Lineage, state_digest: bytes) -> None:
-        """Args:
-        lineage: the log up to the state that has this digest.
-        """
+        """Start at the end of `lineage`, with the state that has this digest."""
         super().__init__(LEVEL)
         self.lineage = lineage
         self.log = self.settled = lineage.log
@@ -106,8 +105,8 @@ class Replica(StateMachine):
         return self._behind.certificate if self._behind else None
 
     def is_news(self, header: Header) -> bool:
-        """Return True if a large entry, just applied, is still on its way to its members: questions about it need no
-        answer yet."""
+        """Return True if an entry with many members was applied just now, and is still being forwarded to them:
+        questions about the entry need no answer yet."""
         is_last = header.digest in self.log.ends or header in self.log.made
         has_lasted = self._context.now - self._advanced_at >= self._context.settings.timing.resend
         return is_last and len(header.roster) > PASSED_ON and not has_lasted
@@ -223,8 +222,8 @@ class Replica(StateMachine):
 
     # Signed heads (R19) -----------------------------------------------------------------------------------------
     def hear_signed(self, seen: SignedHeadsSeen) -> None:
-        """Store the heads that archives have signed. New heads clear the list of peers passed over, which may have the
-        signed log."""
+        """Store the heads that archives have signed. After new heads this peer asks again the peers that it passed
+        over, because they may have the signed log."""
         is_new, self._archives = seen.signed != self.signed, seen
         if is_new:
             self._presence.branches.look_again()

@@ -85,8 +85,7 @@ class MissingPayload:
     tries: int = 0
 
     def pause(self, shortest: float, longest: float) -> float:
-        """Return the seconds until the next try to fetch the payload. They double with each try, from `shortest` to
-        `longest`."""
+        """Return the seconds until the next try to fetch the payload, doubled after each try, up to `longest`."""
         return min(shortest * 2.0 ** (self.tries - 1), longest)
 
 
@@ -181,8 +180,7 @@ class EntryRound(StateMachine):
 
     @property
     def is_fresh(self) -> bool:
-        """True if this peer may continue its round as a new leader: only one leader, another peer, has led the round so
-        far."""
+        """True if this peer may continue its round as a new leader: only one other leader has led it so far."""
         is_ours = self.exchange is not None and self.exchange.name.leader == self._context.me
         return len(self._notes.views) == 1 and not is_ours
 
@@ -249,8 +247,7 @@ class EntryRound(StateMachine):
         self.say_ready()
 
     def say_ready(self) -> None:
-        """Send Ready to the leader of this peer's view, with this peer's last votes and proofs of faults, if a
-        repetition is due."""
+        """Send Ready, this peer's last votes and proofs of faults to the view's leader, if a repetition is due."""
         leader = self.pacemaker.leader
         if not self._replica.is_settled or leader is None or not self._work.repetition.is_due:
             return
@@ -313,8 +310,7 @@ class EntryRound(StateMachine):
 
     # The exchange ---------------------------------------------------------------------------------------------
     def _begin(self, begin: Begin, sender: str) -> None:
-        """Enter the round that the leader of this peer's view begins, or continue the present round in a later
-        ballot."""
+        """Enter the round that the leader of this peer's view begins, or continue the round in a later ballot."""
         notes, round = self._notes, begin.round
         if sender != self.pacemaker.leader or begin.ballot.view != self.pacemaker.view or begin.ballot < notes.begun:
             return
@@ -341,8 +337,7 @@ class EntryRound(StateMachine):
         self._tell_part()
 
     def _join(self, begin: Begin, sender: str, seconds: float) -> bool:
-        """Enter a new round and send this peer's blocks, if the Begin is acceptable. Return True if this peer has
-        entered it."""
+        """Enter a new round and send this peer's blocks, if the Begin is acceptable. Return True if entered."""
         round, notes = begin.round, self._notes
         if not self._work.is_taken_by(round):
             return False
@@ -442,8 +437,7 @@ class EntryRound(StateMachine):
 
     # Vote 1 ---------------------------------------------------------------------------------------------------
     def _propose(self, propose: Propose, sender: str) -> None:
-        """Store a proposal of the leader of this peer's view or an earlier one, unless a newer proposal is known, and
-        consider it."""
+        """Store the newest proposal of the leader of this peer's view or an earlier one. Vote on it if possible."""
         known, view = self._notes.propose, propose.ballot.view
         if view > self.pacemaker.view or sender != self.leader_of(view) or (known and propose.ballot < known.ballot):
             return
@@ -457,7 +451,7 @@ class EntryRound(StateMachine):
         self._consider()
 
     def _consider(self) -> None:
-        """Vote 1 for the newest proposal, or tell the leader this peer's objection."""
+        """Give vote 1 for the newest proposal if possible; otherwise tell the leader this peer's objection."""
         propose, notes = self._notes.propose, self._notes
         if propose is None or self.state is DECIDED:
             return
@@ -475,8 +469,7 @@ class EntryRound(StateMachine):
             self._is_certified(certified, self._context.me)
 
     def _objection(self, propose: Propose) -> Objection | None:
-        """Return this peer's objection to a proposal, apart from objections by its own votes or the log (R5.5 to
-        R5.11); None if it has none."""
+        """Return this peer's objection to a proposal, by rules R5.5 to R5.11; None if it has none."""
         header, group = propose.header, propose.group
         if group and not self.attendance.joins(group):
             return Objection(Refusal.NOT_ALONE, named=self.attendance.left_out(group))
@@ -498,8 +491,7 @@ class EntryRound(StateMachine):
         return Objection(Refusal.UNPROVEN_FAULT, unproven=unproven) if unproven else None
 
     def _objection_to_data(self, propose: Propose) -> Objection | None:
-        """Return the objection to a proposal's averages, or None: this peer must have all of them, signed by their
-        reducers, and have no work for a fragment that the header skips (R5.5, R5.6, R5.9)."""
+        """Return this peer's objection to a proposal's payload (R5.5, R5.6, R5.9); None if it has none."""
         header, exchange, log = propose.header, self.exchange, self.here
         if header.payload == NO_PAYLOAD:
             has_work = self._work.trained is not None and self._work.trained.tokens > 0
@@ -593,8 +585,7 @@ class EntryRound(StateMachine):
             self._context.votes.fail(trouble)
 
     def _not_fetched(self, failed: PayloadNotFetched) -> None:
-        """Record a failed fetch of a payload, and the time of the first failure: perhaps no peer has the payload any
-        more (R10)."""
+        """Record a failed fetch of a payload: perhaps no peer has the payload any more (R10)."""
         notes, payload = self._notes, failed.header.payload
         self._context.emit(Note("info", f"could not fetch the payload of entry {failed.header.index}: {failed.reason}"))
         notes.fetching = None if notes.fetching == payload else notes.fetching
@@ -604,8 +595,7 @@ class EntryRound(StateMachine):
 
     # Vote 2 and the entry ---------------------------------------------------------------------------------------
     def _vote(self, vote: Vote, sender: str) -> None:
-        """Count a vote, and act on a certificate that it completes. Answer a repeated vote 1 with the prepare
-        certificate, if there is one."""
+        """Count a vote, and act on a certificate that it completes. Answer a repeated vote 1 with its certificate."""
         ballot, phase = vote.choice.ballot, vote.choice.phase
         is_repeated = self.voter.voted_in(sender, ballot, phase)
         certified = self.voter.hear(sender, vote)
@@ -638,13 +628,12 @@ class EntryRound(StateMachine):
             self._context.emit(Dropped(sender, "certificate", "it is no valid prepare certificate of this header"))
 
     def _is_certified(self, certified: Certified, sender: str) -> None:
-        """Forward the certificate of a prepared or committed header. Then give vote 2 for a prepared one, or take a
-        committed one as the entry."""
+        """Forward the certificate of a header; give vote 2 if it is prepared, take the entry if it is committed."""
         if self.state is DECIDED:
             return
         context, choice = self._context, choice_of(certified)
         context.convict(context.evidence.observe_certified(certified, self.log, self._replica.lineage))
-        if choice.phase is Phase.COMMIT:  # of a minority only if this peer voted for it, since any peers can make one
+        if choice.phase is Phase.COMMIT:  # a minority's certificate counts only if this peer voted for it
             is_ours = not choice.alone or self.voter.has_committed(choice)
             is_news = is_ours and self._replica.replaying != certified.header
         else:
@@ -696,8 +685,7 @@ class EntryRound(StateMachine):
             self._host.others_made(notes.decided, notes.source, self)
 
     def _make(self, certified: Certified) -> None:
-        """Pass the committed entry, whose payload this peer has, to the peer's other parts, and record the round's
-        duration."""
+        """Pass the committed entry to the peer's other parts, and record the round's duration."""
         if self.state is not DECIDED:
             self._enter(DECIDED)
         if self._notes.began_at:

@@ -82,19 +82,16 @@ class StepCycle:
 
     @property
     def round(self) -> EntryRound:
-        """The round whose entry closes the cycle, while that round is open; otherwise the open round with the highest
-        fragment."""
+        """The round whose entry closes the cycle; once that entry is made, the open round of the highest fragment."""
         return self.rounds[max(self.rounds)]
 
     @property
     def _is_level(self) -> bool:
-        """True if this peer may replay or fetch entries: it is doing neither yet, and does not wait for a last digest
-        to leave."""
+        """True if this peer may replay entries or fetch a state: no such work or last digest is outstanding."""
         return self.replica.state is ReplicaState.LEVEL and not self._awaits_last_digest
 
     def tick(self) -> None:
-        """Handle a Tick in all parts: leave when the time is over, try to join the run, and run each open round and its
-        leader."""
+        """Handle a Tick: leave the run if it is time, or try to join it, and run each open round and its leader."""
         if self._leave_by is not None and self._context.now >= self._leave_by:
             self._leave()
             return
@@ -171,7 +168,7 @@ class StepCycle:
         """Train this peer's next lease from the new theta, continue work for a later entry, or ask for a lease."""
         self._turn()
         if self._leave_by is not None:
-            self.leave_if_possible()  # once the digest of the state is known
+            self.leave_if_possible()  # leaves once the digest of the state is known
             return
         if self.replica.state is not ReplicaState.LEVEL or self.replica.log.made:
             self._look()  # other peers may have the cycle's other entries
@@ -229,8 +226,7 @@ class StepCycle:
         self.search.question.at_once()
 
     def on_refuse(self, leader: str, refuse: Refuse, round: EntryRound) -> None:
-        """React to a leader's refusal: fetch the leader's state, or ask for other samples, unless this peer's own are
-        right."""
+        """Handle a refusal: fetch the leader's state or ask for other samples, unless this peer's own are right."""
         is_waiting = self.state is State.JOINING or round.is_taking_part
         if not is_waiting or self.replica.state is not ReplicaState.LEVEL or leader == self._context.me:
             return
@@ -249,8 +245,7 @@ class StepCycle:
 
     # Catching up ------------------------------------------------------------------------------------------------
     def on_heartbeats(self) -> None:
-        """Check, after new heartbeats, this peer's state, whether other peers are ahead, and whether this peer's work
-        can count."""
+        """Check this peer's state, whether other peers are ahead, and whether this peer's work can count."""
         self._check_state()
         self._look()
         self.look_for_hindrance()
@@ -278,14 +273,12 @@ class StepCycle:
         self._fetch(far)
 
     def on_elsewhere(self, sender: str) -> None:
-        """Fetch the log of a peer that claims to be ahead but does not have the entry for which this peer asked: the
-        peer is on another branch."""
+        """Fetch the log of a peer that claims to be ahead but, on another branch, has no answer to an Inquire."""
         if self._is_level and self.replica.claimant == sender:
             self.search.weigh(sender)
 
     def others_made(self, certified: Certified, sender: str, round: EntryRound) -> None:
-        """Replay an entry whose payload this peer does not have, or that a minority of other peers has made, if this
-        peer may follow the entry."""
+        """Replay an entry that a minority made, or whose payload is missing, if this peer may follow the entry."""
         if not self._is_level:
             return
         header, log = certified.header, self.replica.log
@@ -307,8 +300,7 @@ class StepCycle:
             self.entry_made(header, behind.certificate)
 
     def on_not_replayed(self, header: Header, reason: str) -> None:
-        """Fetch the state of a peer that is ahead, because no donor has the payload of an entry. Give up the replay if
-        no peer is ahead."""
+        """Fetch the state of a peer ahead, or give up the replay, because no donor has the entry's payload."""
         self._context.emit(Note("info", f"could not fetch the payload of entry {header.index}: {reason}"))
         far = self.search.far_behind()
         if far is not None:
@@ -322,8 +314,7 @@ class StepCycle:
             self._turn()
 
     def _check_state(self) -> None:
-        """Fetch the state of most voters if this peer's state differs at the same place, as after an error in its
-        memory."""
+        """Fetch the state of most voters if this peer's differs at the same place, as after a memory error."""
         replica = self.replica
         most = replica.state_of_most if self._is_level and replica.is_settled else None
         if most is None or most == replica.state_digest:
@@ -414,8 +405,7 @@ class StepCycle:
 
     @property
     def _awaits_last_digest(self) -> bool:
-        """True if this peer is leaving and waits only for the digest of its last entry, so that it starts nothing
-        new."""
+        """True if this peer is leaving and waits only for its last entry's digest, so that it starts nothing new."""
         return self._leave_by is not None and self.replica.undigested is not None
 
     def leave_if_possible(self) -> None:

@@ -183,13 +183,13 @@ class Captures:
         return self._trained.get(fragment)
 
     def keeps(self, fragment: int) -> bool:
-        """Return True if the worker's capture of a fragment counts, and not a later one: it is in a round, waits for
-        one, or is in an entry."""
+        """Return True if a fragment's capture is final: in a round, waiting for one, or in an entry. Otherwise the
+        worker will capture the fragment again."""
         return fragment in self._trained and not self._goes_on(fragment)
 
     def entry_made(self, entry: Header, me: str) -> None:
-        """Drop the capture of the entry's fragment if the entry has tokens of it. The rest of a capture that counts in
-        part is lost, since nothing may count twice."""
+        """Drop the capture of the entry's fragment if its tokens count in the entry. The rest of a capture that counts
+        in part is lost, since nothing may count twice."""
         fragment = entry.fragment
         (self._made if entry.payload == NO_PAYLOAD else self._changed).add(fragment)
         if fragment in self._trained and (entry.tokens_of(me) or self._goes_on(fragment)):

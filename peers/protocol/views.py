@@ -89,7 +89,7 @@ class Views:
 
     def _is_there(self, peer: str) -> bool:
         """Return True if a peer can lead: this peer hears it and has no proof against it, and the peer's own beat shows
-        it able to lead and at work on this position."""
+        it able to lead and at work at this position."""
         if peer == self._context.me:
             return self._presence.can_lead
         beat = self._presence.live().get(peer)

@@ -87,8 +87,7 @@ that says a peer is gone that has come back since."""
 
 @dataclass(frozen=True)
 class VotingPlace:
-    """A position as the voting rules see it, apart from the voter's own votes: the log before the entry, and the
-    voter's keys."""
+    """A position as the voting rules see it: the log before the entry, and the voter's keys, but not its votes."""
 
     log: LogState
     keys: Keys
@@ -230,8 +229,7 @@ def _sign(state: VoterState, choice: Choice, place: VotingPlace) -> Vote:
 
 # What is on the disk -------------------------------------------------------------------------------------------
 class RecordError(ValueError):
-    """A voting record that is damaged, or of another version, run or peer. The peer then starts as another
-    incarnation."""
+    """A voting record that is damaged, or of another version, run or peer. Its peer becomes another incarnation."""
 
 
 class VotingRecord(Value):
@@ -254,7 +252,7 @@ class VotingRecord(Value):
         """Return the peer's votes at a position, or the refusal if the peer must not vote at the position."""
         if self.left is not None and position.index >= self.left:
             return Refusal.LEFT
-        there = (state for state in self.states if state.position.index == position.index)  # indices compare fastest
+        there = (state for state in self.states if state.position.index == position.index)  # a cheap filter, for speed
         known = next((state for state in there if state.position == position), None)
         if known is not None:
             return known
@@ -263,8 +261,7 @@ class VotingRecord(Value):
         return VoterState(position=position, incarnation=self.incarnation)
 
     def after(self, state: VoterState) -> VotingRecord:
-        """Return the record with this state of its position. Above POSITIONS states, those of the oldest positions are
-        dropped."""
+        """Return the record with this state. Above POSITIONS states, those of the oldest positions are dropped."""
         others = [known for known in self.states if known.position != state.position]
         states = sorted([*others, state], key=lambda one: (one.position.index, one.position.fragment))
         dropped = states[: max(0, len(states) - POSITIONS)]
@@ -299,8 +296,7 @@ class VotingRecord(Value):
 
     @classmethod
     def load(cls, data: bytes, run: str, peer: str) -> VotingRecord:
-        """Return the record packed in `data`. Raises: RecordError if the data is damaged, or not of this peer in this
-        run."""
+        """Return the record packed in `data`. Raises: RecordError if it is damaged, or not of this peer and run."""
         digest, packed = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
         if digest_of(packed) != digest:
             raise RecordError("the voting record is damaged: its digest does not match")
