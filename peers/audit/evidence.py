@@ -49,18 +49,18 @@ LOOKED_AT = 16
 """Proofs and late certificates of one sender that are checked in one cycle, besides proofs that a header names. Each
 costs some signature checks."""
 WANTED = 16
-"""Digests of named proofs that are waited for: enough for four proposals."""
+"""Maximum digests of named proofs that are accepted from any sender: enough for four proposals."""
 SHOWN_BYTES = 1 << 24
 """Bytes that a leader may send to show one entry's proofs to all members. A fault that needs more is not named."""
 SHOWN_TO_EACH = 1 << 20
-"""Bytes of these for each member: one of the longest proofs."""
+"""Bytes of proofs that a leader may send to one member: one of the longest proofs."""
 
 
 class FalseProofError(ValueError):
     """An error for a message with a proof that is malformed, or that does not show that the accused peer lies."""
 
 
-# ProofLimits ------------------------------------------------------------------------------------------------------
+# Limits on proofs -------------------------------------------------------------------------------------------------
 class Known(NamedTuple):
     """A checked proof: its fault, its position in the log, and its packed bytes."""
 
@@ -115,7 +115,7 @@ class ProofLimits:
 class Evidence:
     """The evidence of lies that one peer collects for as long as it runs.
 
-    The `observe` methods return the faults of peers that are convicted by this statement, and were not before.
+    The `observe` methods return the faults that a statement proves of peers not convicted before.
     """
 
     def __init__(self, settings: RunSettings, verify: Verify, payloads: Sequence[PayloadKind]) -> None:
@@ -148,8 +148,8 @@ class Evidence:
         """Verify a certificate for a recent position whose entry is already committed, and remember its votes. Return
         the faults that they prove.
 
-        The certificate of our entry there is taken in, too, since a fork has two of them. A few of each sender are
-        checked in a cycle.
+        The votes for this peer's own entry at the position are remembered, too, since a fork has two certificates. In a
+        cycle a few certificates of each sender are checked.
         """
         self._follow(lineage)
         position, certificate = certified.position, certified.certificate
@@ -227,8 +227,8 @@ class Evidence:
     def observe_proof(self, sender: str, shown: Proof, lineage: Lineage) -> tuple[Fault, ...]:
         """Check a proof that another peer sent. Return the faults that are newly proven.
 
-        It is ignored if no entry could name it: if it is too old, of another log, or about a peer without a lease,
-        which may be excluded already. The sender may not know that, so this is not held against it.
+        A proof that no entry could name is ignored: too old, of another log, or about a peer without a lease, which may
+        be excluded already. The sender may not know that, so such a proof does not count as false.
         Raises: FalseProofError.
         """
         self._follow(lineage)
@@ -292,7 +292,7 @@ class Evidence:
         self._proven.move_to_end(fault.proof)
         self._proofs.setdefault(fault.proof, known)
         of_one = [digest for digest, known in self._proofs.items() if known.fault.peer == fault.peer]
-        for digest in of_one[OF_ONE - 1 : -1]:  # keep the first proof, which this peer names, and the newest
+        for digest in of_one[OF_ONE - 1 : -1]:  # keep the oldest three and the newest; this peer names the oldest
             del self._proofs[digest]
         while len(self._proofs) > KEPT or sum(len(known.data) for known in self._proofs.values()) > KEPT_BYTES:
             self._proofs.popitem(last=False)
@@ -327,7 +327,7 @@ class Evidence:
         """Return True if this peer has a proof of each fault that is recent enough for the next entry."""
         return not self.missing_proofs(faults, lineage)
 
-    # Showing --------------------------------------------------------------------------------------------------
+    # Showing proofs -------------------------------------------------------------------------------------------
     def behind(self, faults: Iterable[Fault]) -> tuple[Known, ...]:
         """Return the proofs of these faults whose bytes this peer still has."""
         return tuple(self._proofs[fault.proof] for fault in faults if fault.proof in self._proofs)

@@ -49,8 +49,8 @@ class Attendance:
 
         Args:
             ready_since: time at which this peer became ready; None if it is not.
-            is_at_work: true if this peer has a lease here.
-            is_behind: true if other peers are further on: this peer is to join them, however long it takes.
+            is_at_work: true if this peer trains or has trained for the position's entry.
+            is_behind: true if other peers are ahead: this peer then joins no minority.
         """
         context, now = self._context, self._context.now
         live, position = self._presence.live(), self._log.position

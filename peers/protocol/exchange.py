@@ -43,7 +43,7 @@ GONE = 0.2
 DUE = 0.6
 """Share of the exchange's time for which a reducer waits for any blocks."""
 STALLED = 3.0
-"""Seconds without data from a member after which its averages are asked of another member."""
+"""Seconds without data from a member after which its averages are requested from another member."""
 GIVEN = 2
 """Limit on the data that one member gets because it asks: averages of this many payloads, and blocks of this many times
 the chunks that it averages."""
@@ -216,7 +216,7 @@ class Exchange:
     def _may_give(self, chunk: int) -> bool:
         return chunk < self.round.chunks and self.averages.is_right(chunk)
 
-    # Questions of admission ---------------------------------------------------------------------------------------
+    # Data that the exchange accepts -------------------------------------------------------------------------------
     def is_with(self, peer: str) -> bool:
         """Return True if the peer is a member of the round."""
         return peer in self.round.peers
@@ -356,7 +356,7 @@ class Reducing:
         self.under_way: set[int] = set()
         """Chunks whose average is being computed."""
         self.silent: frozenset[str] = frozenset()
-        """Members that have sent this peer no blocks: as an heir it does not wait for them once more."""
+        """Members that have sent this peer no blocks: as an heir, this peer does not wait for their blocks again."""
         self._givers = frozenset(givers)
         self._me = me
         self._times: dict[int, tuple[float, float]] = {}  # end of the wait for unheard members, and for all
@@ -444,7 +444,7 @@ class Outbox:
         self._again_at = now + resend
 
     def is_time(self, now: float) -> bool:
-        """Return True if it is time to send unconfirmed data again, and wait `resend` seconds for the next time."""
+        """Return True if it is time to send unconfirmed data again, and start the next wait of `resend` seconds."""
         if now < self._again_at:
             return False
         self._again_at = now + self._resend

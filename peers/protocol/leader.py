@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from peers.protocol.round import EntryRound
 
 SECOND_CHANCES = 2
-"""How often in a view the leader names heirs for members that gave no Part in time."""
+"""Maximum number of times in a view that the leader names heirs for members that gave no Part in time."""
 MISSED_ATTEMPTS = 1 << 16
 """Maximum number of a view's attempts that its leader may have forgotten in a restart."""
 AGAIN = 2.0
-"""Multiple of the pause between repeated messages after which a member that does not answer is sent the same again."""
+"""Multiple of the pause between repeated messages after which the leader repeats a message to a silent member."""
 STRANGER, NOT_FOLLOWED = Refusal.STRANGER.value, Refusal.NOT_FOLLOWED.value
 PROPOSED_AGAIN_AFTER = {Refusal.NOT_GONE, Refusal.NOT_ALONE, Refusal.OLD_BALLOT, Refusal.OTHER_VOTE}
-"""Refusals after which the leader proposes the same in another ballot, or with more voters kept."""
+"""Refusals after which the leader proposes the same outcome in another ballot, or with more voters kept."""
 REFUSALS = {refusal.value: refusal for refusal in Refusal}
 
 
@@ -116,7 +116,7 @@ class Leader:
         if self._parts is not None:
             self._parts.drop(reducer)
 
-    # Timing ---------------------------------------------------------------------------------------------------------
+    # Choosing the next action ---------------------------------------------------------------------------------------
     def tick(self) -> None:
         """Begin a round, collect its Parts, or propose a header, if this peer leads and it is time."""
         seat = self._seat
@@ -473,8 +473,8 @@ class Leader:
         return None if is_foreign else heaviest
 
     def _gone(self, named: Iterable[str], group: Group) -> tuple[str, ...]:
-        """Return the voters that the entry calls gone: those that neither this peer nor too many members hear, and that
-        are not `named` in the entry. A minority's entry calls all other voters gone."""
+        """Return the voters that the entry calls gone: all but those `named` and those that this peer or too many
+        members hear. A minority's entry calls all voters gone that are not named."""
         log, timing = self._seat.log, self._context.settings.timing
         if not log.closes:
             return ()
@@ -487,7 +487,7 @@ class Leader:
         besides = here.union(named)
         return tuple(peer for peer in log.voters if peer not in besides)
 
-    # Members that miss messages -----------------------------------------------------------------------------------
+    # Repeating messages -------------------------------------------------------------------------------------------
     def _remind(self, peer: str, ready: Ready) -> None:
         """Send the Begin or the proposal again to a member that, by its Ready, has not received that message."""
         now, resend = self._context.now, self._context.settings.timing.resend

@@ -38,7 +38,7 @@ class OwnWork:
     def __init__(self, context: Context, presence: Presence, trainer: Trainer, log: LogState) -> None:
         self.trained: Trained | None = None
         self.since: float | None = None
-        """The time at which the training was done; None before."""
+        """The time at which the training was finished; None before."""
         self._context = context
         self._presence = presence
         self._trainer = trainer
@@ -46,7 +46,7 @@ class OwnWork:
         self._number = 0
         self._wants = 0  # number of samples to ask for in the next lease; 0: a whole lease
         self.repetition = Repetition(context)
-        """The times at which Ready is repeated."""
+        """The timer for repeating Ready."""
         self._committed: tuple[Sum, Author, Commitment] | None = None
 
     def make(self, trained: Trained) -> None:

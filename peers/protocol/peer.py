@@ -280,7 +280,7 @@ class Peer:
             case LeaseRequest() if cycle.answers(sender) and cycle.gives_lease(round):
                 leader.on_lease_request(message, sender)
 
-    # What drivers read ----------------------------------------------------------------------------------------
+    # Values for drivers ---------------------------------------------------------------------------------------
     @property
     def state(self) -> State:
         return self._cycle.state

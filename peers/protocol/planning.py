@@ -282,9 +282,9 @@ def foreseen(
 
 # Contributions --------------------------------------------------------------------------------------------------------
 def seconds_to_send(allowed: float | None, timing: Timing, overlap: float = 0.0) -> float:
-    """Return the seconds within which a member should send its blocks, so that no other member waits: the time that
-    most links need, or half of the `overlap` (seconds). `allowed` is the time limit of the last exchange in seconds;
-    None before the first."""
+    """Return the seconds within which a member should send its blocks, so that no other member waits: the longer of the
+    time that most links need and half of the `overlap` (seconds). `allowed` is the time limit of the last exchange in
+    seconds; None before the first."""
     allowed = UNMEASURED * timing.round_timeout if allowed is None else allowed
     return max(allowed / MARGIN, OVERLAP * min(overlap, allowed))
 

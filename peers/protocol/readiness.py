@@ -181,7 +181,7 @@ class Readiness:
         """Return the view of each ready peer."""
         return {peer: ready.view for peer, ready in self._ready.items()}
 
-    # Decisions --------------------------------------------------------------------------------------------------
+    # Start of a round -------------------------------------------------------------------------------------------
     def is_time(self, ready: Mapping[str, Ready]) -> bool:
         """Return True if the leader should begin a round: a peer has work, and all expected peers are ready or the wait
         is over."""

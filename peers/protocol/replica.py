@@ -34,7 +34,7 @@ class ReplicaState(StrEnum):
 
 LEVEL, FETCHING, REPLAYING, APPLYING = ReplicaState
 DIGESTED: dict[type, Row] = {Digested: Row("_digested")}
-"""The digest of a state is computed beside everything else, and may come at any time after the entry was applied."""
+"""The driver computes a state's digest in parallel, so Digested may arrive at any time after the entry was applied."""
 
 
 class Replica(StateMachine):
@@ -193,7 +193,7 @@ class Replica(StateMachine):
         self._context.emit(Note("info", f"{failed.donor} gave no state: {failed.reason}"))
         self._enter(LEVEL)
 
-    # Compared with others ---------------------------------------------------------------------------------------
+    # Comparison with other peers --------------------------------------------------------------------------------
     @property
     def claimant(self) -> str | None:
         """The peer that claims to be furthest ahead, or on another branch; None if there is none."""

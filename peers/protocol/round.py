@@ -73,7 +73,7 @@ VOTES: dict[type, Row] = {
 """Messages of the vote: a voter takes them in every state, even while it trains or is in no exchange."""
 DATA: dict[type, Row] = {event: Row("_exchanged", COMMITTED) for event in ExchangeEvent.__args__} | {Want: Row("_want")}
 LATE_DATA: dict[type, Row] = {event: Row(row.method) for event, row in DATA.items()}
-"""The same rows once the entry is decided."""
+"""The rows of DATA once the entry is decided, without changes of state."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Notes:
     heard: frozenset[tuple[str, int]] = frozenset()
     """The peers, with their incarnations, that were heard when this peer entered the round."""
     views: set[int] = field(default_factory=set)
-    """The views in which this peer's round was begun, or gone on with."""
+    """The views in which this peer's round was begun or continued."""
     propose: Propose | None = None
     objection: Objection | None = None
     """This peer's objection to `propose`."""
@@ -111,7 +111,7 @@ class Notes:
     fetching: bytes | None = None
     """The payload that is being fetched."""
     asked_at: float = -math.inf
-    """The time at which it was last asked for."""
+    """The time at which a payload was last requested."""
     lacking: MissingPayload | None = None
     """A payload of a prepared header that could not be fetched."""
     decided: Certified | None = None
@@ -337,7 +337,7 @@ class EntryRound(StateMachine):
         self._tell_part()
 
     def _join(self, begin: Begin, sender: str, seconds: float) -> bool:
-        """Enter a new round and send this peer's blocks, if the Begin is acceptable. Return True if entered."""
+        """Enter a new round, and send this peer's blocks. Return True; or False if the Begin is not acceptable."""
         round, notes = begin.round, self._notes
         if not self._work.is_taken_by(round):
             return False
@@ -595,7 +595,8 @@ class EntryRound(StateMachine):
 
     # Vote 2 and the entry ---------------------------------------------------------------------------------------
     def _vote(self, vote: Vote, sender: str) -> None:
-        """Count a vote, and act on a certificate that it completes. Answer a repeated vote 1 with its certificate."""
+        """Count a vote; act on a certificate that it completes. Answer a repeated vote 1 with the prepare
+        certificate."""
         ballot, phase = vote.choice.ballot, vote.choice.phase
         is_repeated = self.voter.voted_in(sender, ballot, phase)
         certified = self.voter.hear(sender, vote)

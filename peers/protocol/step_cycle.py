@@ -87,7 +87,7 @@ class StepCycle:
 
     @property
     def _is_level(self) -> bool:
-        """True if this peer may replay entries or fetch a state: no such work or last digest is outstanding."""
+        """True if this peer may replay entries or fetch a state now: it does neither, and is not about to leave."""
         return self.replica.state is ReplicaState.LEVEL and not self._awaits_last_digest
 
     def tick(self) -> None:
@@ -357,7 +357,7 @@ class StepCycle:
             self._drop_work()
             self._ask_at_once()
 
-    # Requests of others -----------------------------------------------------------------------------------------
+    # Requests of other peers ------------------------------------------------------------------------------------
     def hear_amendments(self, amendments: Iterable[Amendment | None]) -> None:
         """Store the organiser's signed amendments, to send them on in heartbeats and to propose them as a leader."""
         amending, settings = self._context.amending, self._context.settings

@@ -17,7 +17,7 @@ from peers.values.leases import Lease, sample_count
 from peers.values.workload import Progress, Trained
 
 NOTHING = Trained((), 0, 0.0)
-"""The work of a peer that missed a fragment's turn."""
+"""The work of a peer that missed a fragment's turn: no tokens."""
 STUCK = 3.0
 """A worker counts as hanging after this multiple of its longest pause between two progress reports."""
 
@@ -124,7 +124,7 @@ class Trainer(StateMachine):
         if self.state is TRAINING:
             self._context.emit(StopTraining())
 
-    # What other parts read --------------------------------------------------------------------------------------
+    # Values for other parts -------------------------------------------------------------------------------------
     @property
     def work(self) -> int:
         """The number of trained tokens that are in no entry yet."""

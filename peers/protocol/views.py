@@ -41,7 +41,7 @@ class Views:
         Args:
             is_taking_part: true if this peer is ready, or exchanges.
             reached_by_others: the views that members named to this peer in Ready.
-            has_given: true if this peer has granted samples to a joiner here.
+            has_given: true if this peer has granted samples to a joiner at this position.
         """
         self._has_given = has_given
         ready_since = work.since if is_taking_part else None
@@ -55,7 +55,7 @@ class Views:
         named = named_by_quorum(views, lambda peers: attendance.moves_on({peer: incarnations[peer] for peer in peers}))
         ready = attendance.ready() if is_taking_part else {}
         if self._log.last is None and not work.is_under_way:
-            ready = incarnations  # before the first entry, a leader that grants no samples is changed, too
+            ready = incarnations  # before the first entry, peers also change a leader that grants no samples
         reached = {peer: incarnation for peer, incarnation in ready.items() if views.get(peer, 0) >= pacemaker.view}
         is_running = bool(ready) and attendance.moves_on(reached)
         turns = len(self._log.ring) if self._is_log_led else 1

@@ -227,7 +227,7 @@ def _sign(state: VoterState, choice: Choice, place: VotingPlace) -> Vote:
     return Vote(position=state.position, incarnation=state.incarnation, choice=choice, signature=signature)
 
 
-# What is on the disk -------------------------------------------------------------------------------------------
+# Record on the disk --------------------------------------------------------------------------------------------
 class RecordError(ValueError):
     """A voting record that is damaged, or of another version, run or peer. Its peer becomes another incarnation."""
 
@@ -309,7 +309,7 @@ class VotingRecord(Value):
         return record
 
 
-# Counting ------------------------------------------------------------------------------------------------------
+# Counting votes ------------------------------------------------------------------------------------------------
 @dataclass
 class Tally:
     """The newest vote of each peer in each phase, at one position."""
