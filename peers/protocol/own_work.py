@@ -140,7 +140,7 @@ class OwnWork:
             lock=voter.lock,
             refused=refused,
             reason=objection.refusal.value if objection else "",
-            # The names are cut, because liars can invent peers.
+            # At most MEMBER_LIMIT names, because liars can invent peers.
             named=((objection.named if objection else ()) or self._heard_besides(exchange))[:MEMBER_LIMIT],
             lacking=objection.lacking if objection else (),
             unproven=objection.unproven if objection else (),
