@@ -132,7 +132,7 @@ class Traffic:
         except TimeoutError:
             raise RefusalError(f"this peer is not in round {round_name} with the sender") from None
         if list(self._receivers.values()).count((round_name, sender)) >= MOST:
-            raise RefusalError("more than {MOST} streams of one round")
+            raise RefusalError(f"more than {MOST} streams of one round")
         task = asyncio.current_task()
         assert task is not None
         self._receivers[task] = (round_name, sender)
