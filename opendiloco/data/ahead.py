@@ -49,7 +49,7 @@ class Ahead:
             )
             assert self._process.stdin is not None
             self._process.stdin.write(job)
-            self._process.stdin.flush()  # standard input stays open: the process exits when it closes
+            self._process.stdin.flush()  # `stdin` stays open, because the process exits when `stdin` closes
         except OSError:  # the process could not start, or exited before it read the job
             self.close()
 

@@ -64,7 +64,8 @@ class Document:
         return len(self.text) + 4 * (0 if self.tokens is None else len(self.tokens))
 
     def is_held_out(self, fraction: float) -> bool:
-        """Return True if the document is for evaluation only: a hash of `identity` selects the share `fraction`."""
+        """Return True if the document is held out: a hash of `identity` selects the share `fraction` of all
+        documents."""
         draw = int.from_bytes(hashlib.sha256(self.identity).digest()[:8], "big")
         return draw < fraction * 2**64
 
@@ -219,7 +220,7 @@ class _Rows:
         return islice(rows.shard(num_shards=files, index=file), part.start, None, part.step)
 
     def _load(self, part: slice = WHOLE) -> Any:
-        """Return the data set's rows with only the section's column; of each Parquet file, only the row groups `part`.
+        """Return the data set's rows with only the section's column; of Parquet files, only the row groups `part`.
 
         Raises: DataError if the column does not exist, or has a type that `datasets` decodes: images, for instance, are
         fetched from URLs or opened at paths that the rows name.
@@ -227,7 +228,7 @@ class _Rows:
         section = self._section
         rows = self._open(part)
         types = rows.features
-        columns = list(next(iter(rows), {}) if types is None else types)  # `datasets` decodes no untyped row
+        columns = list(next(iter(rows), {}) if types is None else types)  # safe: `datasets` decodes no untyped row
         if section.column not in columns:
             is_csv = getattr(self, "_builder", None) is not None and self._builder.name == "csv"
             first = " The first line of a CSV file must name its columns, separated by commas." * is_csv
@@ -283,7 +284,7 @@ class _SavedRows(_Rows):
     def _open(self, part: slice) -> Any:
         import datasets
 
-        # `datasets.load_from_disk` would also apply the formats and types that state.json and dataset_info.json name.
+        # Unlike `load_from_disk`, this call does not apply the types that state.json and dataset_info.json name.
         return datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in self._files])
 
 
@@ -317,7 +318,7 @@ def _innermost(error: BaseException) -> str:
 
 
 def _check_split(section: SourceSection, splits: list[str]) -> None:
-    """Raise DataError if the section's split does not exist; plus signs in the section join several splits."""
+    """Raise DataError if the source does not have all splits that the section names, joined by plus signs."""
     named = (re.match(r"[\w.-]+", part.strip()) for part in section.split.split("+"))
     for split in (match[0] for match in named if match is not None):
         if split not in (*splits, "all"):
@@ -327,7 +328,7 @@ def _check_split(section: SourceSection, splits: list[str]) -> None:
 
 
 def _is_plain(feature: Any) -> bool:
-    """Return True if a column's type is a value such as text, or a list of them, which `datasets` does not decode."""
+    """Return True if a column's type is a plain value, such as text, or a list of plain values, never decoded."""
     import datasets
 
     if isinstance(feature, datasets.List | datasets.LargeList):
@@ -433,7 +434,7 @@ def _format_of(source: str, files: Sequence[Path]) -> str:
 
 
 def _read_only(builder: Any, column: str) -> None:
-    """Make a builder read one column, which some files may not have. All other columns may differ between files."""
+    """Make a `datasets` builder read only one column, which some files may not have. Other columns may differ."""
     import datasets
     import pyarrow as pa
 
@@ -538,9 +539,9 @@ def _json_tables(
                 where = f"{_plain_name(file)} is not UTF-8: line {other[0]} first, {len(other)} of {in_file} lines"
                 if len(other) > MOST_NOT_UTF8 * in_file:
                     raise DataError(f"{where}.", "Convert the file with iconv, such as `iconv -f LATIN1 -t UTF-8`.")
-                logger.warning("%s, which are skipped; convert the file with iconv", where)
+                logger.warning("skipped lines of a file, because %s; convert the file with iconv", where)
             if wrong := broken - before - len(other):
-                logger.warning("%s: skipped %d rows that are not JSON objects", _plain_name(file), wrong)
+                logger.warning("file %s: skipped %d rows that are not JSON objects", _plain_name(file), wrong)
     if not rows and not allow_full_read:  # `datasets` passes False to infer the types from all files at once
         raise DataError(
             f"data.column = {section.column!r} is not in {section.source!r}."
@@ -562,7 +563,7 @@ def _json_rows(file: Any) -> Iterator[list[tuple[int, Any]]]:
             listed = json.loads(whole)
             yield list(enumerate(({"text": each} if isinstance(each, str) else each for each in listed), 1))
             return
-        begun = whole  # not one list, but perhaps a list in each line
+        begun = whole  # `whole` is not one list, but may have a list in each line
     while begun:
         *lines, rest = begun.split(b"\n")
         yield [(at, _json_value(line)) for at, line in enumerate(lines, first) if line.strip()]
@@ -662,8 +663,7 @@ def _open_bounded(opening: Callable[..., Any], *arguments: Any, **options: Any) 
 
 
 def _read_some(read: Callable[[int], Any], most: int, size: int = -1) -> Any:
-    """Return the result of the method `read` for `size` (-1: all). Raises: _TooLongError if it is longer than
-    `most`."""
+    """Return the bytes or characters of `read(size)` (-1: all). Raises: _TooLongError if there are more than `most`."""
     if 0 <= size <= most:
         return read(size)
     some = read(most + 1)

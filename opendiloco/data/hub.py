@@ -73,8 +73,8 @@ def check_weights(folder: Path) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Check that a folder's tokenizer runs no code, reads no other files and lengthens no text more than `MOST_GROWTH`
-    times. Raises: ValueError if it does; OSError."""
+    """Raise ValueError if a folder's tokenizer would run code, read other files, or lengthen a text more than
+    `MOST_GROWTH` times. Raises also: OSError if a file of the folder cannot be read."""
     if (folder / CONFIG).exists():
         model_values(folder)
     if (folder / TOKENIZER).exists():
@@ -159,7 +159,7 @@ def _bytes_of(name: str, kind: str, wanted: Sequence[str]) -> int | None:
 
     try:
         about: Any = HfApi().repo_info(name, repo_type=kind, files_metadata=True, token=False)
-    except Exception:  # no network or unknown name: the download reports that better
+    except Exception:  # no network or unknown name: the download will raise a clearer error
         return None
     matching = [file for file in about.siblings or [] if any(fnmatch(file.rfilename, pattern) for pattern in wanted)]
     return sum(file.size or 0 for file in matching) or None

@@ -25,8 +25,8 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class OwnFiles:
-    """The machine owner's folder of the model, and folder or file of the tokenizer; None if the owner has not named
-    any."""
+    """The paths that a machine's owner names: the model's folder, and the tokenizer's folder or file; None for no
+    path."""
 
     model: Path | None = None
     tokenizer: Path | None = None

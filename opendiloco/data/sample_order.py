@@ -92,7 +92,7 @@ class Mixture:
             dealt[source] += 1
 
     def assign(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """Return each sample number's source, and its index among that source's numbers, both in the shape of
+        """Return the source of each number, and the number's index among that source's numbers; both have the shape of
         `numbers`."""
         cycles, places = np.divmod(numbers, self.cycle)
         sources = self._source[places]
@@ -123,7 +123,7 @@ class Mixtures:
             self._dealt.append(self._dealt[-1] + mixture.dealt(after.first - before.first))
 
     def assign(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """Return each sample number's source, and its index among that source's numbers, both in the shape of
+        """Return the source of each number, and the number's index among that source's numbers; both have the shape of
         `numbers`."""
         sources, positions = np.empty_like(numbers), np.empty_like(numbers)
         for phase, here in _groups(np.searchsorted(self._firsts, numbers, side="right") - 1):
@@ -169,7 +169,7 @@ class Shuffled:
         self._windows_per_shard = windows_per_shard
         self._seed = seed
         self._soon = soon
-        self._following: dict[int, int] = {}  # visit number (see `_visited`): the visit expected next
+        self._following: dict[int, int] = {}  # by number of a shard's visit: the visit expected next
 
     @classmethod
     def whole(cls, windows: Windows, seed: int) -> Shuffled:
@@ -214,8 +214,8 @@ class SampleOrder:
         self._leased: Numbers = np.empty(0, np.int64)
 
     def mix(self, phases: Sequence[MixturePhase]) -> None:
-        """Set the mixtures of later phases, each of which applies from its first sample number on. Before them the
-        original mixture applies. Samples before a new phase do not change."""
+        """Set the mixtures of later phases. Each phase applies from its first sample number on, and the original
+        mixture before. Samples before a new phase do not change."""
         wanted = (self._mixtures.phases[0], *phases)
         if wanted != self._mixtures.phases:
             self._mixtures = Mixtures(wanted)

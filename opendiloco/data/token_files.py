@@ -105,8 +105,8 @@ def _map_part(path: Path, dtype: Dtype, digest: str | None = None) -> TokenArray
 
 
 def digest_of_tokens(tokens: Tokens) -> str:
-    """Return a digest, 64 hexadecimal digits, of a source's training and held-out tokens. It covers the little-endian
-    bytes, so it is the same on every machine, for tokens in files and in memory."""
+    """Return a digest, 64 hexadecimal digits, of the little-endian bytes of a source's training and held-out tokens.
+    The digest is the same on every machine, for tokens in files and in memory."""
     if tokens.known_digest is not None:
         return tokens.known_digest
     parts = [part.astype(part.dtype.newbyteorder("<"), copy=False) for part in (tokens.training, tokens.held_out)]

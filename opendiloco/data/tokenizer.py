@@ -175,7 +175,7 @@ def _end_of(tokenizer: Any, section: TokenizerSection) -> int:
 
 def digest_of_tokenizer(tokenizer: Tokenizer) -> str:
     """Return a digest, 64 hexadecimal digits, of a tokenizer's vocabulary, end token and encodings of `PROBES`. Unlike
-    `identity`, it is the same on every machine, whatever the tokenizer's files and the library versions."""
+    `identity`, the digest depends neither on the tokenizer's files nor on library versions."""
     vocabulary = sorted(tokenizer.pretrained().get_vocab().items())
     facts = [vocabulary, tokenizer.end, [_ids_if_any(tokenizer, text) for text in PROBES]]
     return blake3(json.dumps(facts).encode()).hexdigest()
@@ -190,8 +190,8 @@ def _ids_if_any(tokenizer: Tokenizer, text: str) -> list[int] | None:
 
 
 def build_tokenizer(section: TokenizerSection) -> Tokenizer:
-    """Return the tokenizer of a run's manifest. Raises: DataError if it cannot be loaded, or has no token that ends a
-    document; MachineError if its digest differs from the manifest's."""
+    """Return the tokenizer of a run's manifest. Raises: DataError if the tokenizer cannot be loaded, or has no token
+    that ends a document; MachineError if its digest differs from the manifest's."""
     if section.path is None:
         return ByteTokenizer()
     tokenizer = _load(section)

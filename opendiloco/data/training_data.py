@@ -45,7 +45,7 @@ SHARDS_OPEN = 4
 
 
 class TokenizedSource:
-    """A source of documents, which the run's tokenizer converts to token ids. Raises: DataError if it cannot be
+    """A source of documents, which the run's tokenizer converts to token ids. Raises: DataError if the source cannot be
     read."""
 
     def __init__(self, section: SourceSection, held_out: float, tokenizer: Tokenizer, cache: TokenCache) -> None:
@@ -61,8 +61,8 @@ class TokenizedSource:
         return self._cache.tokens(self._key(), self._dtype, self.pieces)
 
     def shard(self, number: int, enough: int) -> Tokens:
-        """Return the tokens of a shard's first documents, until these have `enough` training tokens. Raises: DataError,
-        MachineError."""
+        """Return the tokens of as many of a shard's first documents as have `enough` training tokens. Raises:
+        DataError, MachineError."""
         prefix = f"{self._key(enough)}-"
         coming = Coming(tokenizing(self.section, number)) if self._corpus.is_stream else None
         tokens = self._cache.tokens(
@@ -72,7 +72,7 @@ class TokenizedSource:
         return tokens
 
     def held_out(self, enough: int) -> Tokens:
-        """Return the tokens of the first held-out documents in the first shard, until these have `enough` tokens.
+        """Return the tokens of as many of the first shard's first held-out documents as have `enough` tokens.
 
         If several processes need them, they are kept on disk however few they are, because finding them means reading
         many more documents. Raises: DataError, MachineError.
@@ -85,7 +85,7 @@ class TokenizedSource:
         )
 
     def pieces(self, shard: int | None = None, only_held_out: bool = False) -> Iterator[Piece]:
-        """Yield (is held out, token ids) for the parts of each document in the source, or in one shard; with
+        """Yield pairs (is_held_out, token ids) for the parts of all documents in the source, or in one shard; with
         `only_held_out`, skip documents without a held-out part. Documents are tokenized in batches. Raises:
         DataError."""
         documents = self._full_documents(shard)
@@ -263,7 +263,7 @@ class TrainingData:
     @classmethod
     def blank(cls, length: int) -> TrainingData:
         """Return training data for a worker that reads no text: no training samples, and one held-out window of
-        zeros."""
+        `length` + 1 zeros."""
         return cls(SampleOrder([], Mixture()), HeldOutWindows([Windows(np.zeros(length + 1, np.uint16), length)]))
 
 

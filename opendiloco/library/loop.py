@@ -195,7 +195,7 @@ class DiLoCo:
             if kind is None:
                 self._ranks.from_first(self._swarm.leave)
             else:
-                self._ranks.part()  # now, because other processes may wait for this process
+                self._ranks.part()  # before leaving, because other processes may wait for this process
                 if self._ranks.is_first:
                     self._swarm.leave()
         except BaseException:  # after an interrupt, leave at once, not at the round's end
@@ -221,7 +221,7 @@ class DiLoCo:
 
     @property
     def _worker(self) -> LoopWorker:
-        """The worker in the swarm's thread, which only the first process has."""
+        """The `LoopWorker` of the first process. The other processes have none."""
         return self._swarm.joined.result().worker
 
     @property
@@ -308,7 +308,7 @@ class DiLoCo:
                     self._begin_outer_step()
                     continue
                 windows = self._ranks.from_first(self._next_windows)
-                is_counted = self._ranks.is_first  # in all processes, so that a window in two shares counts once
+                is_counted = self._ranks.is_first  # the first counts for all: a window in two shares counts once
                 self._tokens.say(len(windows) * run.config.training.sequence_length if is_counted else 0)
                 yield self._ranks.piece(windows)
 
@@ -338,7 +338,7 @@ class DiLoCo:
         the step begins with, unless the loop continues from its present weights."""
         while True:
             self._work, goes_on, planned, over_after = self._ranks.from_first(self._next_outer_step)
-            self._tokens.take()  # discards the tokens of a void outer step
+            self._tokens.take()  # discards tokens counted before this outer step
             if not goes_on:
                 self._replica.load(self._on_first(lambda: self._begin_with))
             if self._work is None:
@@ -381,7 +381,7 @@ class DiLoCo:
         self._begin_outer_step()
 
     def _is_taken(self, tokens: int) -> bool:
-        """Report an inner step that trained `tokens` tokens to the swarm. Return True unless the outer step is void.
+        """Report to the swarm an inner step that trained `tokens` tokens. Return True unless the outer step is void.
         Raises: LoopError if `tokens` is 0, because the model's calls received no token ids."""
         outer_step, training = self._outer_step, self.run.config.training
         if outer_step is None or outer_step.is_void:
@@ -438,8 +438,8 @@ class DiLoCo:
 
 
 def _leave_before_exit(reference: weakref.ref[SwarmThread]) -> None:
-    """Leave the run if the caller's program ends without leaving it, for example after its training has raised inside
-    the context."""
+    """Leave the run if the caller's program ends without leaving the run, for example after its training has raised
+    inside the context."""
     swarm = reference()
     if swarm is not None and swarm.is_alive():
         swarm.leave()

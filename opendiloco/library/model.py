@@ -86,8 +86,8 @@ differently; copies that were trained separately differ by more."""
 
 
 class LoopReplica:
-    """The caller's model as a replica of the run's model, which loads theta from a flat vector and stores trained
-    weights in one.
+    """The caller's model as a replica of the run's model: theta is loaded into the model from a flat vector, and
+    trained weights are stored in a flat vector.
 
     If several processes share the model, they load, store and merge together. Only the first one has flat vectors,
     which are exchanged parameter by parameter.
@@ -109,7 +109,7 @@ class LoopReplica:
 
     @property
     def rounds(self) -> bool:
-        """True if the model's type of weights rounds theta."""
+        """True if some of the model's weights have a type that cannot hold theta exactly."""
         return bool(self._masters)
 
     @torch.no_grad()
@@ -209,14 +209,15 @@ class LoopReplica:
 
 
 def _part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of the tensor `whole`, if it is sharded like `tensor`."""
+    """Return this process's part of the tensor `whole`, sharded like `tensor`; all of `whole` if `tensor` is not
+    sharded."""
     if not isinstance(tensor, DTensor):
         return whole
     return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
 
 
 def _whole(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor, gathered from all processes' parts, which are sharded like `tensor`."""
+    """Return the whole tensor, gathered from the parts of all processes; `part` itself if `tensor` is not sharded."""
     if not isinstance(tensor, DTensor):
         return part
     part, mesh = part.to(tensor.device_mesh.device_type), tensor.device_mesh
@@ -258,6 +259,6 @@ class TokenCounter:
             return
         mask = named.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
-            self._passed.append(mask.count_nonzero())  # `take` reads this count, to avoid a wait now
+            self._passed.append(mask.count_nonzero())  # `take` reads this count later, to avoid a wait for the device
         elif not ids.is_floating_point():
             self._passed.append(ids.numel())

@@ -102,8 +102,8 @@ class OuterStep:
         self.report(self._on_progress, self.steps_done, Progress(number, loss, speed, self.step_tokens))
 
     def claim(self, steps: int, tokens_per_sample: int, loss: float | None) -> Trained:
-        """Return the contribution of the first `steps` inner steps, some of which may be still to take: their tokens,
-        at most those of the lease, and the samples that hold so many tokens."""
+        """Return the contribution of the first `steps` inner steps, taken or still to be taken: their tokens, at most
+        those of the lease, and the samples that hold so many tokens."""
         tokens = self._tokens_done + int((steps - self.steps_done) * self.step_tokens)
         samples = prefix(self.work.samples, math.ceil(tokens / tokens_per_sample))
         return Trained(samples, min(tokens, tokens_per_sample * sample_count(samples)), loss or 0.0)
@@ -139,7 +139,8 @@ class OuterStep:
         return await self._stored.get()
 
     def void(self) -> None:
-        """Make the outer step void, after waiting for a fragment that is being stored."""
+        """Make the outer step void, so that its training no longer counts. Waits until a fragment that is being stored
+        is complete."""
         with self._storing:
             self.is_void = True
 
@@ -162,7 +163,7 @@ class LoopWorker:
         self._outer_steps: queue.SimpleQueue[OuterStep | Future[HeldOut | None] | BaseException | None]
         self._outer_steps = queue.SimpleQueue()
         self._newest: OuterStep | None = None
-        self._averages: dict[int, bool] = {}  # for each fragment with a decided average: True if it changed
+        self._averages: dict[int, bool] = {}  # for each fragment whose average is decided: True if the values changed
         self._decided = threading.Condition()
 
     async def run_inner_loop(
@@ -173,7 +174,7 @@ class LoopWorker:
         from_local: bool = False,
         goes_on: bool = False,
     ) -> Trained:
-        """Train for one outer step, as `Trainer` specifies. Metrics that a loop does not report are NaN."""
+        """Train for one outer step, as `InnerTrainer` specifies. Metrics that a loop does not report are NaN."""
 
         def progressed(steps_done: int, progress: Progress) -> None:
             taken = InnerStepDone(
@@ -237,8 +238,8 @@ class LoopWorker:
 
     # Methods for the training thread
     def next_outer_step(self, evaluate: Callable[[], HeldOut | None] = lambda: None) -> OuterStep | None:
-        """Wait for the swarm's next outer step and return it; return None at the end of the run. When the swarm asks
-        for a held-out loss, call `evaluate`. Raises: the error that ended the swarm's thread."""
+        """Return the swarm's next outer step, after waiting for it; None at the end of the run. When the swarm asks for
+        a held-out loss, call `evaluate`. Raises: the error that ended the swarm's thread."""
         while True:
             found = self._outer_steps.get()
             if isinstance(found, Future):

@@ -57,7 +57,7 @@ class DiLoCoCallback(TrainerCallback):
 
 
 class _Call:
-    """A Python function's call that another thread can check: does it still run?"""
+    """A running call of a Python function. Another thread can check that the call has not ended."""
 
     def __init__(self, frame: FrameType) -> None:
         self._thread = threading.get_ident()

@@ -53,7 +53,7 @@ _rehearsed: set[str] = set()
 @dataclass(frozen=True)
 class _Source:
     """A model's config values, and the folder of its pretrained weights, None if the run draws random weights.
-    `refusal` and `remedy` begin and end the messages of its errors."""
+    `refusal` and `remedy` are the beginning and the end of error messages."""
 
     values: dict[str, Any]
     folder: Path | None
@@ -62,8 +62,8 @@ class _Source:
 
     @classmethod
     def of(cls, config: RunConfig, tokenizer: Tokenizer) -> _Source:
-        """Return the source of a run's model. For a hub name, only the config.json is downloaded. Raises: ManifestError
-        if the config cannot be loaded, or the architecture is unknown."""
+        """Return the config values and the weights' folder of a run's model. For a hub name, only the config.json is
+        downloaded. Raises: ManifestError if the config cannot be loaded, or the architecture is unknown."""
         path, values = config.model.path, config.model.config or {}
         if path is None:
             refusal = "model.config: transformers refuses it"
@@ -165,7 +165,7 @@ def sized_skeleton(config: RunConfig) -> Any:
     `build_skeleton`; DataError if the run's tokenizer is a file that is missing."""
     tokenizer: Tokenizer = ByteTokenizer()  # serves any run, because a model's size does not depend on the tokenizer
     if config.tokenizer.kind == "file":
-        tokenizer = build_tokenizer(config.tokenizer)  # may have fewer ids than bytes have
+        tokenizer = build_tokenizer(config.tokenizer)  # the model may have fewer ids than the byte tokenizer
     return build_skeleton(config, tokenizer)
 
 
@@ -229,8 +229,8 @@ def _check_fit(model: Any, config: RunConfig, tokenizer: Tokenizer) -> None:
 
 def _refuse_unknown_keys(known: Any, values: dict[str, Any]) -> None:
     """Raise ManifestError for a key of the manifest's model.config that transformers would store but never read, such
-    as a misspelt size. Keys that it reads although the default config does not have them, such as `rope_theta`,
-    pass."""
+    as a misspelt size. Keys that transformers reads pass, even if the default config does not have them, such as
+    `rope_theta`."""
     model_type = known.model_type
     for key in values.keys() - {"model_type"}:
         if not hasattr(known, key) and key in vars(AutoConfig.for_model(model_type, **{key: values[key]})):
@@ -241,8 +241,8 @@ def _refuse_unknown_keys(known: Any, values: dict[str, Any]) -> None:
 
 
 def with_sizes_named(config: RunConfig) -> RunConfig:
-    """Return the run's configuration with the sizes of the model's fragments, if it has several. Raises: ManifestError
-    if the configuration has other sizes, or the model has no blocks; see also `sized_skeleton`."""
+    """Return the run's configuration with the sizes of the model's fragments, if the model has several. Raises:
+    ManifestError if the configuration has other sizes, or the model has no blocks; see also `sized_skeleton`."""
     if config.streaming.layers_per_fragment is None:
         return config
     layout = layout_of(sized_skeleton(config), config.streaming)
@@ -295,8 +295,8 @@ def rehearse(build: Callable[[], object], origin: str) -> None:
 
 
 def _attempt(build: Callable[[], object], origin: str, limit: int) -> bytes | None:
-    """Return the answer of a forked process that calls `build`: JSON, or no bytes if it exceeded a limit. Return None
-    if the process hangs."""
+    """Return the answer of a forked process that calls `build`: JSON, or no bytes if the process exceeded a limit.
+    Return None if the process hangs."""
     reading, writing = os.pipe()
     with signals_held_back():
         child = os.fork()

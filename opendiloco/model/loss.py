@@ -129,7 +129,7 @@ def _patch_transformers() -> None:
 
 
 def _documents(positions: torch.Tensor, find: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the number of each token's document in its window; None if each window has one document. `find` is
+    """Return the index of each token's document in its window; None if each window has one document. `find` is
     transformers' own check, called only if `_known` is None."""
     is_packed = _known.get()
     if is_packed is None:
@@ -408,7 +408,7 @@ def with_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 
 class _LossByPieces(torch.autograd.Function):
     """The mean loss of hidden states over `count` targets, computed in pieces. The forward pass also computes the
-    gradients; the backward pass multiplies them by the slope, unless they already include it."""
+    gradients; the backward pass multiplies them by the slope, unless the gradients already include the slope."""
 
     @staticmethod
     def forward(
@@ -491,8 +491,8 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 @cache
 def _multiplies_into_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if torch can add a product of matrices of this dtype to an fp32 tensor on the device. It can from
-    version 2.10 on, on CUDA only."""
+    """Return True if torch can add a product of matrices of this dtype to an fp32 tensor on the device: from torch 2.10
+    on, only on CUDA."""
     total, one = torch.zeros(8, 8, device=device), torch.zeros(8, 8, dtype=dtype, device=device)
     try:
         torch.addmm(total, one, one, out_dtype=total.dtype, out=total)

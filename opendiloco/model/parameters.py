@@ -125,7 +125,7 @@ def _balanced(sizes: Sequence[int], fragments: int) -> list[int]:
 
 
 def _numbered(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return the fragments' numbers without gaps, in the same order."""
+    """Return the fragment numbers, renumbered 0, 1, 2, … in the same order."""
     present = sorted(set(numbers))
     return tuple(present.index(number) for number in numbers)
 
@@ -178,7 +178,7 @@ class Shards:
 
     @torch.no_grad()
     def store(self, tensors: Mapping[str, torch.Tensor], flat: Vector) -> None:
-        """Copy this worker's parts of the tensors, by parameters' names, into a flat vector."""
+        """Copy this worker's parts of tensors, which are given by parameter name, into a flat vector."""
         with self._stage_for(flat) as stage:
             for values, own in self._pairs(flat, tensors):
                 values.copy_(own if stage is None else stage[: len(values)].copy_(own), non_blocking=stage is None)
@@ -228,7 +228,7 @@ def pin(memory: Vector, device: torch.device) -> None:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
         _pinned.append(memory)
     except RuntimeError:
-        with suppress(RuntimeError):  # this launch clears the error, which CUDA would otherwise raise at a later launch
+        with suppress(RuntimeError):  # the launch below clears the error, which a later launch would otherwise raise
             torch.zeros(1, device=device)
 
 
