@@ -21,7 +21,7 @@ TOKENIZER = "tokenizer.json"
 CONFIG_BYTES, TOKENIZER_BYTES = 1 << 24, 1 << 28
 """Most bytes of a config file and of a tokenizer.json."""
 MOST_GROWTH = 1000.0
-"""Most times by which a tokenizer's replacements may lengthen a text."""
+"""Largest factor by which a tokenizer's replacements may lengthen a text."""
 MODEL_FILES = (CONFIG, "generation_config.json", INDEX, "*.safetensors")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model")
 
@@ -108,8 +108,8 @@ def _text_of(file: Path, most: int = CONFIG_BYTES) -> str:
     return file.read_text(encoding="utf-8")
 
 
-# Downloads ------------------------------------------------------------------------------------------------------------
-# Each library draws a progress bar of its own, so the folder that it writes to is watched instead.
+# Progress of downloads ------------------------------------------------------------------------------------------------
+# Libraries draw their own progress bars, so progress is measured by the size of the folder that a library writes to.
 
 LOOK_SECONDS = 1.0  # seconds between two measurements of the download folder
 

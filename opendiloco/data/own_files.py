@@ -40,7 +40,7 @@ FORMAT = re.compile(
     "arrow|audiofolder|conll|csv|eval|fasta|fastq|genbank|harbor|hdf5|iceberg|imagefolder|json|lance|meshfolder|mmcif|"
     "niftifolder|pandas|parquet|pdb|pdffolder|sql|text|tsfile|videofolder|vortex|webdataset|xml"
 )
-"""Names that `datasets` reads as a file format instead: it would read such files in the working directory."""
+"""Hub names that `datasets` would take for a file format, and so read such files in the working directory."""
 
 
 def is_local(source: str) -> bool:

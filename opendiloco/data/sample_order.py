@@ -118,7 +118,7 @@ class Mixtures:
         self._firsts = np.array([phase.first for phase in phases], np.int64)
         self._mixtures = [_mixture_of(phase.shares) for phase in phases]
         self._dealt = [np.zeros(len(phases[0].shares), np.int64)]
-        """Samples of each source before each phase."""
+        """For each phase: the number of samples of each source that the phases before it have dealt."""
         for mixture, (before, after) in zip(self._mixtures, pairwise(phases), strict=False):
             self._dealt.append(self._dealt[-1] + mixture.dealt(after.first - before.first))
 
@@ -210,7 +210,7 @@ class SampleOrder:
         self._sources = sources
         self._mixtures = Mixtures([MixturePhase(0, tuple(mixture.shares.tolist()))])
         self.document_end = document_end
-        """The end token, if attention and loss stay within documents; else None."""
+        """The id of the token that ends a document, if attention and loss stay within documents; else None."""
         self._leased: Numbers = np.empty(0, np.int64)
 
     def mix(self, phases: Sequence[MixturePhase]) -> None:

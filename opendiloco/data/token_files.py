@@ -32,12 +32,12 @@ from opendiloco.stages import at_stage, passing
 from peers.values.system import make_private_folder
 
 PARTS = ("training", "held_out")
-"""Names of the two files."""
+"""Names of the two token files of a source."""
 ABOUT = "about.json"
-"""The file that describes them."""
+"""The file that describes the two token files."""
 
 Piece = tuple[bool, TokenArray]
-"""True for a held-out document, False for training; and its tokens."""
+"""True for a held-out part of a document, False for a training part; and the part's tokens."""
 
 
 @dataclass(frozen=True)
@@ -119,18 +119,18 @@ def _digest_of_parts(parts: Iterable[tuple[str, int, str]]) -> str:
     return str(blake3(repr([tuple(part) for part in parts]).encode()).hexdigest())
 
 
-# The cache ------------------------------------------------------------------------------------------------------------
-# An entry is a folder that is written elsewhere and then renamed, so it is never seen incomplete. Of the processes that
-# need the same entry, the first writes it and the others wait.
+# The token cache ------------------------------------------------------------------------------------------------------
+# An entry is a folder that is written under another name and then renamed, so that no process reads an incomplete
+# entry. Of the processes that need the same entry, the first writes the entry, and the others wait.
 
 logger = logging.getLogger(__name__)
 
 FEW_TOKENS = 1 << 24
-"""A source with at most so many tokens stays in memory, in at most 64 MB."""
+"""Most tokens of a source that stays in memory, where it takes at most 64 MB."""
 FEW_SHARED_TOKENS = 1 << 20
-"""The same limit where each of several workers would have to tokenize the source itself."""
+"""Most tokens of a source that stays in memory if each of several workers must tokenize the source itself."""
 KEPT_BYTES = 200 << 30
-"""Most bytes of all entries together. The newest entry stays at any size."""
+"""Most bytes of all cache entries together. The newest entry stays at any size."""
 CHECKS_KEPT = 1000
 """Most marker files. Each records that a folder of tokens has passed its check."""
 CHECKED, LOCK, PARTIAL = ".checked", ".lock", ".partial"
@@ -294,9 +294,9 @@ def _age(path: Path) -> float:
         return float("inf")
 
 
-# Folders made beforehand ----------------------------------------------------------------------------------------------
-# `diloco-peer tokenize` writes them. Their files are memory-mapped, so a run that reads one begins at once. A folder is
-# checked when it is first opened on a machine.
+# Token folders --------------------------------------------------------------------------------------------------------
+# `diloco-peer tokenize` writes token folders. Their files are memory-mapped, so a run that reads a folder begins at once.
+# A folder is checked when it is first opened on a machine.
 
 FORMAT: Literal["diloco-peer tokens, version 1"] = "diloco-peer tokens, version 1"
 CHECKED_AT_ONCE = 1 << 24  # tokens read at once while a folder is checked, to bound memory

@@ -43,11 +43,11 @@ class ByteTokenizer:
 
     size = BYTE_TOKENIZER_SIZE
     end = END
-    """The id that closes each document."""
+    """The id of the token that ends each document."""
     identity = "bytes"
     """Two tokenizers have the same identity only if they encode every text alike."""
     special: ClassVar[dict[str, int]] = {"bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": PADDING}
-    """Special ids, under their names in a model's config."""
+    """Ids of the special tokens, by their names in a model's config."""
 
     def encode_document(self, text: bytes) -> TokenArray:
         """Return the token ids of a document's UTF-8 text, without special tokens."""

@@ -39,9 +39,9 @@ TOKENIZING = 2
 BATCH_BYTES, BATCH_DOCUMENTS = 1 << 22, 1 << 10
 """Limits for one batch of text to tokenize."""
 LONG = 1_000_000
-"""Bytes from which a document is long: its end is held out, instead of the document being drawn as a whole."""
+"""Least bytes of a long document. Its end is held out; of shorter documents, some are held out as a whole."""
 SHARDS_OPEN = 4
-"""Shards that stay in memory, or on disk. A lease lies in few shards, and evaluation reads the first one."""
+"""Shards of a source that stay in memory, or on disk. A lease lies in few shards; evaluation reads the first shard."""
 
 
 class TokenizedSource:

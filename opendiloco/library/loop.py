@@ -331,7 +331,7 @@ class DiLoCo:
         return torch.from_numpy(samples.read(lease[first : first + size]))
 
     # Outer steps ------------------------------------------------------------------------------------------------------
-    # All processes call the following methods together. Only the first one has an `_outer_step` and flat vectors.
+    # All processes call the following methods together. Only the first process has an `_outer_step` and flat vectors.
 
     def _begin_outer_step(self) -> None:
         """Wait for the swarm's next outer step, evaluate theta if the swarm asks for a loss, and load the weights that

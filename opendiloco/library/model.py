@@ -79,7 +79,7 @@ def initial_weights(config: RunConfig, layout: Layout) -> tuple[Layout, SharedVe
     return Layout([(parameter.name, parameter.shape) for parameter in layout], runs.fragment_of), vectors
 
 
-# The replica ----------------------------------------------------------------------------------------------------------
+# The model as a replica -----------------------------------------------------------------------------------------------
 SAME = 1e-9
 """Largest difference between the sums of two copies, as a share of the sum of all magnitudes. Different GPUs may round
 differently; copies that were trained separately differ by more."""
@@ -225,7 +225,7 @@ def _whole(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return shared.full_tensor()
 
 
-# Tokens ---------------------------------------------------------------------------------------------------------------
+# Counting tokens ------------------------------------------------------------------------------------------------------
 class TokenCounter:
     """A counter of the tokens that one inner step trains: those that pass through the model in training mode, or the
     number that the loop gives.

@@ -17,9 +17,9 @@ from opendiloco.errors import LoopError, first_line
 Found = TypeVar("Found")
 
 MEETING = timedelta(minutes=10)
-"""Limit for all processes to arrive, because one may have failed before."""
+"""Longest wait for all processes to call `Ranks.meet`, because a process may have failed before."""
 LONGEST_WAIT = timedelta(days=7)
-"""Limit for waiting for the first process, which waits for the swarm. The death of a process is noticed at once."""
+"""Longest wait for the first process, which waits for the swarm. The death of a process is noticed at once."""
 
 
 class Ranks:

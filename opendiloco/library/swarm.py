@@ -42,7 +42,7 @@ from peers.values.system import start_task
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
 
-# Between two threads --------------------------------------------------------------------------------------------------
+# Exchange between the swarm's thread and the training thread ----------------------------------------------------------
 class OuterStep:
     """The inner steps of one outer step. The training thread takes them and stores fragments' weights, for which the
     swarm's thread waits.
@@ -158,7 +158,7 @@ class LoopWorker:
         self.device = "the caller's loop"
         self.telemetry = Telemetry(inner_steps)
         self.outer_steps_taken = 0
-        """The outer steps of the whole run, once it is over."""
+        """The number of outer steps of the whole run, once the run is over."""
         self._torch_device = device
         self._outer_steps: queue.SimpleQueue[OuterStep | Future[HeldOut | None] | BaseException | None]
         self._outer_steps = queue.SimpleQueue()

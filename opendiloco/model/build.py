@@ -47,7 +47,7 @@ FOLDERS = (
 BOTH_WAYS = frozenset({"bert-generation", "xlnet"})
 """Encoders that are missing in transformers' list of masked language models."""
 _rehearsed: set[str] = set()
-"""Models that this process has already laid out in a rehearsal."""
+"""Models that this process has already built in a rehearsal (see `rehearse`), as JSON of folder and config."""
 
 
 @dataclass(frozen=True)
@@ -251,18 +251,18 @@ def with_sizes_named(config: RunConfig) -> RunConfig:
     return RunConfig.from_manifest_content(content | {"streaming": content["streaming"] | {"sizes": list(sizes)}})
 
 
-# Rehearsal ------------------------------------------------------------------------------------------------------------
+# Rehearsal: building in a limited process -----------------------------------------------------------------------------
 # A model is first built without values in a process with limits on memory and time. Only building shows the cost of a
 # config, because each architecture uses its numbers differently.
 
 MOST_BYTES = 1 << 30
-"""Memory for modules without values. The largest known models need a tenth of it."""
+"""Most bytes of memory for a model without values. The largest known models need a tenth of that."""
 MOST_SECONDS = 10
-"""Limit on processor time, which does not depend on the machine's other load."""
+"""Most seconds of processor time for a rehearsal. Processor time does not depend on the machine's other load."""
 STILLNESS = 10.0
 """Seconds without processor time, and without waiting for a core, after which a child counts as hanging."""
 ATTEMPTS = 3
-"""Tries. A child hangs if another thread held a lock at the fork, which is never released there."""
+"""Most forks for a rehearsal. A forked process hangs if another thread held a lock at the fork."""
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl: the signal that a child gets when its parent dies
 NEARLY = 1 << 24
 """Bytes below the limit from which any error counts as too little memory: libraries raise many types for that."""
@@ -359,13 +359,13 @@ def _bytes_of(name: str) -> int:
 # block of values has its own counter, so any thread may draw it at any time.
 
 BLOCK = 1 << 20
-"""Values in the block that a thread draws at once."""
+"""Values that a thread draws at once."""
 DRAWS = 12  # uniform draws summed for each value, so that the variance of the sum is 1
 HIGHEST = (1 << 16) - 1  # largest uniform draw, of 16 bits
 DRAWS_A_WORD = 4
 """Draws in a 64-bit word of Philox."""
 THREADS_AT_MOST = 16
-"""Limit on threads. Each needs 28 MiB to draw a block."""
+"""Most threads that draw weights. Each thread needs 28 MiB to draw a block."""
 
 
 class _PortableNormal(TorchDispatchMode):

@@ -168,7 +168,7 @@ def check_document_mask(model: Any) -> None:
         )
 
 
-# Pieces ---------------------------------------------------------------------------------------------------------------
+# Loss in pieces -------------------------------------------------------------------------------------------------------
 # The loss of many positions, without the logits of all of them in memory.
 #
 # A vocabulary is much wider than a model's hidden states, so the logits of all positions would fill a device's memory.
@@ -182,16 +182,16 @@ LOGITS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Most logits of a piece, by device. Each piece reads and writes the gradient of the head's weight once. That is slow
 compared with the rest of a GPU's work, so its pieces are larger, if they fit its memory."""
 LEAST_LOGITS = 1 << 24
-"""Logits of a piece on a GPU with little free memory."""
+"""Least logits of a piece, for a GPU with little free memory."""
 ONE_BY_ONE = (torch.Tensor.mul, torch.Tensor.div, torch.Tensor.float, torch.Tensor.tanh, torch.tanh)
 """Operations that models apply to logits: scaling (cohere, granite) and soft-capping (gemma2)."""
 
 Change = tuple[Callable[..., torch.Tensor], tuple[float, ...]]
-"""One of these operations, and its numeric arguments beside the logits."""
+"""An operation in `ONE_BY_ONE`, and its numeric arguments after the logits."""
 
 _most: ContextVar[int] = ContextVar("_most", default=sys.maxsize)
 _without_pieces: WeakSet[Any] = WeakSet()
-"""Models whose head cannot be skipped."""
+"""Models that need the logits of all positions at once, because `_head_skipped` does not work with them."""
 
 
 class CompiledLoss:

@@ -130,7 +130,7 @@ def _numbered(numbers: Sequence[int]) -> tuple[int, ...]:
     return tuple(present.index(number) for number in numbers)
 
 
-# Shards ---------------------------------------------------------------------------------------------------------------
+# Each worker's part of the parameters ---------------------------------------------------------------------------------
 # Each worker's part of the parameters, and copies between it and flat vectors.
 #
 # FSDP2 cuts tensors along their first dimension, as `torch.chunk` does. So a worker's part of a parameter is one
