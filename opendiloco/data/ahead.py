@@ -1,7 +1,7 @@
 """The process that tokenizes a source's next shard in advance, while workers train: `python -m opendiloco.data.ahead`.
 
-A machine runs one at a time, at the lowest priority. The first worker starts it, and all workers find its result in the
-token cache. It ends when its job is done, or at once when the worker that started it has ended.
+A machine runs one such process at a time, at the lowest priority. The first worker starts the process, and all workers
+find the result in the token cache. The process ends after its job, or at once when the worker that started it ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Ahead:
     """A worker's starter of processes that tokenize shards in advance: one process at a time, and only for shards so
     large that the token cache stores them on disk.
 
-    A failure there costs only time: the worker that needs the shard tokenizes it itself, and reports the error.
+    A failure of a process costs only time: the worker that needs the shard tokenizes it itself, and reports the error.
     """
 
     def __init__(self, config: RunConfig) -> None:

@@ -317,7 +317,7 @@ class Batches:
     A thread reads up to `AHEAD` batches in advance. `waited` is the seconds that training has waited for batches,
     including the first. Its share of the training time is reported as `data_wait_share`.
 
-    Iteration raises the exceptions of reading. It ends the thread, also when it stops early.
+    Iteration raises the exceptions of reading. The thread ends with the iteration, also with one that stops early.
     """
 
     def __init__(self, samples: SampleOrder, numbers: NDArray[np.int64], batch_size: int) -> None:

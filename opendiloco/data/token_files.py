@@ -1,6 +1,6 @@
 """Token ids in files: a cache of the tokens that this machine makes, and folders that `diloco-peer tokenize` makes.
 
-Each has a file for training and a held-out file, both with a BLAKE3 digest.
+A cache entry and a folder have a file for training and a held-out file, both with a BLAKE3 digest.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def _age(path: Path) -> float:
 
 
 # Token folders --------------------------------------------------------------------------------------------------------
-# `diloco-peer tokenize` writes token folders. Their files are memory-mapped, so a run that reads a folder begins at once.
+# `diloco-peer tokenize` writes token folders. Their files are memory-mapped, so a run that reads them begins at once.
 # A folder is checked when it is first opened on a machine.
 
 FORMAT: Literal["diloco-peer tokens, version 1"] = "diloco-peer tokens, version 1"

@@ -47,7 +47,8 @@ class OuterStep:
     """The inner steps of one outer step. The training thread takes them and stores fragments' weights, for which the
     swarm's thread waits.
 
-    It is void once the swarm has moved on. Then its training does not count, and its weights are not published.
+    An outer step is void once the other peers have continued without this peer. Then its training does not count, and
+    its weights are not published.
     """
 
     def __init__(
