@@ -112,8 +112,8 @@ def check_files(source: str, files: Iterable[str]) -> None:
 
 
 def check_card(source: str, card: Path) -> None:
-    """Raise DataError if a data set's card names files outside of the data set. `datasets` would open such files before
-    it reports their names."""
+    """Raise DataError if a data set's card names files outside of the data set. `datasets` would look for such files
+    before it reports their names."""
     import yaml  # type: ignore[import-untyped]
     from huggingface_hub import DatasetCard
 

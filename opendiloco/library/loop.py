@@ -313,7 +313,7 @@ class DiLoCo:
                 yield self._ranks.piece(windows)
 
     def _is_void(self) -> bool:
-        """Return True if the other peers have finished the present outer step without this peer. Only the first process
+        """Return True if the present outer step is void, so that its training does not count. Only the first process
         can call this method."""
         return self._outer_step is not None and self._outer_step.is_void
 
