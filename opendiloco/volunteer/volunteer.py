@@ -62,7 +62,7 @@ from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
-RESUMABLE = 2  # number of newest checkpoints from which this machine must be able to resume, in case one file is damaged
+RESUMABLE = 2  # newest checkpoints from which this machine can resume: two, in case one is damaged
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 AT_WORK = frozenset({State.TRAINING, State.READY, State.AVERAGING, State.APPLYING})
 LOOK_SECONDS = 2.0  # seconds between two looks at the other peers' losses and the end of the run
