@@ -137,8 +137,7 @@ class Hivemind:
         import hivemind
         import hivemind.compression
 
-        # hivemind leaves its clients' sockets behind, so they are placed in the folder for temporary files, not in
-        # /tmp.
+        # hivemind leaves its clients' sockets behind, so they are placed in TMPDIR, the benchmark's own folder.
         hivemind.p2p.P2P._UNIX_SOCKET_PREFIX = f"/unix{tempfile.gettempdir()}/hivemind-"
         self.tensor = tensor
         self._peers = meeting.peers

@@ -44,7 +44,7 @@ class BlockCodec:
 
     @classmethod
     def of(cls, codec: CodecSection, values: int) -> Self:
-        """Return the codec of a run's settings for vectors of `values` values."""
+        """Return the codec for `values` values, with the formats of a run's codec settings."""
         format, *thinner = (FORMATS[kind] for kind in codec.contributions)
         return cls(format, values, tuple(thinner))
 
@@ -74,8 +74,8 @@ class BlockCodec:
         return Payload(self.format, self.values, empty(self.format.payload_size(self.values)))
 
     def check(self, blocks: Blocks, first_block: int) -> None:
-        """Raise BadBlocksError unless an encoder could have made these bytes: whole blocks of an average, from block
-        `first_block` on."""
+        """Raise BadBlocksError unless an encoder could have made these bytes: whole blocks of the averages' format,
+        from `first_block` on."""
         try:
             kernels.check_payload(self._payload(blocks, first_block))
         except kernels.CorruptPayloadError as error:
@@ -190,8 +190,8 @@ def share_made_up_for(codec: CodecSection, format: int) -> float:
 
 
 def _zeros(values: int, folder: Path | None) -> Vector:
-    """Return a vector of zeros. A large vector is in a temporary file in `folder`, because no memory was reserved for
-    it; without a folder or disk space, it is in memory."""
+    """Return a vector of zeros. A large vector is a temporary file in `folder`, because no memory was reserved for the
+    residual; without a folder or disk space, the vector is in memory."""
     size = VALUE_BYTES * values
     if folder is not None and size > IN_MEMORY:
         try:

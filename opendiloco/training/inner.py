@@ -268,7 +268,7 @@ class ModelReplica:
 
     @property
     def codec(self) -> CodecSection:
-        """The run's settings for the encoding of averages."""
+        """The run's settings for the encoding of payloads."""
         return self._config.codec
 
     @property
@@ -407,7 +407,7 @@ class ModelReplica:
             if self._loss_scale is not None:
                 torch._foreach_mul_(gradients, 1 / self._loss_scale.factor)
             own_norm = torch.nn.utils.get_total_norm(gradients)
-            own_square = own_norm.double().square() if self._team.is_in_first_replica else 0.0  # replicas are equal
+            own_square = own_norm.double().square() if self._team.is_in_first_replica else 0.0  # count one replica only
             numbers = self._team.sums_on_device([own_loss, own_square, stop_wanted()])
             total_norm = numbers[1].sqrt_()
             read = read_later(numbers)

@@ -116,7 +116,7 @@ class OuterState:
             kernels.outer_step(payload, theta, momentum, rate, coefficient)
             return
         kernels.gradient_step(payload, theta, rate)
-        if coefficient:  # the last outer step's kernel multiplies the whole momentum by this coefficient
+        if coefficient:  # divided by mu, because the last of `every` steps multiplies the sum by mu
             kernels.accumulate(payload, 1 / coefficient, momentum)
 
     def learning_rate(self, index: int, overrides: Overrides = NO_OVERRIDES) -> float:
@@ -185,8 +185,8 @@ class LocalState:
         await asyncio.to_thread(self.outer.copy_to, out)
 
     async def restore(self, state: Blocks, state_digest: bytes) -> None:
-        """Replace the state by a snapshot's bytes. Raises: SnapshotError, without changing the state, if they are not a
-        valid state with this digest."""
+        """Replace the state by a snapshot's bytes. Raises: SnapshotError, without changing the state, unless the bytes
+        are a finite state with this digest."""
         await asyncio.to_thread(self._restore, state, state_digest)
 
     def _restore(self, state: Blocks, state_digest: bytes) -> None:
@@ -282,7 +282,7 @@ class Measuring:
         self._measuring: asyncio.Task[None] | None = None
 
     def trained(self, fragment: int) -> None:
-        """Record the time: this machine has just trained a fragment for the next outer step."""
+        """Record the time at which this machine has trained a fragment for the next outer step."""
         self._trained_at[fragment] = time.monotonic()
 
     def forget(self) -> None:

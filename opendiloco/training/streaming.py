@@ -60,7 +60,7 @@ class Cycles:
         self._alpha = streaming.mixing
         self._lead = streaming.overlap
         self._taken = 0  # number of inner steps taken in all cycles
-        self._due: dict[int, int] = {}  # by fragment: the value of _taken at which it is merged
+        self._due: dict[int, int] = {}  # by fragment: the count of inner steps (_taken) at which to merge the fragment
 
     def begin(self, planned: int, steps: Iterator[object], overlap: int, goes_on: bool, is_last: bool) -> None:
         """Begin a cycle of `planned` inner steps. Each `next(steps)` takes one. `overlap` is in inner steps.
@@ -162,7 +162,7 @@ class FragmentWork:
             self.begin()
         self.is_read = False  # True once this peer's contribution is encoded
         self.is_encoded = False  # True once the stored fragment is encoded, even if the workers are lost later
-        self.is_changed: bool | None = None  # if an outer step has changed the fragment; None: undecided
+        self.is_changed: bool | None = None  # whether an outer step has changed the fragment; None: undecided
         self.begin_again()
 
     def begin_again(self) -> None:

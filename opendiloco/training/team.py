@@ -144,7 +144,7 @@ class Team:
         cls, device: torch.device, rank: int, size: int, port: int = 0, listener: int | None = None, replicas: int = 1
     ) -> Team:
         """Connect to the other workers through a store, and return the team. The first worker serves the store on
-        `listener`, the descriptor of a socket bound to `port`, and owns it from now on.
+        `listener`, the descriptor of a socket bound to `port`; the team will close the descriptor.
 
         A single worker connects to no store, whatever its device. With FSDP2 over one GPU all parameters would be
         copied twice a micro-batch, and torch could not compute every optimizer on the shards.
@@ -172,8 +172,8 @@ class Team:
         return cls(device, rank, size, init_device_mesh(device.type, shape, mesh_dim_names=names))
 
     def wait_at_most(self, seconds: float) -> None:
-        """Make this worker fail if it waits longer than this for another worker in a collective. The limit applies from
-        the next collective on."""
+        """Make this worker fail if it waits longer than `seconds` for another worker in a collective. The limit applies
+        from the next collective on."""
         if self.mesh is not None:
             for group in {dist.group.WORLD, *self.mesh.get_all_groups()}:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -177,7 +177,7 @@ def keep_compiled_if_it_works(replica: ModelReplica, team: Team, cache: Path | N
     compiled, loss = compiled_blocks(replica.model), replica.compiled_loss
     if not compiled:
         return ""
-    errors: list[Exception | None] = []  # an item for each attempt: the blocks' error, or None
+    errors: list[Exception | None] = []  # for each attempt, the blocks' error, or None
 
     def attempt() -> Exception | None:
         trial = _Trial(replica)
@@ -317,7 +317,7 @@ def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: b
         one = taken(1)
         team.wait_for_all()  # no worker may count the memory of another worker's trial
         room = _free_memory(team) - _taken_later(replica, team, trains)
-        room -= VALUE_BYTES * replica.layout.size * replica.reduces_once  # whole gradients, until workers sum them
+        room -= VALUE_BYTES * replica.layout.size * replica.reduces_once  # unsharded gradients, until workers sum them
         if not team.smallest(room > 2 * one):
             return 1  # not even a trial with two windows is sure to fit
         fixed, each = fixed_and_each(one, taken(2))
@@ -326,7 +326,8 @@ def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: b
         length = replica.window_length - 1
         at_once = positions_at_once(replica.model.config.vocab_size, team.device) // length
         if 1 < at_once < fitting:
-            # Windows beyond `at_once` need no memory for logits, but then the head's gradient needs memory for its sum.
+            # Windows beyond `at_once` need no more memory for logits, but the head's gradient is computed in pieces and
+            # summed.
             with in_pieces_of(length):
                 two, three = taken(2), taken(3)
             beyond = min(max(1, three - two), each)

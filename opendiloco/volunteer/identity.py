@@ -95,7 +95,8 @@ async def listening(transport: HivemindTransport, run_id: str) -> AsyncIterator[
 
 
 async def listen(transport: HivemindTransport, run_id: str) -> None:
-    """Wait until it is certain that no other machine uses this key. Raises: CopiedKeyError if one does."""
+    """Wait until it is certain that no other machine uses this key. Raises: CopiedKeyError if another machine uses the
+    key."""
     copies, has_logged = transport.discovery_of(run_id).copies, False
     await transport.heartbeats(run_id)
     while copies.may_live(now()):

@@ -73,8 +73,8 @@ class InnerTrainer(Protocol):
         """
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
-        """Tell the workers that a captured fragment is decided. If it `is_changed`, its new values are in
-        `vectors.local`."""
+        """Continue training with a captured fragment. If an outer step has changed the fragment (`is_changed`), its new
+        values are in `vectors.local`."""
 
     def end_rest(self) -> None:
         """Skip the inner steps of the last training that remain to be taken, if any."""

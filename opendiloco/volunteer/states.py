@@ -288,8 +288,8 @@ def find_origin(
 
 
 def _only_run(folder: Path) -> Path:
-    """Return the folder of a peer's run: `folder`, or the only such folder below it. Raises: CheckpointError for
-    several."""
+    """Return the folder of a peer's run: `folder`, or the only such folder below it. Raises: CheckpointError if there
+    are several."""
     if (folder / MANIFEST).exists():
         return folder
     found = sorted(folder.glob(f"*/{MANIFEST}")) or sorted(folder.glob(f"*/*/{MANIFEST}"))

@@ -182,7 +182,8 @@ async def volunteer_with(
     name: str = "",
     share: Callable[[], float] = lambda: 1.0,
 ) -> Volunteer:
-    """Return a volunteer whose workers are ready to train. With a folder, it continues from this machine's last state.
+    """Return a volunteer whose workers are ready to train. With a `folder`, the volunteer continues from the state that
+    the folder contains.
 
     `checkpointer` writes every snapshot, and `journal` every applied entry. Raises: DilocoPeerError.
     """
@@ -388,8 +389,8 @@ class Volunteer:
             self._workers.supervisor.hold(held)
 
     def leave(self) -> None:
-        """Leave politely: wait until another machine has the newest outer step, finish a round under way, and inform
-        the others. Then `take_part` returns."""
+        """Leave politely: wait until another machine has the newest outer step, finish the current round, and inform
+        the other peers. Then `take_part` returns."""
         self._leaving = self._leaving or start_task(self._hand_over())
 
     async def _hand_over(self) -> None:
