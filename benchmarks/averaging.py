@@ -63,7 +63,7 @@ def row_of(group: Group, groups: dict[str, Group], values: int) -> dict[str, Any
     seconds, payload = statistics.median(group.seconds), group.contender.payload(values)
     peak, before = group.memory if ours else (0, 0)
     host = HostMemory(values, INT8)
-    formula = host.growing + max(host.kept, KEPT_AT_LEAST * host.payload) + IN_USE  # kept in memory, without a folder
+    formula = host.growing + max(host.kept, KEPT_AT_LEAST * host.payload) + IN_USE  # memory of a peer without a folder
     return {
         "contender": group.contender.name,
         "peers": peers,

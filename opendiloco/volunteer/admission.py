@@ -131,7 +131,7 @@ def _refusal(admission: RunAdmission, me: str) -> AdmissionError | None:
 
 
 async def wait_for_refusal(admission: RunAdmission, me: str) -> AdmissionError:
-    """Wait until this machine's ticket expires or is revoked. Return the error to end with."""
+    """Wait until this machine's ticket expires or is revoked. Return the error with which the volunteer must end."""
     while (error := _refusal(admission, me)) is None:
         await asyncio.sleep(LOOK)
     return error
@@ -160,7 +160,7 @@ async def ask_for_signed_heads(
 
 
 def _keep(path: Path, run_id: str, run: str, packed: bytes) -> None:
-    """Write `packed`, the newest heads or revocations of `run`, to a file if `run` is the run with id `run_id`."""
+    """Write the newest list (signed heads or revocations) of the run `run` to a file, if the run's id is `run_id`."""
     if run == run_id:
         with suppress(OSError):  # other nodes keep a copy, so a full disk is no error
             write_whole(path, [packed])

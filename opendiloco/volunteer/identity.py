@@ -111,7 +111,7 @@ async def listen(transport: HivemindTransport, run_id: str) -> None:
 
 async def wait_for_copy(transport: HivemindTransport, run_id: str, peer: Peer) -> DilocoPeerError:
     """Wait until another machine with the same key is heard and this process is the one that must end. Return the error
-    to end with.
+    with which it ends.
 
     If two machines began at the same time, neither could hear the other before, so one must end, and both must choose
     the same one. The one without a vote on the log's next entry ends; if that does not decide, the one with the lower

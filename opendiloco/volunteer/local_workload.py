@@ -119,8 +119,8 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
             for part, codec in zip(state.outer.fragments, state.fragments, strict=True)
         ]
         self._work = InnerLoop(0, (), 0, 0)  # the current training, or else the last one
-        self._ended_at: int | None = None  # the outer step that took that training, or else its target
-        self._index: int | None = None  # outer step of that training, if workers can continue from it
+        self._ended_at: int | None = None  # outer step that applied the last training, or else the one it was for
+        self._index: int | None = None  # outer step of the last training, if workers can continue from its end
         self._state_lock = asyncio.Lock()  # held while theta changes or is copied
         self.is_our_turn: Callable[[], bool] = lambda: False
         self.on_evaluated: Callable[[HeldOutLoss], None] = lambda held_out: None
@@ -296,7 +296,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
         return self._index is not None and index >= self._index
 
     def _goes_on_with(self, work: FragmentWork) -> bool:
-        """Return True if the workers have continued with a fragment after its outcome was handed to them.
+        """Return True if the workers have continued with a fragment after being informed of the fragment's outcome.
 
         From then on its theta is their base, even if a later outer step takes the stored weights.
         """
