@@ -29,7 +29,7 @@ COMPRESSIONS = {"hivemind-fp32": "NoCompression", "hivemind-fp16": "Float16Compr
 
 
 class Averager(Protocol):
-    """An object that averages one tensor with its peers."""
+    """An adapter of an averaging library, which averages one tensor with the other peers."""
 
     tensor: torch.Tensor
 
@@ -39,7 +39,7 @@ class Averager(Protocol):
 
 
 class Meeting:
-    """The exchange of addresses between the peers, through a TCPStore of torch that the first peer serves.
+    """A meeting point where peers exchange addresses: a TCPStore of torch that the first peer serves.
 
     `address` is this peer's own IPv4 address; `contact` is the first peer's listener, as ADDRESS:PORT.
     """
@@ -52,7 +52,8 @@ class Meeting:
             say("listening", address=f"{address}:{self.store.port}")
 
     def exchange(self, what: str, address: str | None) -> str:
-        """Return the address that the first peer publishes as `what`. Only the first peer passes an `address`."""
+        """Return the address that the first peer publishes under the key `what`. Only the first peer passes an
+        `address`, which is then published."""
         if address is not None:
             self.store.set(what, address)
         return str(self.store.get(what).decode())
@@ -64,7 +65,7 @@ def new_store(host: str, port: int, peers: int, is_master: bool) -> Any:
 
 
 class Gloo:
-    """torch.distributed's all_reduce: in fp32, unencrypted, between processes that must all stay to the end."""
+    """torch.distributed's all_reduce on gloo: in fp32, unencrypted, between a fixed set of processes."""
 
     def __init__(self, tensor: torch.Tensor, meeting: Meeting) -> None:
         self.tensor, self._peers = tensor, meeting.peers
@@ -84,7 +85,7 @@ class Gloo:
 
 
 class Torchft:
-    """torchft's fault-tolerant all_reduce on gloo, from joining the quorum to the vote on committing."""
+    """torchft's fault-tolerant all_reduce on gloo; a round lasts from joining the quorum to the vote on the commit."""
 
     def __init__(self, tensor: torch.Tensor, meeting: Meeting) -> None:
         self.tensor = tensor
@@ -128,16 +129,15 @@ class Torchft:
 
 
 class Hivemind:
-    """hivemind's averager in one fixed group. The group is found in `prepare`, and averaging is triggered in
-    `average`."""
+    """hivemind's averager in one fixed group of peers, found in `prepare`. `average` triggers the averaging."""
 
     def __init__(self, tensor: torch.Tensor, meeting: Meeting, kind: str) -> None:
-        # hivemind reads this when it is imported. By default, files stay in /dev/shm when it does not end properly.
+        # hivemind reads this variable on import. The default strategy leaves files in /dev/shm when hivemind is killed.
         os.environ["HIVEMIND_MEMORY_SHARING_STRATEGY"] = "file_descriptor"
         import hivemind
         import hivemind.compression
 
-        # The sockets of its clients stay in /tmp when they end, so they are placed where temporary files are removed.
+        # hivemind leaves its clients' sockets behind, so they are placed in TMPDIR, the benchmark's own folder.
         hivemind.p2p.P2P._UNIX_SOCKET_PREFIX = f"/unix{tempfile.gettempdir()}/hivemind-"
         self.tensor = tensor
         self._peers = meeting.peers
@@ -195,18 +195,19 @@ def start(kind: str, tensor: torch.Tensor, meeting: Meeting) -> Averager:
 
 
 def floats_of_our_payload(values: int) -> int:
-    """Return the number of fp32 values that have as many bytes as our payload of `values`."""
+    """Return the number of fp32 values whose bytes are as many as those of our int8 payload of `values` values."""
     return INT8.payload_size(values) // 4
 
 
 def is_average(tensor: torch.Tensor, peers: int) -> bool:
-    """Return whether every place holds the average of all peers' ranks, with which each peer had filled it."""
+    """Return True if each value of the tensor is the average of the numbers 0 … peers - 1, with which the peers filled
+    their tensors."""
     expected = (peers - 1) / 2
     return max(abs(float(tensor.min()) - expected), abs(float(tensor.max()) - expected)) < 1e-3
 
 
 def serve(averagers: Mapping[str, Averager], meeting: Meeting) -> None:
-    """Carry out the commands on standard input until it ends."""
+    """Carry out the commands "prepare KIND" and "average KIND" from standard input until the input ends."""
     for line in sys.stdin:
         command, *kinds = line.split()
         if command == "prepare":
@@ -232,7 +233,7 @@ def serve(averagers: Mapping[str, Averager], meeting: Meeting) -> None:
 def main(
     kinds: Sequence[str], values: int, peers: int, rank: int, contact: str | None, address: str, interface: str
 ) -> None:
-    torch.set_num_threads(1)  # faster for all, because there are more processes than cores
+    torch.set_num_threads(1)  # faster, because there are more processes than cores
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     tensor = torch.zeros(values)
     meeting = Meeting(rank, peers, contact, address)

@@ -1,4 +1,4 @@
-"""The time for which a checkpoint stops the trainer, compared with saving at once: `python -m benchmarks.checkpoint`.
+"""The time for which a checkpoint stops the trainer, compared with saving directly: `python -m benchmarks.checkpoint`.
 
 Ours copies momentum and theta into memory that was allocated before or, if they are large, into a file that is not
 flushed. Another process then writes the copy to the disk. Only a next outer step that comes before the end of the copy
@@ -48,7 +48,7 @@ SHORTEST = 1e-4
 
 @dataclass
 class Times:
-    """Seconds of one contender, one value a round."""
+    """Measured times of one contender in seconds, one value for each round."""
 
     blocked: list[float] = field(default_factory=list)
     copied: list[float] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Times:
 
 
 def save_at_once(save: Callable[[Path], object], path: Path) -> float:
-    """Return the seconds until the file that `save` writes is safe on the disk."""
+    """Return the seconds until `save` has written a file to `path` and the file is safe on the disk."""
     start = time.perf_counter()
     save(path)
     for each in (path, path.parent):
@@ -67,8 +67,8 @@ def save_at_once(save: Callable[[Path], object], path: Path) -> float:
 
 
 async def save_in_a_process(state: OuterState, plan: KeepingPlan) -> tuple[float, float, float]:
-    """Return the seconds that the trainer loses, until the copy is done, and until the checkpoint is safe on the
-    disk."""
+    """Return three times in seconds: how much the trainer is slowed down, when the state's copy is done, and when the
+    checkpoint is safe on the disk."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     storage = FolderStorage(plan.folder, available_memory)
     memory = storage.snapshot(state.theta.nbytes + state.momentum.nbytes)
@@ -80,7 +80,7 @@ async def save_in_a_process(state: OuterState, plan: KeepingPlan) -> tuple[float
         quantize_difference(state.theta, state.momentum, payload)
         return time.perf_counter() - began
 
-    encode()  # allocates the payload's memory
+    encode()  # allocate the payload's memory before timing
     alone = await asyncio.to_thread(encode)
     async with Checkpointer(plan) as checkpointer:
         start = time.perf_counter()
@@ -94,8 +94,8 @@ async def save_in_a_process(state: OuterState, plan: KeepingPlan) -> tuple[float
 
 
 def measure(values: int, rounds: int, folder: Path, rate: float | None) -> dict[str, Times]:
-    """Measure all contenders, after one round to warm up. Raises: ClickException when the checkpoint does not match the
-    state."""
+    """Return the times of all contenders, after one round to warm up. Raises: ClickException if the checkpoint does not
+    match the state."""
     import torch
     from safetensors.numpy import save_file
 
@@ -125,7 +125,7 @@ def measure(values: int, rounds: int, folder: Path, rate: float | None) -> dict[
 
 
 def row_of(name: str, times: Times, values: int, blocked: dict[str, list[float]]) -> dict[str, Any]:
-    """Return one line of the table."""
+    """Return one contender's line of the benchmark's table."""
     seconds, total = statistics.median(times.blocked), statistics.median(times.total)
     return {
         "contender": name,
