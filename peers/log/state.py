@@ -443,9 +443,9 @@ class LogState:
 def _closing(
     log: LogState, roster: tuple[Member, ...], faults: tuple[Fault, ...], gone: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the fields that only a closing entry has: the next leases, the pool, the tokens so far, the excluded
-    peers, and the bystanders. Cached, since it is needed when a round begins, to see whether it can lead to an entry,
-    and again when the entry is known.
+    """Return the header fields that only a closing entry has: the next leases, the pool, the tokens so far, the
+    tenures, the excluded peers, and the bystanders. Cached, since a round needs them when it begins and when its entry
+    is made.
 
     Raises:
         LogError: a member trained samples that are not its own.

@@ -67,7 +67,7 @@ class Contribution(Value):
         return Sum(self.digest, self.squares)
 
     def author(self, peer: str, incarnation: int, position: Position) -> Author:
-        """Return the author of this contribution."""
+        """Return the author of the commitment to this contribution."""
         return Author(peer=peer, incarnation=incarnation, position=position, number=self.number)
 
     def signed(self, signature: bytes) -> Commitment:
@@ -107,7 +107,7 @@ NOTHING = digest_of_all(())
 
 
 class Commitment(Contribution):
-    """A contribution, and its owner's signature of it."""
+    """A contribution, and its owner's signature, by which the owner commits to the contribution."""
 
     signature: Signature
 

@@ -77,7 +77,7 @@ class Certified(Value):
 
 
 class Ready(Value):
-    """Member → leader of its view, each second: my inner steps are done, and I take part in the next round.
+    """Member → leader of its view, each second: my inner steps are done, and I take part in the round at `position`.
 
     Its work: `commitment` is to its blocks, None if it has trained nothing. `wants` is the number of samples of its
     next lease; 0 is a whole one.

@@ -159,7 +159,7 @@ class Packer:
         self._run = peer.log.run
         self._last: dict[type[Message], tuple[Message, bytes]] = {}  # last packed message of each kind, with its bytes
         self._here = peer.log
-        self._read_here: dict[str, tuple[bytes, Message | Unread | None]] = {}  # each peer's last Ready
+        self._read_here: dict[str, tuple[bytes, Message | Unread | None]] = {}  # last Ready of each sender
 
     def pack(self, message: Message) -> bytes:
         """Return the bytes of a message. Raises: LogError when the message's position is no longer in this peer's
@@ -179,7 +179,7 @@ class Packer:
         if data == last:
             return read
         kind, position, values = open_envelope(self._run, data)
-        # A certificate of an older position may be the other branch of a fork (R9).
+        # A certificate about an older position may show the other branch of a fork (R9).
         is_read = kind is Certified or position.is_in_cycle_of(self._peer.log.position)
         message = _understand(kind, position, values, self.log_at(position) if is_read else None)
         if kind is Ready and (sender in self._read_here or len(self._read_here) < MEMBER_LIMIT):

@@ -29,7 +29,7 @@ PLACES: Mapping[Reach | None, int] = {Reach.OPEN: 4, Reach.PUNCHED: 4, None: 4, 
 data only where too few direct donors are left, and an unreachable donor is tried only when it is the last one."""
 RANK: Mapping[Reach | None, int] = {Reach.OPEN: 0, Reach.PUNCHED: 0, None: 1, Reach.RELAYED: 2, Reach.NONE: 3}
 MOST = LONGEST  # seconds after which a request to a donor is given up
-SILENT = 10.0  # seconds without a range after which another donor is added; also expected of a new donor for its first
+SILENT = 10.0  # seconds without a range after which another donor is added; a new donor is expected to need as long
 RANGES = 4  # ranges asked of each donor at once: a link of 1 Gbit/s and 40 ms is not idle between two of 8 MiB
 PULLS = RANGES + 1  # pulls served to one peer at once: one more, which the peer may have given up unnoticed
 LOOK = 1.0  # seconds between two checks for silent donors
@@ -123,8 +123,8 @@ class Wanted:
 
     name: str  # name of the pull
     digests: Sequence[bytes]  # digests of the chunks, in order
-    bounds: Callable[[int, int], tuple[int, int]]  # chunks [first, last) -> bytes [start, stop)
-    request: Callable[[int, int], bytes]  # chunks [first, last) -> header of the request
+    bounds: Callable[[int, int], tuple[int, int]]  # bytes [start, stop) of the chunks [first, last)
+    request: Callable[[int, int], bytes]  # header of the request for the chunks [first, last)
     range: int  # maximum chunks in one request
 
 
@@ -196,7 +196,7 @@ class Download:
     def _forget_those_that_ended(self) -> None:
         for worker in [worker for worker in self._workers if worker.done()]:
             del self._workers[worker]
-            worker.result()  # raises an error that is no donor's fault
+            worker.result()  # raises the worker's error, which is no donor's fault
 
     def _has_place_for(self, donor: str, begun: Sequence[str]) -> bool:
         """Return True if fewer donors are at work than the places for this donor's reach. Silent donors do not count,

@@ -152,7 +152,7 @@ class Donors:
     """The peers of a run that have its state."""
 
     def __init__(self, transport: FollowTransport, log: LogState) -> None:
-        """Find donors later, with `live`. `log` is the run's log before its first entry."""
+        """Create an object that finds donors when `live` is called. `log` is the run's log before its first entry."""
         self.heartbeats: Sequence[Heartbeat] = ()
         """Of all peers of the run, from the last call of `live`."""
         self._transport = transport
@@ -174,8 +174,8 @@ class Donors:
         return beats
 
     async def state_size(self, memory: int) -> int:
-        """Return the number of bytes of the run's state, as most donors report. `memory` is the number of free bytes
-        here.
+        """Return the number of bytes of the run's state, as most donors report. `memory` is the number of free bytes of
+        this machine's memory.
 
         Raises: SwarmUnreachableError.
         """

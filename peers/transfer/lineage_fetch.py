@@ -47,8 +47,8 @@ BACK = 16
 """Factor by which each search step for the place where two logs split goes further back than the one before."""
 ASKED = 16
 """Peers whose logs a peer without one compares; also peers that are asked for entries that a donor does not have."""
-PATIENCE = 60.0  # seconds for one comparison, before the time that its entries add
-PATIENCE_PER_ENTRY = 0.05  # seconds more for each fetched entry; to check its certificate takes milliseconds
+PATIENCE = 60.0  # seconds for one comparison, to which each fetched entry adds
+PATIENCE_PER_ENTRY = 0.05  # seconds more for each fetched entry; the check of its certificate takes milliseconds
 LONGEST = 1800.0  # maximum seconds for one comparison, however many entries it fetches
 CHAIN_BYTES = 1 << 30  # maximum bytes of entries fetched in one comparison
 NO_STRETCH = Stretch()
@@ -142,8 +142,8 @@ class Compared:
 
 @dataclass
 class _Look:
-    """The progress of a comparison with one donor's log. `here` is the position of this peer's state at its
-    beginning."""
+    """The progress of a comparison with one donor's log. `here` is the position of this peer's state when the
+    comparison began."""
 
     donor: str
     here: Position

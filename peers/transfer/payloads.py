@@ -41,7 +41,7 @@ PROOF_TIMEOUT = 60.0  # seconds for a proof: a megabyte at 1 Mbit/s takes 8, and
 AT_ONCE = 16  # proofs requested in one `MissingProofs.fetch`, at most
 ASKED = 4  # peers that one `MissingProofs.fetch` asks for a proof, at most
 TIMES = 4  # requests to one peer for a proof, at most: it may have been busy, or have received the proof since
-PATIENCE = 16  # peers that have failed to send a proof after which it is given up
+PATIENCE = 16  # number of peers that failed to send a proof, after which no more are asked
 
 
 class PayloadRequest(Value):

@@ -136,7 +136,7 @@ class FrozenSnapshot(Snapshot):
 
 
 class SnapshotSource(Protocol):
-    """The holder of one run's snapshots."""
+    """The interface of the holder of one run's snapshots."""
 
     def is_member(self, peer: str) -> bool: ...
     async def newest(self, least: int) -> Snapshot:

@@ -27,7 +27,7 @@ CHUNK_BLOCKS = 128  # maximum blocks in a chunk: half a MiB of int8, the size at
 CHUNKS = 64  # minimum chunks of a payload with as many blocks, so that small payloads can be pipelined, too
 CONTEXT = b"diloco-peer sum\0"
 NODE = struct.Struct(f"<{DIGEST_BYTES}sd")
-MOST_LEVELS = 24  # levels of the tree over a payload's chunks: enough for 8 TiB
+MOST_LEVELS = 24  # maximum levels of the tree over a payload's chunks: enough for 8 TiB
 KEPT_BYTES = 1 << 26  # maximum bytes of payloads in memory, for peers that fell behind
 KEPT_AT_LEAST = 3  # payloads always kept: the newest, the last applied one, and one that a peer may be fetching
 STATE_CHUNK = 1 << 20  # bytes of one chunk of a state
@@ -122,7 +122,7 @@ def split_by_rate(chunk_count: int, rates: Sequence[float], members: int) -> lis
             shares = [max(0.0, (time * rate - 1) / (members - 2)) for rate in rates]
             break
     whole = max(sum(shares), 1e-9)
-    # The sums are rounded, so that the parts add up and none is more than one chunk off.
+    # Rounding the sums, not the parts, makes the parts add up, each at most one chunk off.
     bounds = [min(chunk_count, round(chunk_count * total / whole)) for total in accumulate(shares, initial=0.0)]
     return [after - before for before, after in pairwise(bounds)]
 
@@ -172,7 +172,7 @@ def root_of(chunk: int, count: int, leaf: Sum, path: bytes) -> Sum | None:
     if len(path) % NODE.size:
         return None
     nodes = [Sum(*fields) for fields in NODE.iter_unpack(path)]
-    if any(not 0 <= node.squares < math.inf for node in nodes):  # also rejects NaN
+    if any(not 0 <= node.squares < math.inf for node in nodes):  # the comparison is also false for NaN
         return None
     node, place, left = leaf, chunk, count
     while left > 1:

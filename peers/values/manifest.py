@@ -39,7 +39,8 @@ from peers.values.wire import (
 )
 
 SIZE_LIMIT = 64 * 1024  # maximum bytes of a packed manifest
-CONTENT_LIMIT = SIZE_LIMIT - 1024  # maximum bytes of its content; the rest is for name, organiser and signature
+# maximum bytes of a manifest's content; the rest is for name, organiser and signature
+CONTENT_LIMIT = SIZE_LIMIT - 1024
 NAME = re.compile(r"[a-z0-9-]{1,40}")
 DIGEST_CHARACTERS = 32  # characters of lower-case base32 in a run id: 160 bits
 RUN_ID = re.compile(rf"(?P<name>[a-z0-9-]{{1,40}})-[a-z2-7]{{{DIGEST_CHARACTERS}}}")
@@ -52,7 +53,7 @@ INVITE_PREFIX = "diloco:"
 ASK_AGAIN = "Ask the organiser for the invite again."
 # prefix of signed bytes, so that no other signature is valid as an amendment's
 AMENDMENT_CONTEXT = b"diloco-peer amendment\0"
-AMENDMENT_LIMIT = 512  # maximum bytes of the content; a heartbeat has room for two amendments
+AMENDMENT_LIMIT = 512  # maximum bytes of an amendment's content; a heartbeat has room for two amendments
 AMENDMENTS_LIMIT = 64  # maximum amendments of a run, since its headers have all of them
 
 

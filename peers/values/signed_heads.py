@@ -27,7 +27,7 @@ KEPT = 4
 """Number of a key's newest heads that are kept, besides two that show why it does not count any more."""
 HEADS_LIMIT = KEYS_LIMIT * (KEPT + 2)  # maximum heads kept of all archives together
 HEADS_BYTES = 16 * 1024  # maximum bytes of packed heads; HEADS_LIMIT of them are 8 KB
-CONTRADICTED = -1  # a standing lower than any index and than that without a signed head (0)
+CONTRADICTED = -1  # standing of a branch that a signed head contradicts: less than all others
 
 
 class SignedHeadsError(ValueError):
@@ -116,19 +116,19 @@ class SignedHeads:
 
     @cached_property
     def believed(self) -> tuple[SignedHead, ...]:
-        """The heads that count, since no contradiction is known, in the log's order."""
+        """The heads that count, those below the index of their archive in `disbelieved`, in the log's order."""
         ends = self.disbelieved
         counting = (head for head in self.heads if head.index < ends.get(head.archive, head.index + 1))
         return tuple(sorted(counting, key=lambda head: (head.index, head.archive)))
 
     @cached_property
     def indices(self) -> frozenset[int]:
-        """The indices of the heads that count."""
+        """The indices of the heads in `believed`."""
         return frozenset(head.index for head in self.believed)
 
     @property
     def newest(self) -> SignedHead | None:
-        """The newest head that counts."""
+        """The head in `believed` with the highest index; None without one."""
         return self.believed[-1] if self.believed else None
 
     # Branches -------------------------------------------------------------------------------------------------

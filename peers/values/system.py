@@ -44,7 +44,8 @@ def start_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 
 def _look_later(task: asyncio.Task[Any]) -> None:
-    # true while no caller has taken the exception; asyncio itself logs it only when the task is deleted
+    # `_log_traceback` is true while no caller has taken the exception; asyncio itself logs it only when the task is
+    # deleted.
     if task._log_traceback:
         # A weak reference, because the traceback keeps the frames' memory alive. asyncio logs the exception of a
         # deleted task.
