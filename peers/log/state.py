@@ -345,7 +345,7 @@ class LogState:
         if member.samples and not self.closes:
             raise LogError(f"{member.peer}: only the entry that closes a cycle names trained samples")
         count = sample_count(member.samples)
-        if not self.closes:  # the entry names no samples: at most the lease, or a whole grant
+        if not self.closes:  # such an entry names no samples: the limit is the lease, or a whole grant
             lease = self.leases.get(member.peer)
             count = self.samples_per_lease if lease is None else sample_count(lease)
         tokens = count * self.tokens_per_sample

@@ -31,7 +31,8 @@ RANK: Mapping[Reach | None, int] = {Reach.OPEN: 0, Reach.PUNCHED: 0, None: 1, Re
 MOST = LONGEST  # seconds after which a request to a donor is given up
 SILENT = 10.0  # seconds without a range after which another donor is added; a new donor is expected to need as long
 RANGES = 4  # ranges asked of each donor at once: a link of 1 Gbit/s and 40 ms is not idle between two of 8 MiB
-PULLS = RANGES + 1  # pulls served to one peer at once: one more, which the peer may have given up unnoticed
+# pulls served to one peer at once: one more than RANGES, since the server may see late that a pull was given up
+PULLS = RANGES + 1
 LOOK = 1.0  # seconds between two checks for silent donors
 
 

@@ -194,7 +194,7 @@ class MissingProofs:
         self._log = log
         self._missing: dict[bytes, None] = {}
         self._asked: defaultdict[bytes, Counter[str]] = defaultdict(Counter)  # failed requests for each proof, by peer
-        self._looked = (0, 0, b"")  # cycles [first, stop) searched, in the lineage whose head after them is the third
+        self._looked = (0, 0, b"")  # cycles [first, stop) searched so far, and the head of the log after them
         self._turn = asyncio.Lock()
 
     def look(self) -> None:
