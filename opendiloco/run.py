@@ -109,8 +109,7 @@ class Run:
 
 
 def local_tables(config: RunConfig) -> dict[str, str]:
-    """Return the local paths of the run's model and tokenizer, by their tables in the configuration. Each volunteer
-    must have its own files for
+    """Return the local paths of the run's model and tokenizer, by table. Each volunteer must have its own files for
     them."""
     paths = {"model": config.model.path, "tokenizer": config.tokenizer.path}
     is_file = config.tokenizer.kind == "file"
@@ -122,8 +121,8 @@ def local_tables(config: RunConfig) -> dict[str, str]:
 
 
 def with_own_files(config: RunConfig, own: OwnFiles) -> RunConfig:
-    """Return the configuration with these files in place of its local paths. Raises: DataError if a replaced value is
-    no path."""
+    """Return the configuration with these files in place of its local paths. Raises: DataError if the run has no such
+    path."""
     sections: dict[str, ModelSection | TokenizerSection] = {}
     for table, section, given in (("model", config.model, own.model), ("tokenizer", config.tokenizer, own.tokenizer)):
         if given is None:

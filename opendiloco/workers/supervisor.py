@@ -88,9 +88,9 @@ class Supervisor:
         self.uncompiled = ""
         """The reason why the present workers train uncompiled blocks although compiled ones would be faster; else
         empty."""
-        self._lost: DilocoPeerError | None = None  # why the present workers must be replaced
+        self._lost: DilocoPeerError | None = None  # the error for which the running workers must be replaced
         self._restarts = _Restarts(options.restarts)
-        self._moving = asyncio.Lock()  # held while moments are moved
+        self._moving = asyncio.Lock()  # lock that a task holds while it moves moments
         self._watchdog = _Watchdog(self._hung, lambda: self._is_held or self._moving.locked())
         self._is_closing = self._is_held = False
 
