@@ -180,7 +180,7 @@ async def gone(processes: set[int], seconds: float) -> set[int]:
 
 
 def _parents() -> list[tuple[int, int]]:
-    """Return the parent's process id of each live process, by process id."""
+    """Return each live process's id with its parent's process id, as pairs."""
     return [(process, int(stat[PARENT])) for process, stat in _stats().items() if stat[STATE] != b"Z"]
 
 
