@@ -77,7 +77,7 @@ def moments_come_back(reference: Reference, folder: Path) -> bool:
 
 
 def rate(device: torch.device, size: int, move: Callable[[], object]) -> float:
-    """Return GB a second: the median of some repetitions, after a first one that does not count."""
+    """Return the median speed of repeated copies, in GB a second, after an uncounted first copy."""
     seconds = []
     for _ in range(1 + REPETITIONS):
         synchronise(device)
@@ -94,7 +94,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def moves(device: torch.device, values: int) -> dict[str, float]:
-    """Return GB a second in each direction, for this many values in forty parameters."""
+    """Return the speeds of moving theta in each direction, in GB a second, for this many values in forty parameters."""
     layout = Layout([(f"p{number}", (values // 40 // 1024, 1024)) for number in range(40)])
     vectors, size = SharedVectors.create(layout.size), 4 * layout.size
     vectors.theta[:] = 1.0

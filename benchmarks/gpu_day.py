@@ -79,7 +79,7 @@ def steps_of(device: str, is_quick: bool, out: Path) -> list[Step]:
 
 
 def run(step: Step, seconds: float, out: Path) -> dict[str, Any]:
-    """Run a step with this time limit, and return its line of the table. All its processes end with it."""
+    """Run a step with this time limit, and return its line of the table. All processes of the step end with it."""
     began = time.monotonic()
     with (out / f"{step.name}.log").open("wb") as log:
         process = subprocess.Popen(

@@ -161,7 +161,7 @@ async def measure(names: Sequence[str], values: int, places: Sequence[Place], re
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="averaging-")))
         sizes = ["--values", values, "--peers", len(places)]
-        ours = [OUR_PEER, *sizes, "--contribution-format", "int8"]  # so that all move as many bytes
+        ours = [OUR_PEER, *sizes, "--contribution-format", "int8"]  # all contenders send equally many bytes
         peers = await start_peers(stack, [[*ours, *place.ours] for place in places], places, logs)
         groups = {OURS: Group(contenders[0], peers)}
         if others:

@@ -40,7 +40,7 @@ from benchmarks.reporting import Bar, json_option, report
 from peers.network.daemon import sweep_sockets
 
 DONORS = 3
-STATE_BYTES = 8  # for each value: theta and momentum
+STATE_BYTES = 8  # bytes of state for each value: theta and momentum, fp32 each
 FETCH_SECONDS = 900.0
 SETTLE_SECONDS = 15.0
 
@@ -102,14 +102,14 @@ class DonorSwarm:
             await asyncio.sleep(self.pause)
 
     async def fetch(self, kills: PeerProcess | None = None) -> Fetch:
-        """Let a joiner fetch the state while the donors train. The donor `kills` is killed when half of the state has
-        arrived."""
+        """Return a joiner's fetch of the state while the donors train. The donor `kills` is killed when half of the
+        state has arrived."""
         async with self._joining() as (joiner, fetch):
             await self._follow(joiner, fetch, kills)
         return fetch
 
     async def fetch_during_rounds(self) -> Fetch:
-        """Let a joiner fetch the state while the donors average."""
+        """Return a joiner's fetch of the state while the donors average."""
         async with self._joining() as (joiner, fetch):
             following = asyncio.create_task(self._follow(joiner, fetch))
             try:
@@ -190,7 +190,7 @@ async def measure(values: int, places: Sequence[Place], rounds: int, pause: floa
 
 
 def rows_of(measured: FetchMeasurements, size: int, links: Bandwidths) -> list[dict[str, Any]]:
-    """Return the lines of the table."""
+    """Return the table's lines, one for each measured fetch."""
 
     def row(joiner: str, fetch: Fetch, busy: float = 0.0, rounds: Sequence[float] = ()) -> dict[str, Any]:
         return {

@@ -18,7 +18,7 @@ void limit_add(uintptr_t values, uintptr_t sum, int64_t count, int32_t threads);
 
 
 def build_limits() -> Any:
-    """Return the compiled functions. This needs a C compiler."""
+    """Compile limits.c with a C compiler, and return its functions."""
     builder = FFI()
     builder.cdef(DECLARATIONS)
     source = Path(__file__).with_name("limits.c").read_text(encoding="utf-8")

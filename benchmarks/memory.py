@@ -79,7 +79,7 @@ class Watched:
 
     @property
     def taken(self) -> int:
-        """The bytes that the process takes now beyond those; 0 once it has ended."""
+        """The bytes that the process takes now beyond its starting bytes; 0 once it has ended."""
         workers = [] if self.before_worker is None else workers_of(self.process)
         before = self.before + len(workers) * (self.before_worker or 0)
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -123,7 +123,7 @@ class Swarm:
     """The volunteers' reports on the last entry."""
 
     async def round(self) -> None:
-        """Train and average. Raises: PeerProcessError."""
+        """Make all volunteers train and average once. Raises: PeerProcessError."""
         await self._train(TRAINING)
         freezes = (self.entries + 1) % SNAPSHOT_EVERY == 0
         await self._average(FREEZING if freezes else ROUND)
@@ -199,7 +199,7 @@ async def measure_swarm(values: int, watch: PeakMemory) -> None:
             if rank == 0:
                 arguments += ["--contact", volunteers[0].address]
         swarm = Swarm(volunteers, watch, arguments, folder)
-        for _ in range(SNAPSHOT_EVERY + 2):  # more entries than a joiner would replay
+        for _ in range(SNAPSHOT_EVERY + 2):  # makes more entries than a joiner would replay
             await swarm.round()
         await swarm.serve_a_joiner()
         await swarm.be_followed()

@@ -86,7 +86,7 @@ class TrainingSetup:
 
 @dataclass(frozen=True)
 class Method:
-    """One way to train.
+    """A method of training, with its settings.
 
     "replicas" is DiLoCo, whose replicas divide each step's windows among them. The others have one worker: "batches",
     data parallel, trains all windows in each of its steps; "alone" trains those of one replica only.
@@ -147,7 +147,7 @@ class Curve:
 
 
 def unchanged(values: Vector) -> Vector:
-    """Return the values as they are."""
+    """Return the values unchanged, as a codec without loss."""
     return values
 
 
@@ -201,7 +201,7 @@ def _rosters(method: Method, outer_steps: int, batch_size: int, fragments: int) 
     the second one of those in between.
     """
     pool, even = SamplePool(), method.replicas - method.slow - method.late
-    under_way: dict[int, Work] = {}  # work for the next outer step
+    under_way: dict[int, Work] = {}  # replicas' inner steps for the next outer step
     for cycle in range(outer_steps):
         done, under_way = under_way, {}
         roster = list(done.values())

@@ -60,7 +60,7 @@ def place_in(namespace: str) -> Place:
 
 
 def has_iperf3() -> bool:
-    """Return whether links can be measured here. If not, print that."""
+    """Return True if iperf3 is installed; otherwise print that links cannot be measured."""
     if shutil.which("iperf3") is None:
         click.echo("iperf3 is not installed: what the links carry is not measured", err=True)
         return False
@@ -84,7 +84,7 @@ def rates_at_once(namespaces: Sequence[str], streams: int) -> LinkRates:
 
 
 def converging(senders: Sequence[str], receiver: str, streams: int) -> float:
-    """Return the bytes a second that these namespaces send to one at the same time."""
+    """Return the bytes a second that several namespaces send to a single namespace at the same time."""
     return sum(flows([(sender, receiver) for sender in senders], streams).values())
 
 

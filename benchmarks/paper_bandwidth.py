@@ -157,7 +157,7 @@ class Simulation:
         return max(self._now, self._link_free)
 
     def _undisturbed(self) -> int:
-        """Return how many of the next steps only compute."""
+        """Return the number of next inner steps that only compute."""
         cycle, place = self.method.cycle, self._step % self.method.cycle
         sent = min((end - 1 - place) % cycle for end in self.method.ends)
         return min(sent, min(self._due, default=self._step + cycle + 1) - self._step - 1)

@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         windows, length, _ = x.shape
-        # (windows, heads, length, width)
+        # shape: (windows, heads, length, width)
         q = self.q_proj(x).view(windows, length, self._heads, self._width).transpose(1, 2)
         k = self.k_proj(x).view(windows, length, self._shared, self._width).transpose(1, 2)
         v = self.v_proj(x).view(windows, length, self._shared, self._width).transpose(1, 2)
@@ -86,12 +86,12 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         frequencies = config.rope_parameters["rope_theta"] ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
-        angles = torch.outer(torch.arange(config.max_position_embeddings), frequencies)  # (length, width / 2)
+        angles = torch.outer(torch.arange(config.max_position_embeddings), frequencies)  # shape: (length, width / 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed_tokens(ids)  # (windows, length, hidden)
+        x = self.embed_tokens(ids)  # shape: (windows, length, hidden)
         if torch.is_autocast_enabled(x.device.type):  # otherwise the sums with it would be fp32, too
             x = x.to(torch.get_autocast_dtype(x.device.type))
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
@@ -102,7 +102,7 @@ class Trunk(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """The model. Raises: ValueError for a configuration that it does not support."""
+    """The Llama model as a torch module. Raises: ValueError for a configuration that it does not support."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -172,7 +172,7 @@ class PeerProcess:
 
 
 async def gone(processes: set[int], seconds: float) -> set[int]:
-    """Wait until these processes have ended. Return those that have not."""
+    """Wait until these processes have ended. Return those still running at the time limit."""
     deadline = time.monotonic() + seconds
     while (left := processes & {process for process, _ in _parents()}) and time.monotonic() < deadline:
         await asyncio.sleep(LOOK_SECONDS)
@@ -180,7 +180,7 @@ async def gone(processes: set[int], seconds: float) -> set[int]:
 
 
 def _parents() -> list[tuple[int, int]]:
-    """Return each live process with its parent."""
+    """Return each live process's id with its parent's process id, as pairs."""
     return [(process, int(stat[PARENT])) for process, stat in _stats().items() if stat[STATE] != b"Z"]
 
 

@@ -22,7 +22,7 @@ from opendiloco.kernels import INT8
 
 @dataclass(frozen=True)
 class Possible:
-    """The least seconds of a round of one payload."""
+    """The least seconds that a round of one payload can take on the links."""
 
     alone: float
     at_once: float

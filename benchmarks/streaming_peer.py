@@ -145,7 +145,7 @@ class SleepingReplica:
 
 
 class SleepingWorker(ThreadedWorker):
-    """A worker that takes such a replica through its cycles."""
+    """A worker that runs the cycles of a `SleepingReplica`."""
 
     def __init__(self, part: StreamingPeerOptions, vectors: SharedVectors) -> None:
         config = part.config

@@ -70,7 +70,7 @@ class SwarmTimes:
 
 
 async def run(swarm: SwarmTimes, namespaces: Sequence[str], values: int, pause: float, entries: int) -> None:
-    """Let a swarm make some entries, after a first one that does not count."""
+    """Make a swarm append entries to its log, after an uncounted first entry."""
     places = [place_in(each) for each in (namespaces[:-1] if swarm.name == WITHOUT else namespaces)]
     usual = ["--values", values, "--peers", len(places), "--pause", pause, "--steady", "--usual-timing"]
     own = ["--contribution-format", "int8"]

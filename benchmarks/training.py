@@ -187,7 +187,7 @@ def workers_of(volunteer: PeerProcess) -> list[int]:
     """Return the process ids of the volunteer's workers, without its network daemon and checkpoint writer."""
     workers = []
     for process in volunteer.children():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended meanwhile
             if WORKER in Path(f"/proc/{process}/cmdline").read_bytes():
                 workers.append(process)
     return workers
@@ -252,7 +252,7 @@ def main(
     config = config if data is None else with_text(config, data)
     is_gpu = device != "cpu"
     machine = Machine(
-        FIRST_GPU if device == "cuda" else device,  # "cuda" means all of them
+        FIRST_GPU if device == "cuda" else device,  # "cuda" would mean all GPUs
         threads,
         cpu_workers,
         micro_batch or config.training.micro_batch or config.training.batch_size,

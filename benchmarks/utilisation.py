@@ -171,7 +171,7 @@ def main(
     names = namespaces.split(",")
     rate, latency = min(rates_at_once(names, iperf_streams).both_ways), round_trip((names[0], names[1]))
     link = 8 * rate / LINK_SHARE
-    to_each = latency / 2  # a round trip to a point half way
+    to_each = latency / 2  # half of the latency on each link: peers meet half way
     peers = (PeerGroup("peer", len(names), link, link, to_each, step_seconds),)
     each = ways(fragments, overlap)
     inner_steps = max(overlap + 1, fragments, round(round_of(peers, values, each[0].bits).seconds / step_seconds))

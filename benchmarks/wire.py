@@ -76,7 +76,7 @@ class Wire:
 
 
 def _at(times: Sequence[float], counts: Sequence[int], at: float) -> float:
-    """Return the count at a time, interpolated between the two reads around it."""
+    """Return the interface's byte count at a time, interpolated between the two reads around the time."""
     place = bisect_left(times, at)
     if place in (0, len(times)):
         return counts[min(place, len(times) - 1)]

@@ -84,7 +84,7 @@ def assemble_model(
         checkpoint_activations(model)
     if team.mesh is None:
         model.to(team.device)
-        model.tie_weights()  # moving to some kinds of device unties them
+        model.tie_weights()  # moving a model to some devices unties its weights
         if team.device.type == "cuda":
             _cast_embeddings(model)
     else:
@@ -124,7 +124,8 @@ def _cast_embeddings(model: torch.nn.Module) -> None:
 
 
 def _is_compiled(options: WorkerOptions, device: torch.device) -> bool:
-    """Return whether to compile the model's blocks: the owner's choice; by default only for training on a CUDA GPU that
+    """Return True if the model's blocks are to be compiled: the owner's choice; by default only for training on a CUDA
+    GPU that
     can compile."""
     if options.compile is not None or device.type != "cuda" or not options.trains:
         return bool(options.compile)

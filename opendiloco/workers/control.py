@@ -48,13 +48,13 @@ and compiles blocks."""
 LEAST_PATIENCE = 600.0
 """Least number of seconds for which a training may be silent after its first inner step, because other programs may
 slow the machine down for a while."""
-STEPS_OF_PATIENCE = 10  # times the slowest inner step so far
-ALIVE_SECONDS = 30.0  # between two reports of a worker that waits for other peers
+STEPS_OF_PATIENCE = 10  # a worker may be silent for 10 times its slowest inner step
+ALIVE_SECONDS = 30.0  # seconds between two reports of a worker that waits for other peers
 LINE_LIMIT = 16 * 2**20  # bytes of a reply; asyncio's default of 64 KiB is too small for long tracebacks and texts
-CLOSE_SECONDS = 2.0  # given to a worker to end by itself before it is killed
-KILLED_SECONDS = 60.0  # given to the kernel to free a killed worker's memory; a GPU's driver may hold it for good
-LOOK_SECONDS = 0.2  # between two checks of whether the process has ended
-LINES_KEPT = 60  # enough for a traceback through torch
+CLOSE_SECONDS = 2.0  # seconds that a worker has to exit before it is killed
+KILLED_SECONDS = 60.0  # seconds to wait for a killed worker's end, which a GPU's driver may block for ever
+LOOK_SECONDS = 0.2  # seconds between two checks for the end of a worker's process
+LINES_KEPT = 60  # a worker's last printed lines: enough for a traceback through torch
 LINE_LENGTH = 500  # characters kept of a line, because a worker may print lines of any length
 IN_A_SENTENCE = 3  # last lines that an error message repeats; the log has all kept lines
 TERMINAL_COMMANDS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -237,14 +237,15 @@ class MoveMoments(Command):
 
 
 class KeepMoments(MoveMoments):
-    """Command to write the file. Each worker writes its part; the file is complete when all workers have answered.
+    """Command to write the moments to a file. Each worker writes its part; the file is complete when all workers have
+    answered.
     `index` is the number of outer steps taken."""
 
     index: int
 
 
 class RecallMoments(MoveMoments):
-    """Command to continue with the state in the file."""
+    """Command to load the inner optimizer's moments from a file, and continue with them."""
 
 
 class DevicesCounted(Reply):
@@ -257,7 +258,7 @@ class DevicesCounted(Reply):
 
 
 class Configured(Reply):
-    """The worker is ready.
+    """Reply: the worker has built its model, data and optimizer.
 
     `parameters` is the length of theta: all trainable values, and the padding between fragments. `device_name` is
     torch's name of the GPU, or "cpu". `flops_per_token` is explained in model/utilisation.py. `micro_batch` windows go
@@ -348,13 +349,13 @@ class Evaluated(Reply):
 
 
 class Generated(Reply):
-    """The continuation without the prompt."""
+    """Reply: the generated text, without the prompt."""
 
     text: str
 
 
 class Exported(Reply):
-    """The folder is complete."""
+    """Reply: the exported model folder is complete."""
 
 
 class MomentsMoved(Reply):
@@ -551,7 +552,7 @@ class WorkerProcess:
         self._end(self._describe_death())
 
     def _hear(self, line: bytes) -> None:
-        """Pass on one line from the worker. Raises: ValueError when it is no message of the protocol."""
+        """Handle one line from the worker. Raises: ValueError if the line is not a control message."""
         reply = Reply.parse(line)
         if isinstance(reply, AtStage):
             self._on_stage(reply.stage, reply.share)
@@ -571,7 +572,7 @@ class WorkerProcess:
         """Return the next reply. Raises: the error that describes the worker's death."""
         reply = await replies.get()
         if reply is None:
-            replies.put_nowait(None)  # for the next caller that waits
+            replies.put_nowait(None)  # wakes the next waiting caller, too
             raise self.death.result()
         return reply
 

@@ -57,9 +57,9 @@ class WorkerGroup:
     telemetry: Telemetry
     held_out_digest: str
     reads_runs_text = True
-    reads = True  # False: it opens no text, and its held-out loss means nothing
+    reads = True  # False: the workers open no text, and their held-out loss is meaningless
     bytes_per_token: float
-    under_way: UnderWay | None = None  # the newest training
+    under_way: UnderWay | None = None  # the newest training, which may have ended
 
     def __init__(self, config: RunConfig, options: WorkerOptions, reads_runs_text: bool) -> None:
         self.reads_runs_text = reads_runs_text
@@ -154,7 +154,7 @@ class WorkerGroup:
         return Trained(stored.samples, stored.tokens, stored.loss)
 
     def end_rest(self) -> None:
-        """Stop the workers' last inner steps, which may wait for averages that never come."""
+        """Stop the workers' last inner steps, which may wait for averages that never arrive."""
         if self.under_way is not None and self.under_way.has_rest:
             self._tell(EndInnerLoop(number=self._trainings))
 
@@ -186,7 +186,8 @@ class WorkerGroup:
         await self._insist(command, Exported, workers=1)
 
     async def _insist(self, command: ControlMessage, answer: type[Answer], workers: int | None = None) -> Answer:
-        """Give the workers a command in its turn, and again to replacements if they are lost. Return the answer."""
+        """Send a queued command to the workers, and again to replacement workers if they die. Return the workers'
+        answer."""
 
         async def ask() -> Answer:
             while True:
@@ -236,7 +237,7 @@ class UnderWay:
 
     @property
     def has_rest(self) -> bool:
-        """True while the outcome is known and the workers still have inner steps to take."""
+        """True if the training's outcome is known but the workers still have inner steps to take."""
         return self.is_known and self._request is not None and not self._request.done()
 
     def check_rest(self) -> None:

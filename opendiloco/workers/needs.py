@@ -25,9 +25,9 @@ from peers.log.settings import Timing
 from peers.protocol.planning import deadline, seconds_to_send
 
 UTILISATION = 0.4  # assumed share of its peak at which a GPU trains
-SHARE_OF_ROUNDS = 0.1  # of a peer's time that rounds may take; it determines the bandwidth that a link needs
-CHECKPOINTS = 3  # two kept ones, and one that is being written
-MOMENTS_FILES = 2  # a kept one, and one that is being written
+SHARE_OF_ROUNDS = 0.1  # share of a peer's time that rounds may take; determines the needed bandwidth
+CHECKPOINTS = 3  # checkpoints on disk: two kept ones, and one that is being written
+MOMENTS_FILES = 2  # files of moments on disk: a kept one, and one being written
 SHORTEST_ROUND = 1.0  # rough number of seconds that the messages of a round take over the internet
 
 

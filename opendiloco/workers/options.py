@@ -14,7 +14,7 @@ AUTO = "auto"
 
 
 def parse_overlap(text: str) -> int | None:
-    """Return the number of inner steps, or None for "auto". Raises: ValueError."""
+    """Return the overlap in inner steps that the owner has set, or None for "auto". Raises: ValueError."""
     if text == AUTO:
         return None
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
@@ -80,7 +80,7 @@ class WorkerOptions:
 
 
 def needs_gpu_count(options: WorkerOptions) -> bool:
-    """Return whether `choose_devices` needs the number of GPUs that torch sees."""
+    """Return True if `choose_devices` needs the number of GPUs that torch sees."""
     return options.device in ("auto", "cuda")
 
 

@@ -88,15 +88,15 @@ class Supervisor:
         self.uncompiled = ""
         """The reason why the present workers train uncompiled blocks although compiled ones would be faster; else
         empty."""
-        self._lost: DilocoPeerError | None = None  # why the present workers must be replaced
+        self._lost: DilocoPeerError | None = None  # the error for which the running workers must be replaced
         self._restarts = _Restarts(options.restarts)
-        self._moving = asyncio.Lock()  # held while moments are moved
+        self._moving = asyncio.Lock()  # lock that a task holds while it moves moments
         self._watchdog = _Watchdog(self._hung, lambda: self._is_held or self._moving.locked())
         self._is_closing = self._is_held = False
 
     @property
     def workers(self) -> list[WorkerProcess]:
-        """The present workers."""
+        """The running workers, by rank."""
         return self.pool.workers
 
     def tell(self, command: ControlMessage) -> None:
@@ -144,7 +144,7 @@ class Supervisor:
         def heard_of_first(stage: str, share: float | None) -> None:
             log(stage, share)
             self._watchdog.heard()
-            at_stage(stage, share)  # the other workers are at the same stage
+            at_stage(stage, share)  # displays one stage for all workers, which reach each stage together
             heard_of_other(stage, share)
 
         log = StageLog()
@@ -190,7 +190,7 @@ class Supervisor:
         return await self.start(fresh=False)
 
     def _lose(self, error: DilocoPeerError) -> None:
-        """Kill the present workers. The next request starts others, unless no restarts are left."""
+        """Kill the running workers. The next request starts replacement workers, unless no restarts are left."""
         if self._lost is not None:
             return
         self._lost = error
@@ -239,7 +239,7 @@ class Supervisor:
             raise WorkersRestartedError from error
         except DilocoPeerError as error:
             if len(self.workers) > 1 and workers is None:
-                self._die(error)  # the others wait for the failed worker
+                self._die(error)  # the other workers would wait for the failed worker
             raise
         self.pool.has_trained |= isinstance(answered, InnerLoopDone)
         if isinstance(answered, InnerLoopDone) or not self._options.trains:
@@ -347,7 +347,7 @@ class Supervisor:
             moved = await asyncio.gather(*moves, return_exceptions=True)
         problems = [result for result in moved if isinstance(result, BaseException)]
         if problems and isinstance(problems[0], WorkerDeathError) and not self.death.done():
-            raise SnapshotError("the worker is gone")  # a replacement will start
+            raise SnapshotError("the worker is gone")  # a replacement worker will start
         if problems:
             raise problems[0]
 
@@ -477,7 +477,7 @@ class _Watchdog:
                 self._look.cancel()
 
     def heard(self) -> None:
-        """Restart the count, because the workers have reported something."""
+        """Restart the watchdog's timer, because the workers have reported something."""
         self._silent = 0
 
     def _wait(self) -> None:

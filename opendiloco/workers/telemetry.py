@@ -65,7 +65,7 @@ COMPILED = Gauge("diloco_peer_training_is_compiled", "1 if workers train compile
 LABEL_LENGTH = 200
 """Characters kept of a configuration value, because a run's author may write values of any length."""
 for _gauge in (*GAUGES.values(), *OUTER_GAUGES.values(), BITS_PER_BYTE):
-    _gauge.set(math.nan)  # until the first training ends
+    _gauge.set(math.nan)  # NaN until the first training ends
 
 
 def _values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dict[str, float]:
@@ -119,7 +119,7 @@ class Telemetry:
         return cls(config.training.inner_steps, peak, configured.bytes_per_token)
 
     def track_with(self, trackers: Iterable[Tracker], configuration: Mapping[str, Any]) -> None:
-        """Add these trackers. Give them and Prometheus the configuration."""
+        """Add trackers, and record the run's configuration in them and in Prometheus."""
         RUN.info(dict(_labels(configuration)))
         for tracker in trackers:
             self.trackers.append(tracker)

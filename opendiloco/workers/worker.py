@@ -39,7 +39,7 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # the folder in which inductor, PyTo
 COLLECTED_EVERY = 50
 """Number of inner steps between two collections of Python's garbage. All workers collect after the same step. A step
 leaves little garbage, and a collection takes milliseconds."""
-LOOK_SECONDS = 0.1  # between two checks, in a pause, for commands of the peer process
+LOOK_SECONDS = 0.1  # seconds between two checks for the peer process's commands during a pause
 
 
 def _serve(channel: ControlChannel) -> None:
@@ -82,7 +82,7 @@ def _count_devices() -> control.DevicesCounted:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether the error means that a device has no memory left.
+    """Return True if the error means that a device has no memory left.
 
     Torch has a class only for errors of its own allocator. Failures of CUDA's libraries and NCCL are recognised by
     their text.
@@ -143,7 +143,7 @@ class ControlChannel:
         threading.Thread(target=self._read, daemon=True).start()
 
     def is_held(self, number: int) -> bool:
-        """Wait a moment for a pause to end. Return whether the next step of training `number` must still wait."""
+        """Wait up to `LOOK_SECONDS` for a pause to end. Return True if training `number` is still paused."""
         return number > self.stopped_number and not self._may_step.wait(LOOK_SECONDS)
 
     def send(self, message: control.ControlMessage) -> None:
@@ -416,7 +416,7 @@ def _own_cache(folder: str | None) -> Path | None:
     if folder is None or os.environ.get(CACHE_VARIABLE):
         return None
     try:
-        make_private_folder(Path(folder))  # libraries are loaded from it
+        make_private_folder(Path(folder))  # private, because compiled libraries are loaded from this folder
     except OSError:
         return None
     os.environ[CACHE_VARIABLE] = folder
