@@ -421,7 +421,7 @@ class LogState:
         if self.state not in (UNKNOWN_STATE, header.state):
             raise LogError("it is for another state than this peer's")
         if header.fragment != self.fragment:
-            raise LogError("it is the entry of fragment {header.fragment}, not of {self.fragment}")
+            raise LogError(f"it is the entry of fragment {header.fragment}, not of {self.fragment}")
 
     def at(self, header: Header | None, ends: tuple[bytes, ...] = ()) -> LogState:
         """Return the log after the cycle that `header` closes, unchecked: other peers vouch for a snapshot there.
