@@ -264,7 +264,7 @@ class HivemindTransport:
         return self._discoveries[run_id]
 
     async def publish(self, heartbeat: bytes, run_id: str) -> bool:
-        """Send our signed heartbeat to a run's peers, and store it in the DHT if newcomers need that. Return False if the
+        """Send our signed heartbeat to a run's peers, and store it in the DHT if newcomers need it. Return False if the
         DHT should have stored it, but no DHT node did."""
         return await self.discovery_of(run_id).publish(heartbeat)
 
