@@ -46,7 +46,7 @@ class Health:
         self._failures: dict[str, str] = {}
 
     def expect(self, part: str, within: float, lacking: str) -> None:
-        """Record a part's sign of life. If no other one follows within `within` seconds, the process counts as failing for
+        """Record a part's sign of life. If no other follows within `within` seconds, the process counts as failing for
         the reason `lacking`, such as "no heartbeat was published"."""
         seen = self._clock()
         self._due[part] = seen, seen + within, lacking
@@ -135,7 +135,7 @@ class MetricsServer:
     hangs."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
-        """Start serving. The default `host` answers only this machine. Raises: LocalNetworkError if the port is in use."""
+        """Start serving, by default for this machine only. Raises: LocalNetworkError if the port is in use."""
         try:
             self._server = make_server(host, port, _answer, _Server, _SilentHandler)
         except OSError as error:

@@ -20,7 +20,7 @@ class TicketSighting(NamedTuple):
 
 
 class RunAdmission:
-    """Admission to one run by the tickets that peers show. Times are seconds since the epoch on this machine's clock."""
+    """Admission to one run by the tickets that peers show. Times are seconds since the epoch on our wall clock."""
 
     def __init__(self, run: str, organiser: str) -> None:
         self.run = run
@@ -57,7 +57,7 @@ class RunAdmission:
         return reason
 
     def check(self, peer: str, wall: float) -> None:
-        """Raise AdmissionError unless a peer has shown a ticket within PRESENT seconds, and the ticket is still valid."""
+        """Raise AdmissionError unless a peer has shown a ticket within PRESENT seconds, and it is still valid."""
         if peer == self.organiser:
             return
         seen = self._seen.get(peer)

@@ -20,7 +20,7 @@ class Allowance:
         self._at = 0.0
 
     def has_some(self, now: float) -> bool:
-        """Return True if some of the allowance is left at the time `now`. The amount spent next may exceed what is left."""
+        """Return True if some of the allowance is left at the time `now`. The next amount spent may exceed the rest."""
         self._left = min(self._burst, self._left + max(0.0, now - self._at) * self._rate)
         self._at = now
         return self._left > 0.0

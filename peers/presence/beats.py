@@ -42,7 +42,7 @@ REFRESH_SHARE = 0.4
 STALE_SHARE = 0.8  # fraction of a signed heartbeat's lifetime after which its peer is asked for a new one
 AUDIENCE_LIMIT = 128  # peers to which this peer sends beats, at most
 NEW_AT_ONCE = 64  # calls at once, at most, to peers that have confirmed no heartbeat of ours: they may be made up
-PAUSE_FIRST, PAUSE_LAST = 1.0, 30.0  # seconds without calls to a peer that did not answer: after the first failure, and at most
+PAUSE_FIRST, PAUSE_LAST = 1.0, 30.0  # seconds without calls to a silent peer: after its first failure, and at most
 WHO_BURST, WHO_RATE, TOGETHER = 1 << 19, 1 << 16, 4  # pages for one peer: bytes at once, bytes a second; factor for all
 STRANGERS_BURST, STRANGERS_RATE = 1 << 18, 1 << 16  # unknown peers' heartbeats to check: bytes at once, bytes a second
 ON_THE_WAY = frozenset({"sequence", "state", "view", "inner_step", "speed", "leads", "tokens_per_second", "loss"})
@@ -55,13 +55,13 @@ class Audience:
     def __init__(self) -> None:
         self.peers: frozenset[str] = frozenset()
         self._in_turn: tuple[str, ...] = ()
-        self._confirmed: dict[str, int] = {}  # by peer: the sequence of our last confirmed signed heartbeat
+        self._confirmed: dict[str, int] = {}  # by peer: sequence of our signed heartbeat that it has
         self._under_way: set[str] = set()
         self._pauses: dict[str, tuple[float, float]] = {}  # by peer: the pause's end, and its length in seconds
 
     def choose(self, others: Sequence[str], voters: Collection[str]) -> None:
-        """Choose the peers to send beats to: voters first, then peers that answer, each in the order of `others` (longest
-        known first). Made-up peers are newer or do not answer, so a flood of them displaces no real peer."""
+        """Choose the peers to send beats to: voters first, then peers that answer, each in the order of `others`
+        (longest known first). Made-up peers are newer or do not answer, so a flood of them displaces no real peer."""
         chosen = sorted(others, key=lambda peer: (peer not in voters, peer in self._pauses))[:AUDIENCE_LIMIT]
         self._in_turn, self.peers = tuple(chosen), frozenset(chosen)
         present = frozenset(others)
@@ -232,7 +232,7 @@ class Beats:
         return pack(Answer(wants=False, heartbeats=tuple(heartbeats))) if heartbeats else NOTHING_TO_SAY
 
     def _may_send(self, sender: str, kept: Kept | None, size: int, now: float) -> bool:
-        """Return True if the sender may send a heartbeat of `size` bytes, and count it. Strangers share one allowance."""
+        """Return True if the sender may send `size` bytes of heartbeat, and count them. Strangers share a limit."""
         if kept is not None:
             self._heard(sender, now)
             if kept.may_send(now):
@@ -255,7 +255,7 @@ class Beats:
         return is_new
 
     def _take_answered(self, peer: str, signed: bytes, now: float, wall: float) -> None:
-        """Store a heartbeat from a peer's answer: its own, or another process's with our key. Raises: RemoteProtocolError."""
+        """Store a heartbeat from an answer: its own, or another process's with our key. Raises RemoteProtocolError."""
         heartbeat = Heartbeat.verify(signed, self.run)
         if heartbeat.peer not in (peer, self.me):
             raise RemoteProtocolError(peer, f"it sent the heartbeat of {heartbeat.peer}")
@@ -315,8 +315,8 @@ class Beats:
 
     # Requests for heartbeats ----------------------------------------------------------------------------------
     def hand_out(self, sender: str, request: Request, now: float, wall: float) -> bytes:
-        """Return a packed page with heartbeats of peers that we hear, except those that the request names. It may contain
-        one of another machine with the sender's key.
+        """Return a packed page with heartbeats of peers that we hear, except those that the request names. The page may
+        contain one of another machine with the sender's key.
 
         Raises: RemoteProtocolError; AdmissionError when the sender needs a ticket and has shown none.
         """

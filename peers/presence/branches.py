@@ -36,7 +36,7 @@ class Branches:
 
     # Donors ---------------------------------------------------------------------------------------------------
     def donors(self) -> set[str]:
-        """Return the ids of live peers that can send the run's state, except those that sent none a short while ago."""
+        """Return the ids of live peers that can send the run's state, except those that lately sent none."""
         return {peer for peer, beat in self._live().items() if beat.state in DONATING} - self.unhelpful
 
     @property
@@ -50,11 +50,11 @@ class Branches:
         self._gave_nothing_until = self._unexpired(self._gave_nothing_until) | until
 
     def ask_again(self, peer: str) -> None:
-        """End a peer's pause after `gave_nothing`, since no other peer is left to ask for a state."""
+        """End a peer's pause after `gave_nothing`, since no other peer is left to ask for the state."""
         self._gave_nothing_until.pop(peer, None)
 
     def pass_over(self, peer: str) -> None:
-        """Prefer other peers' logs for a while, longer each time, since a peer's log did not reach the place it claims."""
+        """Prefer other peers' logs for a while, longer each time, since a peer's log lacked its claimed place."""
         now, forgotten = self._presence.now, self._presence.now - FORGOTTEN
         self._passed_over = {one: passed for one, passed in self._passed_over.items() if passed[1] > forgotten}
         times = self._passed_over.get(peer, (0, 0.0))[0] + 1
@@ -76,7 +76,7 @@ class Branches:
         return next(iter(self._find(log, lineage, is_astray)), None)
 
     def furthest(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> str | None:
-        """Return the first claimant whose index is not older than the entries that our log remembers; None without one."""
+        """Return the first claimant at an index that our log still remembers; None without one."""
         claimants, live = self._find(log, lineage, is_astray), self._live()
         return next((peer for peer in claimants if live[peer].index >= lineage.known_from), None)
 
@@ -135,7 +135,7 @@ class Branches:
 
     # The majority's place in the log --------------------------------------------------------------------------
     def state_of_most(self, log: LogState, ours: bytes, incarnation: int) -> bytes | None:
-        """Return the state digest that more than half of the log's voters name; None without one. `ours` is this peer's.
+        """Return the state digest that more than half of the log's voters name, or None. `ours` is this peer's digest.
 
         So a single liar, or a single peer with faulty memory, cannot outvote the others.
         """

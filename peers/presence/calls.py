@@ -65,13 +65,13 @@ class Beat(Value):
         )
 
     def goes_on(self, heartbeat: Heartbeat) -> bool:
-        """Return True if the beat is at the same place in the log as a signed heartbeat of its peer. Return False if the
-        peer is leaving, since a farewell needs a signature."""
+        """Return True if the beat is at the same place in the log as a signed heartbeat of its peer. Return False if
+        the peer is leaving, since a farewell needs a signature."""
         here = self.index == heartbeat.index and self.head == heartbeat.head[:SHORT]
         return here and PeerState.LEAVING not in (self.state, heartbeat.state)
 
     def added_to(self, heartbeat: Heartbeat) -> Heartbeat:
-        """Return `heartbeat` with this beat's fields. If their places in the log differ, only the sequence is updated."""
+        """Return `heartbeat` with this beat's fields. If their places in the log differ, update only the sequence."""
         if not self.goes_on(heartbeat):
             return heartbeat.model_copy(update={"sequence": self.sequence})
         carried = {"state", "view", "inner_step", "speed", "leads", "sequence"}
@@ -95,7 +95,7 @@ NOTHING_TO_SAY = b""
 
 
 class Request(Value):
-    """A request for heartbeats of the run's peers that the receiver hears. `known` has the tags of peers to leave out."""
+    """A request for heartbeats of the run's peers that the receiver hears. `known`: tags of the peers to leave out."""
 
     version: Count = PROTOCOL_VERSION
     run: RunId

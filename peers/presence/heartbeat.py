@@ -38,7 +38,7 @@ ENDPOINT_LENGTH = 64  # characters of an endpoint, at most
 NAMED_PEERS = 16  # peers that a heartbeat names for each kind of reachability, at most
 TAIL = 8  # characters by which a heartbeat names another peer: the last ones of its id
 DEFAULT_LIFETIME = 30.0  # seconds for which a heartbeat is valid
-SIGNING_CONTEXT = b"diloco-peer heartbeat\0"  # signed with each heartbeat, so that no signature for another purpose fits
+SIGNING_CONTEXT = b"diloco-peer heartbeat\0"  # signed with each heartbeat, to exclude signatures for other purposes
 UNKNOWN_PEER = "unknown"
 
 Rate = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
@@ -160,7 +160,7 @@ class Heartbeat(Value):
 
     @property
     def expires(self) -> float:
-        """The end of the heartbeat's lifetime, in seconds since the epoch. It is signed, so no other peer can change it."""
+        """The end of the heartbeat's lifetime, in seconds since the epoch. It is signed, so no other peer changes it."""
         return self.sequence / 1000 + self.lifetime
 
     def repeats(self, earlier: Heartbeat) -> bool:
@@ -168,7 +168,7 @@ class Heartbeat(Value):
         return self.__dict__ | {"sequence": earlier.sequence} == earlier.__dict__
 
     def sign(self, identity: Identity) -> bytes:
-        """Return the packed SignedHeartbeat, at most SIZE_LIMIT bytes. Raises: ValueError for another peer's heartbeat."""
+        """Return the packed SignedHeartbeat, at most SIZE_LIMIT bytes. Raises: ValueError for another's heartbeat."""
         if identity.peer_id != self.peer:
             raise ValueError(f"{identity.peer_id} cannot sign a heartbeat of {self.peer}")
         payload = pack(self)

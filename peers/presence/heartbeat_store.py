@@ -44,7 +44,7 @@ class Kept:
         return now - max(self.taken_at, self.heard_at) <= self.heartbeat.lifetime
 
     def is_heard(self, now: float) -> bool:
-        """Return True if the peer itself was heard within half of the heartbeats' lifetime, which is the run's expiry."""
+        """Return True if the peer itself was heard within half of its heartbeats' lifetime: the run's expiry."""
         return now - self.heard_at <= self.heartbeat.lifetime / 2
 
     def is_present(self, now: float) -> bool:
@@ -127,7 +127,7 @@ class HeartbeatStore:
         return len(self._kept) < PEERS_LIMIT
 
     def forget(self, wall: float) -> None:
-        """Drop peers whose newest heartbeat is outdated. If dropped earlier, a copy of that heartbeat would count as new."""
+        """Drop peers whose newest heartbeat is outdated. If dropped earlier, a copy of that one would count as new."""
         for kept in self.all():
             if not _is_of_our_time(kept.newest.sequence, kept.heartbeat.lifetime, wall):
                 del self._kept[kept.heartbeat.peer]

@@ -53,7 +53,7 @@ class _Sighting:
     advanced_at: float  # the time of the peer's last heartbeat or message
     beaten_at: float  # the time of the peer's last heartbeat
     reachable: bool = True
-    departures: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # by incarnation: farewell's index, signature
+    departures: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # by incarnation: farewell index, signature
 
     @property
     def has_left(self) -> bool:
@@ -131,8 +131,8 @@ class Membership:
             sighting.reachable, sighting.advanced_at = True, now
 
     def departs(self, peer: str, incarnation: int, departure: int, signature: bytes) -> None:
-        """Record a peer's farewell: the peer counts in no quorum from the entry `departure` on. Strangers' farewells are
-        ignored, since strangers are in no quorum."""
+        """Record a peer's farewell: the peer counts in no quorum from the entry `departure` on. Strangers' farewells
+        are ignored, since strangers are in no quorum."""
         if peer in self._seen:
             self._departs(self._seen[peer], incarnation, departure, signature)
             self._live = None

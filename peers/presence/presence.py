@@ -48,12 +48,12 @@ class Presence:
         return self.membership.is_live(peer, self.now)
 
     def speeds(self, log: LogState) -> list[float]:
-        """Return the tokens a second that each working peer with a lease reports, highest first. Reports of peers without
-        a lease count only before the first entry, since any peer may report anything."""
+        """Return the tokens a second that each working peer with a lease reports, highest first. Reports of peers
+        without a lease count only before the first entry, since any peer may report anything."""
         return [speed for speed in self._reported_speeds(log) if speed]
 
     def usual(self, log: LogState) -> float:
-        """Return the median of the tokens a second in the same reports, which less than half of the peers cannot raise."""
+        """Return the median of the tokens a second in these peers' reports, which a minority of liars cannot raise."""
         speeds = self._reported_speeds(log) or [0.0]
         return speeds[len(speeds) // 2]
 
@@ -91,13 +91,13 @@ class Presence:
         return log.quorum.is_enough(sum(peer in peers for peer in voters), len(voters)) or not voters
 
     def are_all_gone(self, log: LogState) -> bool:
-        """Return True if all voters of the log have left with a farewell, or the log has no voters. Other peers that then
-        make entries are no minority."""
+        """Return True if all voters of the log have left with a farewell, or the log has no voters. Other peers that
+        then make entries are no minority."""
         return self.membership.departed(log).issuperset(log.voters)
 
     def are_most_here(self, log: LogState, incarnation: int, along: Collection[str] = ()) -> bool:
-        """Return True if a quorum of live peers, this peer included, is not further on than the log. Peers further on
-        count, too, unless they are in `along`: on the same branch. `incarnation` is ours."""
+        """Return True if a quorum of live peers, this peer included, is not further on than the log. Peers further
+        on count, too, unless they are in `along`: on the same branch. `incarnation` is ours."""
         live, index = self.live(), log.position.index
         others = [beat for peer, beat in live.items() if beat.index <= index or peer not in along]
         incarnations = {beat.peer: beat.incarnation for beat in others}

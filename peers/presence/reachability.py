@@ -32,7 +32,7 @@ class Reachability:
     def observe(
         self, reach: Mapping[str, Reach], rates: Mapping[str, int], sought: frozenset[str] = frozenset()
     ) -> bool:
-        """Store the reach, the rates and the missing links of all peers. Return True if any peer's reach has changed."""
+        """Store the reach, rates and missing links of all peers. Return True if any peer's reach has changed."""
         self.sought = sought
         changed = {peer for peer in self._reach.keys() | reach.keys() if self._reach.get(peer) != reach.get(peer)}
         self._reach, self._rates = dict(reach), dict(rates)
@@ -68,8 +68,8 @@ class Reachability:
         return self.doubted(now) | self.relayed | self.sought
 
     def seen(self, me: str) -> tuple[tuple[str, int], ...]:
-        """Return the bytes a second received in recent rounds from each of up to SEEN_LIMIT other peers. The first peer is
-        the one after us in the order of ids, so that in a large swarm equally many report on each."""
+        """Return the bytes a second received in recent rounds from each of up to SEEN_LIMIT other peers. The first peer
+        is the one after us in the order of ids, so that in a large swarm equally many report on each."""
         peers = sorted(peer for peer, rate in self._rates.items() if rate > 0 and peer != me)
         after = sum(peer < me for peer in peers)
         return tuple((peer, self._rates[peer]) for peer in (peers[after:] + peers[:after])[:SEEN_LIMIT])
