@@ -160,7 +160,7 @@ class Heartbeat(Value):
 
     @property
     def expires(self) -> float:
-        """The end of the heartbeat's lifetime, in seconds since the epoch. It is signed, so no other peer changes it."""
+        """The end of the heartbeat's lifetime, in seconds since the epoch. It is signed, so no peer can change it."""
         return self.sequence / 1000 + self.lifetime
 
     def repeats(self, earlier: Heartbeat) -> bool:
