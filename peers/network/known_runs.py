@@ -140,7 +140,7 @@ class Admissions:
         return pack(admission.revocations) if admission.revocations else b""
 
     async def exchange(self, call: Call, run: str, peer: str) -> None:
-        """Send our list of a run's revoked tickets to a peer or bootstrap node, and store its list if that is newer.
+        """Send our list of a run's revoked tickets to a peer or bootstrap node, and store the peer's list if newer.
 
         Raises: PeerUnreachableError, RemoteProtocolError.
         """

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 CONNECTIONS = MOST + 8  # connections for one side's conversations (a round, messages, pulls), at most
 DIAL_PAUSE = 1.0  # seconds to wait for a new connection after dialling, before dialling again
-OPEN_TIMEOUT = 15.0  # seconds to get a connection for a conversation, or to read the protocol's name of a new one
+OPEN_TIMEOUT = 15.0  # seconds to get a connection for a conversation, or to read a new conversation's protocol
 BEST_FIRST = tuple(Reach)
 Serve = Callable[[str, Channel], Awaitable[None]]
 """(protocol, channel): handles a conversation that the other side has opened."""

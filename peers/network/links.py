@@ -215,7 +215,7 @@ class Links:
 
     def drop_all(self) -> None:
         """Close all links and let them be made again, after this machine's network has changed."""
-        self.credentials = Credentials(self._identity)  # a new one shows peers that older connections are dead
+        self.credentials = Credentials(self._identity)  # new credentials show that older connections are dead
         for peer, way in list(self._ways.items()):
             if way.link.is_up:
                 self.arranging.left.add(peer)
@@ -239,7 +239,7 @@ class Links:
         self.add(await welcome(sock, self.credentials, hello, Reach.OPEN))
 
     def add(self, connection: Connection) -> None:
-        """Add a connection that another peer has made or asked for to its link; close it if there are too many."""
+        """Add a connection with another peer to the peer's link; close the connection if there are too many."""
         if connection.is_open and self._has_room_for(connection):
             self.link(connection.peer).add(connection)
         else:
@@ -334,7 +334,7 @@ class _Way:
             await self._links.arranging.meet(contact)
         if self.link.is_up:
             self._failures = 0
-            self._retry_at = self._links.clock() + RETRY_LAST  # the time to look for a better connection
+            self._retry_at = self._links.clock() + RETRY_LAST  # then a better connection is looked for
         else:
             pause = min(RETRY_LAST, RETRY_FIRST * 2**self._failures)
             self._has_detour = await self._links.is_there(self.link.peer)

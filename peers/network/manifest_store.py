@@ -112,7 +112,7 @@ class ManifestStore:
             write_whole(path, [manifest.pack()], is_durable=True)
         except OSError as error:
             raise self._unusable(error) from error
-        self._read.pop(manifest.run_id, None)  # None, if the run had an invalid file before
+        self._read.pop(manifest.run_id, None)  # forgets an invalid file that was read before
         return forgotten
 
     def _keep_origin(self, run_id: str, origin: _Origin) -> None:

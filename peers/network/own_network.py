@@ -33,7 +33,7 @@ LONG_OFFLINE = 10.0  # seconds without a network after which TCP waits long befo
 
 
 def network_at(address: str) -> str | None:
-    """Return the network of a multiaddr, such as 203.0.113.0/24; None for a relay's, or without an IP address."""
+    """Return the network of a multiaddr, such as 203.0.113.0/24; None if it has no IP address or is a relay's."""
     match = HOST.match(address)
     return None if match is None else _network_around(_unmapped(match["host"]))
 

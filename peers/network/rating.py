@@ -73,7 +73,7 @@ class Rater:
 
 
 async def _send(channel: Channel) -> float:
-    """Send transfers of doubled size until one takes LONG_ENOUGH. Return its rate in bytes a second.
+    """Send transfers of doubled size until one takes LONG_ENOUGH seconds. Return its rate in bytes a second.
 
     At least two transfers are made, since the other end cannot measure a rate on one piece. Short ones do not count,
     since answers to a few pieces may come all at once.

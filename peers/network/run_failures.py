@@ -18,7 +18,7 @@ QUIET = 60.0  # seconds between two log lines about faults that the operator can
 
 
 class RunFailures:
-    """The runs for which a node's work failed, with the times to retry. Until the work succeeds, it is logged once."""
+    """The runs for which a node's work failed, and the times to retry it. Repeated failures are logged once."""
 
     def __init__(self, work: str, others_fault: tuple[type[Exception], ...] = (), first: float = RETRY_FIRST) -> None:
         """Retry the work named `work` after `first` seconds, and after twice as many for each further failure.

@@ -83,7 +83,7 @@ class Throttle:
 
 
 UNLIMITED = Throttle(None)
-PATIENCE = 5.0  # seconds that a piece waits for a round, at most; its reader would count a slower peer as dead
+PATIENCE = 5.0  # seconds that a piece waits for a round's end, at most; later, its reader would count us as dead
 MEMORY = 20.0  # seconds over which the fraction of time spent in rounds is averaged
 CROWDED = 0.5  # fraction of time spent in rounds, from which on less urgent data gets a share of the link
 SHARE = 0.2  # fraction of the link's rate that all less urgent data together gets during crowded rounds

@@ -55,7 +55,7 @@ class Audience:
     def __init__(self) -> None:
         self.peers: frozenset[str] = frozenset()
         self._in_turn: tuple[str, ...] = ()
-        self._confirmed: dict[str, int] = {}  # by peer: sequence of our signed heartbeat that it has
+        self._confirmed: dict[str, int] = {}  # by peer: sequence of our heartbeat that it confirmed
         self._under_way: set[str] = set()
         self._pauses: dict[str, tuple[float, float]] = {}  # by peer: the pause's end, and its length in seconds
 
@@ -255,7 +255,7 @@ class Beats:
         return is_new
 
     def _take_answered(self, peer: str, signed: bytes, now: float, wall: float) -> None:
-        """Store a heartbeat from an answer: its own, or another process's with our key. Raises RemoteProtocolError."""
+        """Store a heartbeat in a peer's answer: the peer's, or one with our own key. Raises: RemoteProtocolError."""
         heartbeat = Heartbeat.verify(signed, self.run)
         if heartbeat.peer not in (peer, self.me):
             raise RemoteProtocolError(peer, f"it sent the heartbeat of {heartbeat.peer}")

@@ -31,7 +31,7 @@ class Branches:
         self._expiry = expiry
         self._pause = pause
         self._gave_nothing_until: dict[str, float] = {}
-        self._passed_over: dict[str, tuple[int, float]] = {}  # by peer: number of times; end of the last
+        self._passed_over: dict[str, tuple[int, float]] = {}  # by peer: number, end of the last pause
         self._claimants: tuple[tuple[object, ...], tuple[str, ...]] = ((), ())
 
     # Donors ---------------------------------------------------------------------------------------------------

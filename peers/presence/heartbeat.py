@@ -70,8 +70,8 @@ def name_peers(peers: Iterable[str]) -> tuple[str, ...]:
 
 class PeerState(StrEnum):
     """The activity of a peer, as others see it. An archive keeps the log, has no state of its own and takes no part in
-    rounds. STARTING is never published, since a peer has no state before its worker is ready. It is for views of one's
-    own peers only."""
+    rounds. STARTING is never published, since a peer has no state before its worker is ready. Only the owner's
+    own displays show it."""
 
     STARTING = "starting"
     JOINING = "joining"
@@ -97,7 +97,7 @@ class HeldOutLoss(Value):
 
 
 class Heartbeat(Value):
-    """One peer of one run at one moment, in one incarnation and one start of its process.
+    """A report of one peer's state in one run at one moment.
 
     `index` and `head` are its position in the log, `state_digest` is that of theta and momentum there. `loss` is that
     of the inner step under way (None: not known). `speed` is that of its last training in tokens a second, also while

@@ -53,7 +53,7 @@ class Presence:
         return [speed for speed in self._reported_speeds(log) if speed]
 
     def usual(self, log: LogState) -> float:
-        """Return the median of the tokens a second in these peers' reports, which a minority of liars cannot raise."""
+        """Return the median tokens a second in working peers' reports; a minority of liars cannot raise this median."""
         speeds = self._reported_speeds(log) or [0.0]
         return speeds[len(speeds) // 2]
 
