@@ -14,7 +14,8 @@ AUTO = "auto"
 
 
 def parse_overlap(text: str) -> int | None:
-    """Return the overlap in inner steps that the owner has set, or None for "auto". Raises: ValueError."""
+    """Return the number of inner steps that the owner's overlap in `text` names, or None for "auto". Raises: ValueError
+    for any other text."""
     if text == AUTO:
         return None
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
@@ -75,7 +76,7 @@ class WorkerOptions:
 
     @property
     def reduces_once(self) -> bool:
-        """True if workers sum their gradients once an inner step instead of once a micro-batch."""
+        """True if workers sum their gradients once per inner step instead of once per micro-batch."""
         return self.whole_gradients or self.whole_layers
 
 
@@ -85,7 +86,7 @@ def needs_gpu_count(options: WorkerOptions) -> bool:
 
 
 def choose_threads(options: WorkerOptions, devices: Sequence[str], cores: int) -> int:
-    """Return the number of CPU threads of each worker.
+    """Return the number of CPU threads of each worker, on a machine with this many usable cores.
 
     A worker beside a GPU has one. Workers on the CPU share all cores but one, which the peer process needs to receive
     messages while they train.
@@ -97,7 +98,8 @@ def choose_threads(options: WorkerOptions, devices: Sequence[str], cores: int) -
 
 
 def choose_devices(options: WorkerOptions, gpus: int) -> list[str]:
-    """Return the device of each worker on a machine with this many GPUs. Raises: MachineError when it has too few."""
+    """Return the device of each worker, such as "cuda:0", on a machine with this many GPUs. Raises: MachineError if
+    there are too few, or if the options contradict each other."""
     wanted = options.gpus or (gpus if needs_gpu_count(options) else 0)
     if options.gpus and not needs_gpu_count(options):
         raise MachineError(
