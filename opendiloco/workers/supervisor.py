@@ -111,7 +111,7 @@ class Supervisor:
         self.tell(Hold(held=held))
 
     async def close(self) -> None:
-        """End the workers. Afterwards no process of theirs is left."""
+        """End the workers, and wait until their processes have ended."""
         self._is_closing = True
         await self.pool.close()
         await self.requests.idle()
@@ -378,7 +378,8 @@ class _WorkerPool:
         """
         with socket.create_server((LOOPBACK, 0)) as listener:
             descriptor, port = listener.fileno(), listener.getsockname()[1]  # the workers meet at this port
-            threads = choose_threads(options, ["cpu"] * options.cpu_workers, usable_cores())  # at most
+            # The first worker starts before the devices are known: it gets the threads of a worker on the CPU.
+            threads = choose_threads(options, ["cpu"] * options.cpu_workers, usable_cores())
             first = await WorkerProcess.start((self._memory, descriptor), threads, of_first)
         self.workers.append(first)
         if self.is_over:
@@ -426,7 +427,7 @@ class _WorkerPool:
             worker.kill()
 
     async def close(self) -> None:
-        """End the workers. Afterwards no process of theirs is left."""
+        """End the workers, and wait until their processes have ended."""
         self.is_over = True
         await asyncio.gather(*(worker.close() for worker in self.workers))
 
