@@ -1,5 +1,5 @@
-"""The assembly of a worker's model: whole on a single worker, sharded over several. Also the checks that the machine
-has enough memory for the model."""
+"""The assembly of a worker's model, sharded if several workers share it; and checks that it fits in the machine's
+memory."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ SHARE_OF_LOGITS = 0.25
 
 
 def in_fitting_precision(config: RunConfig, team: Team) -> RunConfig:
-    """Choose a precision that suits the devices of all workers. Return the run's configuration with that precision; for
-    fp16, set `team.half` instead.
+    """Return the run's configuration in a precision that suits all workers' devices. For fp16, set `team.half` instead.
 
     If the run asks for bf16 and one worker's device does not support it, all compute in fp16 if that is fast on all
     devices, and otherwise in fp32.
@@ -101,8 +100,7 @@ def assemble_model(
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Turn on activation checkpointing: each block computes its activations again in the backward pass. Raises:
-    MachineError if the model does not support it."""
+    """Make each block compute its activations again in the backward pass. Raises: MachineError if the model cannot."""
     # transformers before version 5 names the method gradient_checkpointing_enable.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:

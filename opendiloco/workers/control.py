@@ -1,5 +1,5 @@
-"""The control channel between the peer process and each of its workers: the messages, and `WorkerProcess`, through
-which the peer process starts and commands one worker.
+"""The control channel between the peer process and its workers; and `WorkerProcess`, which starts and commands a
+worker.
 
 The channel is a socket pair that carries one message a line. This module imports no torch.
 
@@ -49,7 +49,7 @@ and compiles blocks."""
 LEAST_PATIENCE = 600.0
 """Least number of seconds for which a training may be silent after its first inner step, because other programs may
 slow the machine down for a while."""
-STEPS_OF_PATIENCE = 10  # a worker may be silent for 10 times its slowest inner step
+STEPS_OF_PATIENCE = 10  # a worker may be silent for 10 times the duration of its slowest inner step
 ALIVE_SECONDS = 30.0  # seconds between two `Alive` reports of a worker that waits for other peers
 LINE_LIMIT = 16 * 2**20  # most bytes of a reply; asyncio's default of 64 KiB is too small for long tracebacks and texts
 CLOSE_SECONDS = 2.0  # seconds that a worker has to exit before the peer process kills it
@@ -98,7 +98,7 @@ class Reply(ControlMessage):
 
 
 class Report(Reply):
-    """A message that a worker sends while it carries out a command, before the answer."""
+    """A message that a worker sends before its answer, while it carries out a command."""
 
 
 class CountDevices(Command):
@@ -106,8 +106,8 @@ class CountDevices(Command):
 
 
 class Configure(Command):
-    """Command to build the model, the data and the optimizer, as worker `rank` of `workers` workers. Each worker
-    answers with `Configured` once all workers have built theirs.
+    """Command to build model, data and optimizer, as worker `rank` of `workers` workers. Each worker answers with
+    `Configured` once all workers have built theirs.
 
     `memory` is the inherited descriptor of the `SharedVectors`. The workers connect to each other through the first
     worker's store on `port`; the first worker inherits the socket of that store as `listener`. If `fresh`, the first
@@ -150,8 +150,8 @@ class RunInnerLoop(Command):
 
     @classmethod
     def of(cls, work: InnerLoop, config: RunConfig, **fields: Any) -> Self:
-        """Return the command that makes workers train `work` in a run with this `config`. Raises: AmendmentError if an
-        amendment does not suit the run."""
+        """Return the command to train `work` in this run. Raises: AmendmentError if an amendment does not suit the
+        run."""
         overrides = Overrides.of(work.amendment, config)
         return cls(
             index=work.index,
@@ -222,8 +222,8 @@ class Export(Command):
 
 
 class AtStage(Reply):
-    """Message: the stage that the worker has reached, such as "building the model" (see `opendiloco.stages`). `share`
-    is the finished share of the stage, 0 to 1, or None if unknown."""
+    """Message: the stage that the worker has reached, such as "building the model". `share` is the finished share of
+    the stage, 0 to 1, or None if unknown."""
 
     stage: str
     share: float | None
@@ -304,8 +304,7 @@ class InnerStepDone(Report):
 
 
 class FragmentStored(Report):
-    """Report: the worker has written its part of a fragment's weights to the shared vector `local`, during training or
-    at the end of training.
+    """Report: the worker has written its part of a fragment's weights to the shared vector `local`.
 
     `samples` (the lease, or a prefix of it) are the samples that the whole training will have used, and `tokens` is the
     number of tokens in them. If the training is stopped, they count what it has used so far. `loss` is the mean loss so
@@ -364,8 +363,8 @@ class Exported(Reply):
 
 
 class MomentsMoved(Reply):
-    """Reply: the inner optimizer's moments were written or loaded or, if there is a `problem`, were not. Training
-    continues in both cases."""
+    """Reply: the moments were written or loaded or, if there is a `problem`, were not. Training continues in both
+    cases."""
 
     problem: str | None = None
 
@@ -380,8 +379,7 @@ class Failed(Reply):
 
 
 def patience(slowest_seconds: float | None) -> float:
-    """Return the seconds for which a worker may report nothing during training, and for which its collective operations
-    may wait for other workers.
+    """Return the seconds for which a worker may report nothing in training, and its collective operations may block.
 
     `slowest_seconds` is the duration of its slowest inner step so far, or None before the first one.
     """
@@ -400,8 +398,7 @@ class UnexpectedWorkerError(WorkerError):
 
 
 def _rebuild(failure: Failed) -> DilocoPeerError:
-    """Return the error that a worker has reported: an expected error as its own class, any other as an
-    `UnexpectedWorkerError`. The worker's traceback is added as a note."""
+    """Return a worker's error, with its traceback as a note. An unexpected error becomes an `UnexpectedWorkerError`."""
     expected = EXPECTED_ERRORS.get(failure.error)
     error: DilocoPeerError
     if expected is not None:
@@ -455,8 +452,8 @@ class WorkerDeathError(WorkerError):
 
 
 class WorkerProcess:
-    """A worker process, as the peer process commands it. The worker carries out one command at a time, and beside it
-    one that writes or loads moments. Create it with `start`."""
+    """A worker process under the peer process's control. The worker carries out one command at a time; a command about
+    moments may run beside another one. Create it with `start`."""
 
     def __init__(self, process: asyncio.subprocess.Process, on_stage: Watch) -> None:
         self.name = "the worker"
@@ -489,16 +486,15 @@ class WorkerProcess:
         return worker
 
     def write(self, message: ControlMessage) -> None:
-        """Send a message to the worker. If the worker is dead, drop the message without an error, because `death` has
-        the error."""
+        """Send a message to the worker. If the worker is dead, drop the message: `death` has the error."""
         if not self._writer.is_closing():
             self._writer.write(message.line())
 
     async def exchange(
         self, command: ControlMessage, answer: type[Answer], on_report: Callable[[Report], None]
     ) -> Answer:
-        """Send a command and return the worker's answer. The caller must not cancel this call, or the next command
-        would get this answer.
+        """Send a command and return the worker's answer. The caller must not cancel this call, because the next call
+        would then return the late answer.
 
         Raises: the worker's error, rebuilt as an error of this project; WorkerDeathError when the worker dies.
         """
@@ -542,8 +538,7 @@ class WorkerProcess:
             self._process.kill()
 
     async def close(self) -> None:
-        """End the worker by closing its control channel, and kill the worker if it does not exit within
-        `CLOSE_SECONDS`.
+        """End the worker by closing its control channel. Kill it if it does not exit within `CLOSE_SECONDS`.
 
         Afterwards no process is left, unless `is_running` is still true: the kernel cannot end a process that waits for
         a GPU's driver.
@@ -561,8 +556,7 @@ class WorkerProcess:
         self._end(self._describe_death())
 
     def _hear(self, line: bytes) -> None:
-        """Handle one line that the worker has sent on the control channel. Raises: ValueError if it is not a control
-        message."""
+        """Handle one line from the worker's control channel. Raises: ValueError if it is not a control message."""
         reply = Reply.parse(line)
         if isinstance(reply, AtStage):
             self._on_stage(reply.stage, reply.share)
@@ -627,8 +621,7 @@ class WorkerProcess:
 
 
 async def _spawn(control: int, inherited: Sequence[int], threads: int) -> asyncio.subprocess.Process:
-    """Start a worker process. `control` is the file descriptor of the worker's end of the control channel. A pipe
-    collects the worker's output."""
+    """Start a worker process, with its end of the control channel as descriptor `control`, and its output in a pipe."""
     with signals_held_back():  # otherwise Ctrl-C would end the worker before a leaving peer could finish its round
         return await asyncio.create_subprocess_exec(
             *module_command("opendiloco.workers.worker", str(control)),

@@ -49,7 +49,7 @@ while."""
 
 class WorkerGroup:
     """All workers of a volunteer, running and configured. They carry out requests one after the other. Create the group
-    with `start`, and end the workers with `close`."""
+    with `start`, and end it with `close`."""
 
     vectors: SharedVectors
     fragments: Sequence[slice]
@@ -74,8 +74,8 @@ class WorkerGroup:
     async def start(
         cls, config: RunConfig, options: WorkerOptions | None = None, reads_runs_text: bool = True
     ) -> WorkerGroup:
-        """Start and configure the workers. `reads_runs_text` is True if they read the text that the run defines (see
-        `Run.has_runs_text`). Raises: see `Supervisor.start`."""
+        """Start and configure the workers. `reads_runs_text`: see `Run.has_runs_text`. Raises: see
+        `Supervisor.start`."""
         options = options or WorkerOptions()
         group = cls(config, options, reads_runs_text)
         supervisor = group.supervisor
@@ -102,7 +102,7 @@ class WorkerGroup:
         goes_on: bool = False,
     ) -> Trained:
         """Train `work`, write all fragments to `vectors.local`, and return the trained samples, their tokens and the
-        mean loss (see `Workload`). If the call is cancelled, stop the workers within one inner step.
+        mean loss. If the call is cancelled, stop the workers within one inner step.
 
         In a run with an overlap, the workers still have inner steps to take when this returns. They take them before
         any other request.
@@ -125,7 +125,7 @@ class WorkerGroup:
 
         def on_step(step: InnerStepDone) -> None:
             self.telemetry.progressed(work.index, step)
-            number = 0 if under_way.is_known else step.inner_step  # 0: a step after the training's outcome is known
+            number = 0 if under_way.is_known else step.inner_step  # 0 marks a step after the training's outcome
             on_progress(Progress(number, step.loss, step.tokens_per_second))
 
         async def carry_out() -> InnerLoopDone:
@@ -155,8 +155,8 @@ class WorkerGroup:
         return Trained(stored.samples, stored.tokens, stored.loss)
 
     def end_rest(self) -> None:
-        """Stop the inner steps that the workers still take after the last training's outcome is known: they may wait
-        for averages that never arrive."""
+        """Stop the inner steps left after the last training's outcome, because they may wait for averages that never
+        arrive."""
         if self.under_way is not None and self.under_way.has_rest:
             self._tell(EndInnerLoop(number=self._trainings))
 
@@ -165,7 +165,7 @@ class WorkerGroup:
         fragment's new values; otherwise there is nothing to merge."""
         self._tell(TakeAverage(number=self._trainings, fragment=fragment, is_changed=is_changed))
 
-    def _tell(self, command: ControlMessage) -> None:  # a benchmark overrides this method
+    def _tell(self, command: ControlMessage) -> None:  # a benchmark with a worker thread overrides this method
         self.supervisor.tell(command)
 
     # The model -------------------------------------------------------------------------------------------------------
@@ -174,14 +174,12 @@ class WorkerGroup:
         return await self._insist(Evaluate(windows=windows), Evaluated)
 
     async def held_out(self, section: EvaluationSection) -> HeldOut:
-        """Return theta's held-out loss, in nats per token, over `section.windows` windows, with a note whether they are
-        the run's text."""
+        """Return theta's held-out loss over `section.windows` windows, and whether these are from the run's text."""
         is_runs_text = self.reads_runs_text and section.digest in (None, self.held_out_digest)
         return HeldOut((await self.evaluate(section.windows)).loss, is_runs_text)
 
     async def generate(self, prompt: str, tokens: int, seed: int = 0, temperature: float = TEMPERATURE) -> str:
-        """Return the text with which theta continues a prompt, of at most `tokens` tokens. At temperature 0 each token
-        is the most likely one."""
+        """Return theta's continuation of a prompt, as text. At temperature 0 each token is the most likely one."""
         command = Generate(prompt=prompt, tokens=tokens, seed=seed, temperature=temperature)
         return (await self._insist(command, Generated, workers=1)).text
 
@@ -191,8 +189,7 @@ class WorkerGroup:
         await self._insist(command, Exported, workers=1)
 
     async def _insist(self, command: ControlMessage, answer: type[Answer], workers: int | None = None) -> Answer:
-        """Queue a command for the workers, and repeat it with replacement workers if they die. Return the first
-        worker's answer."""
+        """Queue a command for the workers, and repeat it if they are replaced. Return the first worker's answer."""
 
         async def ask() -> Answer:
             while True:
@@ -246,7 +243,7 @@ class UnderWay:
         return self.is_known and self._request is not None and not self._request.done()
 
     def check_rest(self) -> None:
-        """Raise the error of the inner steps that were left after the outcome (the *rest*), if they have failed."""
+        """Raise the error of the inner steps that were left after the outcome, if they have failed."""
         if self.is_known and self._request is not None:
             with suppress(asyncio.CancelledError):
                 self._request.result()

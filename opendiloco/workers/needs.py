@@ -81,8 +81,8 @@ class Needs:
 
     @property
     def device_memory(self) -> int:
-        """The memory, in bytes, that each GPU needs for its part of the model, CUDA and NCCL, not counting
-        activations."""
+        """The memory, in bytes, that each GPU needs for its part of the model, CUDA and NCCL. Activations come on
+        top."""
         return self.device.training // self.gpus + CONTEXT_BYTES + NCCL_BYTES * (self.gpus > 1)
 
     @property
@@ -108,18 +108,18 @@ class Needs:
         }
 
     def days(self, machine: _Machine) -> float | None:
-        """Return the days that a peer on this machine trains for the whole run, or None if the GPUs' speed is unknown
-        or their memory too small."""
+        """Return the days that the run takes a peer on `machine`, or None if its GPUs are too small or of unknown
+        speed."""
         if self.device_memory > machine.memory:
             return None
         peak = peak_tokens_per_second(machine.gpu, machine.gpus, self.precision, self.token_flops)
         return None if peak is None else self.tokens / (UTILISATION * peak) / SECONDS_A_DAY
 
     def link(self, days: float) -> tuple[float, float]:
-        """Return the seconds that a round may take, and the bits per second that a peer's link must then carry in each
-        direction.
+        """Return the seconds that a round may take if the run takes `days` days, and the bits per second that a peer's
+        link must then carry in each direction.
 
-        `days` is the length of the training. A member of a large round sends two payloads and receives two.
+        A member of a large round sends two payloads and receives two.
         """
         seconds = SECONDS_A_DAY * days / self.outer_steps * SHARE_OF_ROUNDS / (1 - SHARE_OF_ROUNDS)
         return seconds, 8 * 2 * self.host.payload / seconds
@@ -157,8 +157,8 @@ def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1, options: WorkerOpt
 
 
 def needs_lines(needs: Callable[[int], Needs]) -> Iterator[str]:
-    """Yield lines of text with the needs of a run's peers, in general and on each of `MACHINES`. `needs` returns the
-    needs of a peer with a number of GPUs."""
+    """Yield lines of text: the needs in general, and on each of `MACHINES`. `needs(n)` returns those of a peer with n
+    GPUs."""
     one = needs(1)
     beside, alone = in_words(one.main_memory), in_words(one.main_memory_on_cpu)
     yield f"{one.host.values:,} parameters; {one.outer_steps} outer steps, {one.tokens:,} tokens of each peer"
@@ -218,7 +218,7 @@ def worker_memory(
     gathered = sum(sizes) if options.whole_layers else sum(sizes) - sum(blocks) + sum(sorted(blocks)[-2:])
     head, embedding = skeleton.get_output_embeddings(), skeleton.get_input_embeddings()
     vocabulary, matrix = (head.out_features, head.weight.numel()) if isinstance(head, torch.nn.Linear) else (0, 0)
-    with in_pieces_of(max(1, LEAST_LOGITS // max(1, vocabulary))):  # more free GPU memory would allow larger pieces
+    with in_pieces_of(max(1, LEAST_LOGITS // max(1, vocabulary))):  # more GPU memory allows larger pieces of logits
         positions = min(positions_at_once(max(1, vocabulary), torch.device(device)), training.sequence_length)
     is_tied = bool(matrix) and head.weight is embedding.weight
     copied = multiplied_weights(skeleton)

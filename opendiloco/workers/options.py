@@ -14,8 +14,7 @@ AUTO = "auto"
 
 
 def parse_overlap(text: str) -> int | None:
-    """Return the number of inner steps that the owner's overlap in `text` names, or None for "auto". Raises: ValueError
-    for any other text."""
+    """Return the owner's overlap, parsed: a number of inner steps, or None for "auto". Raises: ValueError."""
     if text == AUTO:
         return None
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
@@ -98,8 +97,8 @@ def choose_threads(options: WorkerOptions, devices: Sequence[str], cores: int) -
 
 
 def choose_devices(options: WorkerOptions, gpus: int) -> list[str]:
-    """Return the device of each worker, such as "cuda:0", on a machine with this many GPUs. Raises: MachineError if
-    there are too few, or if the options contradict each other."""
+    """Return the device of each worker, such as "cuda:0". Raises: MachineError if the machine has fewer `gpus` than
+    wanted, or the options contradict each other."""
     wanted = options.gpus or (gpus if needs_gpu_count(options) else 0)
     if options.gpus and not needs_gpu_count(options):
         raise MachineError(

@@ -66,13 +66,13 @@ Result = TypeVar("Result")
 
 
 class WorkersRestartedError(Exception):
-    """The workers died, failed or ran out of memory during a request. Replacement workers are running, but the caller
-    must send the request again."""
+    """The workers died or failed during a request. Replacement workers run, but the caller must send the request
+    again."""
 
 
 class Supervisor:
-    """The supervisor of a volunteer's workers. `start` starts them, `close` ends them. It carries out requests one
-    after the other."""
+    """The running workers of a volunteer. `start` starts the workers, `close` ends them. Requests run one after the
+    other."""
 
     def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
         self.memory_descriptor = create_memory_file()
@@ -88,15 +88,15 @@ class Supervisor:
         self.uncompiled = ""
         """The reason why the present workers train uncompiled blocks although compiled ones would be faster; else
         empty."""
-        self._lost: DilocoPeerError | None = None  # the error for which workers must be replaced, if any
+        self._lost: DilocoPeerError | None = None  # the error that lost the workers, until their replacement
         self._restarts = _Restarts(options.restarts)
-        self._moving = asyncio.Lock()  # lock that a task holds while it moves moments
+        self._moving = asyncio.Lock()  # lock that a task holds while workers write or load moments
         self._watchdog = _Watchdog(self._hung, lambda: self._is_held or self._moving.locked())
         self._is_closing = self._is_held = False
 
     @property
     def workers(self) -> list[WorkerProcess]:
-        """The running workers, by rank."""
+        """The running workers, in the order of ranks."""
         return self.pool.workers
 
     def tell(self, command: ControlMessage) -> None:
@@ -122,7 +122,7 @@ class Supervisor:
 
     # Starting and ending ---------------------------------------------------------------------------------------------
     async def start(self, fresh: bool = True) -> Configured:
-        """Start the workers and wait until each has built its model and data. Return the first worker's reply. If
+        """Start the workers, wait until all have built their models and data, and return the first one's reply. If
         `fresh`, the first worker writes the initial theta into the shared memory.
 
         Raises: MachineError, DataError or ManifestError; WorkerError when a worker dies meanwhile.
@@ -137,8 +137,8 @@ class Supervisor:
                 self._lose(death.result())
 
         def heard_of_other(stage: str, share: float | None) -> None:
-            if stage in WITH_A_COMPILER:  # each such stage has its own time limit
-                with suppress(RuntimeError):  # raised after the start, when its time limit is no longer in force
+            if stage in WITH_A_COMPILER:  # each stage that compiles has its own time limit
+                with suppress(RuntimeError):  # raised if the start is over, and with it the time limit
                     compiling.reschedule(asyncio.get_running_loop().time() + COMPILING_SECONDS)
 
         def heard_of_first(stage: str, share: float | None) -> None:
@@ -175,14 +175,13 @@ class Supervisor:
     def _report_compiling(self, answers: Sequence[Configured]) -> None:
         """Record in a metric whether workers train compiled blocks. Log the reason if they should but do not."""
         COMPILED.set(min(answer.is_compiled for answer in answers))
-        if self._options.compile is not False:  # False: by the owner, or the compiler did not finish
+        if self._options.compile is not False:  # False: the owner or a slow compiler ended compiling
             self.uncompiled = next((answer.uncompiled for answer in answers if answer.uncompiled), "")
         if self.uncompiled:
             logger.warning("this machine trains uncompiled, which takes longer: %s", self.uncompiled)
 
     async def _start_again(self) -> Configured:
-        """Start replacement workers, and return the first one's reply. They do not write the initial theta, because
-        shared memory already holds theta."""
+        """Start replacement workers, which read theta from shared memory, and return the first one's reply."""
         await self.pool.close()
         if stuck := [worker.name for worker in self.workers if worker.is_running]:
             raise MachineError(f"a GPU's driver keeps killed workers running: {', '.join(stuck)}.", LOOK_AT_DEVICE)
@@ -190,8 +189,7 @@ class Supervisor:
         return await self.start(fresh=False)
 
     def _lose(self, error: DilocoPeerError) -> None:
-        """Kill the running workers after an error. The next request starts replacement workers, unless no restarts are
-        left."""
+        """Kill the running workers after an error. The next request replaces them, unless no restarts are left."""
         if self._lost is not None:
             return
         self._lost = error
@@ -231,7 +229,7 @@ class Supervisor:
             await self._replace_after(self._lost)
         try:
             if isinstance(command, RunInnerLoop) and command.goes_on and not self.pool.has_trained:
-                raise WorkersRestartedError  # the workers of the training to continue are lost
+                raise WorkersRestartedError  # the workers whose training was to continue are lost
             is_training = isinstance(command, RunInnerLoop)
             with self._watchdog.watching(on_report) if is_training else nullcontext(on_report) as hear:
                 [answered, *_] = await self._exchange([command] * (workers or len(self.workers)), answer, hear)
@@ -307,8 +305,7 @@ class Supervisor:
         self.kept_moments = path, run
 
     async def _recall_kept_moments(self) -> None:
-        """Load the kept moments into replacement workers, as part of the present request. If that fails, the inner
-        optimizer starts without moments."""
+        """Load the kept moments into replacement workers. If that fails, the inner optimizer starts without moments."""
         if self.kept_moments is None:
             return
         path, run = self.kept_moments
@@ -320,8 +317,8 @@ class Supervisor:
             logger.info("the inner optimizer continues with the moments in %s", path)
 
     async def _move(self, command: MoveMoments) -> None:
-        """Send the workers a command to write or load moments, once earlier ones are done. The command is carried out
-        even if the caller is cancelled.
+        """Send the workers a command to write or load moments, once earlier ones are done, and wait until it is carried
+        out.
 
         A single worker moves moments during training. Several workers do so only between trainings, because they are
         not at the same step at the same time. Once all of them have the command, the next request may follow.
@@ -370,14 +367,13 @@ class _WorkerPool:
     async def start(
         self, config: RunConfig, options: WorkerOptions, fresh: bool, of_first: Watch, of_other: Watch
     ) -> list[Configure]:
-        """Start a worker for each device, and return the command that configures each worker. The first worker counts
-        the GPUs.
+        """Start a worker for each device, and return the commands to configure them. The first worker counts the GPUs.
 
         Raises: MachineError when the machine has too few GPUs, or torch cannot use them; WorkerError when a worker
         dies, or the pool is closed meanwhile.
         """
         with socket.create_server((LOOPBACK, 0)) as listener:
-            descriptor, port = listener.fileno(), listener.getsockname()[1]  # the workers meet at this port
+            descriptor, port = listener.fileno(), listener.getsockname()[1]  # the workers connect to this port
             # The first worker starts before the devices are known: it gets the threads of a worker on the CPU.
             threads = choose_threads(options, ["cpu"] * options.cpu_workers, usable_cores())
             first = await WorkerProcess.start((self._memory, descriptor), threads, of_first)
@@ -417,7 +413,7 @@ class _WorkerPool:
 
     @property
     def device(self) -> str:
-        """The devices that the workers train on, as text."""
+        """The devices that the workers train on, as text, such as "2 x cuda"."""
         first, *others = self._devices
         return f"{len(self._devices)} x {first.partition(':')[0]}" if others else first
 
@@ -433,8 +429,7 @@ class _WorkerPool:
 
 
 def _log_micro_batch(training: TrainingSection, workers: int, micro_batch: int) -> None:
-    """Log the number of windows that a worker computes at once, if it is less than the worker's whole part of a
-    batch."""
+    """Log the number of windows that a worker computes at once, if its part of a batch has more."""
     piece = -(-training.batch_size // workers)
     if micro_batch < piece:
         reason = "as the run recommends" if micro_batch == training.micro_batch else "because memory is short"
@@ -445,8 +440,7 @@ def _log_micro_batch(training: TrainingSection, workers: int, micro_batch: int) 
 
 
 class _Watchdog:
-    """A watchdog that detects hung workers during training: workers that report nothing for longer than `patience`
-    allows.
+    """A watchdog for workers that hang in training: they report nothing for longer than `patience` allows.
 
     It counts checks in a row without a report. Time in which this process was stopped or the machine asleep therefore
     does not count. `on_hang` gets the seconds of silence. Silence while `is_excused()` does not count.
@@ -465,8 +459,8 @@ class _Watchdog:
 
     @contextmanager
     def watching(self, on_report: Callable[[Report], None]) -> Iterator[Callable[[Report], None]]:
-        """Watch for hung workers during a training. Yield a function that receives the workers' reports and passes them
-        to `on_report`."""
+        """Watch for hung workers during a training. Yield a function that takes reports and passes them to
+        `on_report`."""
 
         def hear(report: Report) -> None:
             self.heard()
@@ -484,7 +478,7 @@ class _Watchdog:
                 self._look.cancel()
 
     def heard(self) -> None:
-        """Reset the count of checks without a report."""
+        """Reset the watchdog's count of checks without a report."""
         self._silent = 0
 
     def _wait(self) -> None:
@@ -514,16 +508,15 @@ class _Restarts:
         self._has_halved = False
 
     def begin_anew(self) -> None:
-        """Allow all restarts again, after the workers have succeeded."""
+        """Allow the full number of restarts again, after the workers have succeeded."""
         self.left = self._allowed
 
     def started(self, micro_batch: int, uncompiled: int) -> None:
-        """Record the number of windows that each new worker computes at once, and the number that fits uncompiled."""
+        """Record how many windows each new worker computes at once, and how many would fit in memory uncompiled."""
         self._micro_batch, self._fewer = micro_batch, uncompiled
 
     def after(self, error: DilocoPeerError, is_starting: bool) -> int | None:
-        """Return the number of windows that each replacement worker is to compute at once, or None for the same number
-        as before.
+        """Return how many windows each replacement worker is to compute at once, or None for as many as before.
 
         The present workers failed with `error`, while they started if `is_starting`. Raises: `error`, when no restart
         is left.
@@ -546,16 +539,14 @@ class _Restarts:
 
 
 class _RequestQueue:
-    """A queue of requests to the workers, which run one after the other. Each runs to its end even if its caller is
-    cancelled."""
+    """A queue of requests that run one after the other. Each runs to its end even if its caller is cancelled."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()  # keeps tasks alive: the event loop has only weak references
 
     def add(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> asyncio.Task[Result]:
-        """Run `work` after all requests that were added before, and return its task. The caller must await the task
-        with `asyncio.shield`."""
+        """Run `work` after all requests added before, and return its task. Await the task with `asyncio.shield`."""
 
         async def in_turn() -> Result:
             async with self._turn:
@@ -564,8 +555,7 @@ class _RequestQueue:
         return self.keep(in_turn())
 
     def keep(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """Run `work` at once, and return its task. If the task fails and no caller awaits it, asyncio logs no
-        warning."""
+        """Run `work` at once, and return its task. If it fails and no caller awaits it, asyncio logs no warning."""
         task = start_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._forget)

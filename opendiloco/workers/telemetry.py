@@ -91,8 +91,8 @@ def _values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dic
 
 
 class Telemetry:
-    """The recorder of a machine's training: to the log, to gauges and to trackers. On the x-axis of trackers each outer
-    step counts `inner_steps`.
+    """The recorder of a machine's training in the log, gauges and trackers. On the x-axis of trackers an outer step
+    counts `inner_steps`.
 
     `bytes_per_token` is that of the held-out text, or None if unknown. If known, losses are also reported in bits per
     byte.
@@ -113,8 +113,7 @@ class Telemetry:
 
     @classmethod
     def of(cls, config: RunConfig, options: WorkerOptions, configured: Configured, workers: int) -> Telemetry:
-        """Return the telemetry of a machine with this many workers. `configured` is the first worker's description of
-        itself."""
+        """Return the telemetry of a machine with this many workers. `configured` is the first worker's reply."""
         precision = "tf32" if options.tf32 and config.training.precision == "fp32" else config.training.precision
         peak = peak_tokens_per_second(configured.device_name, workers, precision, configured.flops_per_token)
         return cls(config.training.inner_steps, peak, configured.bytes_per_token)
@@ -159,8 +158,8 @@ class Telemetry:
         self._track((index + 1) * self._inner_steps, {f"outer_step/{name}": value for name, value in values.items()})
 
     def evaluated(self, held_out: HeldOutLoss, is_runs_text: bool = True) -> None:
-        """Record theta's held-out loss, as this machine has computed it. `is_runs_text` is false if the machine
-        evaluated on another text than the run's. The gauge of the loss in nats is in `peers.metrics`."""
+        """Record theta's held-out loss, as computed by this machine, in the log, the trackers and, in bits per byte, a
+        gauge. `is_runs_text` is false if the text is not the run's."""
         bits = self.heard(held_out, "held_out" if is_runs_text else "own_held_out")
         in_bits = "" if bits is None else f" ({bits:.4f} bits per byte)"
         BITS_PER_BYTE.set(math.nan if bits is None else bits)
@@ -168,8 +167,8 @@ class Telemetry:
         logger.info("held-out loss %.4f%s after outer step %d%s", held_out.loss, in_bits, held_out.index, other)
 
     def heard(self, held_out: HeldOutLoss, kind: str = "held_out") -> float | None:
-        """Record a held-out loss in the trackers, by default that of another peer. Return the loss in bits per byte, or
-        None if that is unknown."""
+        """Record a held-out loss in the trackers, by default another peer's. Return it in bits per byte, or None if
+        unknown."""
         values, bits = {f"{kind}/loss": held_out.loss}, None
         if self.bytes_per_token is not None:
             values[f"{kind}/bits_per_byte"] = bits = bits_per_byte(held_out.loss, self.bytes_per_token)
@@ -191,8 +190,8 @@ class Telemetry:
 
 
 def _labels(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the name and text of a label for each value of a nested configuration, except None. The name consists of
-    the keys that lead to the value."""
+    """Yield a label's name and text for each value of a configuration. The name joins the keys that lead to the
+    value."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _labels(inner, f"{path}_{key}" if path else key)

@@ -25,8 +25,8 @@ class Tracker(Protocol):
         """Record the configuration, as JSON values: the run's manifest and this machine's options."""
 
     def record(self, inner_step: int, values: Mapping[str, float]) -> None:
-        """Record finite values by name for an inner step of the run. A step may be recorded twice, because lost work is
-        done again."""
+        """Record finite values by name at an inner step. A step may be recorded twice, because lost work is done
+        again."""
 
     def close(self) -> None:
         """Write all values that are still in memory, and close the tracker."""
@@ -51,14 +51,13 @@ class TrackerSpec(NamedTuple):
 
 
 class TensorBoard:
-    """A tracker that writes event files for `tensorboard --logdir FOLDER`. A thread writes them at least every two
-    minutes."""
+    """A tracker that writes event files for `tensorboard --logdir FOLDER`, in a thread, at least every two minutes."""
 
     remedy = "Name a folder that can be written."
 
     def __init__(self, folder: str, run_id: str, peer_id: str) -> None:
-        """Create the writer of event files. Raises: ImportError if TensorBoard is not installed; OSError if the folder
-        cannot be used."""
+        """Create the writer of event files. Raises: ImportError without TensorBoard; OSError if the folder is
+        unusable."""
         from tensorboard.summary import DirectoryOutput, Writer
 
         self._output: Any = DirectoryOutput(str(Path(folder).expanduser()))
@@ -95,8 +94,7 @@ class WeightsAndBiases:
     remedy = "Run `wandb login` first, or set WANDB_MODE=offline and upload later with `wandb sync`."
 
     def __init__(self, project: str, run_id: str, peer_id: str) -> None:
-        """Log in to Weights & Biases and create this peer's record. Raises: ImportError if wandb is not installed;
-        wandb's errors without a login or network."""
+        """Log in and create this peer's record. Raises: ImportError; wandb's errors without a login or network."""
         import wandb
 
         quiet = {"console": "off"}  # do not upload this process's printed output
@@ -120,8 +118,7 @@ TRACKERS: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {
 
 
 def _open_tracker(choice: TrackerSpec, run_id: str, peer_id: str) -> Tracker:
-    """Create the tracker that `choice` names, and return it. Raises: MachineError if its package is missing or it
-    cannot be used."""
+    """Create the tracker that `choice` names. Raises: MachineError if its package is missing or it cannot be used."""
     try:
         return TRACKERS[choice.kind](choice.target, run_id, peer_id)
     except ImportError as error:
@@ -136,8 +133,7 @@ def _open_tracker(choice: TrackerSpec, run_id: str, peer_id: str) -> Tracker:
 
 @contextmanager
 def tracking(choices: Sequence[TrackerSpec], run_id: str, peer_id: str) -> Iterator[list[Tracker]]:
-    """Create the chosen trackers, yield them, and close them at the end. Raises: MachineError if a tracker cannot be
-    used."""
+    """Create the trackers, yield them, and close them at the end. Raises: MachineError if a tracker cannot be used."""
     with ExitStack() as stack:
         trackers = []
         for choice in choices:

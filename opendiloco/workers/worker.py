@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from opendiloco.training.inner import InnerStep, InnerSteps, ModelReplica
     from opendiloco.training.team import Team
 
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder for the code that PyTorch's compiler has compiled
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder in which PyTorch's compiler keeps compiled code
 COLLECTED_EVERY = 50
 """Number of inner steps between two collections of Python's garbage. All workers collect after the same step. A step
 leaves little garbage, and a collection takes milliseconds."""
@@ -43,7 +43,7 @@ LOOK_SECONDS = 0.1  # seconds between two checks for the peer process's commands
 
 
 def _serve(channel: ControlChannel) -> None:
-    """Carry out the commands of the peer process and send the replies, until the worker's process ends."""
+    """Carry out the peer process's commands, and send the replies, until the worker's process ends."""
     worker: Worker | None = None
     device = "the device"
     while True:
@@ -94,7 +94,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _describe_failure(error: Exception, device: str = "the device") -> control.Failed:
-    """Return the `Failed` message from which the peer process rebuilds an error. `device` names the worker's device."""
+    """Return the `Failed` message from which the peer process rebuilds an error of a worker on `device`."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, ImportError):
         error = MachineError(f"a library of the training stack cannot be imported: {error}.", "Install it with pip.")
@@ -117,8 +117,8 @@ def _describe_failure(error: Exception, device: str = "the device") -> control.F
 
 # The control channel -------------------------------------------------------------------------------------------------
 class _Average(NamedTuple):
-    """The newest `TakeAverage` command for a fragment: the training's number, whether there are new values, and the
-    time when the command arrived (monotonic seconds)."""
+    """The newest `TakeAverage` for a fragment: the training's number, whether there are new values, and the command's
+    arrival in monotonic seconds."""
 
     number: int
     is_changed: bool
@@ -133,7 +133,7 @@ class ControlChannel:
         self._connection = connection
         self._sending = threading.Lock()
         self.stopped_number = 0
-        self._may_step = threading.Event()  # cleared while the owner wants a pause
+        self._may_step = threading.Event()  # cleared while the machine's owner pauses training
         self._may_step.set()
         self._averages: dict[int, _Average] = {}
         self._news = threading.Event()
@@ -305,8 +305,8 @@ class Worker:
         return keep_compiled_if_it_works(self._replica, self._team, self._cache)
 
     def _choose_micro_batch(self) -> int:
-        """Return the micro-batch, in windows: the owner's choice, otherwise as many windows as fit, up to the run's
-        recommendation. A GPU's micro-batch may grow later, when the memory that training needs has been measured."""
+        """Return the micro-batch, in windows: the owner's choice, or as many as fit, up to the run's recommendation. A
+        GPU's micro-batch may grow later, when its memory use in training is known."""
         from opendiloco.training.trials import fitting_micro_batch
 
         piece = self._team.largest_piece(self._config.training.batch_size)
@@ -333,8 +333,8 @@ class Worker:
                 raise WorkerError(f"{type(command).__name__} is out of place here.", "This is a bug; report it.")
 
     def _carry_out_asides(self) -> None:
-        """Carry out the commands that wait in the queue during training. The peer process queues only commands about
-        moments then, and only for a single worker."""
+        """Carry out queued commands during training. The peer process then queues only commands about moments, and only
+        for a single worker."""
         if self._team.size > 1:
             return
         with suppress(queue.Empty):
@@ -343,7 +343,7 @@ class Worker:
                     self._channel.send(reply)
 
     def _move_moments(self, command: control.MoveMoments) -> control.MomentsMoved | None:
-        """Write or load moments, and return the reply. If a thread does the writing, return None; the thread sends the
+        """Write or load moments and return the reply, or return None if a thread writes them and then sends the
         reply."""
         write = None
         try:
@@ -427,8 +427,7 @@ def _own_cache(folder: str | None) -> Path | None:
 
 @contextmanager
 def _collected_by_hand() -> Iterator[None]:
-    """Turn off Python's automatic garbage collection within a block, because all workers wait for a worker that
-    collects."""
+    """Turn off Python's automatic garbage collection within a `with` block: all workers wait for one that collects."""
     gc.disable()
     try:
         yield
@@ -458,8 +457,8 @@ def _freeze() -> None:
 
 # Training ------------------------------------------------------------------------------------------------------------
 class InnerLoops:
-    """The part of a worker that trains, once for each command. It calls `carry_out_asides` between inner steps and
-    while the worker waits."""
+    """The trainings of a worker. Between inner steps and in waits, `carry_out_asides` carries out commands about
+    moments."""
 
     def __init__(
         self,
@@ -481,7 +480,7 @@ class InnerLoops:
 
     def run(self, command: control.RunInnerLoop) -> control.InnerLoopDone:
         """Carry out a training and return its results. If the training continues the previous one, the worker's idle
-        time between them counts as waiting for an average."""
+        time before it counts as waiting for an average."""
         from opendiloco.training.team import forget_peak_memory, peak_memory
 
         self._waited = self.idled if command.goes_on else 0.0  # seconds of waiting for averages
@@ -518,7 +517,7 @@ class InnerLoops:
         )
 
     def _pass_through(self, inner_steps: InnerSteps) -> None:
-        """Take all inner steps, and store each fragment when it is due. Store the last fragment even if the training is
+        """Take the inner steps, and store each fragment on time. Store the last fragment even if the training is
         stopped early."""
         last = len(self._replica.layout.fragments) - 1
         local = self._vectors.local
@@ -541,8 +540,8 @@ class InnerLoops:
         self._stored[fragment] = self._number, time.monotonic()
 
     def merge(self, theta: Vector, fragment: int, alpha: float) -> None:
-        """Wait for a fragment's average, and merge its values in `theta` into the weights: weights = alpha * weights +
-        (1 - alpha) * theta. Merge nothing if the fragment did not change or the training is stopped."""
+        """Wait for a fragment's average, and replace the weights w by alpha * w + (1 - alpha) * theta, its new values.
+        Merge nothing if the fragment did not change or the training is stopped."""
         (number, stored_at), began = self._stored[fragment], time.monotonic()
 
         def is_decided() -> bool:
@@ -569,8 +568,8 @@ class InnerLoops:
         self._held += time.monotonic() - began
 
     def _reported(self, inner_steps: InnerSteps) -> Iterator[InnerStep]:
-        """Take the inner steps, and yield each. After each step, report it to the peer process. Between steps, carry
-        out commands about moments, collect garbage, and wait while training is paused."""
+        """Take and yield the inner steps, and report each to the peer process. Between two steps, carry out commands
+        about moments, collect garbage, and wait while training is paused."""
         began, slowest = time.monotonic(), 0.0
         for step in inner_steps.every():
             if (seconds := time.monotonic() - began) > slowest:
@@ -600,8 +599,8 @@ class InnerLoops:
 
 
 def main() -> None:
-    """Carry out commands from the control channel until the process ends. The program's only argument is the channel's
-    file descriptor."""
+    """Carry out commands from the control channel, whose file descriptor is the only argument, until the process
+    ends."""
     faulthandler.enable()  # prints Python's traceback when a C library crashes
     channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     channel.start()
