@@ -1,5 +1,4 @@
-"""The assembly of a worker's model, sharded if several workers share it; and checks that it fits in the machine's
-memory."""
+"""The assembly of a worker's model, sharded if several workers share it; and checks that the model fits in memory."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ SHARE_OF_LOGITS = 0.25
 
 
 def in_fitting_precision(config: RunConfig, team: Team) -> RunConfig:
-    """Return the run's configuration in a precision that suits all workers' devices. For fp16, set `team.half` instead.
+    """Return the run's configuration in a precision that suits all workers' devices. For fp16, only set `team.half`.
 
     If the run asks for bf16 and one worker's device does not support it, all compute in fp16 if that is fast on all
     devices, and otherwise in fp32.

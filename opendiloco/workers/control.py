@@ -1,5 +1,4 @@
-"""The control channel between the peer process and its workers; and `WorkerProcess`, which starts and commands a
-worker.
+"""The control channel between the peer process and a worker; and `WorkerProcess`, which starts and commands a worker.
 
 The channel is a socket pair that carries one message a line. This module imports no torch.
 
@@ -165,8 +164,8 @@ class RunInnerLoop(Command):
 
 
 class EndInnerLoop(Command):
-    """Command to end training `number` after the inner step in progress, and after at least one inner step. The worker
-    sends no reply.
+    """Command to end training `number` after the inner step in progress, but not before the first inner step is done.
+    The worker sends no reply.
 
     All workers end after the same inner step, as soon as one of them has received this command.
     """
@@ -452,8 +451,8 @@ class WorkerDeathError(WorkerError):
 
 
 class WorkerProcess:
-    """A worker process under the peer process's control. The worker carries out one command at a time; a command about
-    moments may run beside another one. Create it with `start`."""
+    """A worker process under the peer process's control. The worker carries out one command at a time; only a command
+    about moments may run beside it. Create the process with `start`."""
 
     def __init__(self, process: asyncio.subprocess.Process, on_stage: Watch) -> None:
         self.name = "the worker"

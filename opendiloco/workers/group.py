@@ -74,8 +74,8 @@ class WorkerGroup:
     async def start(
         cls, config: RunConfig, options: WorkerOptions | None = None, reads_runs_text: bool = True
     ) -> WorkerGroup:
-        """Start and configure the workers. `reads_runs_text`: see `Run.has_runs_text`. Raises: see
-        `Supervisor.start`."""
+        """Start and configure the workers. `reads_runs_text` is true if they read the text that the run defines.
+        Raises: as `Supervisor.start`."""
         options = options or WorkerOptions()
         group = cls(config, options, reads_runs_text)
         supervisor = group.supervisor
@@ -174,7 +174,8 @@ class WorkerGroup:
         return await self._insist(Evaluate(windows=windows), Evaluated)
 
     async def held_out(self, section: EvaluationSection) -> HeldOut:
-        """Return theta's held-out loss over `section.windows` windows, and whether these are from the run's text."""
+        """Return theta's held-out loss, in nats per token, over `section.windows` windows, and whether these are from
+        the run's text."""
         is_runs_text = self.reads_runs_text and section.digest in (None, self.held_out_digest)
         return HeldOut((await self.evaluate(section.windows)).loss, is_runs_text)
 
@@ -189,7 +190,7 @@ class WorkerGroup:
         await self._insist(command, Exported, workers=1)
 
     async def _insist(self, command: ControlMessage, answer: type[Answer], workers: int | None = None) -> Answer:
-        """Queue a command for the workers, and repeat it if they are replaced. Return the first worker's answer."""
+        """Queue a command for the workers, and send it again if they are replaced. Return the first worker's answer."""
 
         async def ask() -> Answer:
             while True:
@@ -199,8 +200,8 @@ class WorkerGroup:
         return await asyncio.shield(self.supervisor.requests.add(ask))
 
     async def wait_for_death(self) -> DilocoPeerError:
-        """Wait until the workers are dead and not replaced, and return the error to raise. A caller that only waits for
-        `close` must cancel this call."""
+        """Wait until the workers are dead and not replaced, and return the error to raise. A caller that closes the
+        group must cancel this call."""
         return await asyncio.shield(self.supervisor.death)
 
     async def close(self) -> None:
@@ -249,8 +250,8 @@ class UnderWay:
                 self._request.result()
 
     def heard(self, report: Report) -> None:
-        """Handle a worker's report of a finished inner step or a stored fragment. Once all workers have stored a
-        fragment, process the fragment in a new task."""
+        """Handle a worker's report of a finished inner step or a stored fragment. Start a task that processes a
+        fragment once all workers have stored it."""
         if not self.is_wanted:
             return
         if isinstance(report, InnerStepDone):

@@ -108,8 +108,8 @@ class Needs:
         }
 
     def days(self, machine: _Machine) -> float | None:
-        """Return the days that the run takes a peer on `machine`, or None if its GPUs are too small or of unknown
-        speed."""
+        """Return the days that the run takes a peer on `machine`, or None if a GPU's memory is too small or its speed
+        unknown."""
         if self.device_memory > machine.memory:
             return None
         peak = peak_tokens_per_second(machine.gpu, machine.gpus, self.precision, self.token_flops)

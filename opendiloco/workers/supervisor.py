@@ -512,7 +512,8 @@ class _Restarts:
         self.left = self._allowed
 
     def started(self, micro_batch: int, uncompiled: int) -> None:
-        """Record how many windows each new worker computes at once, and how many would fit in memory uncompiled."""
+        """Record how many windows each new worker computes at once, and how many would fit in memory without
+        compiling."""
         self._micro_batch, self._fewer = micro_batch, uncompiled
 
     def after(self, error: DilocoPeerError, is_starting: bool) -> int | None:

@@ -113,7 +113,8 @@ class Telemetry:
 
     @classmethod
     def of(cls, config: RunConfig, options: WorkerOptions, configured: Configured, workers: int) -> Telemetry:
-        """Return the telemetry of a machine with this many workers. `configured` is the first worker's reply."""
+        """Return the telemetry of a machine with this many workers. `configured` is the first worker's reply to
+        `Configure`."""
         precision = "tf32" if options.tf32 and config.training.precision == "fp32" else config.training.precision
         peak = peak_tokens_per_second(configured.device_name, workers, precision, configured.flops_per_token)
         return cls(config.training.inner_steps, peak, configured.bytes_per_token)

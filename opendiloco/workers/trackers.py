@@ -56,8 +56,7 @@ class TensorBoard:
     remedy = "Name a folder that can be written."
 
     def __init__(self, folder: str, run_id: str, peer_id: str) -> None:
-        """Create the writer of event files. Raises: ImportError without TensorBoard; OSError if the folder is
-        unusable."""
+        """Create the writer. Raises: ImportError if TensorBoard is not installed; OSError if the folder is unusable."""
         from tensorboard.summary import DirectoryOutput, Writer
 
         self._output: Any = DirectoryOutput(str(Path(folder).expanduser()))

@@ -410,8 +410,7 @@ class Worker:
 
 
 def _own_cache(folder: str | None) -> Path | None:
-    """Make PyTorch's compiler and Triton keep compiled code in this folder. Return the folder, or None if it is not
-    used.
+    """Make PyTorch's compiler and Triton keep compiled code in this folder. Return the folder, or None if it is unused.
 
     The folder is not used if the machine's owner has named another one or if it cannot be made private.
     """
@@ -473,7 +472,7 @@ class InnerLoops:
         self._replica, self._team, self._vectors, self._channel = replica, team, vectors, channel
         self._carry_out_asides = carry_out_asides
         self._cycles = Cycles(self.store, self.merge, len(replica.layout.fragments), config.streaming)
-        self._stored: dict[int, tuple[int, float]] = {}  # by fragment: its last store's training and monotonic time
+        self._stored: dict[int, tuple[int, float]] = {}  # by fragment: number of the last training, monotonic time
         self._number = 0
         self.idled = 0.0
         """Seconds for which the worker had nothing to do since its last training."""
@@ -517,8 +516,7 @@ class InnerLoops:
         )
 
     def _pass_through(self, inner_steps: InnerSteps) -> None:
-        """Take the inner steps, and store each fragment on time. Store the last fragment even if the training is
-        stopped early."""
+        """Take the inner steps, and store each fragment on time, the last one even if the training is stopped early."""
         last = len(self._replica.layout.fragments) - 1
         local = self._vectors.local
         is_whole = True
@@ -540,8 +538,8 @@ class InnerLoops:
         self._stored[fragment] = self._number, time.monotonic()
 
     def merge(self, theta: Vector, fragment: int, alpha: float) -> None:
-        """Wait for a fragment's average, and replace the weights w by alpha * w + (1 - alpha) * theta, its new values.
-        Merge nothing if the fragment did not change or the training is stopped."""
+        """Wait for a fragment's average, and replace the fragment's weights w by alpha * w + (1 - alpha) * `theta`.
+        Merge nothing if the average changes nothing or the training is stopped."""
         (number, stored_at), began = self._stored[fragment], time.monotonic()
 
         def is_decided() -> bool:
@@ -599,8 +597,7 @@ class InnerLoops:
 
 
 def main() -> None:
-    """Carry out commands from the control channel, whose file descriptor is the only argument, until the process
-    ends."""
+    """Carry out commands from the control channel until the process ends. The only argument is its file descriptor."""
     faulthandler.enable()  # prints Python's traceback when a C library crashes
     channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     channel.start()
