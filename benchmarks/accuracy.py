@@ -115,8 +115,8 @@ def relative_error(exact: npt.NDArray[np.float64], values: npt.NDArray[Any]) -> 
 
 
 def figures(vectors: Sequence[FloatArray], code: Codec) -> tuple[float, float, float]:
-    """Return three measures of a codec: the relative error of the first decoded vector, its cosine with the exact
-    vector, and the relative error of the decoded average."""
+    """Return three measures of a codec: the relative error of the first decoded vector, the cosine between this vector
+    and the exact one, and the relative error of the decoded average."""
     decoded = [code(vector, seed).astype(np.float64) for seed, vector in enumerate(vectors)]
     exact = [vector.astype(np.float64) for vector in vectors]
     cosine = float(decoded[0] @ exact[0] / np.linalg.norm(decoded[0]) / np.linalg.norm(exact[0]))

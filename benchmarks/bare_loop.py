@@ -46,7 +46,8 @@ KEPT_OPTIONS = ("params", "lr", "betas", "eps", "weight_decay")
 
 
 class BareLoop:
-    """A hand-written loop of inner steps. `model` is a transformers model or a `PlainLlama`, already on its device."""
+    """A hand-written loop of inner steps. `model` is a transformers model or a `PlainLlama`, already on the device that
+    trains."""
 
     def __init__(self, config: RunConfig, model: Any, micro_batch: int, compiles: bool) -> None:
         self._training = config.training
@@ -135,8 +136,8 @@ def fused(optimizer: torch.optim.Optimizer, section: InnerOptimizerSection) -> t
 
 
 def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
-    """Yield each part of a batch on the device. If the batch is in pinned memory, the next part is copied while the
-    caller uses the current part."""
+    """Yield a copy on the device of each part of a batch. If the batch is in pinned memory, the next part is copied
+    while the caller uses the current part."""
     coming = None
     for part in parts:
         following = part.to(device, non_blocking=True)

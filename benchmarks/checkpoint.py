@@ -1,4 +1,4 @@
-"""The seconds for which saving a checkpoint blocks the trainer, compared with saving directly: `python -m
+"""The seconds for which saving a checkpoint blocks the trainer, compared with saving in the trainer itself: `python -m
 benchmarks.checkpoint`.
 
 Ours copies momentum and theta into memory that was allocated before or, if they are large, into a file that is not

@@ -201,7 +201,7 @@ class Churn:
 
 async def measure(seconds: float, peers: int, seed: int, folder: Path) -> tuple[Churn, AppliedEntries]:
     """Run peers and cause faults for `seconds` seconds, and return the faults and the applied entries. Raises:
-    TimeoutError if not all peers have averaged START_SECONDS after their start."""
+    TimeoutError if some peer does not average within START_SECONDS."""
     record = AppliedEntries()
     churn = Churn([], random.Random(seed))
     async with AsyncExitStack() as stack:

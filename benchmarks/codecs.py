@@ -56,7 +56,7 @@ def measure(limits: Any, arrays: Arrays, threads: int, rounds: int, compile_too:
 
 
 def row_of(name: str, seconds: dict[str, list[float]], arrays: Arrays, threads: int) -> dict[str, Any]:
-    """Return the table's row on one kernel or library function: its values a second, and its speed as a share of the
+    """Return the table's row on one kernel or library function: its speed in 10⁹ values a second, and as a share of the
     memory's limit and of pypiquant's speed."""
     return {
         "contender": name,

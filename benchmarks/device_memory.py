@@ -52,7 +52,7 @@ ON_CARDS = ("llama-15m", 1), ("llama-150m", 1), ("llama-1b", 1), ("llama-1b", 2)
 """Presets, and the number of GPUs that share each."""
 KEPT: tuple[OptimizerState, ...] = get_args(OptimizerState)
 WITHIN = 0.9
-"""Bar: the smaller of both numbers as a share of the larger."""
+"""Bar: the smaller of measurement and formula must be at least this share of the larger."""
 
 
 def shortened(config: RunConfig) -> RunConfig:
@@ -70,8 +70,8 @@ def shortened(config: RunConfig) -> RunConfig:
 
 
 def measure(config: RunConfig, device: torch.device, kept: OptimizerState = "device") -> tuple[int, WorkerMemory]:
-    """Train a few inner steps, and return the measured peak bytes of tensors on the device and the bytes by the
-    formula. On the CPU, the peak includes moments kept in main memory."""
+    """Train a few inner steps, and return the measured peak bytes of tensors on the device and the memory that the
+    formula predicts. On the CPU, the peak includes moments kept in main memory."""
     team, tokenizer = Team(device), build_tokenizer(config.tokenizer)
     config = in_fitting_precision(config, team)
     options = WorkerOptions(device=str(device), compile=False, activation_checkpointing=False, optimizer_state=kept)
@@ -124,7 +124,7 @@ def windows_that_fit(name: str, gpus: int, kept: OptimizerState, card: int, chec
     """Return the number of the preset's windows that fit into memory at once on `gpus` GPUs of `card` bytes each, or 0
     if the model does not fit.
 
-    It is the number that `join` would find with these figures.
+    `join` would find the same number from these figures.
     """
     config = preset(name)
     needs = taken_by(name, gpus, kept)

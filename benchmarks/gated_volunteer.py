@@ -1,4 +1,4 @@
-"""A volunteer that is alone in its run, and trains an outer step for each line of standard input: `python -m
+"""A volunteer that is alone in its run, and waits for a line of standard input after each training: `python -m
 benchmarks.gated_volunteer`.
 
 Its worker processes, driver, transport, heartbeats, log and checkpoints in a folder are those of `diloco-peer join`.

@@ -24,9 +24,9 @@ from benchmarks.reporting import json_option, report
 
 ROOT = Path(__file__).parent.parent
 LEAST_SECONDS = 10.0
-"""Remaining time below which no step is started."""
+"""Remaining seconds below which no step is started."""
 ENDING_SECONDS = 10.0
-"""Time for a step that is out of time to end its processes."""
+"""Seconds that a step has after its time limit to end its processes."""
 
 
 @dataclass(frozen=True)

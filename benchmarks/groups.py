@@ -27,7 +27,7 @@ OUR_PEER, OTHER_PEER = "benchmarks.vector_peer", "benchmarks.averagers"
 
 @dataclass(frozen=True)
 class AveragingMethod:
-    """An averaging library. `kind` is its name in benchmarks/averagers.py, empty for diloco-peer.
+    """An averaging library and its number format. `kind` is the name in benchmarks/averagers.py, empty for diloco-peer.
 
     `value_bytes` is None for contenders that move as many bytes as our payload.
     """
@@ -184,8 +184,8 @@ async def measure(names: Sequence[str], values: int, places: Sequence[Place], re
 async def start_peers(
     stack: AsyncExitStack, commands: Sequence[Sequence[object]], places: Sequence[Place], logs: Path
 ) -> list[PeerProcess]:
-    """Start one peer process in each place, pass the first peer's address to the others, and return the processes. The
-    stack ends all of them."""
+    """Start one peer process in each place, pass the first peer's address to the others, and return the processes.
+    `stack` ends all processes."""
     peers: list[PeerProcess] = []
 
     async def end() -> None:

@@ -125,7 +125,8 @@ class DonorSwarm:
 
     @asynccontextmanager
     async def _joining(self) -> AsyncIterator[tuple[PeerProcess, Fetch]]:
-        """Start a joiner, and yield its process and its download once it has requested a snapshot."""
+        """Start a joiner, wait for its first request for a snapshot, and yield the joiner's process and its
+        download."""
         command = [*self.arguments, *self.place.ours, "--fetches", "--contact", self.contact]
         joiner = await PeerProcess.start(command, self.logs / "joiner.log", self.place.prefix)
         try:

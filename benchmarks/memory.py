@@ -69,11 +69,12 @@ class Watched:
     peer: str = ""
     address: str = ""
     before_worker: int | None = None
-    """Bytes of each of its workers before it made any vector, or None if workers do not count."""
+    """Bytes of each worker before the worker made any vector, or None if workers do not count."""
 
     @classmethod
     async def listening(cls, role: str, process: PeerProcess) -> Watched:
-        """Wait until a peer process listens for connections, and return its `Watched`. Raises: PeerProcessError."""
+        """Wait until a peer process listens for connections, and return the `Watched` that measures its memory. Raises:
+        PeerProcessError."""
         report = await process.event("listening", START_SECONDS)
         return cls(role, process, report["memory"], report["peer"], report["address"])
 
@@ -182,8 +183,8 @@ class Swarm:
 
 @asynccontextmanager
 async def newcomer(role: str, command: Sequence[object], folder: Path) -> AsyncIterator[Watched]:
-    """Start a peer process with a vector in place of a model, and yield its `Watched` once it listens. The process ends
-    with the context."""
+    """Start a peer process with a vector in place of a model, wait until it listens, and yield the `Watched` that
+    measures its memory. The process ends with the context."""
     process = await PeerProcess.start(command, folder / f"{role}.log")
     try:
         yield await Watched.listening(role, process)
@@ -204,7 +205,7 @@ async def measure_swarm(values: int, watch: PeakMemory) -> None:
             if rank == 0:
                 arguments += ["--contact", volunteers[0].address]
         swarm = Swarm(volunteers, watch, arguments, folder)
-        for _ in range(SNAPSHOT_EVERY + 2):  # enough entries that a joiner fetches a snapshot instead
+        for _ in range(SNAPSHOT_EVERY + 2):  # enough entries that joiners fetch a snapshot instead of replaying
             await swarm.round()
         await swarm.serve_a_joiner()
         await swarm.be_followed()

@@ -111,7 +111,7 @@ class Method:
     thin: int = 0
     """Number of replicas that contribute in another format than the run's own."""
     format: int = 0
-    """The number of that format in `codec.contributions`."""
+    """The number of the thin replicas' format in `codec.contributions`."""
 
     def outer_steps(self, setting: TrainingSetup) -> int:
         """Return the number of outer steps in which this method trains on all of the setup's tokens."""
@@ -189,7 +189,7 @@ def train(method: Method, setting: TrainingSetup, seed: int) -> Curve:
 
 
 def _cycles(reference: Reference, method: Method, outer_steps: int) -> Iterator[int]:
-    """Take all outer steps of all replicas. After each outer step, yield the number of outer steps taken."""
+    """Take all outer steps of all replicas. After each outer step, yield the number of outer steps taken so far."""
     batch_size, fragments = reference.config.training.batch_size, len(reference.layout.fragments)
     for cycle, roster in enumerate(_rosters(method, outer_steps, batch_size, fragments), 1):
         reference.outer_step(roster)
@@ -197,7 +197,7 @@ def _cycles(reference: Reference, method: Method, outer_steps: int) -> Iterator[
 
 
 def _rosters(method: Method, outer_steps: int, batch_size: int, fragments: int) -> Iterator[list[Work]]:
-    """Yield the work of each outer step's members, outer step by outer step.
+    """Yield a list for each outer step: the work of its members.
 
     The last replicas are slow, late or thin. Two late replicas take turns: one is a member of every other outer step,
     the second one of those in between.
@@ -224,7 +224,7 @@ def _rosters(method: Method, outer_steps: int, batch_size: int, fragments: int) 
 
 def _straight(reference: Reference, cycles: int) -> Iterator[int]:
     """Train one worker without averaging. After each cycle of `training.inner_steps` inner steps, yield the number of
-    cycles."""
+    cycles so far."""
     replica, training, pool = reference.build_replica(), reference.config.training, SamplePool()
     for index in range(cycles):
         (lease,), pool = pool.deal([training.inner_steps * training.batch_size])

@@ -1,5 +1,5 @@
-"""A new implementation of the simulator of Streaming DiLoCo (arXiv 2501.18512, section 3.1). It computes the Gbit/s
-needed for a compute utilisation of 50 to 99 %, and shows them beside the paper's (Table 4).
+"""A new implementation of the simulator of Streaming DiLoCo (arXiv 2501.18512, section 3.1). The table shows the Gbit/s
+needed for a compute utilisation of 50 to 99 %, beside the paper's values (Table 4).
 
 A step has four kinds of nodes, one of each for a layer: forward, backward with respect to activations (not for the
 first layer), backward with respect to parameters, and reduction. One processor computes and one link reduces; each
@@ -179,7 +179,7 @@ class Simulation:
             for layer in fragment
         }
         for layer in reversed(range(self.layers)):
-            self._now += self.node * (2 if layer else 1)  # two backward passes a layer, but one in the first layer
+            self._now += self.node * (2 if layer else 1)  # a layer has two backward passes, but the first layer has one
             if layer in sent:
                 self._link_free = max(self._now, self._link_free) + self.reduction
                 self._due.setdefault(self._step + 1 + self.method.overlap, {})[layer] = self._link_free
@@ -210,8 +210,8 @@ def as_printed(bandwidth: float) -> float:
 
 
 def row_of(size: str, name: str) -> dict[str, Any]:
-    """Return the table's row on one method and one model size: the paper's Gbit/s and ours for each target
-    utilisation."""
+    """Return the table's row on one method and one model size: the paper's Gbit/s and the simulated Gbit/s for each
+    target utilisation."""
     scale, row = TABLE[size], dict[str, Any](size=size, method=name)
     for target, papers in zip(TARGETS, scale.rows[name], strict=True):
         least = least_bandwidth(scale, scale.method(name), target)

@@ -28,8 +28,8 @@ from benchmarks.reporting import Bar, json_option, report
 
 WITHOUT, CHOSEN, OWN = "without it", "with it", "with it, int8 only"
 LEAST, MOST = 0.95, 1.1
-"""Bars: the share of entries in which the thin member counts, and the time of a round with it as a multiple of one
-without."""
+"""Bars: the share of entries in which the thin member counts, and the time of a round with this member as a
+multiple of a round's time without the member."""
 ENTRY_SECONDS = 300.0
 
 
@@ -45,8 +45,8 @@ class SwarmTimes:
     formats: Counter[str] = field(default_factory=Counter)
 
     def note(self, before: Sequence[Event], entry: Sequence[Event], thin: str | None) -> None:
-        """Record an entry from the other members' reports on `entry` and on the entry `before`. `thin` is the thin
-        member's id."""
+        """Record an entry's measurements from the reports of all members but the thin one: `entry` on the entry,
+        `before` on the preceding entry."""
         both = list(zip(before, entry, strict=True))
         self.seconds.append(max(after["in_rounds"] - earlier["in_rounds"] for earlier, after in both))
         self.outer_steps.append(max(after["agreed"] - earlier["agreed"] for earlier, after in both))

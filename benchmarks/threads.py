@@ -84,8 +84,8 @@ async def measure(config: RunConfig, contenders: dict[str, Contender], repetitio
 
 
 def rows_of(contenders: dict[str, Contender]) -> list[dict[str, Any]]:
-    """Return the table's rows, one for each contender: its number of threads, its speed, and its event loop's
-    delays."""
+    """Return the table's rows, one for each contender: its number of threads, its speed, and its event loop's delays in
+    ms."""
     seconds = {name: contender.seconds_per_token for name, contender in contenders.items()}
     return [
         {

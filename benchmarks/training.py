@@ -178,8 +178,8 @@ async def measure(config: RunConfig, machine: Machine, repetitions: int, by_hand
 
 
 async def start(stack: AsyncExitStack, command: list[object], folder: Path, threads: int | None = None) -> PeerProcess:
-    """Start a peer process that ends with the stack, and return it. `threads` is passed in the environment, because
-    libraries read the number of threads once, when they are imported."""
+    """Start a peer process that ends with the stack, and return the process. `threads` is passed in the environment,
+    because libraries read the number of threads once, when they are imported."""
     prefix = [] if threads is None else ["env", f"OMP_NUM_THREADS={threads}"]
     process = await PeerProcess.start(command, folder / f"{command[0]}.log", prefix)
     stack.push_async_callback(process.end)

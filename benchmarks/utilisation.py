@@ -55,7 +55,7 @@ class Way:
         return 8 * FORMATS[self.codec].payload_size(1 << 20) / (1 << 20)
 
     def plan(self, peers: tuple[PeerGroup, ...], values: int, inner_steps: int) -> Plan:
-        """Return the plan of a run that trains this way, the input of `forecast`."""
+        """Return the plan (the input of `forecast`) of a run that trains this way."""
         cuts = [values * cut // self.fragments for cut in range(self.fragments + 1)]
         fragments = tuple(end - start for start, end in pairwise(cuts))
         return Plan(fragments, peers, inner_steps, 1, 1.0, 1, self.bits, overlap=self.overlap)
@@ -174,7 +174,7 @@ def main(
     names = namespaces.split(",")
     rate, latency = min(rates_at_once(names, iperf_streams).both_ways), round_trip((names[0], names[1]))
     link = 8 * rate / LINK_SHARE
-    to_each = latency / 2  # round trip of one link, because two links are between two peers
+    to_each = latency / 2  # seconds of a round trip over one of the two links between peers
     peers = (PeerGroup("peer", len(names), link, link, to_each, step_seconds),)
     each = ways(fragments, overlap)
     inner_steps = max(overlap + 1, fragments, round(round_of(peers, values, each[0].bits).seconds / step_seconds))

@@ -130,7 +130,7 @@ class VectorWorker(WorkerGroup):
 class VectorWorkload(LocalWorkload):
     """A workload that records the times of four moments of a round, and the processor seconds at the round's end.
 
-    The moments are its beginning here, the end of encoding, the arrival of the agreed payload, and the new theta.
+    The moments are the round's beginning, the end of encoding, the arrival of the agreed payload, and the new theta.
     """
 
     began_at: float | None = None
@@ -190,8 +190,8 @@ def add_noise(values: Vector, out: Vector, seed: tuple[int, ...]) -> None:
 
 
 def create_vectors(values: int) -> SharedVectors:
-    """Return new vectors as a volunteer's, with the same theta in every peer. Raises: MachineError if memory is
-    short."""
+    """Return a peer's new vectors (theta and local weights), with the same theta in every peer. Raises: MachineError if
+    memory is short."""
     vectors = SharedVectors.create(values)
     add_noise(vectors.theta, vectors.theta, (0,))
     return vectors

@@ -58,13 +58,13 @@ class Wire:
         self.sent.append(sent)
 
     def first_sent(self, start: float) -> float:
-        """Return the time in seconds at which the interface had sent CONTROL_BYTES bytes since `start`, more than
-        control messages take."""
+        """Return the time in seconds of the first sent data: since `start` the interface had then sent CONTROL_BYTES
+        bytes."""
         return self._reaches(self.sent, _at(self.times, self.sent, start) + CONTROL_BYTES)
 
     def last_received(self, end: float) -> float:
-        """Return the time in seconds after which the interface received no more than CONTROL_BYTES bytes until
-        `end`."""
+        """Return the time in seconds of the last received data: from then to `end` the interface received CONTROL_BYTES
+        bytes."""
         return self._reaches(self.received, _at(self.times, self.received, end) - CONTROL_BYTES)
 
     def rates(self, start: float, end: float) -> list[Point]:
@@ -114,8 +114,8 @@ class InterfaceCounters:
 
 @contextmanager
 def process_behind(prefix: Sequence[str]) -> Iterator[int]:
-    """Start an idle process in a network namespace, and yield its process id. Its folder in /proc shows the namespace's
-    byte counters."""
+    """Start an idle process in a network namespace, and yield its process id. The process's folder in /proc shows the
+    namespace's byte counters."""
     with subprocess.Popen([*prefix, "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -139,7 +139,8 @@ class Course:
 
     @property
     def talking(self) -> float:
-        """The seconds before the first data and after the last data without the encoding, but at least PERIOD."""
+        """The seconds of a round before the first data and after the last data, without the encoding, but at least
+        PERIOD."""
         return max(PERIOD, self.first_byte - self.encoding + self.after_last)
 
 
