@@ -47,7 +47,7 @@ from peers.values.leases import SampleRange
 TOKENS, STEPS, WINDOWS = 2, 2, 2
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CARDS = 8, 12, 16, 24
-"""Sizes in GB of 10⁹ bytes."""
+"""Memory sizes of GPUs in GB (10⁹ bytes)."""
 ON_CARDS = ("llama-15m", 1), ("llama-150m", 1), ("llama-1b", 1), ("llama-1b", 2), ("llama-1b", 4), ("llama-10b", 8)
 """Presets, and the number of GPUs that share each."""
 KEPT: tuple[OptimizerState, ...] = get_args(OptimizerState)

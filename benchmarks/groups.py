@@ -82,14 +82,14 @@ class Group:
     contender: AveragingMethod
     peers: Sequence[PeerProcess]
     began: list[float] = field(default_factory=list)
-    """The start of each round, by the clock that all processes share."""
+    """The start of each round, in seconds of the clock that all processes share."""
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
-    """Processor time in each round, of all peers and of all processes that they have started."""
+    """Processor seconds in each round, of all peers and of all processes that they have started."""
     rounds: list[list[Event]] = field(default_factory=list)
     """The reports of all peers on each round."""
     incomplete: int = 0
-    """Number of rounds that ended without an error, but left a peer without the average. They are repeated."""
+    """Number of rounds that ended without an error, but left a peer without the average. Such rounds are repeated."""
 
     async def average(self, counts: bool) -> None:
         """Run one averaging round, repeat it while it is incomplete, and record its measurements if `counts`. Raises:

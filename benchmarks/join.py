@@ -64,7 +64,7 @@ class Fetch:
     began: float
     ended: float = 0.0
     fetched: Counter[str] = field(default_factory=Counter)
-    """Bytes by donor."""
+    """Bytes received from each donor, by the donor's peer id."""
     fetched_before_kill: int | None = None
 
     @property
@@ -94,7 +94,7 @@ class DonorSwarm:
     size: int
     """Bytes of the state."""
     pause: float
-    """Seconds after each round."""
+    """Seconds from the end of a round to the start of the next."""
     logs: Path
     orphans: set[int] = field(default_factory=set)
 
@@ -167,7 +167,7 @@ class FetchMeasurements:
     rounds_before: Sequence[float]
     rounds_during: Sequence[float]
     busy: float
-    """Seconds of the second fetch that were in a round."""
+    """Seconds of the second download in which the donors averaged."""
 
 
 async def measure(values: int, places: Sequence[Place], rounds: int, pause: float) -> FetchMeasurements:

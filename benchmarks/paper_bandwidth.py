@@ -37,9 +37,9 @@ TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 GRID = [0.1 * 1e4 ** (place / 49) for place in range(50)]
 INNER_STEPS, FRAGMENT_LAYERS, OVERLAP, REPLICAS = 100, 3, 1, 2
 TOLERANCE = 0.15
-"""Tolerance below a step of the grid, so that two numbers within it are at the same place on the grid."""
+"""Largest relative difference of two numbers at the same place on the grid, smaller than a step of the grid."""
 HOURS = {"data-parallel": 1097, "with overlap, FP4": 8.75}
-"""Hours in Table 1 for training 1B on 250 G tokens at 1 Gbit/s. Without communication it takes HOURS_ALONE."""
+"""Hours in Table 1 for training 1B on 250 G tokens at 1 Gbit/s. Training without communication takes HOURS_ALONE."""
 HOURS_ALONE = 6.75
 AGREEING, OFF = 73 / 75, 0.01
 """Bars: the share of the cells of Table 4 that agree, and the largest relative error of the times of Table 1."""

@@ -54,7 +54,7 @@ TURN_SECONDS = 3600.0
 FIRST_GPU = "cuda:0"
 AT_LEAST = 0.98
 LEAST_UTILISATION = 0.4
-"""Bar for an H100 that trains the 150M Llama in bf16."""
+"""Bar: the least utilisation (0 to 1) of an H100 that trains the 150M Llama in bf16."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from opendiloco.tools.plan import LINK_SHARE, Forecast, PeerGroup, Plan, forecas
 
 PEER = "benchmarks.streaming_peer"
 CYCLE_SECONDS = 300.0
-"""Time limit of a cycle, including the founding."""
+"""Time limit of a cycle in seconds, including the founding of the run."""
 WARM_UP = 2
 """Cycles of a turn that do not count, because a swarm stores fragments before they are due only from its second cycle
 on."""
