@@ -1,4 +1,4 @@
-"""The agreement of peers during faults, while some are killed, suspended and started again: `python -m
+"""The agreement of peers on the log and the state while some are killed, suspended and restarted at random: `python -m
 benchmarks.churn`.
 
 Real processes have a vector of 5,000 values in place of a model. At random times one of them is killed (SIGKILL), and
@@ -38,14 +38,15 @@ DOWN = (0.5, 15.0)
 SHARE_OF_STOPS = 0.3
 START_SECONDS = 120.0
 SETTLE_SECONDS = 15.0
-AT_WORK = 0.8  # bar: share of the time outside stalls, at least
-LONGEST_STALL = 25.0  # bar: seconds of the longest stall, at most
+AT_WORK = 0.8  # smallest share (0 to 1) of the time outside stalls with which the benchmark passes
+LONGEST_STALL = 25.0  # largest number of seconds between two entries with which the benchmark passes
 LOCAL = ("/ip4/127.0.0.1/tcp/0",)
 
 
 @dataclass
 class AppliedEntries:
-    """The entries that peers have reported as applied, with the digests and times of the reports."""
+    """The entries that peers have reported as applied: for each index, the reported digests of head and state, and the
+    time of the first report."""
 
     heads: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     states: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -77,12 +78,12 @@ class AppliedEntries:
 
     @property
     def stalls(self) -> list[float]:
-        """The gaps, in seconds, that are longer than three times the median gap."""
+        """The seconds of each gap between entries that is longer than three times the median gap."""
         return [gap for gap in self.gaps if gap > 3 * statistics.median(self.gaps)]
 
     @property
     def share_at_work(self) -> float:
-        """The share (0 to 1) of the measured time that is not in stalls."""
+        """The share (0 to 1) of the measured time that lies outside stalls, or 0 if no gap was measured."""
         return 1 - sum(self.stalls) / sum(self.gaps) if self.gaps else 0.0
 
 
@@ -109,7 +110,8 @@ class RestartingPeer:
         self._listening = asyncio.create_task(self._listen(self.process))
 
     async def kill(self) -> set[int]:
-        """Kill the peer's process. Return the process ids of its children, which must end by themselves."""
+        """Kill the peer's process by SIGKILL, and return the ids of its child processes, so that the caller can check
+        that they end."""
         assert self.process is not None
         process, self.process = self.process, None
         self.at_work.clear()
@@ -135,7 +137,7 @@ class RestartingPeer:
                 self.record.add(event)
                 if not self.is_stopped:
                     self.at_work.set()
-        if self.process is process:  # not killed, so the process has failed
+        if self.process is process:  # the benchmark did not kill the process, so it failed
             self.failures += 1
             click.echo(f"{self.name} ended by itself: {process.last_words()}", err=True)
 
@@ -149,7 +151,7 @@ class RestartingPeer:
 
 @dataclass
 class Churn:
-    """The injection of faults into peers, drawn at random from one seed."""
+    """A source of random faults, which kills or suspends peers and later restarts or resumes them."""
 
     volunteers: list[RestartingPeer]
     random: random.Random
@@ -158,7 +160,7 @@ class Churn:
     orphans: set[int] = field(default_factory=set)
 
     async def go_on(self, seconds: float) -> None:
-        """Inject faults for this many seconds. Several peers may be down at once."""
+        """Cause faults in peers for `seconds` seconds. Several peers may be down at once."""
         deadline = time.monotonic() + seconds
         async with asyncio.TaskGroup() as faults:
             while (pause := self.random.expovariate(1 / BETWEEN_FAULTS)) < deadline - time.monotonic():
@@ -167,11 +169,12 @@ class Churn:
                 lasts = self.random.uniform(*(STOPPED if is_stop else DOWN))
                 if victim is not None:
                     faults.create_task(self._stop(victim, lasts) if is_stop else self._kill(victim, lasts))
-                    await asyncio.sleep(0)  # start the fault before the next victim is chosen
+                    await asyncio.sleep(0)  # starts the fault's task before the next victim is chosen
             await asyncio.sleep(max(0.0, deadline - time.monotonic()))
 
     def _victim(self) -> RestartingPeer | None:
-        """Return a random running peer, or None if the other running peers would not be a majority of all peers."""
+        """Return a peer chosen at random for a fault, or None if this peer is down already or the other running peers
+        are no majority of all peers."""
         chosen = self.random.choice(self.volunteers)
         if chosen.process is None or chosen.is_stopped:
             return None
@@ -189,15 +192,16 @@ class Churn:
         await victim.stop_for(seconds)
 
     async def tidy_up(self) -> None:
-        """Wait for the end of killed peers' children, report those that remain, and remove the sockets left behind."""
+        """Wait until killed peers' child processes have ended, report those still running, and remove the killed peers'
+        sockets."""
         if left := await gone(self.orphans, SETTLE_SECONDS):
             click.echo(f"processes left behind: {sorted(left)}", err=True)
         sweep_sockets()
 
 
 async def measure(seconds: float, peers: int, seed: int, folder: Path) -> tuple[Churn, AppliedEntries]:
-    """Run peers with faults for this many seconds, and return the faults and the applied entries. Raises: TimeoutError
-    if the peers do not start averaging."""
+    """Run peers and cause faults for `seconds` seconds, and return the faults and the applied entries. Raises:
+    TimeoutError if some peer does not average within START_SECONDS."""
     record = AppliedEntries()
     churn = Churn([], random.Random(seed))
     async with AsyncExitStack() as stack:

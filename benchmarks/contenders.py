@@ -1,5 +1,5 @@
-"""The calls that benchmarks/codecs.py times: our kernels, the memory's limit, and other libraries with the same
-task."""
+"""The calls that benchmarks/codecs.py times: diloco-peer's kernels, loops that only move memory, and other libraries'
+functions for the same task."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Call = Callable[[], object]
 
 
 def new_floats(count: int, huge_pages: bool, size: float = 0.0) -> FloatArray:
-    """Return `count` floats on huge or small pages: normal noise of standard deviation `size`, or zeros if `size` is
-    0."""
+    """Return `count` fp32 values in huge (2 MiB) or small (4 KiB) memory pages: normal noise of standard deviation
+    `size`, or zeros if `size` is 0."""
     memory = mmap.mmap(-1, count * 4 + HUGE_PAGE)
     memory.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
     whole = np.frombuffer(memory, np.uint8)
@@ -44,7 +44,7 @@ def new_payload(format: kernels.Format, count: int, huge_pages: bool) -> Payload
 
 @dataclass
 class Arrays:
-    """The input and output buffers for `count` values, shared by all contenders."""
+    """The input and output buffers, each for `count` values, that all timed calls share."""
 
     count: int
     huge_pages: bool
@@ -64,7 +64,8 @@ class Arrays:
 
 
 def our_contenders(arrays: Arrays, threads: int) -> dict[str, Call]:
-    """Return calls of our kernels by name: quantizing to each format with each rounding, and each operation on int8."""
+    """Return calls of diloco-peer's kernels, by name: quantizing to each format with each rounding, and the other
+    kernels on int8."""
     values, local, theta, momentum = (
         FloatView(array) for array in (arrays.values, arrays.local, arrays.theta, arrays.momentum)
     )
@@ -91,7 +92,8 @@ def our_contenders(arrays: Arrays, threads: int) -> dict[str, Call]:
 
 
 def limit_contenders(limits: Any, arrays: Arrays, threads: int) -> dict[str, Call]:
-    """Return calls by name that only move as many bytes as the kernels, without arithmetic except in "fp32 y += x"."""
+    """Return calls, by name, that move as many bytes as the kernels do without computing, except for the addition in
+    "fp32 y += x"."""
     values, local, theta, momentum = (
         FloatView(array).address for array in (arrays.values, arrays.local, arrays.theta, arrays.momentum)
     )
@@ -105,7 +107,8 @@ def limit_contenders(limits: Any, arrays: Arrays, threads: int) -> dict[str, Cal
 
 
 def piquant_contenders(arrays: Arrays, threads: int) -> dict[str, Call]:
-    """Return calls of pi-quant by name: computing the parameters of the whole tensor, then its uint8 codes."""
+    """Return calls of pi-quant, by name, that compute the scale and the zero point of a whole tensor, and then its
+    uint8 codes."""
     import piquant
 
     context = piquant.Context(threads)
@@ -129,8 +132,8 @@ def _blockwise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def torch_contenders(arrays: Arrays, threads: int, compile_too: bool) -> dict[str, Call]:
-    """Return calls of torch by name: its own quantization, the same arithmetic as tensor operations (also compiled if
-    `compile_too`), and its SGD."""
+    """Return calls of torch, by name: its int8 quantization, int8 quantization by tensor operations (also compiled if
+    `compile_too`), an addition, and SGD."""
     torch.set_num_threads(threads)
     values, theta = torch.from_numpy(arrays.values), torch.from_numpy(arrays.theta)
     momentum = torch.from_numpy(arrays.momentum)
@@ -156,7 +159,7 @@ def torch_contenders(arrays: Arrays, threads: int, compile_too: bool) -> dict[st
 
 
 def hivemind_contenders(arrays: Arrays) -> dict[str, Call]:
-    """Return calls of hivemind's codecs by name. The blockwise codec is included only where bitsandbytes works."""
+    """Return calls of hivemind's codecs, by name. The blockwise codec is included only if bitsandbytes works."""
     from hivemind.compression import (
         BlockwiseQuantization,
         CompressionInfo,
