@@ -30,7 +30,7 @@ class Condition:
 
 
 def parse_hours(text: str) -> Condition:
-    """Return the condition that pauses the volunteer outside of hours such as 22-07 or 21:30-7:15. Raises: ValueError."""
+    """Return the condition that pauses training outside of hours such as 22-07 or 21:30-7:15. Raises: ValueError."""
     hours = text.strip()
     found = re.fullmatch(r"(\d\d?)(?::(\d\d))?-(\d\d?)(?::(\d\d))?", hours)
     if found is None:

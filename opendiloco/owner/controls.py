@@ -48,10 +48,10 @@ class VolunteerStatus(BaseModel):
 
 @asynccontextmanager
 async def serve_controls(folder: Path, answer: Callable[[OwnerRequest], VolunteerStatus]) -> AsyncIterator[None]:
-    """Serve the owner's requests with `answer` until the context ends. Raises: MachineError for an unusable folder."""
+    """Answer the owner's requests until the context ends. Raises: MachineError if the socket cannot be created."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, TimeoutError, ValidationError, ValueError):  # the client disconnected, or sent an invalid request
+        with suppress(OSError, TimeoutError, ValidationError, ValueError):  # client disconnected, or invalid request
             async with asyncio.timeout(ANSWER_SECONDS):
                 request = OwnerRequest.model_validate_json(await reader.readline())
                 writer.write(answer(request).model_dump_json().encode() + b"\n")
@@ -62,7 +62,7 @@ async def serve_controls(folder: Path, answer: Callable[[OwnerRequest], Voluntee
     try:
         make_private_folder(folder)
         with _short(folder) as near:
-            path.unlink(missing_ok=True)  # a killed process left the socket: the lock on the identity excludes a running one
+            path.unlink(missing_ok=True)  # a killed process left the socket; the identity's lock excludes a running one
             listener = socket.socket(socket.AF_UNIX)
             mask = os.umask(0o177)
             try:
@@ -95,7 +95,7 @@ def ask(path: Path, request: OwnerRequest) -> VolunteerStatus | None:
 
 
 def volunteers(state: Path, run: str | None = None) -> dict[Path, VolunteerStatus]:
-    """Return the answers of the volunteers in a state folder, by socket path; with `run`, only that run's volunteers."""
+    """Return the answers of the volunteers in a state folder, by socket path; with `run`, of that run only."""
     answers = {path: ask(path, OwnerRequest(do="look")) for path in sorted(state.glob(f"{run or '*'}/*/{NAME}"))}
     return {path: answer for path, answer in answers.items() if answer is not None}
 
