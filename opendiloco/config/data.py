@@ -38,7 +38,7 @@ def _check_revision(value: str) -> str:
     return value
 
 
-@lru_cache(maxsize=256)  # each amendment of a run calls shares_of with the same weights
+@lru_cache(maxsize=256)  # a run with amendments calls shares_of often
 def shares_of(weights: tuple[float, ...]) -> tuple[int, ...]:
     """Return the smallest whole numbers that have the exact proportions of these decimal weights.
 

@@ -69,7 +69,7 @@ def _walk(values: JsonValue) -> Iterator[tuple[Place, str, JsonValue]]:
 
 
 def _path(place: Place) -> str:
-    """Return the keys from the top of the config to `place`, joined by dots and without control characters."""
+    """Return the keys from the top of the config to `place`, joined by dots and safe to print."""
     keys: list[str] = []
     while place is not None:
         place, key = place
