@@ -1,4 +1,5 @@
-"""The error of each format: `python -m benchmarks.accuracy`.
+"""The error that each payload format adds to pseudo-gradients, and that other libraries' codecs add: `python -m
+benchmarks.accuracy`.
 
 It is measured on real pseudo-gradients, from training the demo's model on four workers for some outer steps, and on
 noise with heavy tails (Student's t with 3 degrees of freedom). Errors are L2 norms relative to the exact vector's. For
@@ -33,8 +34,8 @@ Codec = Callable[[FloatArray, int], FloatArray]
 
 
 def train_pseudo_gradients(config: RunConfig, outer_steps: int) -> list[FloatArray]:
-    """Return theta - local of each worker after the last outer step. Earlier outer steps move theta by the plain
-    average."""
+    """Train for `outer_steps` outer steps, and return each worker's last pseudo-gradient: theta minus the worker's
+    weights. Each outer step subtracts the workers' mean pseudo-gradient from theta."""
     tokenizer = build_tokenizer(config.tokenizer)
     data, pool = load_data(config, tokenizer), SamplePool()
     replicas = [ModelReplica(config, build_model(config, tokenizer), data.samples) for _ in range(WORKERS)]
@@ -54,7 +55,8 @@ def train_pseudo_gradients(config: RunConfig, outer_steps: int) -> list[FloatArr
 
 
 def heavy_tails() -> list[FloatArray]:
-    """Return each worker's vector: a common signal and its own noise."""
+    """Return a test vector for each worker: a signal common to all workers plus the worker's own noise, both drawn from
+    Student's t distribution with 3 degrees of freedom."""
     generator = np.random.default_rng(3)
     common = generator.standard_t(3, NOISE_VALUES)
     return [(common + generator.standard_t(3, NOISE_VALUES)).astype(np.float32) for _ in range(WORKERS)]
@@ -71,8 +73,8 @@ def ours(format: Format, rounding: Callable[[int], Rounding]) -> Codec:
 
 
 def hivemind(name: str) -> Codec:
-    """Return a codec of hivemind, decoded by its codebook here, because its `extract` fails with numpy 2.4 and
-    newer."""
+    """Return the hivemind codec of this class name, as a function that encodes and decodes a vector. The function
+    decodes with the codec's codebook, because hivemind's `extract` fails with numpy 2.4 and newer."""
     import hivemind.compression
 
     codec: Any = getattr(hivemind.compression, name)()
@@ -94,7 +96,7 @@ def cast(dtype: torch.dtype) -> Codec:
 
 
 def codecs() -> dict[str, tuple[float, Codec]]:
-    """Return the bits per value and the codec of each row."""
+    """Return each compared codec with its bits per value, by the name of its row in the table."""
     rows: dict[str, tuple[float, Codec]] = {}
     for format in kernels.FORMATS.values():
         bits = 8 * format.block_bytes / format.block_values
@@ -113,7 +115,8 @@ def relative_error(exact: npt.NDArray[np.float64], values: npt.NDArray[Any]) -> 
 
 
 def figures(vectors: Sequence[FloatArray], code: Codec) -> tuple[float, float, float]:
-    """Return the relative error and cosine of one vector, and the relative error of the average."""
+    """Return three measures of a codec: the relative error of the first decoded vector, the cosine between this vector
+    and the exact one, and the relative error of the decoded average."""
     decoded = [code(vector, seed).astype(np.float64) for seed, vector in enumerate(vectors)]
     exact = [vector.astype(np.float64) for vector in vectors]
     cosine = float(decoded[0] @ exact[0] / np.linalg.norm(decoded[0]) / np.linalg.norm(exact[0]))

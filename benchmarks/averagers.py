@@ -1,4 +1,5 @@
-"""One peer of another averaging library: `python -m benchmarks.averagers`, started by benchmarks/averaging.py.
+"""A peer that averages with another library (gloo, torchft or hivemind): `python -m benchmarks.averagers`, started by
+benchmarks/averaging.py.
 
 Lines on standard input control it: "prepare KIND" (all work except averaging: new values, and hivemind's search for a
 group), then "go". It answers "ready" and "averaged", see `benchmarks.processes`. All kinds share one tensor to save
@@ -29,7 +30,7 @@ COMPRESSIONS = {"hivemind-fp32": "NoCompression", "hivemind-fp16": "Float16Compr
 
 
 class Averager(Protocol):
-    """An object that averages one tensor with its peers."""
+    """An adapter of an averaging library, which averages `tensor` with the other peers' tensors."""
 
     tensor: torch.Tensor
 
@@ -39,7 +40,7 @@ class Averager(Protocol):
 
 
 class Meeting:
-    """The exchange of addresses between the peers, through a TCPStore of torch that the first peer serves.
+    """A store of addresses that all peers can read: torch's TCPStore, which the first peer serves.
 
     `address` is this peer's own IPv4 address; `contact` is the first peer's listener, as ADDRESS:PORT.
     """
@@ -52,7 +53,8 @@ class Meeting:
             say("listening", address=f"{address}:{self.store.port}")
 
     def exchange(self, what: str, address: str | None) -> str:
-        """Return the address that the first peer publishes as `what`. Only the first peer passes an `address`."""
+        """Return the address that the first peer has stored under the key `what`. The first peer passes the `address`
+        to store; the other peers pass None."""
         if address is not None:
             self.store.set(what, address)
         return str(self.store.get(what).decode())
@@ -64,7 +66,7 @@ def new_store(host: str, port: int, peers: int, is_master: bool) -> Any:
 
 
 class Gloo:
-    """torch.distributed's all_reduce: in fp32, unencrypted, between processes that must all stay to the end."""
+    """An averager by torch.distributed's all_reduce on gloo: in fp32, unencrypted, between a fixed set of processes."""
 
     def __init__(self, tensor: torch.Tensor, meeting: Meeting) -> None:
         self.tensor, self._peers = tensor, meeting.peers
@@ -84,7 +86,8 @@ class Gloo:
 
 
 class Torchft:
-    """torchft's fault-tolerant all_reduce on gloo, from joining the quorum to the vote on committing."""
+    """An averager by torchft's fault-tolerant all_reduce on gloo. A round lasts from joining torchft's quorum to the
+    vote on the commit."""
 
     def __init__(self, tensor: torch.Tensor, meeting: Meeting) -> None:
         self.tensor = tensor
@@ -128,16 +131,18 @@ class Torchft:
 
 
 class Hivemind:
-    """hivemind's averager in one fixed group. The group is found in `prepare`, and averaging is triggered in
-    `average`."""
+    """An averager by hivemind in one fixed group of peers. `prepare` finds the group, and `average` averages in the
+    group."""
 
     def __init__(self, tensor: torch.Tensor, meeting: Meeting, kind: str) -> None:
-        # hivemind reads this when it is imported. By default, files stay in /dev/shm when it does not end properly.
+        # hivemind reads this variable when imported. Its default strategy leaves files in /dev/shm when hivemind is
+        # killed.
         os.environ["HIVEMIND_MEMORY_SHARING_STRATEGY"] = "file_descriptor"
         import hivemind
         import hivemind.compression
 
-        # The sockets of its clients stay in /tmp when they end, so they are placed where temporary files are removed.
+        # hivemind does not delete its clients' sockets, so they are created in TMPDIR, the benchmark's own temporary
+        # folder.
         hivemind.p2p.P2P._UNIX_SOCKET_PREFIX = f"/unix{tempfile.gettempdir()}/hivemind-"
         self.tensor = tensor
         self._peers = meeting.peers
@@ -195,18 +200,21 @@ def start(kind: str, tensor: torch.Tensor, meeting: Meeting) -> Averager:
 
 
 def floats_of_our_payload(values: int) -> int:
-    """Return the number of fp32 values that have as many bytes as our payload of `values`."""
+    """Return the number of fp32 values that together have as many bytes as diloco-peer's int8 payload of `values`
+    values."""
     return INT8.payload_size(values) // 4
 
 
 def is_average(tensor: torch.Tensor, peers: int) -> bool:
-    """Return whether every place holds the average of all peers' ranks, with which each peer had filled it."""
+    """Return True if each value of the tensor is the mean of 0 … peers - 1, the numbers with which the peers filled
+    their tensors."""
     expected = (peers - 1) / 2
     return max(abs(float(tensor.min()) - expected), abs(float(tensor.max()) - expected)) < 1e-3
 
 
 def serve(averagers: Mapping[str, Averager], meeting: Meeting) -> None:
-    """Carry out the commands on standard input until it ends."""
+    """Execute each command from standard input until the input ends: "prepare KIND" prepares an averager, and "go"
+    averages with that averager."""
     for line in sys.stdin:
         command, *kinds = line.split()
         if command == "prepare":
@@ -232,7 +240,7 @@ def serve(averagers: Mapping[str, Averager], meeting: Meeting) -> None:
 def main(
     kinds: Sequence[str], values: int, peers: int, rank: int, contact: str | None, address: str, interface: str
 ) -> None:
-    torch.set_num_threads(1)  # faster for all, because there are more processes than cores
+    torch.set_num_threads(1)  # one thread is fastest, because there are more processes than cores
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     tensor = torch.zeros(values)
     meeting = Meeting(rank, peers, contact, address)

@@ -1,4 +1,4 @@
-"""The time of one averaging round, beside other libraries': `python -m benchmarks.averaging`.
+"""The seconds of one averaging round of diloco-peer, and of other libraries: `python -m benchmarks.averaging`.
 
 Every peer is a separate process on the loopback interface: one of ours, and one that contains all other contenders.
 They run side by side and take turns; the others are idle meanwhile. Times are from the start signal to all peers until
@@ -58,12 +58,14 @@ from peers.values.chunks import KEPT_AT_LEAST
 
 
 def row_of(group: Group, groups: dict[str, Group], values: int) -> dict[str, Any]:
-    """Return one group's results as a row of the benchmark's table."""
+    """Return the table's row on one contender (diloco-peer or another library): the measurements of its group of
+    peers."""
     peers, ours = len(group.peers), group.contender.name == OURS
     seconds, payload = statistics.median(group.seconds), group.contender.payload(values)
     peak, before = group.memory if ours else (0, 0)
     host = HostMemory(values, INT8)
-    formula = host.growing + max(host.kept, KEPT_AT_LEAST * host.payload) + IN_USE  # these peers have no folder
+    # Bytes of main memory that a peer should take if it has no folder for its log and snapshots.
+    formula = host.growing + max(host.kept, KEPT_AT_LEAST * host.payload) + IN_USE
     return {
         "contender": group.contender.name,
         "peers": peers,
@@ -91,7 +93,8 @@ def bars_of(groups: dict[str, Group], peers: int) -> list[Bar]:
 
 
 def choose(without: str) -> list[str]:
-    """Return the wanted contenders on the loopback interface that can run here."""
+    """Return the names of the contenders to measure on the loopback interface: diloco-peer, and each installed library
+    that `without` does not exclude."""
     names = [contender.name for contender in CONTENDERS if contender.name != GLOO_BYTES]
     if importlib.util.find_spec("torchft") is None:
         click.echo("torchft is not installed here: not measured", err=True)
@@ -100,7 +103,7 @@ def choose(without: str) -> list[str]:
 
 
 def is_wanted(name: str, without: str) -> bool:
-    """Return whether a contender's name begins with none of these."""
+    """Return True if a contender's name begins with none of the comma-separated prefixes in `without`."""
     return not any(name.startswith(part.strip()) for part in without.split(",") if part.strip())
 
 

@@ -1,5 +1,5 @@
-"""A training loop for one device as a good engineer writes it by hand: `python -m benchmarks.bare_loop`, started by
-benchmarks.training.
+"""A training loop for one device, written by hand as a good engineer would: `python -m benchmarks.bare_loop`, started
+by benchmarks/training.py.
 
 It has the run's model, optimizer, schedule, batches, precision and gradient clipping, and nothing else: no check for
 finite values, no report after each step. Gradients are summed over micro-batches. The loss is computed for some
@@ -46,7 +46,8 @@ KEPT_OPTIONS = ("params", "lr", "betas", "eps", "weight_decay")
 
 
 class BareLoop:
-    """The loop over inner steps. `model` is transformers' or a `PlainLlama`, on its device."""
+    """A hand-written loop of inner steps. `model` is a transformers model or a `PlainLlama`, already on the device that
+    trains."""
 
     def __init__(self, config: RunConfig, model: Any, micro_batch: int, compiles: bool) -> None:
         self._training = config.training
@@ -66,12 +67,14 @@ class BareLoop:
                 block.compile()
 
     def train(self, windows: torch.Tensor) -> float:
-        """Take the inner steps for these windows, and return the mean loss. Only the end waits for a GPU."""
+        """Take an inner step on each batch of the windows, and return the mean loss in nats per token. The host waits
+        for a GPU only at the end."""
         losses = [self._inner_step(batch) for batch in windows.split(self._training.batch_size)]
         return torch.stack(losses).mean().item()
 
     def add_gradient(self, batch: torch.Tensor) -> torch.Tensor:
-        """Add the gradient of a batch's mean loss, and return that loss."""
+        """Add the gradient of a batch's mean loss to the parameters' gradients, and return the mean loss in nats per
+        token."""
         total = torch.zeros((), device=self._device)
         for windows in copied_ahead(batch.split(self._micro_batch), self._device):
             with self._precision(), packing_known(False):
@@ -90,7 +93,7 @@ class BareLoop:
         return loss
 
     def _states(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states from which the head makes logits."""
+        """Return the model's last hidden states for these token ids: the input of the model's head."""
         if isinstance(self._model, PlainLlama):
             return self._model.model(ids)  # type: ignore[no-any-return]
         return self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
@@ -98,15 +101,15 @@ class BareLoop:
     def _loss_and_slopes(
         self, states: torch.Tensor, targets: torch.Tensor, shape: torch.Size
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a micro-batch's part of the batch's mean loss, and its gradient with respect to the states. Add the
-        gradient with respect to the head.
+        """Return a micro-batch's part of the batch's mean loss in nats per token, and the gradient of this part by
+        `states`. Also add this part's gradient by the head's weights to the head's gradient.
 
         `shape` is the batch's: the windows, and the tokens of each, one more than are predicted.
         """
         predicted, slopes = shape[0] * (shape[1] - 1), torch.empty_like(states)
         total = torch.zeros((), device=self._device)
         at_once = LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"]) // self._head.out_features
-        pieces = -(-len(states) // max(1, at_once))  # as even as possible, because compiled code is for one size
+        pieces = -(-len(states) // max(1, at_once))  # equal pieces, because `_piece_loss` is compiled for one size
         for part, wanted, slope in zip(*(each.chunk(pieces) for each in (states, targets, slopes)), strict=True):
             part.requires_grad_()
             with self._precision():
@@ -125,7 +128,7 @@ class BareLoop:
 
 
 def fused(optimizer: torch.optim.Optimizer, section: InnerOptimizerSection) -> torch.optim.Optimizer:
-    """Return AdamW with a fused step on any device; return any other optimizer unchanged."""
+    """Return AdamW with the same options and torch's fused step. Return any other optimizer unchanged."""
     if section.kind != "adamw":
         return optimizer
     groups = [{name: group[name] for name in KEPT_OPTIONS} for group in optimizer.param_groups]
@@ -133,7 +136,8 @@ def fused(optimizer: torch.optim.Optimizer, section: InnerOptimizerSection) -> t
 
 
 def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
-    """Yield windows on the device. With pinned memory, the next windows are copied while the present ones are used."""
+    """Yield a copy on the device of each part of a batch. If the batch is in pinned memory, the next part is copied
+    while the caller uses the current part."""
     coming = None
     for part in parts:
         following = part.to(device, non_blocking=True)
@@ -146,8 +150,7 @@ def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device) -> Iterato
 
 @torch.no_grad()
 def check_logits(model: Any) -> None:
-    """Raise ClickException unless a model's logits are its head's output for its hidden states, without further
-    changes."""
+    """Raise ClickException if the model's logits differ from its head's output for its last hidden states."""
     ids = torch.arange(4, device=model.device).remainder(model.config.vocab_size)[None]
     model.eval()
     made = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
@@ -161,7 +164,8 @@ def check_logits(model: Any) -> None:
 def train_on_request(
     config: RunConfig, threads: int, wanted: str, by_hand: bool, micro_batch: int, compiles: bool
 ) -> None:
-    """Train on the samples that standard input names until it ends."""
+    """Train on the samples listed in each line of standard input, and report each training's seconds and loss, until
+    the input ends."""
     torch.set_num_threads(threads)
     device, training = choose_device(wanted), config.training
     tokenizer = build_tokenizer(config.tokenizer)

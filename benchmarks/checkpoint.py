@@ -1,4 +1,5 @@
-"""The time for which a checkpoint stops the trainer, compared with saving at once: `python -m benchmarks.checkpoint`.
+"""The seconds for which saving a checkpoint blocks the trainer, compared with saving in the trainer itself: `python -m
+benchmarks.checkpoint`.
 
 Ours copies momentum and theta into memory that was allocated before or, if they are large, into a file that is not
 flushed. Another process then writes the copy to the disk. Only a next outer step that comes before the end of the copy
@@ -48,7 +49,7 @@ SHORTEST = 1e-4
 
 @dataclass
 class Times:
-    """Seconds of one contender, one value a round."""
+    """The measured seconds of one contender (a way to save a checkpoint), with one value for each round."""
 
     blocked: list[float] = field(default_factory=list)
     copied: list[float] = field(default_factory=list)
@@ -56,7 +57,8 @@ class Times:
 
 
 def save_at_once(save: Callable[[Path], object], path: Path) -> float:
-    """Return the seconds until the file that `save` writes is safe on the disk."""
+    """Call `save` to write a file to `path`, flush the file and its folder to the disk, and return the seconds of
+    both."""
     start = time.perf_counter()
     save(path)
     for each in (path, path.parent):
@@ -67,8 +69,8 @@ def save_at_once(save: Callable[[Path], object], path: Path) -> float:
 
 
 async def save_in_a_process(state: OuterState, plan: KeepingPlan) -> tuple[float, float, float]:
-    """Return the seconds that the trainer loses, until the copy is done, and until the checkpoint is safe on the
-    disk."""
+    """Save a checkpoint in diloco-peer's writer process, and return three times in seconds: the trainer's slowdown, the
+    time until the state is copied, and the time until the checkpoint is flushed to the disk."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     storage = FolderStorage(plan.folder, available_memory)
     memory = storage.snapshot(state.theta.nbytes + state.momentum.nbytes)
@@ -80,7 +82,7 @@ async def save_in_a_process(state: OuterState, plan: KeepingPlan) -> tuple[float
         quantize_difference(state.theta, state.momentum, payload)
         return time.perf_counter() - began
 
-    encode()  # allocates the payload's memory
+    encode()  # not timed, because the first call allocates the payload's memory
     alone = await asyncio.to_thread(encode)
     async with Checkpointer(plan) as checkpointer:
         start = time.perf_counter()
@@ -94,8 +96,8 @@ async def save_in_a_process(state: OuterState, plan: KeepingPlan) -> tuple[float
 
 
 def measure(values: int, rounds: int, folder: Path, rate: float | None) -> dict[str, Times]:
-    """Measure all contenders, after one round to warm up. Raises: ClickException when the checkpoint does not match the
-    state."""
+    """Return the times of all contenders (ways to save a checkpoint), by name. The first of `rounds + 1` rounds is not
+    counted. Raises: ClickException if the written checkpoint does not match the state."""
     import torch
     from safetensors.numpy import save_file
 
@@ -125,7 +127,7 @@ def measure(values: int, rounds: int, folder: Path, rate: float | None) -> dict[
 
 
 def row_of(name: str, times: Times, values: int, blocked: dict[str, list[float]]) -> dict[str, Any]:
-    """Return one line of the table."""
+    """Return the table's row on one way to save a checkpoint: the medians of its times over the rounds."""
     seconds, total = statistics.median(times.blocked), statistics.median(times.total)
     return {
         "contender": name,

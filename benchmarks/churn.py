@@ -1,4 +1,5 @@
-"""The agreement of peers that are killed, stopped and started again: `python -m benchmarks.churn`.
+"""The agreement of peers on the log and the state while some are killed, suspended and restarted at random: `python -m
+benchmarks.churn`.
 
 Real processes have a vector of 5,000 values in place of a model. At random times one of them is killed (SIGKILL), and
 started again after a while with only its identity and its votes; or it is stopped for some seconds (SIGSTOP, SIGCONT).
@@ -31,20 +32,21 @@ from peers.values.identity import Identity
 
 VALUES = 5_000
 TRAINING_SECONDS = 0.5
-BETWEEN_FAULTS = 4.0  # seconds, on average
-STOPPED = (0.5, 8.0)  # seconds
+BETWEEN_FAULTS = 4.0  # mean number of seconds between two faults
+STOPPED = (0.5, 8.0)  # range of seconds for which a peer is suspended
 DOWN = (0.5, 15.0)
 SHARE_OF_STOPS = 0.3
 START_SECONDS = 120.0
 SETTLE_SECONDS = 15.0
-AT_WORK = 0.8  # share of the time
-LONGEST_STALL = 25.0  # seconds
+AT_WORK = 0.8  # smallest share (0 to 1) of the time outside stalls with which the benchmark passes
+LONGEST_STALL = 25.0  # largest number of seconds between two entries with which the benchmark passes
 LOCAL = ("/ip4/127.0.0.1/tcp/0",)
 
 
 @dataclass
 class AppliedEntries:
-    """The reports of all peers on the entries that they applied."""
+    """The entries that peers have reported as applied: for each index, the reported digests of head and state, and the
+    time of the first report."""
 
     heads: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     states: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -63,31 +65,31 @@ class AppliedEntries:
 
     @property
     def divergences(self) -> list[int]:
-        """The indices at which entries, or the states after them, differ between peers."""
+        """The indices of entries for which peers have reported different heads or states."""
         return [index for index in sorted(self.heads) if len(self.heads[index]) > 1 or len(self.states[index]) > 1]
 
     @property
     def gaps(self) -> list[float]:
-        """The seconds between entries, each counted from the first peer that applied it, and from the last entry to the
-        end."""
+        """The seconds between the first reports of consecutive entries, and from the last entry to the end of the
+        measurement."""
         times = [self.first_at[index] for index in sorted(self.first_at)]
         times += [] if self.ended_at is None else [max([self.ended_at, *times[-1:]])]
         return [after - before for before, after in itertools.pairwise(times)]
 
     @property
     def stalls(self) -> list[float]:
-        """The gaps of more than three times the median."""
+        """The seconds of each gap between entries that is longer than three times the median gap."""
         return [gap for gap in self.gaps if gap > 3 * statistics.median(self.gaps)]
 
     @property
     def share_at_work(self) -> float:
-        """The share of the time outside stalls."""
+        """The share (0 to 1) of the measured time that lies outside stalls, or 0 if no gap was measured."""
         return 1 - sum(self.stalls) / sum(self.gaps) if self.gaps else 0.0
 
 
 @dataclass
 class RestartingPeer:
-    """A peer that dies and comes back with the same identity."""
+    """A peer process that can be killed and started again with the same identity."""
 
     name: str
     arguments: list[object]
@@ -108,7 +110,8 @@ class RestartingPeer:
         self._listening = asyncio.create_task(self._listen(self.process))
 
     async def kill(self) -> set[int]:
-        """Kill the peer. Return the process ids of its children, which must notice its end by themselves."""
+        """Kill the peer's process by SIGKILL, and return the ids of its child processes, so that the caller can check
+        that they end."""
         assert self.process is not None
         process, self.process = self.process, None
         self.at_work.clear()
@@ -134,7 +137,7 @@ class RestartingPeer:
                 self.record.add(event)
                 if not self.is_stopped:
                     self.at_work.set()
-        if self.process is process:  # it was not killed
+        if self.process is process:  # the benchmark did not kill the process, so it failed
             self.failures += 1
             click.echo(f"{self.name} ended by itself: {process.last_words()}", err=True)
 
@@ -148,7 +151,7 @@ class RestartingPeer:
 
 @dataclass
 class Churn:
-    """The faults, drawn from one seed."""
+    """A source of random faults, which kills or suspends peers and later restarts or resumes them."""
 
     volunteers: list[RestartingPeer]
     random: random.Random
@@ -157,7 +160,7 @@ class Churn:
     orphans: set[int] = field(default_factory=set)
 
     async def go_on(self, seconds: float) -> None:
-        """Inject faults for this many seconds. Faults may overlap."""
+        """Cause faults in peers for `seconds` seconds. Several peers may be down at once."""
         deadline = time.monotonic() + seconds
         async with asyncio.TaskGroup() as faults:
             while (pause := self.random.expovariate(1 / BETWEEN_FAULTS)) < deadline - time.monotonic():
@@ -166,11 +169,12 @@ class Churn:
                 lasts = self.random.uniform(*(STOPPED if is_stop else DOWN))
                 if victim is not None:
                     faults.create_task(self._stop(victim, lasts) if is_stop else self._kill(victim, lasts))
-                    await asyncio.sleep(0)  # let the fault begin, because the next victim depends on it
+                    await asyncio.sleep(0)  # starts the fault's task before the next victim is chosen
             await asyncio.sleep(max(0.0, deadline - time.monotonic()))
 
     def _victim(self) -> RestartingPeer | None:
-        """Return a random running peer, or None if the others at work would not be a majority."""
+        """Return a peer chosen at random for a fault, or None if this peer is down already or the other running peers
+        are no majority of all peers."""
         chosen = self.random.choice(self.volunteers)
         if chosen.process is None or chosen.is_stopped:
             return None
@@ -188,14 +192,16 @@ class Churn:
         await victim.stop_for(seconds)
 
     async def tidy_up(self) -> None:
-        """Clean up after killed peers: wait for their daemons, which end by themselves, and remove their sockets."""
+        """Wait until killed peers' child processes have ended, report those still running, and remove the killed peers'
+        sockets."""
         if left := await gone(self.orphans, SETTLE_SECONDS):
             click.echo(f"processes left behind: {sorted(left)}", err=True)
         sweep_sockets()
 
 
 async def measure(seconds: float, peers: int, seed: int, folder: Path) -> tuple[Churn, AppliedEntries]:
-    """Run the peers and the faults. Leave no process behind. Raises: TimeoutError when the peers do not begin."""
+    """Run peers and cause faults for `seconds` seconds, and return the faults and the applied entries. Raises:
+    TimeoutError if some peer does not average within START_SECONDS."""
     record = AppliedEntries()
     churn = Churn([], random.Random(seed))
     async with AsyncExitStack() as stack:

@@ -1,4 +1,5 @@
-"""The speed of the kernels, beside the memory's limit and other libraries: `python -m benchmarks.codecs`.
+"""The speed of the kernels that quantize, average and apply payloads, compared with the memory's speed and with other
+libraries: `python -m benchmarks.codecs`.
 
 All contenders of a size take turns in one run. A ratio is the median over the rounds of two contenders' times in the
 same round. The bars are for the largest size on huge pages.
@@ -42,7 +43,8 @@ BARS = (
 
 
 def measure(limits: Any, arrays: Arrays, threads: int, rounds: int, compile_too: bool) -> dict[str, list[float]]:
-    """Return the seconds of every contender."""
+    """Return the seconds of each timed call of every contender (a kernel or another library's function), by the
+    contender's name."""
     contenders = {
         **limit_contenders(limits, arrays, threads),
         **our_contenders(arrays, threads),
@@ -54,7 +56,8 @@ def measure(limits: Any, arrays: Arrays, threads: int, rounds: int, compile_too:
 
 
 def row_of(name: str, seconds: dict[str, list[float]], arrays: Arrays, threads: int) -> dict[str, Any]:
-    """Return one line of the table."""
+    """Return the table's row on one kernel or library function: its speed in 10⁹ values a second, and as a share of the
+    memory's limit and of pypiquant's speed."""
     return {
         "contender": name,
         "values": f"{arrays.count / 2**20:g} M",
@@ -67,7 +70,7 @@ def row_of(name: str, seconds: dict[str, list[float]], arrays: Arrays, threads: 
 
 
 def call_microseconds() -> float:
-    """Return the best time of a call for 1,024 values on existing views, in microseconds."""
+    """Return the microseconds of one call that quantizes 1,024 values to int8, in the fastest of 15 series of calls."""
     values, payload = kernels.FloatView(np.ones(1024, np.float32)), kernels.Payload(kernels.INT8, 1024)
     calls = 20_000
     return min(timeit.repeat(lambda: kernels.quantize(values, payload), number=calls, repeat=15)) / calls * 1e6
@@ -87,7 +90,7 @@ def main(sizes: str, rounds: int, compile_too: bool, json_file: Path | None) -> 
         for huge_pages in (False, True):
             arrays = Arrays(count, huge_pages)
             for threads in (1, 2):
-                # Calls on few values are short, so more rounds cost little.
+                # Calls on few values are short, so five times as many rounds cost little time.
                 seconds = measure(limits, arrays, threads, rounds if count > 1 << 20 else 5 * rounds, compile_too)
                 rows += [row_of(name, seconds, arrays, threads) for name in seconds]
                 if huge_pages and count == max(counts):

@@ -1,4 +1,5 @@
-"""The calls that codecs.py times: ours, the memory's limit, and other libraries' for the same job."""
+"""The calls that benchmarks/codecs.py times: diloco-peer's kernels, loops that only move memory, and other libraries'
+functions for the same task."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ Call = Callable[[], object]
 
 
 def new_floats(count: int, huge_pages: bool, size: float = 0.0) -> FloatArray:
-    """Return floats on pages of the given kind: normal noise of standard deviation `size`, or zeros. They are never
-    freed early."""
+    """Return `count` fp32 values in huge (2 MiB) or small (4 KiB) memory pages: normal noise of standard deviation
+    `size`, or zeros if `size` is 0."""
     memory = mmap.mmap(-1, count * 4 + HUGE_PAGE)
     memory.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
     whole = np.frombuffer(memory, np.uint8)
@@ -43,7 +44,7 @@ def new_payload(format: kernels.Format, count: int, huge_pages: bool) -> Payload
 
 @dataclass
 class Arrays:
-    """The buffers of one size, which all contenders share."""
+    """The input and output buffers, each for `count` values, that all timed calls share."""
 
     count: int
     huge_pages: bool
@@ -63,7 +64,8 @@ class Arrays:
 
 
 def our_contenders(arrays: Arrays, threads: int) -> dict[str, Call]:
-    """Return every operation in int8, and both roundings of every format."""
+    """Return calls of diloco-peer's kernels, by name: quantizing to each format with each rounding, and the other
+    kernels on int8."""
     values, local, theta, momentum = (
         FloatView(array) for array in (arrays.values, arrays.local, arrays.theta, arrays.momentum)
     )
@@ -90,7 +92,8 @@ def our_contenders(arrays: Arrays, threads: int) -> dict[str, Call]:
 
 
 def limit_contenders(limits: Any, arrays: Arrays, threads: int) -> dict[str, Call]:
-    """Return loops that only move the bytes."""
+    """Return calls, by name, that move as many bytes as the kernels do without computing, except for the addition in
+    "fp32 y += x"."""
     values, local, theta, momentum = (
         FloatView(array).address for array in (arrays.values, arrays.local, arrays.theta, arrays.momentum)
     )
@@ -104,7 +107,8 @@ def limit_contenders(limits: Any, arrays: Arrays, threads: int) -> dict[str, Cal
 
 
 def piquant_contenders(arrays: Arrays, threads: int) -> dict[str, Call]:
-    """Return pi-quant's quantization: the parameters of the whole tensor, then its uint8 codes."""
+    """Return calls of pi-quant, by name, that compute the scale and the zero point of a whole tensor, and then its
+    uint8 codes."""
     import piquant
 
     context = piquant.Context(threads)
@@ -128,8 +132,8 @@ def _blockwise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def torch_contenders(arrays: Arrays, threads: int, compile_too: bool) -> dict[str, Call]:
-    """Return torch's own quantization, the same arithmetic as tensor operations (also compiled, if asked), and its
-    SGD."""
+    """Return calls of torch, by name: its int8 quantization, int8 quantization by tensor operations (also compiled if
+    `compile_too`), an addition, and SGD."""
     torch.set_num_threads(threads)
     values, theta = torch.from_numpy(arrays.values), torch.from_numpy(arrays.theta)
     momentum = torch.from_numpy(arrays.momentum)
@@ -155,8 +159,7 @@ def torch_contenders(arrays: Arrays, threads: int, compile_too: bool) -> dict[st
 
 
 def hivemind_contenders(arrays: Arrays) -> dict[str, Call]:
-    """Return hivemind's codecs as its averager calls them. Blockwise needs bitsandbytes, which not every machine
-    has."""
+    """Return calls of hivemind's codecs, by name. The blockwise codec is included only if bitsandbytes works."""
     from hivemind.compression import (
         BlockwiseQuantization,
         CompressionInfo,
@@ -174,6 +177,6 @@ def hivemind_contenders(arrays: Arrays) -> dict[str, Call]:
         warnings.simplefilter("ignore")
         try:
             BlockwiseQuantization().compress(values[:4096], info)
-        except Exception:  # it cannot run here, for any reason
+        except Exception:  # bitsandbytes is missing or does not work
             return calls
     return calls | {"hivemind: Blockwise": lambda: BlockwiseQuantization().compress(values, info)}

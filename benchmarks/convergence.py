@@ -1,4 +1,4 @@
-"""The quality of DiLoCo's learning in all its forms: `python -m benchmarks.convergence`.
+"""The held-out loss that DiLoCo's variants and their baselines reach: `python -m benchmarks.convergence`.
 
 Several methods train a small Llama from scratch on the source of Python's standard library, byte by byte. They use the
 same samples and the same number of tokens, once for each seed (of the initial weights and of the samples' order). The
@@ -28,7 +28,8 @@ from benchmarks.reporting import Bar, json_option, report
 SETTINGS = {
     "1m": TrainingSetup(),
     "small": TrainingSetup(hidden_size=64, layers=4, sequence_length=64),
-    # Twenty tokens for each parameter, as Chinchilla's law advises. They need a larger corpus than the default one.
+    # The setting "15m" trains 20 tokens for each parameter, as Chinchilla's law advises. This number of tokens needs a
+    # larger corpus than the default one.
     "15m": TrainingSetup(
         hidden_size=384, layers=8, heads=6, windows_per_step=128, sequence_length=512, steps=4500, precision="bf16"
     ),
@@ -64,8 +65,9 @@ def muon(setting: TrainingSetup) -> dict[str, Any]:
 
 
 def methods_of(setting: TrainingSetup) -> list[Method]:
-    """Return the rows of the table in the order of training: the most important first."""
-    blocks = -(-setting.layers // 2)  # this makes two fragments of blocks, and one of embeddings
+    """Return the methods to train, in the order of training: the most important first. Each method has a row in the
+    table."""
+    blocks = -(-setting.layers // 2)  # layers in each of two fragments; a third fragment has the embeddings
 
     def streaming(overlap: int, alpha: float | None = None, **changes: Any) -> dict[str, Any]:
         merged = {} if alpha is None else {"alpha": alpha}
@@ -97,7 +99,7 @@ def methods_of(setting: TrainingSetup) -> list[Method]:
         Method("one worker, its share of tokens", "alone"),
         Method("data-parallel, Muon", "batches", changes=muon(setting)),
         Method("DiLoCo int8, Muon", changes=muon(setting)),
-        # Error feedback replaces the outer momentum, as in SparseLoCo.
+        # The sparse codec's error feedback replaces the outer momentum, as in the SparseLoCo paper.
         Method(
             "DiLoCo sparse",
             changes={"codec": {"kind": "sparse"}, "outer_optimizer": {"learning_rate": 2.0, "momentum": 0.0}},
@@ -110,7 +112,8 @@ def methods_of(setting: TrainingSetup) -> list[Method]:
             for format, kind in enumerate(("e2m1", "sparse"), 1)
         ),
     ]
-    # The quick setting has fewer inner steps in all than one outer step of the other settings.
+    # The quick setting has fewer inner steps in all than one outer step of the other settings, so H is lowered to 6 at
+    # most.
     if setting.steps < 500:
         methods = [replace(method, inner_steps=min(method.inner_steps // 10, 6)) for method in methods]
     return methods
@@ -142,19 +145,20 @@ Curves = Mapping[str, Mapping[int, Curve]]
 # Results --------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Results:
-    """A file of results, one JSON line for each training. Lines of other settings and methods stay unchanged."""
+    """A file of training results, with one JSON line for each finished training. New results are appended."""
 
     path: Path
     setting: TrainingSetup
 
     def read(self, methods: Sequence[Method]) -> dict[str, dict[int, Curve]]:
-        """Return the curves of these methods. If one was trained twice, the later result counts."""
+        """Return the loss curves of these methods from the file, by method name and by seed. A later result of the same
+        training replaces an earlier one."""
         names = {key_of(method, self.setting): method.name for method in methods}
         curves: dict[str, dict[int, Curve]] = {}
         for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
             try:
                 result = json.loads(line)
-            except ValueError:  # the writing process was killed in the middle of the line
+            except ValueError:  # incomplete line of a process that was killed while writing
                 continue
             name = names.get(result["key"])
             if name is not None:
@@ -176,7 +180,8 @@ def _train(method: Method, setting: TrainingSetup, seed: int) -> Curve:
 
 
 def train_missing(results: Results, methods: Sequence[Method], seeds: int, jobs: int) -> None:
-    """Train the methods without a result, `jobs` at a time: the first seed of all methods before the next seed."""
+    """Train the methods that have no result yet, in `jobs` processes at once: all methods with seed 0, then all with
+    seed 1, and so on."""
     curves = results.read(methods)
     missing = [(one, seed) for seed in range(seeds) for one in methods if seed not in curves.get(one.name, {})]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
@@ -189,8 +194,8 @@ def train_missing(results: Results, methods: Sequence[Method], seeds: int, jobs:
 
 # The table ------------------------------------------------------------------------------------------------------------
 def interval(curves: Curves, name: str, base: str) -> tuple[float, float, float] | None:
-    """Return the percentage by which a method's loss is above its baseline's: the mean over the seeds that both have,
-    and the ends of its 95 % interval (of Student's t; NaN for one seed). Return None if they have no seed in common."""
+    """Return the percentage by which a method's loss exceeds its baseline's: the mean over their common seeds, and the
+    two ends of the 95 % interval (NaN for one seed). Return None without a common seed."""
     own, other = curves.get(name, {}), curves.get(base, {})
     above = [100 * (own[seed].loss / other[seed].loss - 1) for seed in sorted(own.keys() & other.keys())]
     if not above:
@@ -202,7 +207,7 @@ def interval(curves: Curves, name: str, base: str) -> tuple[float, float, float]
 
 
 def row(curves: Curves, name: str) -> dict[str, Any]:
-    """Return a line of the table. Its figures are means over the seeds."""
+    """Return the table's row on one method, with losses averaged over the seeds."""
     own = curves.get(name, {})
     above = interval(curves, name, BASE)
     return {
@@ -217,7 +222,8 @@ def row(curves: Curves, name: str) -> dict[str, Any]:
 
 
 def bars_of(curves: Curves) -> list[Bar]:
-    """Return the bars that have an interval. A bar is met if the whole interval is above it."""
+    """Return a bar (a required ratio of losses) for each method that has a 95 % interval. A bar is met if the
+    interval's worst end reaches the required ratio."""
     bars = []
     for name, base, least in BARS:
         above = interval(curves, name, base)
@@ -228,7 +234,7 @@ def bars_of(curves: Curves) -> list[Bar]:
 
 
 def plot(curves: Curves) -> str:
-    """Return the means over the seeds as SVG."""
+    """Return a plot of the methods' loss curves, each averaged over the seeds, as SVG text."""
 
     def curve(name: str) -> list[Point]:
         of_seeds = zip(*(curve.points for curve in curves[name].values()), strict=True)

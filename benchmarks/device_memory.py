@@ -1,4 +1,5 @@
-"""The memory of a model on a device, beside the formula of `join`: `python -m benchmarks.device_memory --device cuda`.
+"""The peak memory of a model that trains on a device, compared with the formula of `join`: `python -m
+benchmarks.device_memory --device cuda`.
 
 A worker's replica takes a few inner steps in this process. Its windows are short and go through the model one at a
 time, because the formula excludes activations. On a GPU, PyTorch's allocator gives the peak of the tensors, as in
@@ -46,16 +47,17 @@ from peers.values.leases import SampleRange
 TOKENS, STEPS, WINDOWS = 2, 2, 2
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CARDS = 8, 12, 16, 24
-"""Sizes in GB of 10⁹ bytes."""
+"""Memory sizes of GPUs in GB (10⁹ bytes)."""
 ON_CARDS = ("llama-15m", 1), ("llama-150m", 1), ("llama-1b", 1), ("llama-1b", 2), ("llama-1b", 4), ("llama-10b", 8)
 """Presets, and the number of GPUs that share each."""
 KEPT: tuple[OptimizerState, ...] = get_args(OptimizerState)
 WITHIN = 0.9
-"""Bar: the smaller of both numbers as a share of the larger."""
+"""Bar: the smaller of measurement and formula must be at least this share of the larger."""
 
 
 def shortened(config: RunConfig) -> RunConfig:
-    """Return the run with windows of very few tokens, on the text of a preset that needs no download."""
+    """Return a copy of the run's configuration with windows of two tokens, and with the text of examples/tiny.toml,
+    which needs no download."""
     training = {"sequence_length": TOKENS, "batch_size": WINDOWS, "document_mask": False}
     data = RunConfig.from_toml(EXAMPLES / "tiny.toml")
     return config.model_copy(
@@ -68,8 +70,8 @@ def shortened(config: RunConfig) -> RunConfig:
 
 
 def measure(config: RunConfig, device: torch.device, kept: OptimizerState = "device") -> tuple[int, WorkerMemory]:
-    """Return the peak bytes of the tensors on the device, and the formula's memory. On the CPU, the peak includes
-    moments that are kept on the host."""
+    """Train a few inner steps, and return the measured peak bytes of tensors on the device and the memory that the
+    formula predicts. On the CPU, the peak includes moments kept in main memory."""
     team, tokenizer = Team(device), build_tokenizer(config.tokenizer)
     config = in_fitting_precision(config, team)
     options = WorkerOptions(device=str(device), compile=False, activation_checkpointing=False, optimizer_state=kept)
@@ -90,7 +92,8 @@ def preset(name: str) -> RunConfig:
 
 @cache
 def window_bytes(name: str, checkpoints: bool) -> int:
-    """Return the bytes of the activations of one more window of a preset, from uncompiled tensors without values."""
+    """Return the bytes of activations that one more window of the preset `name` needs, measured uncompiled on PyTorch's
+    fake tensors, which have no values."""
     config = preset(name)
     settings, training = build_skeleton(config, ByteTokenizer()).config, config.training
     is_bf16 = training.precision == "bf16"
@@ -105,23 +108,23 @@ def window_bytes(name: str, checkpoints: bool) -> int:
                 states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             states.sum().backward()
 
-        go(1)  # gradients exist from now on
+        go(1)  # creates the parameters' gradients before the measurement
         one, two = (peak_while(partial(go, windows), torch.device("cpu")) for windows in (1, 2))
     return fixed_and_each(one, two)[1]
 
 
 @cache
 def taken_by(name: str, gpus: int, kept: OptimizerState) -> Needs:
-    """Return a preset's needs for this many GPUs that share it."""
+    """Return the memory that the preset `name` needs on `gpus` GPUs that share the model."""
     config = preset(name)
     return needs_of(config, build_skeleton(config, ByteTokenizer()), gpus, WorkerOptions(optimizer_state=kept))
 
 
 def windows_that_fit(name: str, gpus: int, kept: OptimizerState, card: int, checkpoints: bool) -> int:
-    """Return how many windows of a preset go through its model at once on GPUs of this many bytes, or 0 if it does not
-    fit.
+    """Return the number of the preset's windows that fit into memory at once on `gpus` GPUs of `card` bytes each, or 0
+    if the model does not fit.
 
-    It is the number that `join` would find with these figures.
+    `join` would find the same number from these figures.
     """
     config = preset(name)
     needs = taken_by(name, gpus, kept)
@@ -138,8 +141,8 @@ def windows_that_fit(name: str, gpus: int, kept: OptimizerState, card: int, chec
 
 
 def rows_of_cards(cases: Sequence[tuple[str, int]] = ON_CARDS) -> Iterator[dict[str, Any]]:
-    """Yield the lines of the table that `--cards` prints: for each preset, so many GPUs that share it, and each way to
-    keep moments."""
+    """Yield the rows of the table that `--cards` prints: one for each preset with its number of GPUs, and each place
+    for the optimizer's moments."""
     for (name, gpus), kept in product(cases, KEPT):
 
         def fitting(size: int, name: str = name, gpus: int = gpus, kept: OptimizerState = kept) -> str:

@@ -1,4 +1,5 @@
-"""A volunteer alone in its run that trains on request: `python -m benchmarks.gated_volunteer`.
+"""A volunteer that is alone in its run, and waits for a line of standard input after each training: `python -m
+benchmarks.gated_volunteer`.
 
 Its worker processes, driver, transport, heartbeats, log and checkpoints in a folder are those of `diloco-peer join`.
 But after each training it reports the duration, and waits for a line on its standard input. Only then come the round,
@@ -34,12 +35,13 @@ from peers.values.identity import Identity
 from peers.values.workload import InnerLoop, Progress, Trained
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-CHECKPOINT_RATE = 200e6  # bytes a second, the default of `join`
+CHECKPOINT_RATE = 200e6  # bytes a second that are written to a checkpoint: the default of `join`
 LOOK_SECONDS = 0.01
 
 
 class Lateness:
-    """The longest delay with which this process wakes up at a set time while the context is open."""
+    """The longest delay, in seconds, with which this process's event loop wakes up from a sleep while the context is
+    open."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -59,8 +61,8 @@ class Lateness:
 
 
 def gate(workers: WorkerGroup, lines: asyncio.Queue[str]) -> None:
-    """Make the machine's workers wait after each training. The reported seconds are those of the peer process, from
-    theta in shared memory to the trained weights there."""
+    """Make the workers wait for a line in `lines` after each training, and report each training's seconds: from theta
+    in shared memory until the trained weights are in shared memory."""
     train = workers.run_inner_loop
 
     async def run_inner_loop(
@@ -85,7 +87,7 @@ def gate(workers: WorkerGroup, lines: asyncio.Queue[str]) -> None:
 
 
 async def take_part(run: Run, options: WorkerOptions, folder: Path) -> None:
-    """Take part in the run until standard input ends."""
+    """Run a volunteer that takes part in `run` until standard input ends."""
     identity = Identity.generate()
     lines: asyncio.Queue[str] = asyncio.Queue()
     transport = await HivemindTransport.create(identity, (), (LOOPBACK,), local=True)

@@ -1,5 +1,5 @@
-"""Checks that a GPU computes as the CPU does, and the speed of moving theta: `python -m benchmarks.gpu_checks --device
-cuda`.
+"""Checks that a GPU computes as the CPU does, and the speed of copying theta to and from a GPU: `python -m
+benchmarks.gpu_checks --device cuda`.
 
 A small Llama in fp32 takes two outer steps of two replicas on the CPU and on the device. The resulting weights may
 differ only by their rounding. Theta must come back from the device bit for bit, and so must AdamW's moments by way of a
@@ -41,14 +41,15 @@ BATCH = 4
 
 
 def untrained(device: torch.device, inner_steps: int) -> Reference:
-    """Return a run with exact averages, because int8 would enlarge the smallest differences."""
+    """Return an untrained reference run with exact averages, because int8 would enlarge the smallest differences
+    between devices."""
     changes = {"schedule": {"warmup_steps": 1, "stable_steps": 2 * inner_steps, "decay_steps": 1}}
     config = SETTINGS["1m"].config(0, 2 * inner_steps, inner_steps, BATCH, changes)
     return Reference(config, codec=EXACT, device=device)
 
 
 def trained(device: torch.device, inner_steps: int) -> Reference:
-    """Return the same run after two outer steps of two replicas."""
+    """Return the reference run of `untrained` after two outer steps of two replicas."""
     reference, samples = untrained(device, inner_steps), inner_steps * BATCH
     for first in (0, 2 * samples):
         leases = (SampleRange(first, first + samples), SampleRange(first + samples, first + 2 * samples))
@@ -57,7 +58,8 @@ def trained(device: torch.device, inner_steps: int) -> Reference:
 
 
 def differences(here: Reference, there: Reference, start: Vector) -> float:
-    """Return the difference of the weights as a share of their distance from the initial ones."""
+    """Return the distance between two runs' weights, as a share of the second run's distance from the initial weights
+    `start`."""
     return float(np.linalg.norm(here.state.theta - there.state.theta) / np.linalg.norm(there.state.theta - start))
 
 
@@ -77,7 +79,7 @@ def moments_come_back(reference: Reference, folder: Path) -> bool:
 
 
 def rate(device: torch.device, size: int, move: Callable[[], object]) -> float:
-    """Return GB a second: the median of some repetitions, after a first one that does not count."""
+    """Return the median speed of `move`, which copies `size` bytes, in GB a second. The first copy is not counted."""
     seconds = []
     for _ in range(1 + REPETITIONS):
         synchronise(device)
@@ -94,7 +96,8 @@ def synchronise(device: torch.device) -> None:
 
 
 def moves(device: torch.device, values: int) -> dict[str, float]:
-    """Return GB a second in each direction, for this many values in forty parameters."""
+    """Return the speeds of copying theta to and from the device, in GB a second, by the kind of copy. Theta has
+    `values` values in 40 parameters."""
     layout = Layout([(f"p{number}", (values // 40 // 1024, 1024)) for number in range(40)])
     vectors, size = SharedVectors.create(layout.size), 4 * layout.size
     vectors.theta[:] = 1.0
@@ -117,7 +120,7 @@ def moves(device: torch.device, values: int) -> dict[str, float]:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """Return the facts about the machine that was measured."""
+    """Return facts about the measured machine by name, such as its processor, GPU and torch version."""
     facts = {"python": platform.python_version(), "torch": torch.__version__, "processor": platform.processor()}
     if device.type == "cuda":
         facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}

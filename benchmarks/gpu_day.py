@@ -1,4 +1,4 @@
-"""All GPU benchmarks in nine minutes: `python -m benchmarks.gpu_day --out FOLDER`.
+"""A program that runs all GPU benchmarks in nine minutes: `python -m benchmarks.gpu_day --out FOLDER`.
 
 A GPU may be available for a few minutes only. This program runs the benchmarks that need one, the most informative
 first, each with its own time limit. The next step starts even if one fails or runs out of time. The folder receives
@@ -24,14 +24,14 @@ from benchmarks.reporting import json_option, report
 
 ROOT = Path(__file__).parent.parent
 LEAST_SECONDS = 10.0
-"""Remaining time below which no step is started."""
+"""Remaining seconds below which no step is started."""
 ENDING_SECONDS = 10.0
-"""Time for a step that is out of time to end its processes."""
+"""Seconds that a step has after its time limit to end its processes."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command and its time limit."""
+    """A benchmark's command line, and its time limit in seconds."""
 
     name: str
     seconds: float
@@ -39,7 +39,7 @@ class Step:
 
 
 def steps_of(device: str, is_quick: bool, out: Path) -> list[Step]:
-    """Return the steps, the most informative first."""
+    """Return the benchmarks to run as steps, the most informative first."""
     module = [sys.executable, "-m"]
 
     def benchmark(name: str, what: str, seconds: float, *options: object) -> Step:
@@ -79,7 +79,7 @@ def steps_of(device: str, is_quick: bool, out: Path) -> list[Step]:
 
 
 def run(step: Step, seconds: float, out: Path) -> dict[str, Any]:
-    """Run a step with this time limit, and return its line of the table. All its processes end with it."""
+    """Run a step for at most `seconds` seconds, end all its processes, and return its row of the table."""
     began = time.monotonic()
     with (out / f"{step.name}.log").open("wb") as log:
         process = subprocess.Popen(
@@ -97,7 +97,8 @@ def run(step: Step, seconds: float, out: Path) -> dict[str, Any]:
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """End a step as Ctrl-C does, and after a while kill the rest of its session."""
+    """Send SIGINT (as Ctrl-C does) to a step's process, wait at most 10 seconds for its end, and kill the rest of its
+    session."""
     process.send_signal(signal.SIGINT)
     with suppress(subprocess.TimeoutExpired):
         process.wait(ENDING_SECONDS)

@@ -1,4 +1,5 @@
-"""The peers of each contender of benchmarks/averaging.py: processes that run side by side and average in turns."""
+"""The groups of peers that benchmarks/averaging.py compares, one for each averaging library. The groups' processes run
+side by side, and the groups average in turns."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ OUR_PEER, OTHER_PEER = "benchmarks.vector_peer", "benchmarks.averagers"
 
 @dataclass(frozen=True)
 class AveragingMethod:
-    """A way to average. `kind` is its name in benchmarks/averagers.py, empty for our own way.
+    """An averaging library and its number format. `kind` is the name in benchmarks/averagers.py, empty for diloco-peer.
 
     `value_bytes` is None for contenders that move as many bytes as our payload.
     """
@@ -36,7 +37,7 @@ class AveragingMethod:
     value_bytes: int | None = None
 
     def payload(self, values: int) -> int:
-        """Return the bytes of a payload with this many values."""
+        """Return the bytes of this library's payload of `values` values."""
         return INT8.payload_size(values) if self.value_bytes is None else values * self.value_bytes
 
 
@@ -52,7 +53,8 @@ CONTENDERS = (
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a peer: a command that runs it there, its IPv4 address, and its network interface.
+    """The place of a peer in the network: a command that runs a process in this place, its IPv4 address, and its
+    network interface.
 
     `arguments` are for our own peers only.
     """
@@ -64,34 +66,34 @@ class Place:
 
     @property
     def ours(self) -> list[str]:
-        """The arguments for benchmarks/vector_peer.py at this place."""
+        """The command-line arguments of benchmarks/vector_peer.py for this place."""
         return ["--listen", f"/ip4/{self.address}/tcp/0", *self.arguments]
 
     @property
     def others(self) -> list[str]:
-        """The arguments for benchmarks/averagers.py at this place."""
+        """The command-line arguments of benchmarks/averagers.py for this place."""
         return ["--address", self.address, "--interface", self.interface]
 
 
 @dataclass
 class Group:
-    """All peers of one contender, and the measurements of their rounds."""
+    """All peers of one contender (an averaging library), and the measurements of their rounds."""
 
     contender: AveragingMethod
     peers: Sequence[PeerProcess]
     began: list[float] = field(default_factory=list)
-    """The start of each round, by the clock that all processes share."""
+    """The start of each round, in seconds of the clock that all processes share."""
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
-    """Processor time in each round, of all peers and of all processes that they have started."""
+    """Processor seconds in each round, of all peers and of all processes that they have started."""
     rounds: list[list[Event]] = field(default_factory=list)
     """The reports of all peers on each round."""
     incomplete: int = 0
-    """Number of rounds that ended without an error, but left a peer without the average. They are repeated."""
+    """Number of rounds that ended without an error, but left a peer without the average. Such rounds are repeated."""
 
     async def average(self, counts: bool) -> None:
-        """Average once, and repeat incomplete rounds. Unless it `counts`, the round only warms up. Raises:
-        PeerProcessError."""
+        """Run one averaging round, repeat it while it is incomplete, and record its measurements if `counts`. Raises:
+        PeerProcessError if a peer fails, or five rounds in a row are incomplete."""
         for _ in range(ATTEMPTS):
             began, cpu, reports = await self._try_average()
             if all(report.get("complete", True) for report in reports):
@@ -106,7 +108,8 @@ class Group:
             self.rounds.append(reports)
 
     async def _try_average(self) -> tuple[float, float, list[Event]]:
-        """Run one round. Return its start, its processor time, and the reports of the peers."""
+        """Run one round, and return its start (seconds of the shared clock), the processor seconds of all peers, and
+        each peer's report."""
         for peer in self.peers:
             peer.tell(f"prepare {self.contender.kind}".strip())
         ready = await self._all("ready", ROUND_SECONDS)
@@ -125,7 +128,8 @@ class Group:
 
     @property
     def exchange_seconds(self) -> float:
-        """The median seconds from the first peer's beginning until the last peer knows that all hold the payload."""
+        """The median seconds of a round from the first peer's beginning until all peers know that all hold the same
+        payload."""
         spans = [
             float(max(report["agreed"] for report in reports) - min(report["began"] for report in reports))
             for reports in self.rounds
@@ -133,35 +137,38 @@ class Group:
         return statistics.median(spans)
 
     def cpu_per_gigabyte(self, values: int) -> float:
-        """Return the processor seconds for each GB that all peers of a round send together."""
+        """Return the processor seconds that all peers together take for each GB (10⁹ bytes) that they send, in the
+        median round."""
         peers = len(self.peers)
         sent = peers * sent_bytes(self.contender.payload(values), peers)
         return statistics.median(self.cpu_seconds) / sent * 1e9
 
     @property
     def memory(self) -> tuple[int, int]:
-        """The peak bytes of the largest peer, and its bytes before it made any vector."""
+        """The bytes of main memory of the largest peer: its peak, and its use before it created any vector."""
         return max((event["memory_peak"], event["memory_before"]) for event in self.rounds[-1])
 
 
 def times_ours(groups: dict[str, Group], theirs: str) -> float:
-    """Return another contender's time as a multiple of ours: the median over the rounds."""
+    """Return the seconds of the contender `theirs` as a multiple of diloco-peer's: the median over the rounds."""
     return speed_ratio({name: group.seconds for name, group in groups.items()}, OURS, theirs)
 
 
 def sent_bytes(payload: int, peers: int) -> float:
-    """Return the bytes that each peer sends, and receives, in any evenly spread all-reduce."""
+    """Return the bytes that each peer sends, and also receives, when an all-reduce of `payload` bytes is spread evenly
+    over the peers."""
     return 2 * (peers - 1) / peers * payload
 
 
 async def measure(names: Sequence[str], values: int, places: Sequence[Place], repetitions: int) -> dict[str, Group]:
-    """Return the rounds of all contenders, which take turns."""
+    """Run `repetitions` rounds of each contender, in turns, and return the contenders' groups with their measurements,
+    by name."""
     contenders = [contender for contender in CONTENDERS if contender.name in names]
     others = [contender.kind for contender in contenders if contender.kind]
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="averaging-")))
         sizes = ["--values", values, "--peers", len(places)]
-        ours = [OUR_PEER, *sizes, "--contribution-format", "int8"]  # so that all move as many bytes
+        ours = [OUR_PEER, *sizes, "--contribution-format", "int8"]  # fixed, so that all peers send equally many bytes
         peers = await start_peers(stack, [[*ours, *place.ours] for place in places], places, logs)
         groups = {OURS: Group(contenders[0], peers)}
         if others:
@@ -177,7 +184,8 @@ async def measure(names: Sequence[str], values: int, places: Sequence[Place], re
 async def start_peers(
     stack: AsyncExitStack, commands: Sequence[Sequence[object]], places: Sequence[Place], logs: Path
 ) -> list[PeerProcess]:
-    """Start a peer in each place. The first one's address is passed to the others. All end together with the stack."""
+    """Start one peer process in each place, pass the first peer's address to the others, and return the processes.
+    `stack` ends all processes."""
     peers: list[PeerProcess] = []
 
     async def end() -> None:

@@ -1,4 +1,5 @@
-"""The time of a joiner to get a run's state, and its cost for the donors: `python -m benchmarks.join`.
+"""The seconds that a joiner takes to fetch a run's state, and the slowdown of the donors' rounds: `python -m
+benchmarks.join`.
 
 Donors and joiners are separate processes with a vector in place of a model. After the donors have averaged some rounds,
 three joiners fetch the state, one after another:
@@ -40,14 +41,14 @@ from benchmarks.reporting import Bar, json_option, report
 from peers.network.daemon import sweep_sockets
 
 DONORS = 3
-STATE_BYTES = 8  # for each value: theta and momentum
+STATE_BYTES = 8  # bytes of state for each value: theta and momentum, fp32 each
 FETCH_SECONDS = 900.0
 SETTLE_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """The bytes a second of each donor's uplink and of the joiner's downlink."""
+    """The speeds of each donor's uplink and of the joiner's downlink, in bytes a second."""
 
     upload: float
     download: float
@@ -58,12 +59,12 @@ class Bandwidths:
 
 @dataclass
 class Fetch:
-    """One joiner's download of the state, by the clock that all processes share."""
+    """One joiner's download of the state. Times are in seconds of the clock that all processes share."""
 
     began: float
     ended: float = 0.0
     fetched: Counter[str] = field(default_factory=Counter)
-    """Bytes by donor."""
+    """Bytes received from each donor, by the donor's peer id."""
     fetched_before_kill: int | None = None
 
     @property
@@ -71,18 +72,19 @@ class Fetch:
         return self.ended - self.began
 
     def bound(self, size: int, links: Bandwidths, busy: float = 0.0) -> float:
-        """Return the least seconds that the links need for `size` bytes if rounds use them for `busy` seconds."""
+        """Return the least seconds in which the links can carry `size` bytes to the joiner, plus the `busy` seconds in
+        which rounds use the links."""
         before = min(size, size if self.fetched_before_kill is None else self.fetched_before_kill)
         return before / links.rate(DONORS) + (size - before) / links.rate(DONORS - 1) + busy
 
     def overlap(self, began: float, ended: float) -> float:
-        """Return the seconds that the download has in common with another span of time."""
+        """Return the seconds that the download has in common with the time from `began` to `ended`."""
         return max(0.0, min(ended, self.ended) - max(began, self.began))
 
 
 @dataclass
 class DonorSwarm:
-    """The donors, and the facts that their joiners need."""
+    """A swarm of donors, with the settings for starting joiners that fetch its state."""
 
     donors: Group
     contact: str
@@ -92,7 +94,7 @@ class DonorSwarm:
     size: int
     """Bytes of the state."""
     pause: float
-    """Seconds after each round."""
+    """Seconds from the end of a round to the start of the next."""
     logs: Path
     orphans: set[int] = field(default_factory=set)
 
@@ -102,14 +104,14 @@ class DonorSwarm:
             await asyncio.sleep(self.pause)
 
     async def fetch(self, kills: PeerProcess | None = None) -> Fetch:
-        """Let a joiner fetch the state while the donors train. The donor `kills` is killed when half of the state has
-        arrived."""
+        """Start a joiner while the donors train, and return its download of the state. The donor `kills` is killed when
+        half of the state has arrived."""
         async with self._joining() as (joiner, fetch):
             await self._follow(joiner, fetch, kills)
         return fetch
 
     async def fetch_during_rounds(self) -> Fetch:
-        """Let a joiner fetch the state while the donors average."""
+        """Start a joiner while the donors average, and return its download of the state."""
         async with self._joining() as (joiner, fetch):
             following = asyncio.create_task(self._follow(joiner, fetch))
             try:
@@ -123,7 +125,8 @@ class DonorSwarm:
 
     @asynccontextmanager
     async def _joining(self) -> AsyncIterator[tuple[PeerProcess, Fetch]]:
-        """Yield a joiner that has just begun to fetch."""
+        """Start a joiner, wait for its first request for a snapshot, and yield the joiner's process and its
+        download."""
         command = [*self.arguments, *self.place.ours, "--fetches", "--contact", self.contact]
         joiner = await PeerProcess.start(command, self.logs / "joiner.log", self.place.prefix)
         try:
@@ -132,7 +135,8 @@ class DonorSwarm:
             await joiner.end()
 
     async def _follow(self, joiner: PeerProcess, fetch: Fetch, kills: PeerProcess | None = None) -> None:
-        """Record a joiner's events until it has the state. Raises: PeerProcessError, TimeoutError."""
+        """Record a joiner's download in `fetch` until the joiner has the state. Raises: PeerProcessError if the joiner
+        ends, TimeoutError after FETCH_SECONDS."""
         async with asyncio.timeout(FETCH_SECONDS):
             while event := await joiner.next_event():
                 if event["event"] == "restored":
@@ -147,14 +151,15 @@ class DonorSwarm:
         raise PeerProcessError(f"the joiner ended before it had the state: {joiner.last_words()}")
 
     async def tidy_up(self) -> None:
-        """Clean up after a killed donor: wait for its daemon, which ends by itself, and remove its socket."""
+        """Wait until a killed donor's network daemon has ended by itself, and remove the daemon's socket."""
         await gone(self.orphans, SETTLE_SECONDS)
         sweep_sockets()
 
 
 @dataclass(frozen=True)
 class FetchMeasurements:
-    """The three fetches, and the seconds of the donors' rounds before the first one and during the second one."""
+    """The downloads of three joiners, and the seconds of the donors' rounds before the first download and during the
+    second."""
 
     alone: Fetch
     during: Fetch
@@ -162,14 +167,15 @@ class FetchMeasurements:
     rounds_before: Sequence[float]
     rounds_during: Sequence[float]
     busy: float
-    """Seconds of the second fetch that were in a round."""
+    """Seconds of the second download in which the donors averaged."""
 
 
 async def measure(values: int, places: Sequence[Place], rounds: int, pause: float) -> FetchMeasurements:
-    """Measure the three fetches. The last place is the joiners'."""
+    """Run the donors and three joiners, and return the measurements. The last of `places` is the joiners'."""
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="join-")))
-        # After the first rounds joiners are further behind than this; otherwise they would replay entries instead.
+        # When the first joiner starts, the log has more entries than `--snapshot-every`, so joiners fetch a snapshot
+        # instead of replaying entries.
         arguments = [OUR_PEER, "--values", values, "--peers", DONORS, "--snapshot-every", rounds]
         donors = await start_peers(stack, [[*arguments, *place.ours] for place in places[:-1]], places[:-1], logs)
         contact = (await donors[1].event("listening", START_SECONDS))["address"]
@@ -190,7 +196,7 @@ async def measure(values: int, places: Sequence[Place], rounds: int, pause: floa
 
 
 def rows_of(measured: FetchMeasurements, size: int, links: Bandwidths) -> list[dict[str, Any]]:
-    """Return the lines of the table."""
+    """Return the table's rows: the donors' rounds before any joiner, then each joiner's download."""
 
     def row(joiner: str, fetch: Fetch, busy: float = 0.0, rounds: Sequence[float] = ()) -> dict[str, Any]:
         return {
@@ -231,7 +237,8 @@ def bars_of(measured: FetchMeasurements, size: int, links: Bandwidths) -> list[B
 
 
 def places_in(namespaces: str | None, upload: float, download: float) -> list[Place]:
-    """Return the donors' places, and the joiners' as the last one."""
+    """Return the donors' places, followed by the joiners' place: in network namespaces, or on the loopback interface
+    with limits in Mbit/s."""
     if namespaces is None:
         return [
             *[Place(arguments=("--upload-limit", str(upload)))] * DONORS,
@@ -244,8 +251,8 @@ def places_in(namespaces: str | None, upload: float, download: float) -> list[Pl
 
 
 def carried_by(namespaces: str | None, streams: int) -> float | None:
-    """Return the bytes a second that links between namespaces carry from the donors to the joiner, or None if
-    unknown."""
+    """Return the bytes a second that iperf3 measures from all donors at once to the joiner, or None without namespaces
+    or iperf3."""
     if namespaces is None or not has_iperf3():
         return None
     *donors, joiner = namespaces.split(",")

@@ -1,4 +1,4 @@
-"""The functions of limits.c, compiled for this processor."""
+"""The C functions of limits.c, which measure the speed of the memory, compiled for this processor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ void limit_add(uintptr_t values, uintptr_t sum, int64_t count, int32_t threads);
 
 
 def build_limits() -> Any:
-    """Return the compiled functions. This needs a C compiler."""
+    """Compile limits.c with a C compiler, and return the library of its functions."""
     builder = FFI()
     builder.cdef(DECLARATIONS)
     source = Path(__file__).with_name("limits.c").read_text(encoding="utf-8")

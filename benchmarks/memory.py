@@ -1,4 +1,4 @@
-"""The main memory of a peer, by role and phase: `python -m benchmarks.memory`.
+"""The main memory that a peer takes, by the peer's role and phase: `python -m benchmarks.memory`.
 
 Three volunteers with a vector in place of a model average it, and keep log and snapshots in a folder, as `join` does.
 Such a peer process is like that of a volunteer whose worker has its weights on a GPU. Its phases are:
@@ -60,7 +60,7 @@ FETCHING, FOLLOWING = "fetching", "following"
 
 @dataclass
 class Watched:
-    """A process that is measured, alone or with its workers."""
+    """A process whose memory is measured, alone or together with its workers."""
 
     role: str
     process: PeerProcess
@@ -69,17 +69,19 @@ class Watched:
     peer: str = ""
     address: str = ""
     before_worker: int | None = None
-    """Bytes of each of its workers before it made any vector, or None if workers do not count."""
+    """Bytes of each worker before the worker made any vector, or None if workers do not count."""
 
     @classmethod
     async def listening(cls, role: str, process: PeerProcess) -> Watched:
-        """Return one of our peers with a vector once it listens. Raises: PeerProcessError."""
+        """Wait until a peer process listens for connections, and return the `Watched` that measures its memory. Raises:
+        PeerProcessError."""
         report = await process.event("listening", START_SECONDS)
         return cls(role, process, report["memory"], report["peer"], report["address"])
 
     @property
     def taken(self) -> int:
-        """The bytes that the process takes now beyond those; 0 once it has ended."""
+        """The bytes that the process and its counted workers take now beyond those at their start, or 0 once the
+        process has ended."""
         workers = [] if self.before_worker is None else workers_of(self.process)
         before = self.before + len(workers) * (self.before_worker or 0)
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -89,7 +91,7 @@ class Watched:
 
 @dataclass
 class PeakMemory:
-    """The peak bytes of any peer of each role in each phase."""
+    """The largest number of bytes that any peer of a role took in a phase, by role and phase."""
 
     most: dict[tuple[str, str], int] = field(default_factory=dict)
 
@@ -111,7 +113,7 @@ class PeakMemory:
 
 @dataclass
 class Swarm:
-    """The volunteers with a vector, and the folder with all files."""
+    """A swarm of volunteers with a vector in place of a model, and the folder of their files."""
 
     volunteers: Sequence[Watched]
     watch: PeakMemory
@@ -123,13 +125,13 @@ class Swarm:
     """The volunteers' reports on the last entry."""
 
     async def round(self) -> None:
-        """Train and average. Raises: PeerProcessError."""
+        """Make all volunteers train and average once, and record their memory. Raises: PeerProcessError."""
         await self._train(TRAINING)
         freezes = (self.entries + 1) % SNAPSHOT_EVERY == 0
         await self._average(FREEZING if freezes else ROUND)
 
     async def serve_a_joiner(self) -> None:
-        """Average while a joiner fetches the state."""
+        """Start a joiner, make the volunteers average until the joiner has the state, and record their memory."""
         command = [*self.arguments, "--fetches", "--folder", self.folder / JOINER, "--download-limit", FETCH_MBIT]
         async with newcomer(JOINER, command, self.folder) as joiner, self.watch.phase(FETCHING, joiner):
             await joiner.process.event("fetched", START_SECONDS)
@@ -141,7 +143,8 @@ class Swarm:
             await restored
 
     async def be_followed(self) -> None:
-        """Average while a follower follows the log."""
+        """Start a peer that only follows the log, make the volunteers average once, and record the follower's
+        memory."""
         async with newcomer(FOLLOWER, [*self.arguments, "--follows"], self.folder) as follower:
             async with self.watch.phase(FETCHING, follower):
                 await follower.process.event("restored", START_SECONDS)
@@ -150,7 +153,8 @@ class Swarm:
                 await follower.process.event("followed", START_SECONDS)
 
     async def leave_one_behind(self) -> None:
-        """Average without one volunteer, which is not the leader and still trains."""
+        """Make all volunteers train, and all except the roster's last member average. Record the memory of this late
+        member."""
         last = self.reports[0]["roster"][-1]
         late = next(each for each in self.volunteers if each.peer == last)
         await self._train(TRAINING)
@@ -179,7 +183,8 @@ class Swarm:
 
 @asynccontextmanager
 async def newcomer(role: str, command: Sequence[object], folder: Path) -> AsyncIterator[Watched]:
-    """Yield a new peer with a vector. It ends with the context."""
+    """Start a peer process with a vector in place of a model, wait until it listens, and yield the `Watched` that
+    measures its memory. The process ends with the context."""
     process = await PeerProcess.start(command, folder / f"{role}.log")
     try:
         yield await Watched.listening(role, process)
@@ -188,7 +193,8 @@ async def newcomer(role: str, command: Sequence[object], folder: Path) -> AsyncI
 
 
 async def measure_swarm(values: int, watch: PeakMemory) -> None:
-    """Measure all roles whose peers have a vector in place of a model. Raises: PeerProcessError."""
+    """Measure the memory of all roles whose peers have a vector of `values` values in place of a model. Raises:
+    PeerProcessError."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memory-")))
         arguments: list[object] = [OUR_PEER, "--values", values, "--peers", PEERS, "--snapshot-every", SNAPSHOT_EVERY]
@@ -199,7 +205,7 @@ async def measure_swarm(values: int, watch: PeakMemory) -> None:
             if rank == 0:
                 arguments += ["--contact", volunteers[0].address]
         swarm = Swarm(volunteers, watch, arguments, folder)
-        for _ in range(SNAPSHOT_EVERY + 2):  # more entries than a joiner would replay
+        for _ in range(SNAPSHOT_EVERY + 2):  # enough entries that joiners fetch a snapshot instead of replaying
             await swarm.round()
         await swarm.serve_a_joiner()
         await swarm.be_followed()
@@ -207,7 +213,7 @@ async def measure_swarm(values: int, watch: PeakMemory) -> None:
 
 
 async def measure_cpu_volunteer(config: RunConfig, workers: int, watch: PeakMemory) -> None:
-    """Measure the memory of a volunteer alone in its run, with this many workers on the CPU.
+    """Measure the memory of a volunteer that is alone in its run and has `workers` workers on the CPU.
 
     Raises: PeerProcessError.
     """
@@ -216,7 +222,7 @@ async def measure_cpu_volunteer(config: RunConfig, workers: int, watch: PeakMemo
         manifest = folder / "manifest.json"
         manifest.write_text(json.dumps(config.to_manifest_content()), encoding="utf-8")
         bare = await start(stack, ["benchmarks.bare_loop", manifest, "--device", "cpu", "--threads", 1], folder)
-        loaded = (await bare.event("loaded", START_SECONDS))["memory"]  # libraries and corpus, as in any worker
+        loaded = (await bare.event("loaded", START_SECONDS))["memory"]  # bytes of a worker's libraries and corpus
         command = ["benchmarks.gated_volunteer", manifest, "--device", "cpu", "--threads", 1]
         command += ["--cpu-workers", workers]
         volunteer = await start(stack, command, folder)
@@ -229,7 +235,8 @@ async def measure_cpu_volunteer(config: RunConfig, workers: int, watch: PeakMemo
 
 
 def cpu_config(run_file: Path, hidden: int, layers: int, workers: int) -> RunConfig:
-    """Return the run with a model of this size, and so few tokens at once that activations are small."""
+    """Return the run of `run_file` with a model of `layers` layers of width `hidden`, and with so few tokens at once
+    that activations take little memory."""
     config = prepared(RunConfig.from_toml(run_file), 1, TURNS)
     shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
     model = config.model.model_copy(update={"config": {**(config.model.config or {}), **shape}})
@@ -238,7 +245,7 @@ def cpu_config(run_file: Path, hidden: int, layers: int, workers: int) -> RunCon
 
 
 def formulas(host: HostMemory) -> dict[tuple[str, str], int]:
-    """Return the bytes that each role should take in each phase."""
+    """Return the predicted bytes of main memory, by role and phase."""
     return {
         (VOLUNTEER, TRAINING): host.training,
         (VOLUNTEER, ROUND): host.training,
@@ -252,15 +259,15 @@ def formulas(host: HostMemory) -> dict[tuple[str, str], int]:
 
 
 def cpu_formula(config: RunConfig, workers: int) -> tuple[int, int]:
-    """Return the parameters of the run's model, and the bytes that a volunteer with this many workers on the CPU should
-    take."""
+    """Return the number of the model's trained parameters, and the predicted bytes of a volunteer with `workers`
+    workers on the CPU."""
     skeleton = build_skeleton(config, build_tokenizer(config.tokenizer))
     memory = worker_memory(skeleton, config.training, "cpu", workers)
     return memory.trained, HostMemory(memory.trained, INT8).training + memory.training
 
 
 def row_of(role: str, phase: str, taken: int, parameters: int, formula: int) -> dict[str, Any]:
-    """Return one line of the table."""
+    """Return the table's row on one role in one phase: the bytes taken and the bytes predicted."""
     return {
         "role": role,
         "phase": phase,

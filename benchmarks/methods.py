@@ -22,7 +22,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """The model, the data and the tokens, which all methods have in common."""
+    """The model, the data and the number of training tokens, which are the same for all methods."""
 
     hidden_size: int = 128
     layers: int = 5
@@ -46,11 +46,12 @@ class TrainingSetup:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that all replicas train together."""
+        """The number of tokens that all replicas together train on."""
         return self.steps * self.windows_per_step * self.sequence_length
 
     def config(self, seed: int, steps: int, inner_steps: int, batch_size: int, changes: Mapping[str, Any]) -> RunConfig:
-        """Return the run with this seed, whose replicas make `steps` inner steps of `batch_size` windows each."""
+        """Return the run's configuration with this seed. Its replicas take `steps` inner steps of `batch_size` windows
+        each."""
         model = {
             "model_type": "llama",
             "vocab_size": 259,
@@ -86,7 +87,7 @@ class TrainingSetup:
 
 @dataclass(frozen=True)
 class Method:
-    """One way to train.
+    """A method of training that the benchmark compares, with its settings.
 
     "replicas" is DiLoCo, whose replicas divide each step's windows among them. The others have one worker: "batches",
     data parallel, trains all windows in each of its steps; "alone" trains those of one replica only.
@@ -110,22 +111,22 @@ class Method:
     thin: int = 0
     """Number of replicas that contribute in another format than the run's own."""
     format: int = 0
-    """The number of that format in `codec.contributions`."""
+    """The number of the thin replicas' format in `codec.contributions`."""
 
     def outer_steps(self, setting: TrainingSetup) -> int:
-        """Return the number of outer steps that train all of the setting's tokens."""
+        """Return the number of outer steps in which this method trains on all of the setup's tokens."""
         share = (self.replicas - (self.slow + self.late) / 2) / self.replicas
         return round(setting.steps / self.inner_steps / share)
 
 
 def key_of(method: Method, setting: TrainingSetup) -> str:
-    """Return a string of everything on which a training's result depends, except for its seed."""
+    """Return a string that identifies a training by all its settings except for the seed."""
     return json.dumps([asdict(setting), asdict(method)], sort_keys=True, default=_name_of)
 
 
 def _name_of(idea: Any) -> str:
-    """Return the name of a function or class, and for a `partial` also its arguments. It is the same in every
-    process."""
+    """Return the name of a function or class, and of a `partial` also its arguments, in a form that is the same in
+    every process."""
     if isinstance(idea, partial):
         return f"{_name_of(idea.func)}{idea.args}{idea.keywords}"
     return f"{idea.__module__}.{idea.__qualname__}"
@@ -133,8 +134,8 @@ def _name_of(idea: Any) -> str:
 
 @dataclass(frozen=True)
 class Curve:
-    """The result of one training. `peak_bytes` is the most that a replica sends at one inner step, `sent_bytes` all
-    that it sends."""
+    """The loss curve of one training, and the bytes that a replica sends: `peak_bytes` at one inner step at most,
+    `sent_bytes` in all."""
 
     points: tuple[Point, ...]
     peak_bytes: int
@@ -142,12 +143,12 @@ class Curve:
 
     @property
     def loss(self) -> float:
-        """The last loss, in nats per token."""
+        """The held-out loss after the training, in nats per token."""
         return self.points[-1][1]
 
 
 def unchanged(values: Vector) -> Vector:
-    """Return the values as they are."""
+    """Return the values unchanged: the encoder and the decoder of a codec without loss."""
     return values
 
 
@@ -156,14 +157,15 @@ EXACT = Codec(encode=unchanged, decode=unchanged)
 
 
 class ExactAverageReference(Reference):
-    """DiLoCo that encodes the contributions but not their average, as in the paper on Streaming DiLoCo."""
+    """A DiLoCo reference that encodes the contributions but not their average, as the paper on Streaming DiLoCo
+    does."""
 
     def _codec_with(self, rounding: Rounding, format: int = 0) -> Codec:
         return super()._codec_with(rounding, format)._replace(encodes_average=False)
 
 
 def train(method: Method, setting: TrainingSetup, seed: int) -> Curve:
-    """Train by one method with the seed's initial weights and samples."""
+    """Train by one method from the seed's initial weights and samples, and return the loss curve."""
     is_diloco = method.kind == "replicas"
     batch_size = setting.windows_per_step // (1 if method.kind == "batches" else method.replicas)
     outer_steps = method.outer_steps(setting)
@@ -181,13 +183,13 @@ def train(method: Method, setting: TrainingSetup, seed: int) -> Curve:
         sent = 4 * reference.layout.parameter_count if method.kind == "batches" else 0
         return Curve(tuple(points), sent, steps * sent)
     values = [fragment.stop - fragment.start for fragment in reference.layout.fragments]
-    # A codec in Python counts as fp32.
+    # A codec that the method replaces by Python functions counts as fp32: 4 bytes a value.
     sizes = [4 * each if "codec" in method.idea else FORMATS[config.codec.kind].payload_size(each) for each in values]
     return Curve(tuple(points), max(sizes), outer_steps * sum(sizes))
 
 
 def _cycles(reference: Reference, method: Method, outer_steps: int) -> Iterator[int]:
-    """Take all outer steps of all replicas. Yield the number taken so far."""
+    """Take all outer steps of all replicas. After each outer step, yield the number of outer steps taken so far."""
     batch_size, fragments = reference.config.training.batch_size, len(reference.layout.fragments)
     for cycle, roster in enumerate(_rosters(method, outer_steps, batch_size, fragments), 1):
         reference.outer_step(roster)
@@ -195,13 +197,13 @@ def _cycles(reference: Reference, method: Method, outer_steps: int) -> Iterator[
 
 
 def _rosters(method: Method, outer_steps: int, batch_size: int, fragments: int) -> Iterator[list[Work]]:
-    """Yield the members of each outer step.
+    """Yield a list for each outer step: the work of its members.
 
     The last replicas are slow, late or thin. Two late replicas take turns: one is a member of every other outer step,
     the second one of those in between.
     """
     pool, even = SamplePool(), method.replicas - method.slow - method.late
-    under_way: dict[int, Work] = {}  # work for the next outer step
+    under_way: dict[int, Work] = {}  # late replicas' work, by number, for the next outer step
     for cycle in range(outer_steps):
         done, under_way = under_way, {}
         roster = list(done.values())
@@ -221,7 +223,8 @@ def _rosters(method: Method, outer_steps: int, batch_size: int, fragments: int) 
 
 
 def _straight(reference: Reference, cycles: int) -> Iterator[int]:
-    """Train one worker without outer steps. Yield the number of outer steps' worth of inner steps so far."""
+    """Train one worker without averaging. After each cycle of `training.inner_steps` inner steps, yield the number of
+    cycles so far."""
     replica, training, pool = reference.build_replica(), reference.config.training, SamplePool()
     for index in range(cycles):
         (lease,), pool = pool.deal([training.inner_steps * training.batch_size])

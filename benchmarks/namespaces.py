@@ -1,4 +1,4 @@
-"""Network namespaces for the peers of a benchmark, and the rates that iperf3 gets through the links between them.
+"""Network namespaces for a benchmark's peers, and the speeds that iperf3 measures on the links between the namespaces.
 
 A benchmark uses existing namespaces: each has one IPv4 address beside the loopback's, and links of any shape join them.
 docs/benchmarks.md shows one way to make some.
@@ -31,27 +31,28 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Bytes a second that each namespace's link carries in either direction."""
+    """The speeds of the namespaces' links in bytes a second: `up` from each namespace, and `down` to each namespace."""
 
     up: tuple[float, ...]
     down: tuple[float, ...]
 
     @classmethod
     def of_flows(cls, namespaces: Sequence[str], flows: dict[Pair, float]) -> LinkRates:
-        """Return the sums of the flows that each namespace sends and receives."""
+        """Return each link's speeds as sums of measured flows: of all flows from the link's namespace, and of all flows
+        to the namespace."""
         up = [sum(rate for (sender, _), rate in flows.items() if sender == one) for one in namespaces]
         down = [sum(rate for (_, receiver), rate in flows.items() if receiver == one) for one in namespaces]
         return cls(tuple(up), tuple(down))
 
     @property
     def both_ways(self) -> list[float]:
-        """The rate of each link in its slower direction."""
+        """The speed of each link in its slower direction, in bytes a second."""
         return list(map(min, self.up, self.down))
 
 
 def place_in(namespace: str) -> Place:
-    """Return the place of a peer in a namespace. Raises: ClickException when it has no IPv4 address beside the
-    loopback's."""
+    """Return the place of a peer in a network namespace. Raises: ClickException if the namespace has no IPv4 address
+    except the loopback's."""
     for interface in json.loads(_output("ip", "-n", namespace, "-json", "addr")):
         for address in interface["addr_info"]:
             if address["family"] == "inet" and address["scope"] != "host":
@@ -60,7 +61,7 @@ def place_in(namespace: str) -> Place:
 
 
 def has_iperf3() -> bool:
-    """Return whether links can be measured here. If not, print that."""
+    """Return True if iperf3 is installed. Otherwise print that the links are not measured, and return False."""
     if shutil.which("iperf3") is None:
         click.echo("iperf3 is not installed: what the links carry is not measured", err=True)
         return False
@@ -68,8 +69,8 @@ def has_iperf3() -> bool:
 
 
 def rates_alone(namespaces: Sequence[str], streams: int) -> LinkRates:
-    """Return the rate of each link, measured one link and one direction at a time. All other namespaces send to it, or
-    receive from it."""
+    """Return the speed of each namespace's link, measured one link and one direction at a time: all other namespaces
+    send to the namespace, or receive from the namespace."""
     up = [sum(flows([pair for pair in _pairs(namespaces) if pair[0] == one], streams).values()) for one in namespaces]
     if len(namespaces) == 2:
         return LinkRates(tuple(up), tuple(reversed(up)))
@@ -78,19 +79,19 @@ def rates_alone(namespaces: Sequence[str], streams: int) -> LinkRates:
 
 
 def rates_at_once(namespaces: Sequence[str], streams: int) -> LinkRates:
-    """Return the rates of the links while all peers send to all others, as in a round. A shared medium may carry less
-    than the links together."""
+    """Return the speed of each namespace's link while all namespaces send to all others, as in a round. Links that
+    share a medium may be slower together than alone."""
     return LinkRates.of_flows(namespaces, flows(_pairs(namespaces), streams))
 
 
 def converging(senders: Sequence[str], receiver: str, streams: int) -> float:
-    """Return the bytes a second that these namespaces send to one at the same time."""
+    """Return the bytes a second that `receiver` gets in all while all `senders` send at the same time."""
     return sum(flows([(sender, receiver) for sender in senders], streams).values())
 
 
 def flows(pairs: Sequence[Pair], streams: int) -> dict[Pair, float]:
-    """Return the bytes a second of each pair, all at the same time, over this many TCP connections each, after a
-    warm-up."""
+    """Return the bytes a second of each pair of namespaces, measured on all pairs at the same time with `streams` TCP
+    connections each, after a warm-up."""
     ports = range(IPERF_PORT, IPERF_PORT + len(pairs))
     arguments = ["--parallel", streams, "--time", IPERF_SECONDS, "--omit", IPERF_WARM_UP]
     with ThreadPoolExecutor(len(pairs)) as pool:
@@ -99,7 +100,7 @@ def flows(pairs: Sequence[Pair], streams: int) -> dict[Pair, float]:
 
 
 def round_trip(pair: Pair) -> float:
-    """Return the seconds of a round trip over an idle link."""
+    """Return the seconds of a round trip between two namespaces over an idle link."""
     end = _iperf(pair, IPERF_PORT, "--time", 1, "--bitrate", IDLE_BITS, "--length", 1000)
     return float(end["streams"][0]["sender"]["min_rtt"]) / 1e6
 
@@ -109,7 +110,7 @@ def _pairs(namespaces: Sequence[str]) -> list[Pair]:
 
 
 def _iperf(pair: Pair, port: int, *arguments: object) -> dict[str, Any]:
-    """Return the final part of iperf3's report on one pair."""
+    """Run iperf3 between the two namespaces of a pair, and return the "end" section of its report."""
     sender, receiver = pair
     at_port = ["--port", str(port)]
     server = subprocess.Popen(

@@ -1,5 +1,5 @@
-"""A new implementation of the simulator of Streaming DiLoCo (arXiv 2501.18512, section 3.1), and its bandwidths beside
-the paper's (Table 4): Gbit/s for a compute utilisation of 50 to 99 %.
+"""A new implementation of the simulator of Streaming DiLoCo (arXiv 2501.18512, section 3.1). The table shows the Gbit/s
+needed for a compute utilisation of 50 to 99 %, beside the paper's values (Table 4).
 
 A step has four kinds of nodes, one of each for a layer: forward, backward with respect to activations (not for the
 first layer), backward with respect to parameters, and reduction. One processor computes and one link reduces; each
@@ -37,9 +37,9 @@ TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 GRID = [0.1 * 1e4 ** (place / 49) for place in range(50)]
 INNER_STEPS, FRAGMENT_LAYERS, OVERLAP, REPLICAS = 100, 3, 1, 2
 TOLERANCE = 0.15
-"""Tolerance below a step of the grid, so that two numbers within it are at the same place on the grid."""
+"""Largest relative difference of two numbers at the same place on the grid, smaller than a step of the grid."""
 HOURS = {"data-parallel": 1097, "with overlap, FP4": 8.75}
-"""Hours in Table 1 for training 1B on 250 G tokens at 1 Gbit/s. Without communication it takes HOURS_ALONE."""
+"""Hours in Table 1 for training 1B on 250 G tokens at 1 Gbit/s. Training without communication takes HOURS_ALONE."""
 HOURS_ALONE = 6.75
 AGREEING, OFF = 73 / 75, 0.01
 """Bars: the share of the cells of Table 4 that agree, and the largest relative error of the times of Table 1."""
@@ -51,7 +51,8 @@ HALVINGS = 20
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """A way to train. Its fragments are layers; fragment i is sent after inner step `ends[i]` of each `cycle`.
+    """A schedule of a method's synchronisation. Each fragment is a tuple of layers; fragment i is sent after inner step
+    `ends[i]` of each `cycle` inner steps.
 
     Training goes on for `overlap` inner steps (tau) without the result; with 0 it waits.
     """
@@ -65,7 +66,8 @@ class SyncSchedule:
 
 @dataclass(frozen=True)
 class Scale:
-    """One model of Table 4: its layers, the seconds of a step, its values, and the paper's rows in Gbit/s."""
+    """One model of Table 4: its number of layers, the seconds of an inner step, its number of values, and the paper's
+    rows in Gbit/s."""
 
     layers: int
     step_seconds: float
@@ -74,11 +76,11 @@ class Scale:
 
     @property
     def node(self) -> float:
-        """The seconds of each computing node."""
+        """The seconds of one computing node: a layer's forward pass, or one of the layer's two backward passes."""
         return self.step_seconds / (3 * self.layers)
 
     def method(self, row: str) -> SyncSchedule:
-        """Return the method of a row."""
+        """Return the synchronisation schedule of a row of Table 4, by the row's name."""
         everything = (tuple(range(self.layers)),)
         if row == "data-parallel":
             return SyncSchedule(everything, (1,), 1)
@@ -134,7 +136,8 @@ TABLE = {
 
 @dataclass
 class Simulation:
-    """A replica in training. `node` is the seconds of each computing node, `reduction` the seconds of one layer's."""
+    """A simulated replica in training. `node` is the seconds of one computing node, `reduction` the seconds of one
+    layer's reduction."""
 
     layers: int
     node: float
@@ -146,7 +149,8 @@ class Simulation:
     _due: dict[int, dict[int, float]] = field(default_factory=dict)
 
     def cycles(self, count: int) -> float:
-        """Train for this many more cycles. Return the seconds until all work begun by then is done."""
+        """Simulate `count` more cycles, and return the simulated time in seconds at which all their computing and
+        sending is done."""
         last = self._step + count * self.method.cycle
         while self._step < last:
             skipped = min(self._undisturbed(), last - self._step - 1)
@@ -157,7 +161,7 @@ class Simulation:
         return max(self._now, self._link_free)
 
     def _undisturbed(self) -> int:
-        """Return how many of the next steps only compute."""
+        """Return the number of next inner steps that neither send a fragment nor wait for one."""
         cycle, place = self.method.cycle, self._step % self.method.cycle
         sent = min((end - 1 - place) % cycle for end in self.method.ends)
         return min(sent, min(self._due, default=self._step + cycle + 1) - self._step - 1)
@@ -175,14 +179,14 @@ class Simulation:
             for layer in fragment
         }
         for layer in reversed(range(self.layers)):
-            self._now += self.node * (2 if layer else 1)  # activations (except in the first layer) and parameters
+            self._now += self.node * (2 if layer else 1)  # a layer has two backward passes, but the first layer has one
             if layer in sent:
                 self._link_free = max(self._now, self._link_free) + self.reduction
                 self._due.setdefault(self._step + 1 + self.method.overlap, {})[layer] = self._link_free
 
 
 def utilisation(scale: Scale, method: SyncSchedule, gigabits: float) -> float:
-    """Return the share of its time in which a replica computes in a long run, over a link of this many Gbit/s."""
+    """Return the share (0 to 1) of a long run's time in which a replica computes, over a link of `gigabits` Gbit/s."""
     values = 2 * (REPLICAS - 1) / REPLICAS * scale.values / scale.layers
     simulation = Simulation(scale.layers, scale.node, method.bits * values / (gigabits * 1e9), method)
     before = simulation.cycles(CYCLES)
@@ -191,7 +195,7 @@ def utilisation(scale: Scale, method: SyncSchedule, gigabits: float) -> float:
 
 
 def least_bandwidth(scale: Scale, method: SyncSchedule, target: float) -> float:
-    """Return the least Gbit/s at which the utilisation reaches the target."""
+    """Return the least bandwidth in Gbit/s at which the utilisation reaches `target` (0 to 1)."""
     low, high = 1e-3, 1e4
     for _ in range(HALVINGS):
         middle = math.sqrt(low * high)
@@ -200,12 +204,14 @@ def least_bandwidth(scale: Scale, method: SyncSchedule, target: float) -> float:
 
 
 def as_printed(bandwidth: float) -> float:
-    """Return a bandwidth rounded to hundredths, and then to tenths: 0.954 becomes 0.9, and 6.251 becomes 6.2."""
+    """Return a bandwidth rounded to hundredths and then to tenths, as the paper prints it: 0.954 becomes 0.9, and 6.251
+    becomes 6.2."""
     return float(f"{round(bandwidth, 2):.1f}")
 
 
 def row_of(size: str, name: str) -> dict[str, Any]:
-    """Return one line of the table: for each target the paper's number and ours, read in the same way."""
+    """Return the table's row on one method and one model size: the paper's Gbit/s and the simulated Gbit/s for each
+    target utilisation."""
     scale, row = TABLE[size], dict[str, Any](size=size, method=name)
     for target, papers in zip(TARGETS, scale.rows[name], strict=True):
         least = least_bandwidth(scale, scale.method(name), target)

@@ -1,4 +1,4 @@
-"""A Llama written by hand for training alone, in the manner of nanochat: no cache, no masks, no hooks.
+"""A Llama model written by hand for training only, in the manner of nanochat: without cache, masks or hooks.
 
 It has the parameters of transformers' model of the same configuration, under the same names, and computes the same
 result. The difference in speed is the cost of transformers' generality.
@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         windows, length, _ = x.shape
-        # (windows, heads, length, width)
+        # q, k and v have the shape (windows, heads, tokens, head width).
         q = self.q_proj(x).view(windows, length, self._heads, self._width).transpose(1, 2)
         k = self.k_proj(x).view(windows, length, self._shared, self._width).transpose(1, 2)
         v = self.v_proj(x).view(windows, length, self._shared, self._width).transpose(1, 2)
@@ -45,7 +45,8 @@ class Attention(nn.Module):
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate each pair of values, one from each half of a head, by an angle that grows with the position (RoPE)."""
+    """Return `x` with rotary position embedding (RoPE): each pair of values, one from each half of a head, is rotated
+    by an angle that grows with the position."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
@@ -86,13 +87,13 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         frequencies = config.rope_parameters["rope_theta"] ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
-        angles = torch.outer(torch.arange(config.max_position_embeddings), frequencies)  # (length, width / 2)
+        angles = torch.outer(torch.arange(config.max_position_embeddings), frequencies)  # shape: (positions, width / 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed_tokens(ids)  # (windows, length, hidden)
-        if torch.is_autocast_enabled(x.device.type):  # otherwise the sums with it would be fp32, too
+        x = self.embed_tokens(ids)  # shape: (windows, tokens, hidden size)
+        if torch.is_autocast_enabled(x.device.type):  # keeps the residual sums in autocast's precision
             x = x.to(torch.get_autocast_dtype(x.device.type))
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         for block in self.layers:
@@ -102,7 +103,7 @@ class Trunk(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """The model. Raises: ValueError for a configuration that it does not support."""
+    """A Llama model as a torch module. Raises: ValueError for a configuration that `PlainLlama` does not support."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -115,8 +116,8 @@ class PlainLlama(nn.Module):
 
     @classmethod
     def like(cls, model: Any) -> PlainLlama:
-        """Return a model with the weights of a transformers model. Raises: ValueError for a configuration without
-        support."""
+        """Return a `PlainLlama` with the weights of a transformers model. Raises: ValueError if `PlainLlama` does not
+        support the model's configuration."""
         ours = cls(model.config)
         ours.load_state_dict(model.state_dict())
         return ours
@@ -127,7 +128,8 @@ class PlainLlama(nn.Module):
 
 
 def unknown(config: Any) -> str | None:
-    """Return the setting of a configuration that `PlainLlama` does not support, or None."""
+    """Return as text the first setting of a configuration that `PlainLlama` does not support, or None if all are
+    supported."""
     expected = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     expected |= {"attention_dropout": 0.0, "pretraining_tp": 1}
     for name, value in expected.items():

@@ -1,4 +1,4 @@
-"""Line plots as SVG: panels below one another that share the horizontal axis."""
+"""Line plots as SVG: panels below one another with the same horizontal axis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ STYLE = "text{font:12px sans-serif;fill:#333}.title{font-weight:bold}.faint{fill
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot: lines by their labels, a level for comparison, and moments to mark."""
+    """One panel of a plot: lines by label, a horizontal level for comparison, and points of the horizontal axis to
+    mark."""
 
     title: str
     lines: Mapping[str, Sequence[Point]]
@@ -26,7 +27,7 @@ class Panel:
 
 
 def svg(panels: Sequence[Panel], x_label: str, bottom: float = 0.0) -> str:
-    """Return the plot as the content of a file. All panels have the same axes; the vertical one begins at `bottom`."""
+    """Return the plot as SVG text. All panels have the same axes, and the vertical axis begins at `bottom`."""
     right = max(x for panel in panels for line in panel.lines.values() for x, _ in line)
     top = max(y for panel in panels for line in panel.lines.values() for _, y in line)
     top = bottom + 1.05 * (max(top, *(panel.level[1] for panel in panels)) - bottom)
@@ -74,7 +75,7 @@ def _panel(panel: Panel, y: float, right: float, heights: Point) -> list[str]:
 
 
 def _ticks(start: float, end: float, count: int = 5) -> list[float]:
-    """Return round numbers from `start` to `end`, at most `count` of them besides the first."""
+    """Return round numbers for an axis from `start` to `end`, at most `count` of them besides the first."""
     step = next(
         base * 10.0**exponent
         for exponent in range(-6, 12)

@@ -1,4 +1,4 @@
-"""Peers as separate processes: they receive commands as lines, and answer with one JSON object a line.
+"""A benchmark's peers as separate processes, which receive commands as lines and answer with one JSON object a line.
 
 `say` is a peer's side. A peer ends when its standard input closes, so that it does not outlive the process that started
 it.
@@ -23,20 +23,20 @@ Event = dict[str, Any]
 END_SECONDS = 15.0
 LOOK_SECONDS = 0.1
 LOG_LINES = 5
-# Fields of `/proc/PID/stat`, counted from the state on. After the user time come the system time, and both times of
-# ended children.
+# Indices of fields in `/proc/PID/stat`, counted from the process's state. Four times are in a row: the user time and
+# the system time of the process, and both times of its ended children.
 STATE, PARENT, USER_TIME = 0, 1, 11
 MEMORY_FILE = b"/memfd:diloco-peer"
 
 
 def say(event: str, **fields: object) -> None:
-    """Report an event to the process that started this one. `time` is the clock that all processes of a machine
-    share."""
+    """Print an event as a line of JSON for the process that started this one. `time` is in seconds of the clock that
+    all processes of a machine share."""
     print(json.dumps({"event": event, "time": time.monotonic(), **fields}), flush=True)
 
 
 async def read_lines(lines: asyncio.Queue[str], leave: Callable[[], None]) -> None:
-    """Put each line of standard input into the queue, and call `leave` when the input closes."""
+    """Put each line of standard input into the queue `lines`, and call `leave` when the input closes."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
@@ -45,7 +45,7 @@ async def read_lines(lines: asyncio.Queue[str], leave: Callable[[], None]) -> No
 
 
 def cpu_seconds() -> float:
-    """Return the processor time, user and system, of this process and of all its descendants."""
+    """Return the processor seconds, user and system, of this process and all its descendants."""
     stats, children = _stats(), dict[int, list[int]]()
     for process, stat in stats.items():
         children.setdefault(int(stat[PARENT]), []).append(process)
@@ -57,14 +57,15 @@ def cpu_seconds() -> float:
 
 
 def memory_of(process: int | str = "self") -> int:
-    """Return the bytes of a process that are not in files: its own, and its part of shared ones."""
+    """Return the bytes of a process's private memory and of its proportional share of shared memory. Mapped files on a
+    disk do not count."""
     lines = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii").splitlines()
     wanted = ("Pss_Anon:", "Pss_Shmem:")
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(wanted))
 
 
 def memory_taken(*processes: int) -> int:
-    """Return the bytes of main memory that these processes take together, without files on a disk.
+    """Return the bytes of main memory that these processes take together. Mapped files on a disk do not count.
 
     Shared memory files count once, with their full size, because all of it was reserved.
     """
@@ -81,11 +82,11 @@ def memory_taken(*processes: int) -> int:
 
 
 class PeerProcessError(click.ClickException):
-    """A peer has ended or is silent although it should have answered."""
+    """An error of a peer process that has ended, or has not answered in time."""
 
 
 class PeerProcess:
-    """One peer. Create it with `start`; `end` ends it, politely if possible."""
+    """One peer in a process of its own. `start` creates the process, and `end` ends it."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
         self._process = process
@@ -95,7 +96,8 @@ class PeerProcess:
 
     @classmethod
     async def start(cls, arguments: Sequence[object], log: Path, prefix: Sequence[str] = ()) -> PeerProcess:
-        """Run `python -m ARGUMENTS…`, behind a prefix such as another command that runs it. `log` receives its stderr.
+        """Start `python -m ARGUMENTS…`, and return its `PeerProcess`. `prefix` is a command that runs python, such as
+        `ip netns exec a`; `log` receives python's stderr.
 
         The process leads a process group, so that its descendants can be ended with it. Its temporary files lie beside
         the log, so that they are removed with it after a kill.
@@ -121,11 +123,12 @@ class PeerProcess:
         self._process.stdin.write(line.encode() + b"\n")
 
     async def next_event(self) -> Event | None:
-        """Return the next event, or None once the peer has ended."""
+        """Wait for the peer's next event and return it, or return None once the peer has ended."""
         return await self._events.get()
 
     async def event(self, kind: str, seconds: float) -> Event:
-        """Return the next event of a kind, and skip the others before it. Raises: PeerProcessError."""
+        """Return the peer's next event of this kind, and drop the events before it. Raises: PeerProcessError if the
+        peer ends, or after `seconds` seconds."""
         try:
             async with asyncio.timeout(seconds):
                 while event := await self.next_event():
@@ -140,19 +143,20 @@ class PeerProcess:
         return f"{self._log.name}: " + (" | ".join(lines[-LOG_LINES:]) or "it printed nothing")
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process alone, not to its descendants."""
+        """Send a signal to the peer's process alone, not to its descendants."""
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     def children(self) -> set[int]:
-        """Return the process ids of its direct children."""
+        """Return the process ids of the peer's direct children."""
         return {process for process, parent in _parents() if parent == self.process_id}
 
     async def ended(self) -> None:
         await self._process.wait()
 
     async def end(self) -> None:
-        """Let the process end by itself for a while; then kill the rest of its process group."""
+        """Close the peer's standard input, wait at most END_SECONDS for its end, and kill the rest of its process
+        group."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         with suppress(TimeoutError):
@@ -166,13 +170,13 @@ class PeerProcess:
     async def _read(self) -> None:
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
-            with suppress(ValueError):  # a library's line, or an incomplete line of a killed peer
+            with suppress(ValueError):  # skips a library's output, and a killed peer's incomplete line
                 self._events.put_nowait(json.loads(line))
         self._events.put_nowait(None)
 
 
 async def gone(processes: set[int], seconds: float) -> set[int]:
-    """Wait until these processes have ended. Return those that have not."""
+    """Wait until these processes have ended, at most `seconds` seconds, and return the ids of those still running."""
     deadline = time.monotonic() + seconds
     while (left := processes & {process for process, _ in _parents()}) and time.monotonic() < deadline:
         await asyncio.sleep(LOOK_SECONDS)
@@ -180,13 +184,13 @@ async def gone(processes: set[int], seconds: float) -> set[int]:
 
 
 def _parents() -> list[tuple[int, int]]:
-    """Return each live process with its parent."""
+    """Return pairs of each live process's id and its parent's id."""
     return [(process, int(stat[PARENT])) for process, stat in _stats().items() if stat[STATE] != b"Z"]
 
 
 def _stats() -> dict[int, list[bytes]]:
-    """Return the fields of `/proc/PID/stat` from the state on, for each process. It must be quick: peers in a round
-    wait for it."""
+    """Return the fields of `/proc/PID/stat`, from the process's state on, by process id. The function must be fast,
+    because peers in a round wait for it."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():

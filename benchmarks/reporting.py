@@ -1,4 +1,5 @@
-"""The shared parts of all benchmarks: interleaved timing, bars, the table, `--json` and `--run`."""
+"""The shared parts of all benchmarks: timing in turns, bars (required ratios), the table, and the options `--json` and
+`--run`."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ json_option = click.option(
 
 
 def run_option(default: str, help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return the option that names a run.toml."""
+    """Return a click option `--run` that takes the path of a run.toml."""
     file = click.Path(exists=True, dir_okay=False, path_type=Path)
     return click.option("--run", "run_file", type=file, default=Path(default), show_default=True, help=help)
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A ratio that must be at least `at_least`. Its verdict is a line at the end of the report."""
+    """A requirement of a benchmark: `ratio` must be at least `at_least`. The report ends with a line on each bar."""
 
     name: str
     ratio: float
@@ -50,7 +51,8 @@ class Bar:
 def time_interleaved(
     contenders: Mapping[str, Callable[[], object]], rounds: int, seconds_at_most: float = 20.0
 ) -> dict[str, list[float]]:
-    """Return the seconds of each call. All contenders run once, then all again, so that noise affects all alike.
+    """Call all contenders in turns, `rounds` times, and return the seconds of each call by the contender's name.
+    Because of the turns, noise affects all contenders alike.
 
     The first round only warms up. A contender that has taken more than `seconds_at_most` in all is skipped from then
     on.
@@ -69,13 +71,15 @@ def time_interleaved(
 
 
 def speed_ratio(seconds: Mapping[str, Sequence[float]], ours: str, theirs: str) -> float:
-    """Return how many times faster `ours` is: the median of theirs / ours over the rounds in which both ran."""
+    """Return the factor by which `ours` is faster than `theirs`: the median of their ratios of seconds, over the rounds
+    in which both ran."""
     pairs = zip(seconds[ours], seconds[theirs], strict=False)
     return statistics.median(other / own for own, other in pairs)
 
 
 def report(title: str, rows: Sequence[Mapping[str, Any]], bars: Sequence[Bar], json_file: Path | None) -> None:
-    """Print a table, the bars below it, and the verdict as the last line. Write the same to a file if one is given."""
+    """Print a table, the bars and, as the last line, the verdict on all bars. Also write them as JSON to `json_file`,
+    if given."""
     table = Table(title=title, title_justify="left")
     columns = list(rows[0])
     for column in columns:

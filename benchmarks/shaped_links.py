@@ -1,4 +1,4 @@
-"""Rounds between network namespaces, compared with the limits of their links; part of benchmarks/averaging.py.
+"""Averaging rounds between network namespaces, compared with the limits of the links; used by benchmarks/averaging.py.
 
 There are two limits. The *bound* is the time that the links need for the bytes if the averaging is split between them
 in the best way; with equal links every peer sends 2 (n - 1) / n payloads. *All at once* is the same time with the rates
@@ -22,7 +22,8 @@ from opendiloco.kernels import INT8
 
 @dataclass(frozen=True)
 class Possible:
-    """The least seconds of a round of one payload."""
+    """The least seconds that a round of one payload can take on the links, by two measurements of the links' speeds:
+    one link `alone`, and all `at_once`."""
 
     alone: float
     at_once: float
@@ -33,7 +34,8 @@ class Possible:
 
 
 def least_seconds(payload: int, rates: Sequence[float]) -> float:
-    """Return the time of a round of `payload` bytes whose reducing is split between the members in the best way.
+    """Return the least seconds of a round of `payload` bytes, with the reducing split between the members in the best
+    way.
 
     With n members, one that reduces the share x of the payload sends and receives 1 + (n - 2) x payloads. In a time T,
     a link of `rate` payloads a second therefore allows a share of (T * rate - 1) / (n - 2), and the shares must add up
@@ -48,7 +50,7 @@ def least_seconds(payload: int, rates: Sequence[float]) -> float:
 
 
 def row_of(group: Group, groups: dict[str, Group], values: int, possible: Possible) -> dict[str, Any]:
-    """Return one line of the table."""
+    """Return the table's row on one contender: its seconds beside the least possible seconds."""
     peers, seconds = len(group.peers), statistics.median(group.seconds)
     payload = group.contender.payload(values)
     return {
@@ -80,7 +82,8 @@ def bars_of(groups: dict[str, Group], possible: Possible, streams: int, least: f
 def run(
     values: int, namespaces: Sequence[str], repetitions: int, with_gloo: bool, streams: int, least: float
 ) -> tuple[list[dict[str, Any]], list[Bar]]:
-    """Measure the links and the rounds. Return the table's lines and the bars; both are empty if iperf3 is missing."""
+    """Measure the links and the rounds, and return the table's rows and the bars. Both lists are empty if iperf3 is
+    missing."""
     if not has_iperf3():
         return [], []
     places, payload = list(map(place_in, namespaces)), INT8.payload_size(values)

@@ -1,4 +1,5 @@
-"""One of our peers with sleeping inner steps: `python -m benchmarks.streaming_peer`, started by the benchmarks.
+"""A diloco-peer process whose inner steps only sleep: `python -m benchmarks.streaming_peer`, started by other
+benchmarks.
 
 Driver, transport, codec, outer step and the worker's way through a cycle are a volunteer's. The model is replaced: an
 inner step sleeps, as a CPU does while a GPU works, and the learned difference is noise. The peer reports the end of
@@ -43,7 +44,7 @@ NEVER_SNAPSHOT = 1_000_000
 
 @dataclass(frozen=True)
 class StreamingPeerOptions:
-    """One peer's role, from its command line."""
+    """The settings of one peer, from its command line."""
 
     values: int
     peers: int
@@ -86,30 +87,31 @@ class StreamingPeerOptions:
         )
 
     def parts(self, values: int) -> list[slice]:
-        """Return the slice of each fragment. All have the same size, in whole blocks, except for the last one."""
+        """Return the slice of each fragment in a vector of `values` values. All fragments have the same size, in whole
+        blocks, except for the last."""
         each = values // self.fragments // ALIGNMENT * ALIGNMENT
         starts = [each * number for number in range(self.fragments)]
         return [slice(start, start + each) for start in starts[:-1]] + [slice(starts[-1], values)]
 
 
 class NoSamples:
-    """A replacement for the run's text."""
+    """A stand-in for the run's text, with zeros as tokens."""
 
     def expect(self, numbers: NDArray[np.int64]) -> None:
-        """Ignore the announcement of the next samples."""
+        """Ignore the announcement of the next samples' numbers."""
 
     def read(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.zeros((len(numbers), 2), np.int64)
 
 
 class FragmentPlaces(NamedTuple):
-    """A replacement for a model's layout."""
+    """A stand-in for a model's layout that has only the fragments."""
 
     fragments: list[slice]
 
 
 class SleepingReplica:
-    """A replica for `InnerLoops` whose inner steps sleep."""
+    """A stand-in for the `ModelReplica` of `InnerLoops`. Its inner steps only sleep."""
 
     learning_rate = 0.0
 
@@ -141,11 +143,11 @@ class SleepingReplica:
         add_noise(self._theta[place], flat[place], (fragment, self._stores))
 
     def merge(self, theta: Vector, fragment: int, alpha: float) -> None:
-        """Do nothing, because nothing was learned."""
+        """Do nothing, because a sleeping replica has no weights to merge."""
 
 
 class SleepingWorker(ThreadedWorker):
-    """A worker that takes such a replica through its cycles."""
+    """A worker in a thread, which trains with a `SleepingReplica`."""
 
     def __init__(self, part: StreamingPeerOptions, vectors: SharedVectors) -> None:
         config = part.config
@@ -160,7 +162,7 @@ class SleepingWorker(ThreadedWorker):
 
 
 async def take_part(transport: HivemindTransport, identity: Identity, part: StreamingPeerOptions) -> None:
-    """Take part in the run until standard input ends."""
+    """Run a peer that takes part in the run until standard input ends."""
     vectors = await asyncio.to_thread(create_vectors, part.values)
     workload = LocalWorkload(SleepingWorker(part, vectors), part.config)
 

@@ -1,5 +1,5 @@
-"""The cost of a thin uplink for a swarm, and the weight of its work: `python -m benchmarks.thin_uplink --namespaces
-a,b,c`.
+"""The cost for a swarm of a member with a thin (slow) uplink, and the share of this member's work that counts: `python
+-m benchmarks.thin_uplink --namespaces a,b,c`.
 
 Each namespace has one peer, which trains for a fixed time and averages with the others. The last one has the thin
 uplink. Three swarms take turns on the same links: the others without it; all of them; and all of them while the thin
@@ -28,14 +28,15 @@ from benchmarks.reporting import Bar, json_option, report
 
 WITHOUT, CHOSEN, OWN = "without it", "with it", "with it, int8 only"
 LEAST, MOST = 0.95, 1.1
-"""Bars: the share of entries in which the thin member counts, and the time of a round with it as a multiple of one
-without."""
+"""Bars: the share of entries in which the thin member counts, and the time of a round with this member as a
+multiple of a round's time without the member."""
 ENTRY_SECONDS = 300.0
 
 
 @dataclass
 class SwarmTimes:
-    """The entries of one swarm: the seconds of each round and outer step, and the thin member's share in each."""
+    """The measurements of one swarm's entries: the seconds of each round and outer step, and the thin member's tokens
+    as a share of the most that a member trained."""
 
     name: str
     seconds: list[float] = field(default_factory=list)
@@ -44,7 +45,8 @@ class SwarmTimes:
     formats: Counter[str] = field(default_factory=Counter)
 
     def note(self, before: Sequence[Event], entry: Sequence[Event], thin: str | None) -> None:
-        """Record the others' reports on an entry and on the one before."""
+        """Record an entry's measurements from the reports of all members but the thin one: `entry` on the entry,
+        `before` on the preceding entry."""
         both = list(zip(before, entry, strict=True))
         self.seconds.append(max(after["in_rounds"] - earlier["in_rounds"] for earlier, after in both))
         self.outer_steps.append(max(after["agreed"] - earlier["agreed"] for earlier, after in both))
@@ -70,7 +72,7 @@ class SwarmTimes:
 
 
 async def run(swarm: SwarmTimes, namespaces: Sequence[str], values: int, pause: float, entries: int) -> None:
-    """Let a swarm make some entries, after a first one that does not count."""
+    """Run a swarm until its log has `entries` entries after an uncounted first entry, and record them in `swarm`."""
     places = [place_in(each) for each in (namespaces[:-1] if swarm.name == WITHOUT else namespaces)]
     usual = ["--values", values, "--peers", len(places), "--pause", pause, "--steady", "--usual-timing"]
     own = ["--contribution-format", "int8"]
@@ -91,7 +93,7 @@ async def run(swarm: SwarmTimes, namespaces: Sequence[str], values: int, pause: 
 
 
 async def _entry(peer: PeerProcess, index: int) -> Event:
-    """Return a peer's report on an entry."""
+    """Return a peer's next report on an entry of index `index` or higher."""
     while (event := await peer.event("averaged", ENTRY_SECONDS))["index"] < index:
         pass
     return event

@@ -23,7 +23,7 @@ from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, capt
 
 
 class InProcessControlChannel(ControlChannel):
-    """A channel whose messages reach the event loop at once."""
+    """A control channel that passes messages to the event loop directly, without a socket."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(socket.socket())
@@ -36,11 +36,11 @@ class InProcessControlChannel(ControlChannel):
 
 
 class ThreadedWorker(WorkerGroup):
-    """A worker that runs one training after the other with `carry_out`. Subclasses set `vectors` and `fragments`."""
+    """A worker that carries out one training at a time by `carry_out`. Subclasses set `vectors` and `fragments`."""
 
     def __init__(self, config: RunConfig, overlap: int | None = None) -> None:
-        """Set the overlap: the number of inner steps between storing a fragment and merging its average, by default the
-        run's."""
+        """Create the worker. `overlap` is the number of inner steps between storing a fragment and merging its average;
+        None means the run's."""
         self.config = config
         self.channel = InProcessControlChannel(asyncio.get_running_loop())
         self._own_overlap = config.streaming.overlap if overlap is None else overlap
@@ -49,7 +49,7 @@ class ThreadedWorker(WorkerGroup):
 
     @abstractmethod
     async def carry_out(self, command: RunInnerLoop) -> InnerLoopDone:
-        """Train in a thread that sends its messages through `channel`."""
+        """Train in a thread that sends its messages through `channel`, and return the result of the training."""
 
     async def run_inner_loop(
         self,

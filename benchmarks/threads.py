@@ -1,4 +1,4 @@
-"""The training speed of a worker on the CPU by its number of threads: `python -m benchmarks.threads`.
+"""The training speed of a volunteer on the CPU, by its worker's number of threads: `python -m benchmarks.threads`.
 
 Several volunteers (benchmarks/gated_volunteer.py) run side by side, each alone in its run and with one worker. They
 take turns, each of one outer step's inner steps; the first turn of each only warms up. One chooses its number of
@@ -40,7 +40,7 @@ AT_LEAST = 0.97
 
 @dataclass
 class Contender:
-    """A volunteer whose worker has this many threads, and the measurements of its turns."""
+    """A volunteer whose worker has `threads` threads, and the measurements of its turns."""
 
     threads: int
     seconds_per_token: list[float] = field(default_factory=list)
@@ -52,19 +52,20 @@ class Contender:
 
     @property
     def speed(self) -> float:
-        """Tokens a second, the median over turns."""
+        """The volunteer's speed in tokens a second, the median over turns."""
         return statistics.median(1 / seconds for seconds in self.seconds_per_token)
 
 
 def contenders_on(cores: int) -> dict[str, Contender]:
-    """Return the contenders on a machine with this many cores."""
+    """Return the volunteers to compare on a machine with `cores` cores, by name: one for each number of threads, and
+    one with the number that `join` chooses."""
     numbers = {1, max(1, cores - 1), cores} | {2**power for power in range(cores.bit_length())}
     given = {str(number): Contender(number) for number in sorted(numbers)}
     return given | {BY_ITSELF: Contender(choose_threads(WorkerOptions(threads=None), ["cpu"], cores))}
 
 
 async def measure(config: RunConfig, contenders: dict[str, Contender], repetitions: int) -> None:
-    """Measure the turns of all contenders. Raises: PeerProcessError."""
+    """Train with all contenders in turns, `repetitions` times, and record each training. Raises: PeerProcessError."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="threads-")))
         volunteers = dict[str, PeerProcess]()
@@ -83,7 +84,8 @@ async def measure(config: RunConfig, contenders: dict[str, Contender], repetitio
 
 
 def rows_of(contenders: dict[str, Contender]) -> list[dict[str, Any]]:
-    """Return the lines of the table."""
+    """Return the table's rows, one for each contender: its number of threads, its speed, and its event loop's delays in
+    ms."""
     seconds = {name: contender.seconds_per_token for name, contender in contenders.items()}
     return [
         {
@@ -100,7 +102,8 @@ def rows_of(contenders: dict[str, Contender]) -> list[dict[str, Any]]:
 
 
 def bars_of(contenders: dict[str, Contender], cores: int) -> list[Bar]:
-    """Return the one bar: the choice, compared with the fastest number that leaves a core."""
+    """Return the benchmark's only bar: the speed with the number of threads that `join` chooses, as a share of the
+    speed with the fastest number that leaves a core free."""
     seconds = {name: contender.seconds_per_token for name, contender in contenders.items()}
     ratios = {
         name: speed_ratio(seconds, BY_ITSELF, name)

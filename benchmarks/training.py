@@ -1,4 +1,5 @@
-"""The speed of a volunteer between rounds as a share of a good training loop's: `python -m benchmarks.training`.
+"""The speed of a volunteer between rounds, as a share of the speed of a good training loop: `python -m
+benchmarks.training`.
 
 The contenders have the same weights, optimizer, batches, micro-batches, precision and number of threads, and either all
 or none compile. They run side by side and take turns of one outer step's inner steps; the first turn only warms up.
@@ -53,12 +54,12 @@ TURN_SECONDS = 3600.0
 FIRST_GPU = "cuda:0"
 AT_LEAST = 0.98
 LEAST_UTILISATION = 0.4
-"""Bar for an H100 that trains the 150M Llama in bf16."""
+"""Bar: the least utilisation (0 to 1) of an H100 that trains the 150M Llama in bf16."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The means to train."""
+    """The device, threads, workers and micro-batch with which all contenders train."""
 
     device: str
     threads: int
@@ -80,15 +81,15 @@ class Machine:
         return ["--micro-batch", self.micro_batch, "--compile" if self.compiles else "--no-compile"]
 
     def formula(self, name: str, parameters: int) -> int:
-        """Return the bytes of main memory by the formula: weights, gradients and moments; for a volunteer also the
-        growing bytes of its peer process."""
+        """Return the bytes of main memory that the contender `name` should take: weights, gradients and moments if it
+        trains on the CPU, and for a volunteer also the growing bytes of its peer process."""
         worker = WorkerMemory(parameters, parameters).training if self.device == "cpu" else 0
         return worker + (HostMemory(parameters, INT8).growing if name == VOLUNTEER else 0)
 
 
 @dataclass
 class Turns:
-    """One contender's measurements. A turn is the inner steps of one outer step."""
+    """The measurements of one contender. A turn consists of the inner steps of one outer step."""
 
     seconds_per_token: list[float] = field(default_factory=list)
     memory: int = 0
@@ -110,11 +111,11 @@ class SpeedMeasurements:
     device_name: str = ""
 
     def ratio(self, name: str, beside: str = BARE) -> float:
-        """Return a contender's speed as a share of a loop's."""
+        """Return the speed of the contender `name` as a share of the speed of the contender `beside`."""
         return speed_ratio({name: each.seconds_per_token for name, each in self.turns.items()}, name, beside)
 
     def speed(self, name: str) -> float:
-        """Return the tokens a second, the median over turns."""
+        """Return the speed of a contender in tokens a second, the median over turns."""
         return statistics.median(1 / seconds for seconds in self.turns[name].seconds_per_token)
 
     def utilisation(self, name: str) -> float | None:
@@ -122,7 +123,8 @@ class SpeedMeasurements:
 
 
 def prepared(config: RunConfig, steps: int | None, repetitions: int) -> RunConfig:
-    """Return the run with this many inner steps, for one peer, with enough outer steps. Raises: UsageError."""
+    """Return the run's configuration for one peer, with `steps` inner steps and enough outer steps. Raises: UsageError
+    if the bare loop does not support the run."""
     training = config.training
     if training.z_loss or training.document_mask:
         raise click.UsageError(
@@ -139,13 +141,14 @@ def prepared(config: RunConfig, steps: int | None, repetitions: int) -> RunConfi
 
 
 def with_text(config: RunConfig, text: str) -> RunConfig:
-    """Return the run on local text by bytes: a folder's, or Python's standard library."""
+    """Return the run's configuration with bytes as tokens and with local text: a folder's, or Python's standard
+    library."""
     source = text if text == STANDARD_LIBRARY else str(Path(text).resolve())
     return config.model_copy(update={"tokenizer": TokenizerSection(), "data": DataSection(source=source)})
 
 
 async def measure(config: RunConfig, machine: Machine, repetitions: int, by_hand: bool) -> SpeedMeasurements:
-    """Return the turns of all contenders. Raises: PeerProcessError."""
+    """Train with all contenders in turns, and return the measurements. Raises: PeerProcessError."""
     turns = {name: Turns() for name in (BARE, *([BY_HAND] if by_hand else []), VOLUNTEER)}
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="training-")))
@@ -175,8 +178,8 @@ async def measure(config: RunConfig, machine: Machine, repetitions: int, by_hand
 
 
 async def start(stack: AsyncExitStack, command: list[object], folder: Path, threads: int | None = None) -> PeerProcess:
-    """Start a peer process that ends with the stack. Libraries read the number of threads once, when they are
-    imported."""
+    """Start a peer process that ends with the stack, and return the process. `threads` is passed in the environment,
+    because libraries read the number of threads once, when they are imported."""
     prefix = [] if threads is None else ["env", f"OMP_NUM_THREADS={threads}"]
     process = await PeerProcess.start(command, folder / f"{command[0]}.log", prefix)
     stack.push_async_callback(process.end)
@@ -187,14 +190,14 @@ def workers_of(volunteer: PeerProcess) -> list[int]:
     """Return the process ids of the volunteer's workers, without its network daemon and checkpoint writer."""
     workers = []
     for process in volunteer.children():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # the child process may have ended meanwhile
             if WORKER in Path(f"/proc/{process}/cmdline").read_bytes():
                 workers.append(process)
     return workers
 
 
 def row_of(name: str, measured: SpeedMeasurements, machine: Machine) -> dict[str, Any]:
-    """Return one line of the table."""
+    """Return the table's row on one contender: its speed, loss and memory."""
     turns, formula = measured.turns[name], machine.formula(name, measured.parameters)
     utilisation = measured.utilisation(name)
     return {
@@ -252,7 +255,7 @@ def main(
     config = config if data is None else with_text(config, data)
     is_gpu = device != "cpu"
     machine = Machine(
-        FIRST_GPU if device == "cuda" else device,  # "cuda" means all of them
+        FIRST_GPU if device == "cuda" else device,  # a volunteer takes "cuda" as all GPUs
         threads,
         cpu_workers,
         micro_batch or config.training.micro_batch or config.training.batch_size,

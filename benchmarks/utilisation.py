@@ -1,4 +1,5 @@
-"""The share of their time in which peers compute: `python -m benchmarks.utilisation --namespaces a,b,c,d`.
+"""The share of their time in which peers compute, measured and as `diloco-peer plan` predicts: `python -m
+benchmarks.utilisation --namespaces a,b,c,d`.
 
 Four ways to train take turns on the same links, each time as a new swarm: DiLoCo, which waits for each round; Streaming
 DiLoCo, which waits for each fragment; the same with an overlap; and also with four bits. Peers are real except for
@@ -32,7 +33,7 @@ from opendiloco.tools.plan import LINK_SHARE, Forecast, PeerGroup, Plan, forecas
 
 PEER = "benchmarks.streaming_peer"
 CYCLE_SECONDS = 300.0
-"""Time limit of a cycle, including the founding."""
+"""Time limit of a cycle in seconds, including the founding of the run."""
 WARM_UP = 2
 """Cycles of a turn that do not count, because a swarm stores fragments before they are due only from its second cycle
 on."""
@@ -41,7 +42,7 @@ LEAST, OFF = 0.97, 0.1
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train: its fragments, its overlap, and its codec."""
+    """A way to train: its number of fragments, its overlap in inner steps, and its codec."""
 
     name: str
     fragments: int
@@ -50,11 +51,11 @@ class Way:
 
     @property
     def bits(self) -> float:
-        """The bits of a value, scales included."""
+        """The bits of an encoded value, including its part of the block's scale."""
         return 8 * FORMATS[self.codec].payload_size(1 << 20) / (1 << 20)
 
     def plan(self, peers: tuple[PeerGroup, ...], values: int, inner_steps: int) -> Plan:
-        """Return the plan's input for this way."""
+        """Return the plan (the input of `forecast`) of a run that trains this way."""
         cuts = [values * cut // self.fragments for cut in range(self.fragments + 1)]
         fragments = tuple(end - start for start, end in pairwise(cuts))
         return Plan(fragments, peers, inner_steps, 1, 1.0, 1, self.bits, overlap=self.overlap)
@@ -62,7 +63,7 @@ class Way:
 
 @dataclass(frozen=True)
 class SwarmSetup:
-    """The settings that all swarms have in common."""
+    """The settings that all swarms of the benchmark share."""
 
     values: int
     inner_steps: int
@@ -71,14 +72,16 @@ class SwarmSetup:
 
 @dataclass
 class Series:
-    """The turns of one way: the share of each turn's time in which its peers computed."""
+    """The measurements of one way to train: for each turn, the share (0 to 1) of the time in which the peers
+    computed."""
 
     way: Way
     setting: SwarmSetup
     shares: list[float] = field(default_factory=list)
 
     async def take_turn(self, places: Sequence[Place], cycles: int) -> None:
-        """Let a swarm train for this many cycles that count. Raises: PeerProcessError."""
+        """Run a swarm for a warm-up and `cycles` more cycles, and record the share of these cycles' time in which the
+        peers computed. Raises: PeerProcessError."""
         async with AsyncExitStack() as stack:
             logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="utilisation-")))
             peers = await start_peers(stack, [self._command(place, len(places)) for place in places], places, logs)
@@ -113,7 +116,7 @@ def ways(fragments: int, overlap: int) -> list[Way]:
 async def measure(
     each: Sequence[Way], setting: SwarmSetup, places: Sequence[Place], turns: int, cycles: int
 ) -> list[Series]:
-    """Return the turns of all ways, which are interleaved."""
+    """Train all ways in turns, `turns` times, and return their measurements."""
     found = [Series(way, setting) for way in each]
     for _ in range(turns):
         for series in found:
@@ -122,7 +125,7 @@ async def measure(
 
 
 def row_of(series: Series, planned: Forecast) -> dict[str, Any]:
-    """Return one line of the table."""
+    """Return the table's row on one way to train: the measured shares of time beside the planned share."""
     return {
         "swarm": series.way.name,
         "fragments": series.way.fragments,
@@ -171,7 +174,7 @@ def main(
     names = namespaces.split(",")
     rate, latency = min(rates_at_once(names, iperf_streams).both_ways), round_trip((names[0], names[1]))
     link = 8 * rate / LINK_SHARE
-    to_each = latency / 2  # a round trip to a point half way
+    to_each = latency / 2  # seconds of a round trip over one of the two links between peers
     peers = (PeerGroup("peer", len(names), link, link, to_each, step_seconds),)
     each = ways(fragments, overlap)
     inner_steps = max(overlap + 1, fragments, round(round_of(peers, values, each[0].bits).seconds / step_seconds))

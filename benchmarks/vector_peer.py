@@ -1,4 +1,5 @@
-"""One of our peers without a model: `python -m benchmarks.vector_peer`, started by the benchmarks.
+"""A diloco-peer process with a vector in place of a model: `python -m benchmarks.vector_peer`, started by other
+benchmarks.
 
 Driver, transport, codec and outer step are a volunteer's. The worker is replaced: it adds noise to theta. With --pause
 its training takes this long; without, lines on its standard input control it: "prepare", and then "go". It reports each
@@ -58,7 +59,7 @@ CHURN_TIMING = Timing(
 
 @dataclass(frozen=True)
 class VectorPeerOptions:
-    """One peer's role, from its command line."""
+    """The settings of one peer, from its command line."""
 
     values: int
     peers: int
@@ -79,7 +80,7 @@ class VectorPeerOptions:
 
     @property
     def settings(self) -> RunSettings:
-        """The settings of the run. It has more samples than a benchmark uses, and they are never read."""
+        """The settings of the benchmark's run, with the timing that the options of the command line demand."""
         return RunSettings(
             run="benchmark",
             manifest_digest=digest_of(b"benchmark"),
@@ -93,7 +94,7 @@ class VectorPeerOptions:
 
 
 class VectorWorker(WorkerGroup):
-    """A replacement for the workers, without a process or a model."""
+    """A stand-in for a volunteer's workers, without a process or a model: its training adds noise to a vector."""
 
     def __init__(
         self, vectors: SharedVectors, pause: float | None, lines: asyncio.Queue[str], spread: float = 0.2
@@ -127,9 +128,9 @@ class VectorWorker(WorkerGroup):
 
 
 class VectorWorkload(LocalWorkload):
-    """A workload that records four moments of a round, and the processor time at its end.
+    """A workload that records the times of four moments of a round, and the processor seconds at the round's end.
 
-    The moments are its beginning here, the end of encoding, the arrival of the agreed payload, and the new theta.
+    The moments are the round's beginning, the end of encoding, the arrival of the agreed payload, and the new theta.
     """
 
     began_at: float | None = None
@@ -161,7 +162,7 @@ class VectorWorkload(LocalWorkload):
 
 
 class TalkingTransport(HivemindTransport):
-    """A transport that reports the first request for a snapshot, and the bytes received from each donor."""
+    """A transport that reports a peer's first request for a snapshot, and the bytes received from each donor."""
 
     is_fetching = False
 
@@ -178,7 +179,7 @@ class TalkingTransport(HivemindTransport):
 
 
 def add_noise(values: Vector, out: Vector, seed: tuple[int, ...]) -> None:
-    """Write values + noise to `out`, both of shape (n,). `values` may be `out`.
+    """Write `values` plus noise to `out`. Both have the shape (n,), and may be the same array.
 
     Each chunk gets the same noise, so that little memory is needed.
     """
@@ -189,22 +190,22 @@ def add_noise(values: Vector, out: Vector, seed: tuple[int, ...]) -> None:
 
 
 def create_vectors(values: int) -> SharedVectors:
-    """Return vectors like a volunteer's, with the same theta in every peer. Raises: MachineError when memory is
-    short."""
+    """Return a peer's new vectors (theta and local weights), with the same theta in every peer. Raises: MachineError if
+    memory is short."""
     vectors = SharedVectors.create(values)
     add_noise(vectors.theta, vectors.theta, (0,))
     return vectors
 
 
 def memory(name: str) -> int:
-    """Return bytes of this process by the name of a line in /proc/self/status: VmRSS is the present size, VmHWM the
+    """Return the bytes in a line of this process's /proc/self/status: `VmRSS` is the memory taken now, `VmHWM` its
     peak."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 async def take_part(transport: HivemindTransport, identity: Identity, part: VectorPeerOptions) -> None:
-    """Take part in the run until standard input ends."""
+    """Run a peer that takes part in the run until standard input ends."""
     memory_before = memory("VmRSS")
     log, storage = None, None
     if part.folder:
@@ -256,13 +257,13 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Vect
 
 
 def run_config() -> RunConfig:
-    """Return the demo's configuration with more outer steps than any benchmark takes."""
+    """Return the configuration of demo.toml with more outer steps than any benchmark takes."""
     config = RunConfig.from_toml(Path(opendiloco.__file__).with_name("demo.toml"))
     return config.model_copy(update={"outer_steps": OUTER_STEPS})
 
 
 async def follow(transport: HivemindTransport, part: VectorPeerOptions) -> None:
-    """Follow the log until standard input ends."""
+    """Fetch the state and follow the log, without training, until standard input ends."""
     lines: asyncio.Queue[str] = asyncio.Queue()
     ended = asyncio.Event()
     reading = asyncio.create_task(read_lines(lines, ended.set))

@@ -1,4 +1,4 @@
-"""The traffic on the links during one round: `python -m benchmarks.wire --namespaces a,b`.
+"""The traffic on the peers' links in the course of one averaging round: `python -m benchmarks.wire --namespaces a,b`.
 
 Our peers and gloo's take turns in network namespaces that links of any shape join, and move the same number of bytes.
 Meanwhile the counters of each namespace's interface are read every few milliseconds. For each contender's median round:
@@ -36,16 +36,17 @@ from benchmarks.namespaces import IPERF_STREAMS, LinkRates, has_iperf3, place_in
 from benchmarks.plots import Panel, Point, svg
 from benchmarks.reporting import Bar, json_option, report
 
-PERIOD = 0.004  # seconds between two reads of the counters
-WINDOW = 0.02  # seconds over which a rate is averaged
+PERIOD = 0.004  # seconds between two reads of the interfaces' byte counters
+WINDOW = 0.02  # seconds over which a transfer rate is averaged
 WELL_USED = 0.8
-CONTROL_BYTES = 1 << 15  # size of a few messages; less traffic contains no data
+CONTROL_BYTES = 1 << 15  # bytes of a few control messages; more traffic contains data
 DELAYS = 5.0
 
 
 @dataclass
 class Wire:
-    """The bytes that one interface has received and sent, by the clock that all processes share."""
+    """The bytes that one network interface has received and sent, at times in seconds of the clock that all processes
+    share."""
 
     times: list[float] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
@@ -57,15 +58,18 @@ class Wire:
         self.sent.append(sent)
 
     def first_sent(self, start: float) -> float:
-        """Return the time when more bytes had been sent since `start` than messages take."""
+        """Return the time in seconds of the first sent data: since `start` the interface had then sent CONTROL_BYTES
+        bytes."""
         return self._reaches(self.sent, _at(self.times, self.sent, start) + CONTROL_BYTES)
 
     def last_received(self, end: float) -> float:
-        """Return the time when fewer bytes remained to be received until `end` than messages take."""
+        """Return the time in seconds of the last received data: from then to `end` the interface received CONTROL_BYTES
+        bytes."""
         return self._reaches(self.received, _at(self.times, self.received, end) - CONTROL_BYTES)
 
     def rates(self, start: float, end: float) -> list[Point]:
-        """Return the received bytes a second in each window, with the window's end in seconds after `start`."""
+        """Return the bytes received a second in each window of WINDOW seconds, as pairs of the window's end in seconds
+        after `start` and the rate."""
         bounds = [start + WINDOW * number for number in range(int((end - start) / WINDOW) + 1)]
         counts = [_at(self.times, self.received, bound) for bound in bounds]
         pairs = zip(bounds[1:], counts, counts[1:], strict=False)
@@ -76,7 +80,7 @@ class Wire:
 
 
 def _at(times: Sequence[float], counts: Sequence[int], at: float) -> float:
-    """Return the count at a time, interpolated between the two reads around it."""
+    """Return an interface's byte count at the time `at`, interpolated between the nearest two reads."""
     place = bisect_left(times, at)
     if place in (0, len(times)):
         return counts[min(place, len(times) - 1)]
@@ -85,7 +89,7 @@ def _at(times: Sequence[float], counts: Sequence[int], at: float) -> float:
 
 
 class InterfaceCounters:
-    """A thread that reads the counters of the namespaces' interfaces until the stack ends."""
+    """A thread that reads the byte counters of the namespaces' network interfaces until the stack ends."""
 
     def __init__(self, stack: ExitStack, namespaces: Sequence[str]) -> None:
         self.wires = [Wire() for _ in namespaces]
@@ -110,7 +114,8 @@ class InterfaceCounters:
 
 @contextmanager
 def process_behind(prefix: Sequence[str]) -> Iterator[int]:
-    """Yield an idle process in the namespace. The kernel shows the namespace's counters through it."""
+    """Start an idle process in a network namespace, and yield its process id. The process's folder in /proc shows the
+    namespace's byte counters."""
     with subprocess.Popen([*prefix, "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -123,7 +128,7 @@ def process_behind(prefix: Sequence[str]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Course:
-    """The parts of a round's seconds."""
+    """The course of one round: the seconds of its parts, and the rates at which each peer received."""
 
     seconds: float
     encoding: float
@@ -134,12 +139,13 @@ class Course:
 
     @property
     def talking(self) -> float:
-        """The seconds beside data and arithmetic, at least the shortest time that can be measured."""
+        """The seconds of a round before the first data and after the last data, without the encoding, but at least
+        PERIOD."""
         return max(PERIOD, self.first_byte - self.encoding + self.after_last)
 
 
 def course_of(group: Group, number: int, wires: Sequence[Wire], rates: LinkRates) -> Course:
-    """Return the course of one of a group's rounds, until all peers have the average."""
+    """Return the course of a group's round `number`, from its start until all peers have the average."""
     began, reports = group.began[number], group.rounds[number]
     ended = max(report.get("agreed") or report["time"] for report in reports)
     lines = [wire.rates(began, ended) for wire in wires]
@@ -162,7 +168,7 @@ def median_course(courses: Sequence[Course]) -> Course:
 
 
 def row_of(name: str, course: Course, delay: float) -> dict[str, Any]:
-    """Return one line of the table."""
+    """Return the table's row on one contender's median round. `delay` is the links' one-way delay in seconds."""
     return {
         "contender": name,
         "peers": len(course.lines),
@@ -192,7 +198,7 @@ def panel_of(name: str, course: Course, rates: LinkRates) -> Panel:
 
 
 def measure_courses(values: int, namespaces: Sequence[str], repetitions: int, rates: LinkRates) -> dict[str, Course]:
-    """Return the median round of each contender."""
+    """Run rounds of diloco-peer and of gloo, and return the course of each contender's median round, by name."""
     with ExitStack() as stack:
         watch = InterfaceCounters(stack, namespaces)
         groups = asyncio.run(measure([OURS, GLOO_BYTES], values, list(map(place_in, namespaces)), repetitions))

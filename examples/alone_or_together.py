@@ -1,4 +1,5 @@
-"""A comparison of three machines that train together with one that trains alone for the same number of inner steps.
+"""A comparison of one machine that trains alone with three that train together, each for the same number of inner
+steps.
 
     python examples/alone_or_together.py opendiloco/demo.toml --outer-steps 40
 
@@ -20,7 +21,8 @@ REPORTS = 4
 
 
 def train(config: RunConfig, replicas: int, outer_steps: int) -> None:
-    """Train, and print the held-out loss of theta a few times on the way."""
+    """Train `replicas` replicas for `outer_steps` outer steps, and print theta's held-out loss about `REPORTS`
+    times."""
     reference, pool = Reference(config), SamplePool()
     steps = config.training.inner_steps
     for outer_step in range(1, outer_steps + 1):

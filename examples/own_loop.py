@@ -1,4 +1,4 @@
-"""A researcher's own training loop as a peer of a run, beside volunteers who typed `diloco-peer join`.
+"""A researcher's own training loop that joins a run as a peer, beside volunteers who run `diloco-peer join`.
 
     python examples/own_loop.py run.toml diloco:tiny-qz3h…4a@/ip4/…
 
@@ -28,7 +28,7 @@ def train(config: RunConfig, invite: str, data: list[Path]) -> None:
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
             loss.backward()
             diloco.report(loss)
-            inner_optimizer.step()  # the last one of an outer step waits for the others, and loads theta
+            inner_optimizer.step()  # an outer step's last inner step waits for the other peers, and loads theta
             inner_optimizer.zero_grad()
             if diloco.outer_step != outer_step:
                 outer_step = diloco.outer_step
@@ -45,7 +45,7 @@ def main() -> None:
     try:
         train(RunConfig.from_toml(options.run), options.invite, options.data)
     except KeyboardInterrupt:
-        sys.exit(130)  # torch's exit handlers can make Python lose the interrupt's exit code
+        sys.exit(130)  # torch's exit handlers can make Python lose the exit code of an interrupt
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""transformers' Trainer as a peer of a run. Needs `pip install accelerate`.
+"""transformers' Trainer that joins a run as a peer. Needs `pip install accelerate`.
 
     python examples/trainer_callback.py run.toml diloco:tiny-qz3h…4a@/ip4/… --text FOLDER
 
@@ -21,7 +21,7 @@ from opendiloco.library import DiLoCoCallback
 
 
 class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """The windows of a folder's text, as bytes."""
+    """The text of a folder's .txt files as a data set: windows of `length` bytes, whose token ids are the bytes."""
 
     def __init__(self, folder: Path, length: int) -> None:
         text = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.txt")))
@@ -41,7 +41,7 @@ def train(config: RunConfig, invite: str, text: Path) -> None:
         arguments = TrainingArguments(
             folder,
             per_device_train_batch_size=config.training.batch_size,
-            num_train_epochs=1000,  # until the run is over
+            num_train_epochs=1000,  # more than needed: training stops when the run is over
             learning_rate=config.inner_optimizer.learning_rate,
             lr_scheduler_type="constant",
             save_strategy="no",
@@ -63,7 +63,7 @@ def main() -> None:
     try:
         train(RunConfig.from_toml(options.run), options.invite, options.text)
     except KeyboardInterrupt:
-        sys.exit(130)  # torch's exit handlers can make Python lose the interrupt's exit code
+        sys.exit(130)  # torch's exit handlers can make Python lose the exit code of an interrupt
 
 
 if __name__ == "__main__":

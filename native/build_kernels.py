@@ -1,4 +1,5 @@
-"""The build of `opendiloco._kernels` with cffi in API mode. setup.py names this file, and setuptools runs it.
+"""The build of the C library `opendiloco._kernels` with cffi in API mode. setup.py names this module, which setuptools
+runs.
 
 It must run in the repository's root, because setuptools requires paths relative to setup.py.
 """
@@ -13,8 +14,8 @@ from cffi import FFI
 NATIVE = Path("native")
 HEADER = NATIVE / "kernels.h"
 
-# The results must not depend on the compiling machine: no fast-math, no fused multiply-add, no -march. Files that need
-# an instruction set enable it themselves.
+# The kernels' results must not depend on the compiling machine: no fast-math, no fused multiply-add, no -march. C files
+# that need an instruction set enable the set themselves.
 COMPILE_ARGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"]
 ERRORS = ["-Werror=incompatible-pointer-types", "-Werror=implicit-function-declaration"]
 

@@ -1,4 +1,4 @@
-"""Builds the source distribution and, from it, a wheel for each kind of Linux: `python -m native.wheels dist`.
+"""The builder of a source distribution and of a wheel for each kind of Linux: `python -m native.wheels dist`.
 
 zig's C compiler includes the declarations of old versions of glibc for every processor. The wheels therefore run on
 systems older than the one that built them, and auditwheel checks this. With `--try`, the source distribution and this
@@ -26,7 +26,7 @@ PROCESSORS = "x86_64", "aarch64"
 GLIBC = 2, 17
 """The oldest version of glibc for which a wheel claims to work, manylinux2014's."""
 
-# Files that git does not track, and the tests, which wheels do not need.
+# Files to omit from the copied sources: those that git does not track, and the tests, which wheels do not need.
 NOT_SOURCE = shutil.ignore_patterns(
     ".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "kernels-check*", "tests"
 )
@@ -35,7 +35,7 @@ BASE = re.compile(r'platform tag: "manylinux_(\d+)_(\d+)_(\w+)"')
 
 
 class WheelError(Exception):
-    """A wheel cannot be built, or does not match its name."""
+    """The error for a package that cannot be built or tested, or for a wheel that does not match its name."""
 
 
 def main() -> None:
@@ -53,7 +53,8 @@ def main() -> None:
 
 
 def build_all(out: Path) -> list[Path]:
-    """Return the paths of the source distribution and of the wheels, all checked. Raises: WheelError."""
+    """Build the source distribution and the wheels into `out`, and check the wheels. Return the paths of the built
+    files. Raises: WheelError."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder) / "checkout"
@@ -61,7 +62,7 @@ def build_all(out: Path) -> list[Path]:
         [source] = build(checkout, out, "--sdist")
         built = [source]
         for processor in PROCESSORS:
-            with tarfile.open(source) as archive:  # once each, so that none has another's compiled files
+            with tarfile.open(source) as archive:  # a new folder for each processor, without others' compiled files
                 archive.extractall(Path(folder) / processor, filter="data")
             [unpacked] = (Path(folder) / processor).iterdir()
             tag = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{processor}"
@@ -73,13 +74,14 @@ def build_all(out: Path) -> list[Path]:
 
 
 def compiler(processor: str) -> dict[str, str]:
-    """Return the environment variables that make setuptools compile for a processor."""
+    """Return the environment variables that make setuptools compile for a processor with zig."""
     command = f"{sys.executable} -m ziglang cc -target {processor}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
     return {"CC": command, "LDSHARED": f"{command} -shared", "_PYTHON_HOST_PLATFORM": f"linux-{processor}"}
 
 
 def build(source: Path, out: Path, *options: str, environment: Mapping[str, str] | None = None) -> list[Path]:
-    """Build into `out` from the sources in a folder. Return the built files. Raises: WheelError."""
+    """Build packages from the sources in the folder `source` into the folder `out`. Return the paths of the built
+    files. Raises: WheelError."""
     with tempfile.TemporaryDirectory() as fresh:
         command = [sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", fresh, str(source)]
         run(command, environment)
@@ -87,8 +89,8 @@ def build(source: Path, out: Path, *options: str, environment: Mapping[str, str]
 
 
 def check(wheel: Path, processor: str) -> None:
-    """Check that a wheel's machine code needs the processor and no newer system than its name promises. Raises:
-    WheelError."""
+    """Raise WheelError if a wheel's machine code needs another processor, or a newer glibc, than the wheel's name
+    promises."""
     audit = run([sys.executable, "-m", "auditwheel", "show", str(wheel)])
     needs = platform_of(audit)
     if needs is None or needs[1] != processor or needs[0] > GLIBC:
@@ -97,13 +99,14 @@ def check(wheel: Path, processor: str) -> None:
 
 
 def platform_of(audit: str) -> tuple[tuple[int, int], str] | None:
-    """Return the version of glibc and the processor that auditwheel's output names, or None."""
+    """Return the version of glibc and the processor that auditwheel's output names; None if the output names none."""
     match = BASE.search(" ".join(audit.split()))
     return match and ((int(match[1]), int(match[2])), match[3])
 
 
 def try_packages(packages: Sequence[Path]) -> None:
-    """Install each package into a fresh environment. Raises: WheelError when their kernels differ."""
+    """Install each package into a fresh environment, and print its kernels' instruction sets. Raises: WheelError if
+    these differ between packages."""
     kernels = {package.name: try_package(package) for package in packages}
     print("\n".join(f"{name}: {found}" for name, found in kernels.items()))
     if len(set(kernels.values())) > 1:
@@ -111,7 +114,8 @@ def try_packages(packages: Sequence[Path]) -> None:
 
 
 def try_package(package: Path) -> str:
-    """Test an installed package's kernels. Return the line that names those it has and uses. Raises: WheelError."""
+    """Install a package into a fresh environment, and test its kernels. Return the line with the instruction sets that
+    they use and support. Raises: WheelError."""
     with tempfile.TemporaryDirectory() as folder:
         run([sys.executable, "-m", "venv", folder])
         binaries = Path(folder) / "bin"
@@ -122,7 +126,7 @@ def try_package(package: Path) -> str:
 
 
 def run(command: Sequence[str], environment: Mapping[str, str] | None = None, folder: str | None = None) -> str:
-    """Return a command's standard output. Raises: WheelError when it fails."""
+    """Run a command, and return its standard output. Raises: WheelError if the command fails."""
     variables = os.environ | (environment or {})
     done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=folder)
     if done.returncode != 0:

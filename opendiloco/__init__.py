@@ -11,7 +11,7 @@ __all__ = ["DiLoCo", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on demand: torch takes seconds, and reading the installed metadata milliseconds.
+    # Names are imported on first use, because importing torch takes seconds, and reading the version milliseconds.
     if name == "DiLoCo":
         from opendiloco.library import DiLoCo
 

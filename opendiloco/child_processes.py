@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-NICENESS = 19  # for child processes that prepare or save data: the lowest priority, because training comes first
+NICENESS = 19  # lowest CPU priority, for child processes that prepare or save data beside training
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -14,7 +14,7 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def child_environment(**variables: str) -> dict[str, str]:
-    """Return the environment of such a process: this process's environment with further variables."""
+    """Return the environment of a child process: this process's environment with further variables."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | variables
 
 

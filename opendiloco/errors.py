@@ -66,7 +66,7 @@ class RemoteError(DilocoPeerError):
 
 
 class DamagedLogError(DilocoPeerError):
-    """A log's headers, payloads or states do not match its digests."""
+    """A log's headers, payloads or states do not match the digests that the log records."""
 
     exit_code = 11
 

@@ -17,7 +17,7 @@ class HeldOut(NamedTuple):
 
 
 def is_our_turn(me: str, log: LogState, section: EvaluationSection) -> bool:
-    """Return whether this peer evaluates theta at this place in the log. All peers there compute the same turns."""
+    """Return True if this peer evaluates theta at this place in the log. All peers there compute the same turns."""
     index, roster = log.position.index, log.roster
     if not section.every or not roster or index % section.every:
         return False

@@ -56,11 +56,11 @@ class Cards:
 
     @property
     def are_reachable(self) -> bool:
-        """True if torch should see GPUs."""
+        """True if this machine has GPUs and a driver, so that torch should see them."""
         return bool(self.names) and self.is_driven
 
     def are_too_old_for(self, platform: str | None) -> bool:
-        """Return whether the driver is too old for torch's build platform, such as "CUDA 13.0"."""
+        """Return True if the driver is too old for torch's build platform, such as "CUDA 13.0"."""
         least = _least_driver(platform)
         return least is not None and self.driver is not None and int(self.driver.partition(".")[0]) < least
 

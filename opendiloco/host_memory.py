@@ -42,7 +42,7 @@ FETCHED_AT_ONCE = 1 << 27
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of main memory for a model with `values` trained values. Properties that name no role are a volunteer's.
+    """Bytes of main memory for a model with `values` trained values; a volunteer's unless the property names a role.
 
     Large snapshots, downloads and recorded payloads lie in the run's folder on a disk, so they are not counted.
     """
@@ -63,7 +63,7 @@ class HostMemory:
 
     @property
     def vectors(self) -> int:
-        """The shared vectors and momentum; with error feedback also the residual."""
+        """The bytes of the shared vectors and the momentum; with error feedback also of the residual."""
         return self.shared + (1 + self.has_error_feedback) * VALUE_BYTES * self.values
 
     @property
@@ -83,7 +83,8 @@ class HostMemory:
 
     @property
     def growing(self) -> int:
-        """The vectors and three payloads: the pseudo-gradient, the next average, and a third.
+        """The bytes that grow with the model: the vectors, and three payloads, among them the pseudo-gradient and the
+        average.
 
         The third is the last average until it is in the log on the disk, or other members' blocks of this peer's part
         until they are averaged.
@@ -103,7 +104,7 @@ class HostMemory:
 
     @property
     def most(self) -> int:
-        """The most bytes in any of these phases while the peer serves a snapshot."""
+        """The most bytes that a volunteer needs in training, rounds or catching up, while it serves a snapshot."""
         return self.late + self.snapshot
 
     @property
@@ -118,7 +119,7 @@ class HostMemory:
 
     @property
     def following(self) -> int:
-        """The bytes of a follower afterwards: the state and a payload."""
+        """The bytes of a follower that has started: the state and a payload."""
         return STATE_BYTES * self.values + self.payload + min(self.payload, FETCHED_AT_ONCE)
 
     @property
@@ -180,7 +181,7 @@ class WorkerMemory:
 
     @property
     def kept(self) -> int:
-        """The weights, their gradients, and AdamW's two moments unless these are in main memory."""
+        """The bytes of the weights, their gradients, and AdamW's two moments unless these are in main memory."""
         return self.evaluating + VALUE_BYTES * self.trained + moments_bytes(self.trained, self.optimizer_state)
 
     @property
@@ -204,7 +205,8 @@ class WorkerMemory:
 
     @property
     def training(self) -> int:
-        """The largest number of bytes: the kept ones, and the larger of the needs of the passes and of a step."""
+        """The most bytes in training: those kept, and the larger need of the forward and backward passes or AdamW's
+        step."""
         whole = self.gathered + max(self.gathered, self.whole_gradients)
         head = self.head * (VALUE_BYTES + 2 * (self.copied > 0))  # in bf16, also the matrix itself or its gradient
         passes = 2 * self.copied + VALUE_BYTES * whole + head + LOGIT_BYTES * self.logits

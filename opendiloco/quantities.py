@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-VALUE_BYTES = 4  # of an fp32 value, the type of weights, moments and averages in main memory
+VALUE_BYTES = 4  # bytes of an fp32 value, the type of weights, moments and averages
 MEGABIT, GIGABYTE = 1e6 / 8, 1e9  # bytes
 SECONDS_A_DAY = 86_400  # without leap seconds, as computers count
 FormatName: TypeAlias = Literal["int8", "uint4", "e2m1-block32", "e2m1", "e3m0", "fp16", "sparse"]

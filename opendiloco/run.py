@@ -121,7 +121,8 @@ def local_tables(config: RunConfig) -> dict[str, str]:
 
 
 def with_own_files(config: RunConfig, own: OwnFiles) -> RunConfig:
-    """Return the configuration with these files in place of its paths. Raises: DataError where it has no path."""
+    """Return the configuration with these files in place of its local paths. Raises: DataError if the run has no such
+    path."""
     sections: dict[str, ModelSection | TokenizerSection] = {}
     for table, section, given in (("model", config.model, own.model), ("tokenizer", config.tokenizer, own.tokenizer)):
         if given is None:

@@ -44,7 +44,7 @@ class SharedVectors:
             reserve(descriptor, size)
             return cls(descriptor, size)
         finally:
-            os.close(descriptor)  # the mapping stays without it
+            os.close(descriptor)  # the memory stays mapped without the descriptor
 
 
 def create_memory_file() -> int:

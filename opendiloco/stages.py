@@ -21,8 +21,8 @@ WITH_A_COMPILER = frozenset({COMPILING, COMPILING_AGAIN, COMPILING_MORE, TRYING_
 """Stages in which PyTorch compiles. The compilers that it calls may hang."""
 NOT_COMPILING = "not compiling, which would be faster"
 NOT_COMPILING_THE_LOSS = "not compiling the loss, which would be faster"
-LOOK_SECONDS = 1.0  # between two reports of the same stage's progress
-QUIET_SECONDS = 10.0  # between two log lines about the same stage
+LOOK_SECONDS = 1.0  # seconds between two reports of the same stage's progress
+QUIET_SECONDS = 10.0  # seconds between two log lines about the same stage
 
 
 _watch: Watch = lambda stage, share: None  # noqa: E731
@@ -40,7 +40,7 @@ def watched_by(watch: Watch) -> Iterator[None]:
 
 
 def at_stage(stage: str, share: float | None = None) -> None:
-    """Report the stage that begins, or the progress of the present one."""
+    """Report the stage that begins, or the running stage's progress."""
     _watch(stage, share)
 
 
@@ -59,7 +59,7 @@ class Coming:
 
 
 def passing(items: Iterable[Item], stage: str, total: int | None = None) -> Iterator[Item]:
-    """Yield the items, and report now and then how many of `total` have passed."""
+    """Yield the items, and report at most once a second how many of `total` were yielded."""
     at_stage(stage, None if total is None else 0.0)
     coming = Coming(stage)
     for number, item in enumerate(items, 1):

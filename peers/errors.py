@@ -1,4 +1,4 @@
-"""The error tree. Every error that a user can meet says what happened and what to do about it.
+"""All error classes. Every error that a user can meet says its cause and a remedy.
 
 The class says whose mistake it was, as in h11: `LocalProtocolError` is a bug of this program, `RemoteProtocolError` is
 a peer's fault, and the other errors come from outside (a wrong file, an unreachable address, a full disk).
@@ -74,7 +74,7 @@ class LocalProtocolError(DilocoPeerError):
 
 
 class RemoteProtocolError(DilocoPeerError):
-    """A peer's violation of the protocol. The peer is dropped from the exchange or transfer; this program goes on."""
+    """A peer's violation of the protocol. The peer is dropped from the exchange or transfer; this program continues."""
 
     exit_code = 70
 
@@ -84,5 +84,5 @@ class RemoteProtocolError(DilocoPeerError):
 
 
 def quoted(text: str, limit: int) -> str:
-    """Return a text in quotes for a message. One longer than `limit` characters is cut, and ends in `…`."""
+    """Return a text in quotes for a message. A text longer than `limit` characters is cut, and ends in `…`."""
     return repr(text if len(text) <= limit else f"{text[:limit]}…")

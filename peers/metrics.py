@@ -41,12 +41,12 @@ class Health:
 
     def __init__(self, clock: Callable[[], float] = now) -> None:
         self._clock = clock
-        # last sign of life, time of the next one, what is missing then
+        # By part: the time of its last sign of life, the time by which the next is due, and the reason if that is late.
         self._due: dict[str, tuple[float, float, str]] = {}
         self._failures: dict[str, str] = {}
 
     def expect(self, part: str, within: float, lacking: str) -> None:
-        """Record a sign of life. If no other one follows `within` this many seconds, the process counts as failing for
+        """Record a part's sign of life. If no other follows within `within` seconds, the process counts as failing for
         the reason `lacking`, such as "no heartbeat was published"."""
         seen = self._clock()
         self._due[part] = seen, seen + within, lacking
@@ -56,11 +56,11 @@ class Health:
         self._failures[part] = reason
 
     def well(self, part: str) -> None:
-        """Record that a part does not fail any more."""
+        """Record that a part no longer fails."""
         self._failures.pop(part, None)
 
     def over(self, part: str) -> None:
-        """Expect nothing of a part any more."""
+        """Remove a part that has ended, so that it needs no sign of life and does not fail."""
         self._due.pop(part, None)
         self._failures.pop(part, None)
 
@@ -121,7 +121,7 @@ def moved(counter: Counter) -> tuple[int, int]:
     return int(counted.get("sent", 0)), int(counted.get("received", 0))
 
 
-REQUESTS_AT_ONCE = 32  # a scraper needs one; more is a flood, and each has a thread
+REQUESTS_AT_ONCE = 32  # requests served at once, at most, each by a thread; a scraper needs one
 REQUEST_BYTES = 1 << 14
 """Maximum bytes of a request that are read. The library would hold six megabytes of its headers."""
 REQUEST_SECONDS = 10.0
@@ -135,7 +135,7 @@ class MetricsServer:
     hangs."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
-        """By default only this machine is answered. Raises: LocalNetworkError when the port is in use."""
+        """Start serving, by default for this machine only. Raises: LocalNetworkError if the port is in use."""
         try:
             self._server = make_server(host, port, _answer, _Server, _SilentHandler)
         except OSError as error:
@@ -156,16 +156,16 @@ class MetricsServer:
 
 
 class _Server(ThreadingWSGIServer):
-    """A server with a thread for each request, and a limit: above it the oldest request is closed, so that none is shut
-    out."""
+    """A server with a thread for each request, and a limit: above it the oldest request is closed, so that a
+    new one is always served."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._open: dict[socket.socket, None] = {}  # the oldest first
+        self._open: dict[socket.socket, None] = {}  # sockets of open requests, the oldest first
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self._open) >= REQUESTS_AT_ONCE:
-            with suppress(OSError, StopIteration):  # it may be over already
+            with suppress(OSError, StopIteration):  # the oldest request may have ended already
                 oldest = next(iter(tuple(self._open)))
                 self._open.pop(oldest, None)
                 oldest.shutdown(socket.SHUT_RDWR)
@@ -191,13 +191,13 @@ class _SilentHandler(WSGIRequestHandler):
         """Log nothing for a scrape."""
 
     def get_stderr(self) -> TextIO:
-        """Return the stream for the traceback of a failed request. It is discarded, since strangers could fill the
-        log."""
+        """Return the stream for the traceback of a failed request. The traceback is discarded, since strangers could
+        fill the log."""
         return io.StringIO()
 
 
 class _Head(io.BufferedReader):
-    """The first bytes of a request; later ones are not read."""
+    """A reader of the first REQUEST_BYTES bytes of a request; later bytes are not read."""
 
     def __init__(self, file: io.BufferedIOBase) -> None:
         super().__init__(file.detach())

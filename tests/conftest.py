@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 from opendiloco.cli.logs import OURS
+from peers.metrics import HEALTH
 
 # Several processes share the machine's cores in many tests; more threads than that make everything slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -114,6 +115,13 @@ def the_neighbourhood_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("peers.network.neighbours._local_interfaces", local_interfaces)
     monkeypatch.setattr("peers.network.links.PortMapper", PortMapper)
+
+
+@pytest.fixture(autouse=True)
+def the_process_is_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test begins without the signs of life that an earlier one in the same process has promised."""
+    monkeypatch.setattr(HEALTH, "_due", {})
+    monkeypatch.setattr(HEALTH, "_failures", {})
 
 
 @pytest.fixture(autouse=True)

@@ -18,15 +18,16 @@ SEED = 20_241_121
 
 
 def golden_values(name: str) -> reference.Floats:
-    """Return normal noise with blocks of different sizes, in which every ninth value lies half way between two
-    levels."""
+    """Return the values to encode in format `name`: normal noise with blocks of different magnitudes, in which every
+    ninth value lies half way between two levels."""
     generator, count = np.random.default_rng(SEED), max(1024, reference.BLOCK[name]) + RAGGED
     values = generator.standard_normal(count).astype(np.float32)
     values[:128] *= np.float32(1e-3)
     ties = np.arange(count) % 9 == 0
     values[ties] = (generator.integers(-24, 25, count)[ties] / 4).astype(np.float32)
     values[200:204] = np.float32(0), np.float32(-0.0), np.float32(1e-40), np.float32(-1e-42)
-    # These values make a block's unit a power of two, so that quarters are exact ties.
+    # The values from index 600 on make the unit of their block a power of two, so that quarters of the unit are exact
+    # ties.
     values[600] = {"int8": 127, "uint4": -1, "e3m0": -64, "fp16": 1}.get(name, 12)
     if name == "uint4":
         values[600:768] = np.clip(values[600:768], -1, 14)
@@ -35,7 +36,7 @@ def golden_values(name: str) -> reference.Floats:
 
 
 def golden_line(name: str, seed: int | None, first_block: int) -> str:
-    """Return one line of the file. `seed` None rounds to nearest."""
+    """Return the line of golden.txt for the format `name`. With `seed` None, the values are rounded to nearest."""
     values = golden_values(name)
     payload = reference.encode(name, values, seed, first_block)
     decoded = reference.decode(name, payload, values.size)
@@ -45,7 +46,7 @@ def golden_line(name: str, seed: int | None, first_block: int) -> str:
 
 
 def main() -> None:
-    """Write the file beside this one."""
+    """Write the golden payloads of all formats to golden.txt in this module's folder."""
     lines = [golden_line(name, None, 0) for name in reference.BLOCK]
     lines += [golden_line(name, SEED, 7) for name in reference.BLOCK if name not in ("fp16", "sparse")]
     Path(__file__).with_name("golden.txt").write_text("".join(lines), encoding="ascii")

@@ -1,4 +1,5 @@
-"""The formats of native/formats.h in numpy, written from their definition: levels, and the points half way between.
+"""The formats of native/formats.h in numpy, implemented from their definition: the levels that codes stand for, and the
+rounding thresholds half way between levels.
 
 It shares no code with the C kernels, so that golden.txt and its tests show a mistake in either.
 """
@@ -14,13 +15,13 @@ Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
 BLOCK = {"int8": 1024, "uint4": 256, "e2m1-block32": 32, "e2m1": 1024, "e3m0": 1024, "fp16": 1024, "sparse": 4096}
-KEPT = 64  # values of a sparse block for each one that is kept
+KEPT = 64  # values of a sparse block for each value that is kept
 LEVELS = {"e2m1": np.array([0, 1, 2, 3, 4, 6, 8, 12]), "e3m0": np.array([0, 1, 2, 4, 8, 16, 32, 64])}
 SMALLEST_UNIT = np.finfo(np.float32).tiny
 
 
 def random_bits(count: int, seed: int, block: int) -> Integers:
-    """Return the 16 random bits of each value of a block (native/random.h)."""
+    """Return 16 random bits for each of the `count` values in block `block`, as native/random.h does."""
     mask = (1 << 64) - 1
     state = (seed + (block + 1) * 0x9E3779B97F4A7C15) & mask
     state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & mask
@@ -43,7 +44,8 @@ def _linear(v: Floats, random: Integers | None) -> Integers:
 
 
 def _exponential(w: Floats, levels: Integers, random: Integers | None) -> Integers:
-    """Return codes by the scale t = |w| + max(|w|, 2). Level L lies at the t of the w that it represents."""
+    """Return the 4-bit codes of `levels` for the scaled values `w`: the nearest levels, or neighbouring levels by
+    `random`, on the scale t = |w| + max(|w|, 2)."""
     magnitude = np.abs(w)
     t = (magnitude + np.maximum(magnitude, np.float32(2))).astype(np.float64)
     places = (levels + np.maximum(levels, 2)).astype(np.float64)
@@ -68,13 +70,13 @@ def _unit(span: np.float32, largest: int) -> tuple[np.float32, np.float32]:
 
 
 def _bfloat16(value: np.float64) -> int:
-    """Return the bits of the bfloat16 nearest to a positive value's fp32: 16 bits, exponent and 7 bits of mantissa."""
+    """Return the 16 bits of the bfloat16 that is nearest to a positive value, after the value is rounded to fp32."""
     mantissa, exponent = np.frexp(np.float64(np.float32(value)))
     return (int(exponent) + 126 << 7) + int(np.rint(mantissa * 256)) - 128
 
 
 def _mean(values: npt.NDArray[np.float64]) -> np.float64:
-    """Return the mean from a sequential sum, which numpy's `sum` does not compute."""
+    """Return the mean, computed by adding the values one after the other; numpy's `sum` adds them in another order."""
     mean: np.float64 = np.cumsum(values)[-1] / values.size
     return mean
 
@@ -107,7 +109,8 @@ def _decode_sparse(block: bytes, count: int) -> Floats:
 
 
 def encode_block(name: str, values: Floats, random: Integers | None) -> bytes:
-    """Return one encoded block. `random` is the values' random bits, or None to round to nearest."""
+    """Return the bytes of one block in format `name`. `random` has 16 random bits for each value, or is None to round
+    to nearest."""
     absmax = np.abs(values).max()
     if name == "fp16":
         return values.astype(np.float16).tobytes()
@@ -123,13 +126,13 @@ def encode_block(name: str, values: Floats, random: Integers | None) -> bytes:
         return header + _half_bytes(_linear((values - minimum) * inverse, random))
     levels = LEVELS[name[:4]]
     unit, inverse = _unit(absmax, int(levels[-1]))
-    # On e3m0's scale the first level lies at w = 2, so that t has one binade for each level.
+    # e3m0's values are doubled: the first level lies at w = 2, so that each level covers one power of two of t.
     factor = 2 if name == "e3m0" else 1
     return unit.tobytes() + _half_bytes(_exponential(values * (factor * inverse), levels * factor, random))
 
 
 def decode_block(name: str, block: bytes, count: int) -> Floats:
-    """Return the values of an encoded block."""
+    """Return the `count` values of one encoded block in format `name`."""
     if name == "fp16":
         return np.frombuffer(block, "<f2").astype(np.float32)
     if name == "sparse":
@@ -146,7 +149,8 @@ def decode_block(name: str, block: bytes, count: int) -> Floats:
 
 
 def encode(name: str, values: Floats, seed: int | None = None, first_block: int = 0) -> bytes:
-    """Return the payload of finite values, rounded to nearest, or stochastically if there is a seed."""
+    """Return the payload of finite values in format `name`, rounded stochastically with `seed`, or to nearest if `seed`
+    is None."""
     payload = b""
     for index, start in enumerate(range(0, values.size, BLOCK[name])):
         block = values[start : start + BLOCK[name]]
@@ -156,7 +160,7 @@ def encode(name: str, values: Floats, seed: int | None = None, first_block: int 
 
 
 def decode(name: str, payload: bytes, count: int) -> Floats:
-    """Return the values of a payload."""
+    """Return the `count` values that a payload in format `name` encodes."""
     values = []
     for start in range(0, count, BLOCK[name]):
         length = min(BLOCK[name], count - start)

@@ -34,7 +34,7 @@ RELAY_MEGABITS = 100.0
 def _check_addresses(addresses: tuple[str, ...], needs_peer_id: bool = False) -> None:
     """Raises: ValueError for a malformed address."""
     if not addresses:
-        return  # importing hivemind takes seconds
+        return  # saves the import of hivemind, which takes seconds
     from peers.network.daemon import parse_addresses
 
     try:
@@ -159,7 +159,7 @@ def bootstrap(
 
 
 async def _tell_local_network(transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
-    """Announce the bootstrap node in the local network until cancelled. It serves peers of any run."""
+    """Announce the bootstrap node in the local network to peers of any run, until the task is cancelled."""
     import asyncio
 
     from peers.network.neighbours import announced
@@ -169,7 +169,7 @@ async def _tell_local_network(transport: HivemindTransport, manifests: Iterable[
 
 
 def _are_here(addresses: tuple[str, ...]) -> bool:
-    """Return True if there are addresses, and all of them lead only to this machine."""
+    """Return True if there is an address, and each address is a loopback address of this machine."""
     from peers.network.contacts import host_of, is_loopback
 
     return bool(addresses) and all(map(is_loopback, map(host_of, addresses)))

@@ -73,7 +73,7 @@ def _place_of(
     """Return the source of the model that the options name. Raises: UsageError if they contradict each other."""
     source = chosen["source"]
     if source is not None and not is_typed(click.get_current_context(), "run"):
-        run = None  # from the settings, which name the run that this machine usually joins
+        run = None  # --from prevails over a run id from the configuration file or the environment
     if run is None and source is None:
         run = run_here()
     if (run is None) == (source is None):
@@ -126,7 +126,7 @@ def export(out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) ->
     if out is None and push_to is None:
         raise click.UsageError("name where to write the model: give --out, --push-to or both.")
     if push_to is not None:
-        Remote(push_to)  # reports a wrong URL now and not after minutes of work
+        Remote(push_to)  # raises an error for a wrong URL before minutes of work
     with tempfile.TemporaryDirectory(prefix="diloco-peer-") as temporary:
         folder = Path(temporary) / "model" if out is None else out
 
@@ -147,7 +147,7 @@ def export(out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) ->
 
 
 def _commands(place: _Place, run: Run, past: Past, dtype: Dtype) -> str:
-    """Return the commands that write the same model again. Words such as FOLDER replace this machine's paths."""
+    """Return the `export` commands that write the same model again, with words such as FOLDER instead of paths."""
     from opendiloco.volunteer.states import command_line
 
     options = own_words(place.data or (), place.own) + ([] if dtype == "float32" else ["--dtype", dtype])

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _FollowPlan:
-    """The options of `follow` about the use of the run's states. `page` is the socket of the dashboard."""
+    """The options of `follow`: which states to evaluate and export, and `page`, the dashboard's socket or None."""
 
     every: int
     evaluate: bool
@@ -114,7 +114,7 @@ def follow(
     invite = parse_run(run, initial_peers)
     plan, audit = _FollowPlan(page=open_dashboard(dashboard), **chosen), Audit()
     if plan.push_to is not None:
-        Remote(plan.push_to)  # what cannot be used should not be found out after minutes of work
+        Remote(plan.push_to)  # raises an error for a wrong URL before minutes of work
     with _staging(plan) as folder:
         run_interruptible(lambda interrupts: _follow(invite, identity, plan, folder, audit))
     audit.check()
@@ -170,7 +170,7 @@ async def _track(
     folder: Path | None,
     audit: Audit,
 ) -> None:
-    """Print each state of the run until the last, and evaluate and export the model as the plan says."""
+    """Print each outer step of the run until the last, and evaluate and export the models that `plan` asks for."""
     from opendiloco.config.overrides import Overrides
     from opendiloco.dashboard.server import dashboard
     from opendiloco.dashboard.watching import follower_source
@@ -193,7 +193,7 @@ async def _track(
     source = follower_source(run, transport, lambda: following.past if following else None)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(dashboard(plan.page, lambda: [source]))
-        # Without evaluation and export there is no worker, and neither torch nor the corpus is needed.
+        # A worker, which needs torch and the corpus, starts only if the plan evaluates or exports models.
         model = await stack.enter_async_context(working(run, options)) if plan.needs_model else None
         state: ReplicatedState
         state = await retrying(partial(state_for, run, transport), poll) if model is None else model
@@ -251,7 +251,7 @@ async def _use_model(
 
 
 def _deliver(made: Path, plan: _FollowPlan) -> str | None:
-    """Move a model to its destinations and return their names. A failure is logged and is not an error."""
+    """Move the folder `made` to the plan's destinations. Log failures; return the names of those reached, or None."""
     from opendiloco.storage.remote import push_folder, without_secrets
 
     places = []

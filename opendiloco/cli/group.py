@@ -39,7 +39,7 @@ EXIT_CODES = {
     130: "left at once: after a second Ctrl-C, or after the first when there is nothing to finish",
 }
 """Exit codes and their meaning, as `diloco-peer --help` and docs/commands.md show them."""
-UNEXPECTED, UNFIT, INTERRUPTED = 1, 16, 130  # exit codes that only the command line uses
+UNEXPECTED, UNFIT, INTERRUPTED = 1, 16, 130  # exit codes that the command line sets without a DilocoPeerError
 
 COMMANDS = {
     "demo": "machine:demo",
@@ -115,9 +115,9 @@ class _Commands(click.Group):
 
     def invoke(self, context: click.Context) -> object:
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # a character that the terminal cannot encode must not raise
+            if isinstance(stream, io.TextIOWrapper):  # print a substitute for what cannot be encoded
                 stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")
-        # Others must not write to new files and folders: torch runs compiled code that it finds in one of them.
+        # Deny other users writing to new files and folders: torch runs compiled code from its cache folder.
         os.umask(os.umask(0o077) | 0o022)
         try:
             result: object = super().invoke(context)

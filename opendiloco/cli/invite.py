@@ -123,9 +123,9 @@ def _organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Ident
 async def _publish_revocations(
     run: SignedManifest, key: Identity, given: GivenTickets, ids: tuple[str, ...], initial_peers: tuple[str, ...]
 ) -> int:
-    """Sign the next list of revoked tickets and send it to the run's nodes. Return how many nodes took it.
+    """Sign the next list of revoked tickets and send it to the run's nodes. Return the number of nodes reached.
 
-    Raises: SwarmUnreachableError when no node took it; the signed list is kept and sent with the next one.
+    Raises: SwarmUnreachableError when no node is reached; the list is kept and sent with the next revocation.
     """
     from opendiloco.volunteer.volunteer import connected
     from peers.network.channel import PeerUnreachableError
@@ -149,7 +149,7 @@ async def _publish_revocations(
                 return True
             return False
 
-        for node in nodes:  # first fetch lists that the organiser signed on another machine
+        for node in nodes:  # fetches lists that the organiser signed on another machine, before a new list is signed
             await exchange(node)
         admission.revoke(pack(given.revoke(ids, key, admission.revocations)))
         used = sum(bool(admission.refusal(beat.peer, beat.ticket, time.time())) for beat in beats)

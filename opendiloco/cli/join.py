@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-ADDRESSES = 8  # most addresses in an answer to the owner, which has few bytes
+ADDRESSES = 8  # most addresses in a volunteer's answer to its owner: the answer's size is limited
 
 
 @click.command(cls=SettingsCommand)

@@ -159,7 +159,7 @@ def _cells(entry: Entry, header: Header) -> tuple[str, ...]:
 
     digests = (header.payload, header.digest, entry.state_digest)
     fragment, amended = f"/{header.fragment}" if header.fragment else "", header.amendment
-    in_all = f"{header.lineage_tokens:,}" if header.lineage_tokens else "-"  # only the last entry of a cycle has it
+    in_all = f"{header.lineage_tokens:,}" if header.lineage_tokens else "-"  # only a cycle's last entry has a count
     return (
         f"{header.index:,}{fragment}",
         f"{len(header.roster):,}",

@@ -25,7 +25,7 @@ FILE_BYTES, OLD_FILES = 10_000_000, 3
 
 ORDINARY = frozenset({"opendiloco.storage.checkpointer", "opendiloco.workers.telemetry"})
 """Modules that log in each outer step, which may be short."""
-ORDINARY_SECONDS = 60.0  # between two ordinary messages of one line of code
+ORDINARY_SECONDS = 60.0  # seconds between two ordinary messages of one line of code, at least
 OF_STRANGERS = "peers.network"
 WARNINGS_AT_ONCE, WARNINGS_PER_SECOND = 30.0, 0.2  # limits for each line of code that logs
 
@@ -74,14 +74,14 @@ class _LogPlace:
         step = self.outer_step()
         known = {"run": self.run, "peer": self.peer, "outer_step": step}
         record.known = {name: value for name, value in known.items() if value is not None}
-        run = self.run and self.run[: self.run.rfind("-") + 9]  # its name and the first digits of its digest
+        run = self.run and self.run[: self.run.rfind("-") + 9]  # the run's name and the first digits of its digest
         parts = [run, self.peer and f"…{self.peer[-8:]}", "" if step is None else f"#{step}"]
         words = " ".join(filter(None, parts))
         record.place = f"[{words}] " if words else ""
         return True
 
 
-PLACE = _LogPlace()  # of this process
+PLACE = _LogPlace()  # the run, peer and outer step of this process
 
 
 class _JsonFormatter(logging.Formatter):

@@ -228,7 +228,7 @@ WantedBy={target}
 )
 FINAL_CODES = "2 3 6 7 9 10 11 13 14 15"
 """Exit codes after which systemd must not restart the process, because only a person can fix the cause."""
-_LEAVE_SECONDS = {"join": 300, "bootstrap": 30}  # before systemd kills a process that it asked to stop
+_LEAVE_SECONDS = {"join": 300, "bootstrap": 30}  # seconds between systemd's request to stop and its kill
 
 
 @click.group()
@@ -300,6 +300,6 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
 
 
 def _for_systemd(word: str) -> str:
-    """Return a word quoted for a unit: systemd replaces % and $, and splits at spaces."""
+    """Return `word` quoted for a systemd unit, in which systemd replaces % and $, and splits at spaces."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{escaped}"' if escaped != word or re.search(r"[\s;']", word) or not word else word

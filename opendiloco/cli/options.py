@@ -232,7 +232,7 @@ def data_option(help: str) -> Callable[[Command], Command]:
 
 
 def own_words(data: Sequence[Path], own: OwnFiles) -> list[str]:
-    """Return these options for a command that others will type, with words in place of this machine's paths."""
+    """Return the options for local sources and own files, with words such as PATH instead of this machine's paths."""
     named = [name for name, path in vars(own).items() if path is not None]
     return ["--data", "TEXTS"] * len(data) + [word for name in named for word in (f"--{name}", "PATH")]
 
@@ -284,7 +284,7 @@ def refuse_torchrun(environment: Mapping[str, str]) -> None:
 
 
 def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = None) -> Invite:
-    """Return the run and addresses of its swarm.
+    """Return an invite with the run id and addresses of the run's swarm.
 
     The addresses are those of the invite and of the option; else those of the environment or the configuration file;
     else those that this machine remembers in the `state` folder; else those of a volunteer that runs there; else those
@@ -294,7 +294,7 @@ def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = Non
 
     invite, initial_peers = Invite.parse(run), spelled_out(initial_peers)
     if invite.addresses and not is_typed(click.get_current_context(), "initial_peers"):
-        return invite  # addresses in the environment or the file may belong to another swarm
+        return invite  # addresses in the environment or the configuration file may be another swarm's
     addresses = tuple(dict.fromkeys((*invite.addresses, *initial_peers)))
     if not addresses:
         from opendiloco.owner.controls import volunteers

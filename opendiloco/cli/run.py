@@ -362,7 +362,7 @@ def _is_here(source: str) -> bool:
 
 
 def _beyond_schedules(config: RunConfig, overrides: Overrides) -> Iterator[str]:
-    """Yield a text for each schedule that ends, at learning rate 0, well before the run does."""
+    """Yield a text for each learning-rate schedule that reaches 0 at least one outer step before the run ends."""
     steps, inner_steps = overrides.total_outer_steps(config), config.training.inner_steps
     inner, outer, decay = config.schedule, config.outer_optimizer.schedule, overrides.decay
     end = inner.total_steps if decay is None else decay.end * inner_steps
@@ -373,7 +373,7 @@ def _beyond_schedules(config: RunConfig, overrides: Overrides) -> Iterator[str]:
 
 
 def _with_digest(config: RunConfig, table: str, digest: str) -> RunConfig:
-    """Return the run with a digest in one of its tables."""
+    """Return a copy of `config` whose table named `table` contains `digest`."""
     return config.model_copy(update={table: getattr(config, table).model_copy(update={"digest": digest})})
 
 
@@ -548,7 +548,7 @@ def _amend(
 
 
 async def _send_amendment(invite: Invite, key: Identity, changes: Mapping[str, Any]) -> tuple[Amendment, int]:
-    """Sign the next amendment and send it to peers. Return it and the number of peers that took it.
+    """Sign the next amendment and send it to peers. Return the amendment and the number of peers that accepted it.
 
     Raises: DilocoPeerError.
     """
@@ -576,7 +576,7 @@ async def _send_amendment(invite: Invite, key: Identity, changes: Mapping[str, A
 
 
 def _check_key(run: Run, key: Identity) -> None:
-    """Raise ManifestError unless this key is the organiser's."""
+    """Raise ManifestError unless `key` is the key of the run's organiser."""
     organiser = run.manifest.organiser
     if key.peer_id != organiser:
         raise ManifestError(
@@ -586,7 +586,7 @@ def _check_key(run: Run, key: Identity) -> None:
 
 
 def _next_amendment(view: RunView, key: Identity, changes: Mapping[str, Any]) -> Amendment:
-    """Return the signed amendment that follows the newest one known to peers, with these changes to its values.
+    """Return a signed amendment that applies `changes` to the newest amendment that the view's peers report.
 
     A decay without a start begins with the next outer step. Raises: ManifestError when the run cannot use the values.
     """
@@ -650,7 +650,7 @@ def _rise(view: RunView, amendment: Amendment) -> str:
 
     config, step = view.run.config, (view.outer_step + 1) * view.run.config.training.inner_steps
     if config.schedule.unit == "tokens":
-        return ""  # the run's tokens are not known here
+        return ""  # the rates below are computed for an inner step, without the run's token count
     before, after = (
         inner_learning_rate_factor(config, Overrides.of(each, config), step, 0)
         for each in (view.amended.latest, amendment)
@@ -661,7 +661,7 @@ def _rise(view: RunView, amendment: Amendment) -> str:
 
 
 def _objection(view: RunView, overrides: Overrides, changes: Mapping[str, Any]) -> str:
-    """Return the reason why these changes come too late or would train at learning rate 0; empty if there is none."""
+    """Return the reason why `changes` are too late or lead to learning rate 0, or an empty text for valid changes."""
     taken, first = view.outer_step, view.outer_step + 1
     if view.is_finished:
         return (
@@ -673,7 +673,7 @@ def _objection(view: RunView, overrides: Overrides, changes: Mapping[str, Any]) 
         return f"decay.after = {overrides.decay.after}: the run has taken {taken} outer steps. Use {first} or more."
     streams = (
         not view.run.config.streaming.is_plain
-    )  # the last cycle of a streaming run has another form from its beginning
+    )  # a streaming run's last cycle must be known as the last when it begins
     least = first + streams
     if overrides.total_outer_steps(view.run.config) < least:
         return f"outer_steps = {overrides.outer_steps}: the run has taken {taken} outer steps. Use {least} or more."

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 NOT_MEASURED = "needs are not computed: the runs before took too long"
 MOST_SECONDS = 30.0
 """Most processor seconds for computing the needs of all runs: strangers' models may be slow to lay out, and many."""
-WATCH_SECONDS = 1.0  # between two updates: half the time between a peer's heartbeats
+WATCH_SECONDS = 1.0  # seconds between two updates of the table, half the time between a peer's heartbeats
 COMPARE_SECONDS = 15.0
 """Longest time that `status` waits to see two peers at the same outer step, which may be short."""
 
@@ -50,7 +50,7 @@ COMPARE_SECONDS = 15.0
 # Runs -----------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _ListedRun:
-    """One run in the list.
+    """A run in the list that `runs` prints.
 
     `problem` is the reason why `view` or `needs` is missing; empty if both are known. `needs` is the memory, disk and
     traffic that the run needs on a machine.
@@ -173,12 +173,12 @@ def _with_needs(found: Iterable[_ListedRun], clock: Callable[[], float] = _proce
                 yield replace(each, needs=_needs_here(each.view.run))
             except DilocoPeerError as error:
                 yield replace(each, problem=error.message)
-            except ModuleNotFoundError as error:  # as on a bootstrap node
+            except ModuleNotFoundError as error:  # for example torch, which a bootstrap node may lack
                 yield replace(each, problem=f"needs are not computed: the Python package {error.name} is missing here")
 
 
 def _needs_here(run: Run) -> Needs:
-    """Return the needs of a run on a machine. Imports torch.
+    """Return the memory, disk and traffic that a run needs on a machine. Imports torch.
 
     Raises: DataError for a model that each volunteer must name; ManifestError for a model that cannot be built.
     """
@@ -251,7 +251,7 @@ async def _show_status(invite: Invite, key: Identity, as_json: bool, watch: bool
 
 
 async def _views(transport: HivemindTransport, run: Run) -> AsyncIterator[RunView]:
-    """Yield the state of the run every `WATCH_SECONDS`."""
+    """Yield a view of the run's live peers every `WATCH_SECONDS`."""
     import asyncio
 
     from opendiloco.view.run_view import Agreement, RunView
@@ -263,7 +263,7 @@ async def _views(transport: HivemindTransport, run: Run) -> AsyncIterator[RunVie
 
 
 async def _compare(transport: HivemindTransport, run: Run) -> RunView:
-    """Return the state of the run. Wait up to `COMPARE_SECONDS` until two peers are seen at the same outer step.
+    """Return a view of the run, after waiting up to `COMPARE_SECONDS` for two peers at the same outer step.
 
     Only then their digests can be compared. With short outer steps that is rare.
     """
@@ -305,7 +305,7 @@ def _volunteers_here(run_id: str) -> dict[str, VolunteerStatus]:
 
 
 def _plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
-    """Return a heartbeat as JSON types: digests in hexadecimal, `seen` in seconds since the epoch on its clock."""
+    """Return a heartbeat as JSON types: hexadecimal digests, `seen` in seconds since the epoch, by its peer's clock."""
     from opendiloco.view.run_view import plain_peer
 
     return plain_peer(beat, config) | {

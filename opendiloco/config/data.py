@@ -19,7 +19,7 @@ BYTE_TOKENIZER_SIZE = 259
 STANDARD_LIBRARY = "stdlib"
 """The name of the source that every machine has: the code of Python's standard library."""
 
-SOURCE_LIMIT = 64  # sources in one run: a stranger's manifest must not open thousands of data sets
+SOURCE_LIMIT = 64  # most sources in one run: a stranger's manifest must not open thousands of data sets
 LONGEST_CYCLE = 10_000
 """Most samples in one cycle of a mixture; `Mixture` keeps a table with an element for each."""
 
@@ -38,7 +38,7 @@ def _check_revision(value: str) -> str:
     return value
 
 
-@lru_cache(maxsize=256)  # a run with amendments calls this often
+@lru_cache(maxsize=256)  # a run with amendments calls shares_of often
 def shares_of(weights: tuple[float, ...]) -> tuple[int, ...]:
     """Return the smallest whole numbers that have the exact proportions of these decimal weights.
 
@@ -160,12 +160,12 @@ class DataSection(Section):
 
     @property
     def all_sources(self) -> tuple[SourceSection, ...]:
-        """The sources, at least one, from the tables or from the short form."""
+        """The sources, at least one, from `[[data.sources]]` or else from the keys of `[data]`."""
         return self.sources or (SourceSection(**{"source": STANDARD_LIBRARY} | self._short_form),)
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The sources' weights."""
+        """The sources' weights, in the order of `all_sources`."""
         return tuple(source.weight for source in self.all_sources)
 
     @property
@@ -174,7 +174,7 @@ class DataSection(Section):
         return shares_of(self.weights)
 
     def with_sources(self, sources: tuple[SourceSection, ...]) -> DataSection:
-        """Return a copy with these sources in place of its own, in the same order and proportions."""
+        """Return a copy of the section with `sources`, which must have the old sources' order and weights."""
         if self.sources:
             return self.model_copy(update={"sources": sources})
         return self.model_copy(update={"source": sources[0].source, "digest": sources[0].digest})

@@ -37,7 +37,7 @@ Place: TypeAlias = "tuple[Place, str | int] | None"
 
 
 def _check_model_values(values: JsonValue, in_manifest: bool = False) -> None:
-    """Raise ValueError for a config with a refused key or a number above `LARGEST_COUNT`."""
+    """Raise ValueError for a model's config with a key in `REFUSED` or an integer beyond ±`LARGEST_COUNT`."""
     for place, key, value in _walk(values):
         is_idle = isinstance(value, bool) or value is None
         for manifest_only, keys, why in REFUSED:
@@ -54,7 +54,7 @@ def _check_model_values(values: JsonValue, in_manifest: bool = False) -> None:
 
 
 def _walk(values: JsonValue) -> Iterator[tuple[Place, str, JsonValue]]:
-    """Yield each value with its place and the nearest key above it.
+    """Yield each value nested in `values` with its place and the nearest key above the value.
 
     A place is a linked list and no string: a long key with many values below it would take gigabytes.
     """
@@ -69,7 +69,7 @@ def _walk(values: JsonValue) -> Iterator[tuple[Place, str, JsonValue]]:
 
 
 def _path(place: Place) -> str:
-    """Return the keys from the top to a place, joined by dots and safe to print."""
+    """Return the keys from the top of the config to `place`, joined by dots and safe to print."""
     keys: list[str] = []
     while place is not None:
         place, key = place
@@ -108,7 +108,7 @@ class ModelSection(Section):
 
 
 def read_model_values(text: str) -> dict[str, Any]:
-    """Return the values of a model's config.json. Raises: ValueError; see `_check_model_values`.
+    """Return the values in the text of a model's config.json. Raises: ValueError; see `_check_model_values`.
 
     `auto_map` is left out of the check: many published models name code of their own there for old versions of
     transformers. transformers never runs that code here, and refuses a model that needs it.
@@ -121,14 +121,14 @@ def read_model_values(text: str) -> dict[str, Any]:
 
 
 def digest_of_weights(theta: Vector) -> str:
-    """Return the digest, 64 hexadecimal digits, of the weights as fp32 in the model's order."""
+    """Return the digest, 64 hexadecimal digits, of `theta`: the weights as fp32 in the order of the parameters."""
     from peers.values.chunks import digest_of_state  # imports numpy, which a bootstrap node does not need
 
     return digest_of_state([theta.data.cast("B")]).hex()
 
 
 def check_initial_weights(theta: Vector, section: ModelSection) -> None:
-    """Compare this machine's initial weights with the digest in `section`.
+    """Check that `theta`, this machine's initial weights, has the digest in `section`, if there is a digest.
 
     Raises: MachineError when they differ; ManifestError when `section` names pretrained weights without a digest.
     """

@@ -22,7 +22,7 @@ from peers.values.manifest import AMENDMENT_LIMIT, Amendment, LoggedAmendment
 
 
 class Decay(Section):
-    """A decay of the inner learning rate that replaces the schedule's. Shape and final value stay the schedule's."""
+    """An amendment's decay of the inner learning rate, with the shape and the final value of the run's schedule."""
 
     after: Annotated[int, Field(ge=0, le=1_000_000)]
     """Outer steps of the run before the decay begins."""
@@ -31,11 +31,11 @@ class Decay(Section):
 
     @property
     def end(self) -> int:
-        """The outer steps of the run at the end of the decay."""
+        """The number of outer steps that the run has made when the decay ends."""
         return self.after + self.outer_steps
 
     def fraction(self, inner_steps: int, done: int) -> float:
-        """Return the fraction of the decay that is over after `done` inner steps of the run. `inner_steps` is H."""
+        """Return the fraction of the decay, 0 to 1, that is over after `done` inner steps. `inner_steps`: H."""
         return min(1.0, max(0.0, (done - self.after * inner_steps) / (self.outer_steps * inner_steps)))
 
 
@@ -54,7 +54,7 @@ class Overrides(Section):
 
     @classmethod
     def of(cls, amendment: Amendment | None, config: RunConfig) -> Self:
-        """Return the values that an amendment sets in a run; none without an amendment. Raises: AmendmentError."""
+        """Return the overrides of `amendment`, checked against the run `config`. Raises: AmendmentError."""
         overrides = cls.read(amendment)
         if amendment is not None and (problem := overrides.problem(config)):
             raise _unreadable(amendment, problem)
@@ -62,7 +62,7 @@ class Overrides(Section):
 
     @classmethod
     def read(cls, amendment: Amendment | None) -> Self:
-        """Return the values that an amendment sets, without checking them against a run. Raises: AmendmentError."""
+        """Return the overrides of `amendment`, not checked against a run. Raises: AmendmentError."""
         if amendment is None:
             return cls()
         try:
@@ -80,12 +80,12 @@ class Overrides(Section):
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     def __str__(self) -> str:
-        """Return the values that are set, as text for people."""
+        """Return the names and values of the overrides as text for people."""
         values = self.model_dump(mode="json", exclude_none=True)
         return ", ".join(value_in_words(name, value) for name, value in values.items()) or "the manifest's values"
 
     def problem(self, config: RunConfig) -> str:
-        """Return the reason why a run cannot use these values, with the remedy; empty if it can."""
+        """Return the reason why the run cannot use these overrides, with the remedy; empty if there is none."""
         if self.outer_momentum is not None and config.outer_optimizer.momentum_every > 1:
             return (
                 f"outer_momentum = {self.outer_momentum:g}: the run {config.name} delays its momentum "
@@ -109,11 +109,11 @@ class Overrides(Section):
         return ""
 
     def total_outer_steps(self, config: RunConfig) -> int:
-        """Return the length of the run in outer steps."""
+        """Return the run's length in outer steps: the override, or else the manifest's."""
         return config.total_outer_steps if self.outer_steps is None else self.outer_steps
 
     def values(self, config: RunConfig) -> dict[str, Any]:
-        """Return the values in force of all keys that amendments can change, as JSON types."""
+        """Return each key that amendments can change with its value in force, as JSON types."""
         outer = config.outer_optimizer
         return {
             "outer_learning_rate": _first(self.outer_learning_rate, outer.learning_rate),
@@ -126,7 +126,7 @@ class Overrides(Section):
 
 
 def why_not_followed(amendment: Amendment, config: RunConfig) -> str:
-    """Return the reason why this version cannot follow an amendment of a run, with the remedy; empty if it can."""
+    """Return the reason why this version cannot apply an amendment, with the remedy; empty if there is none."""
     try:
         Overrides.of(amendment, config)
     except AmendmentError as error:

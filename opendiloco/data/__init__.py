@@ -1,4 +1,5 @@
-"""Training data: documents, their tokens, and the order of the samples cut from them. Needs no torch.
+"""The training data of a run: documents, their token ids, and the order of the samples cut from them. No module of this
+package imports torch.
 
 Other rooms import:
 ahead: Ahead

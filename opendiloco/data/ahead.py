@@ -1,8 +1,7 @@
-"""The process that tokenizes the next shard while the workers train on the present one: `python -m
-opendiloco.data.ahead`.
+"""The process that tokenizes a source's next shard in advance, while workers train: `python -m opendiloco.data.ahead`.
 
-A machine runs one at a time, at the lowest priority. The first worker starts it, and all workers find its result in the
-token cache. It ends when its job is done, or at once when the worker that started it has ended.
+A machine runs one such process at a time, at the lowest priority. The first worker starts the process, and all workers
+find the result in the token cache. The process ends after its job, or at once when the worker that started it ends.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from opendiloco.data.token_files import FEW_TOKENS
 
 
 class Ahead:
-    """Tokenizes shards ahead in a process of its own: one at a time, each once, and only shards that the cache keeps on
-    disk.
+    """A worker's starter of processes that tokenize shards in advance: one process at a time, and only for shards so
+    large that the token cache stores them on disk.
 
-    A failure there costs only time: the worker that needs the shard tokenizes it itself, and reports the error.
+    A failure of a process costs only time: the worker that needs the shard tokenizes it itself, and reports the error.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -31,7 +30,8 @@ class Ahead:
         self._begun: tuple[int, int] | None = None
 
     def tokenize(self, source: int, shard: int) -> None:
-        """Start to tokenize a shard, unless another one is under way. Workers call this repeatedly. Returns at once."""
+        """Start a process that tokenizes a shard into the token cache, and return at once. Do nothing while an earlier
+        process runs, or if the shard is small or was the last one started. `source` is the source's index."""
         windows = self._config.data.all_sources[source].windows_per_shard or 0
         lies_on_disk = windows * self._config.training.sequence_length > FEW_TOKENS
         is_busy = self._process is not None and self._process.poll() is None
@@ -49,12 +49,12 @@ class Ahead:
             )
             assert self._process.stdin is not None
             self._process.stdin.write(job)
-            self._process.stdin.flush()  # not closed: the process ends when its standard input closes
-        except OSError:  # the process could not start, or ended at once
+            self._process.stdin.flush()  # `stdin` stays open, because the process exits when `stdin` closes
+        except OSError:  # the process could not start, or exited before it read the job
             self.close()
 
     def close(self) -> None:
-        """Kill the process and wait for its end."""
+        """Kill the tokenizing process, if there is one, and wait until it has exited."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -62,7 +62,8 @@ class Ahead:
 
 
 def main() -> None:
-    """Run the job on the standard input, a line of JSON."""
+    """Read a job from standard input, a line of JSON with the manifest, a source's index and a shard's number, and
+    tokenize that shard into the token cache."""
     content, source, shard = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_standard_input, daemon=True).start()
     os.nice(NICENESS)
@@ -70,7 +71,8 @@ def main() -> None:
 
 
 def _prepare_shard(config: RunConfig, source: int, shard: int) -> None:
-    """Tokenize a shard into the cache, unless it is there. Raises: DataError, MachineError."""
+    """Tokenize a shard of the source with index `source` into the token cache, unless the cache already has the shard.
+    Raises: DataError, MachineError."""
     from opendiloco.data.token_files import TokenCache
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.data.training_data import shards_of

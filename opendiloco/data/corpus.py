@@ -1,4 +1,4 @@
-"""The documents of a run's sources, and the choice of those that are held out for evaluation.
+"""The documents of a run's data sources, and the choice of the documents that are held out for evaluation.
 
 The default corpus is the source of the Python standard library that runs this process: about 12 MB on every machine,
 without a download. Another Python version has a slightly different text. That does no harm, because a sample number
@@ -51,8 +51,8 @@ TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py"})
 
 @dataclass(frozen=True)
 class Document:
-    """One text, or its token ids if it is tokenized already. `identity` is its name, or its content if it has no name.
-    It alone decides whether the document is held out. Of a long document the end is held out instead."""
+    """A text, or its token ids if the source holds tokens. A hash of `identity`, the file's name or the row's content,
+    decides whether the document is held out; of a long document, only the end is held out."""
 
     text: bytes
     identity: bytes
@@ -60,18 +60,19 @@ class Document:
 
     @property
     def size(self) -> int:
-        """The bytes of the text, or an estimate of them from the number of tokens."""
+        """The bytes of the document's text; if the document has token ids instead, an estimate of 4 bytes per token."""
         return len(self.text) + 4 * (0 if self.tokens is None else len(self.tokens))
 
     def is_held_out(self, fraction: float) -> bool:
-        """Return True if the document is only for evaluation. The identity decides, with probability `fraction`."""
+        """Return True if the document is held out: a hash of `identity` selects the share `fraction` of all
+        documents."""
         draw = int.from_bytes(hashlib.sha256(self.identity).digest()[:8], "big")
         return draw < fraction * 2**64
 
 
 def open_corpus(section: SourceSection) -> _TextFiles | _Rows:
-    """Return a source's documents, in the same order on every machine that has the same files. Their `fingerprint`
-    differs whenever the documents may differ. Raises: DataError if the source cannot be read."""
+    """Return a reader of a source's documents. Their order is the same on every machine that has the same files, and
+    the reader's `fingerprint` changes with the files. Raises: DataError if the source cannot be read."""
     if section.source == STANDARD_LIBRARY:
         root = Path(sysconfig.get_path("stdlib"))
         files = [path for path in root.rglob("*.py") if not EXCLUDED_FOLDERS & set(path.relative_to(root).parts[:-1])]
@@ -85,7 +86,7 @@ def open_corpus(section: SourceSection) -> _TextFiles | _Rows:
             return _TextFiles(section, Path(os.path.commonpath([file.parent for file in files])), files)
         return _Rows(section, files)
     texts = [path for path in folder.rglob("*") if _is_text(path) and not _is_hidden(path.relative_to(folder))]
-    if set(texts) - {folder / "README.md"}:  # a data set also has a README.md
+    if set(texts) - {folder / "README.md"}:  # a README.md alone describes a data set, and is no text
         return _TextFiles(section, folder, texts)
     return _Rows(section)
 
@@ -99,7 +100,7 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _as_utf8(text: bytes) -> bytes:
-    """Return a file's text as UTF-8 without its byte order mark, which names the encoding of the file."""
+    """Return a file's bytes as UTF-8: UTF-16 is converted, a byte order mark is removed, other bytes stay unchanged."""
     for mark, encoding in MARKS:
         if text.startswith(mark):
             with suppress(UnicodeDecodeError):
@@ -108,7 +109,7 @@ def _as_utf8(text: bytes) -> bytes:
 
 
 def _named_files(source: str) -> list[Path]:
-    """Return the file of this name, or the files that match a pattern such as `texts/*.jsonl`. Raises: DataError."""
+    """Return the file at the path `source`, or the files that match `source` as a pattern. Raises: DataError."""
     if os.path.lexists(source):
         return [Path(source)]
     if files := [Path(file) for file in sorted(glob.glob(source, recursive=True)) if os.path.isfile(file)]:
@@ -122,7 +123,7 @@ def _named_files(source: str) -> list[Path]:
 
 
 class _TextFiles:
-    """Text files; each file is a document. In a source with n shards, shard i is every n-th file from file i on."""
+    """The documents of text files, one per file. With n shards, shard i has every n-th file, from file i on."""
 
     is_stream = False
 
@@ -139,7 +140,7 @@ class _TextFiles:
         self.fingerprint = _facts(str(path) for _, path in self._files)
 
     def documents(self, shard: int | None = None) -> Iterator[Document]:
-        """Yield all documents, or those of one shard of the source. Raises: DataError."""
+        """Yield the documents of all files, or of one shard's files. Raises: DataError if a file cannot be read."""
         _check_shards(self._section, len(self._files))
         files = self._files if shard is None else self._files[shard :: self._section.shards]
         for name, path in passing(files, tokenizing(self._section, shard), len(files)):
@@ -160,7 +161,7 @@ class _TextFiles:
 
 
 class _Rows:
-    """A data set that `datasets` reads: Parquet, JSON, CSV or Arrow files, a folder of them, or a name on the hub."""
+    """The documents of a data set, one per row, which `datasets` reads from Parquet, JSON, CSV, Arrow or text files."""
 
     def __init__(self, section: SourceSection, files: Sequence[Path] = ()) -> None:
         self._section = section
@@ -173,16 +174,17 @@ class _Rows:
         self.fingerprint = repr([(split, list(part), part.origin_metadata) for split, part in parts]) + local
 
     def documents(self, shard: int | None = None) -> Iterator[Document]:
-        """Yield all documents, or those of one shard of the source. Raises: DataError."""
+        """Yield the documents of all rows, or of one shard's rows. Raises: DataError if the rows cannot be read."""
         section = self._section
         with _explained(section), copy_kept(section):
             rows = self._load() if shard is None else self._load_shard(shard)
-            total = getattr(rows, "num_rows", None)  # a stream has no total
+            total = getattr(rows, "num_rows", None)  # None for a streamed data set, whose number of rows is unknown
             for row in passing(rows, tokenizing(section, shard), total):
                 yield self._document(row[section.column])
 
     def _document(self, value: Any) -> Document:
-        """Return a row's text, or its token ids. Raises: DataError if it is neither, or too long."""
+        """Return the document in a row's value. Raises: DataError if the value is not text or token ids, or is too
+        long."""
         section = self._section
         if isinstance(value, str | list) and len(value) > LONGEST:
             raise DataError(
@@ -203,7 +205,7 @@ class _Rows:
         return Document(b"", ids.tobytes(), ids)
 
     def _load_shard(self, shard: int) -> Any:
-        """Return a shard's rows: those of whole files, or a part of one file if there are more shards than files.
+        """Return the rows of one shard: whole files, or a part of one file if the source has more shards than files.
 
         A part of a Parquet file is every n-th row group, so that the others are not read; of another file it is every
         n-th row.
@@ -218,7 +220,7 @@ class _Rows:
         return islice(rows.shard(num_shards=files, index=file), part.start, None, part.step)
 
     def _load(self, part: slice = WHOLE) -> Any:
-        """Return all rows, or only this part of each Parquet file, with only their column of text or tokens.
+        """Return the data set's rows with only the section's column; of Parquet files, only the row groups `part`.
 
         Raises: DataError if the column does not exist, or has a type that `datasets` decodes: images, for instance, are
         fetched from URLs or opened at paths that the rows name.
@@ -226,7 +228,7 @@ class _Rows:
         section = self._section
         rows = self._open(part)
         types = rows.features
-        columns = list(next(iter(rows), {}) if types is None else types)  # rows without types are never decoded
+        columns = list(next(iter(rows), {}) if types is None else types)  # safe: `datasets` decodes no untyped row
         if section.column not in columns:
             is_csv = getattr(self, "_builder", None) is not None and self._builder.name == "csv"
             first = " The first line of a CSV file must name its columns, separated by commas." * is_csv
@@ -258,8 +260,8 @@ class _Rows:
 
 
 class _SavedRows(_Rows):
-    """A folder that `save_to_disk` of `datasets` has written, with one split or several. Shards have equal numbers of
-    rows."""
+    """The documents of a folder written by `save_to_disk` of `datasets`. Each shard has equally many rows, or one
+    fewer."""
 
     def __init__(self, section: SourceSection) -> None:
         self._section = section
@@ -282,24 +284,24 @@ class _SavedRows(_Rows):
     def _open(self, part: slice) -> Any:
         import datasets
 
-        # load_from_disk would also apply the formats and types that state.json and dataset_info.json name.
+        # Unlike `load_from_disk`, this call does not apply the types that state.json and dataset_info.json name.
         return datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in self._files])
 
 
 def tokenizing(section: SourceSection, shard: int | None) -> str:
-    """Return the name of the stage in which a source or one of its shards is read and tokenized."""
+    """Return the name of the progress stage in which a source, or one of its shards, is read and tokenized."""
     return f"tokenizing {section.source}" + ("" if shard is None else f", shard {shard} of {section.shards}")
 
 
 @contextmanager
 def _explained(section: SourceSection) -> Iterator[None]:
-    """Turn the many unrelated exceptions of `datasets` into DataError."""
+    """Raise a DataError that names the cause for every exception that `datasets` raises within the context."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
-        if isinstance(error.__cause__, DataError):  # raised by our code inside `datasets`
+        if isinstance(error.__cause__, DataError):  # raised by this module, which `datasets` called
             raise error.__cause__ from None
         raise DataError(
             f"data.source = {section.source!r}, split {section.split!r}, cannot be loaded: {_innermost(error)}",
@@ -308,15 +310,15 @@ def _explained(section: SourceSection) -> Iterator[None]:
 
 
 def _innermost(error: BaseException) -> str:
-    """Return the message of the original error: `datasets` wraps it in others that add nothing."""
+    """Return the message of an exception's original cause, which `datasets` wraps in exceptions that add nothing."""
     while error.__cause__ is not None:
         error = error.__cause__
-    words = " ".join(str(error).split()) or type(error).__name__  # some messages have many lines
+    words = " ".join(str(error).split()) or type(error).__name__  # on one line, because some messages have several
     return f"{words[:300].removesuffix('.')}."
 
 
 def _check_split(section: SourceSection, splits: list[str]) -> None:
-    """Raise DataError if a split does not exist; several may be joined by plus signs."""
+    """Raise DataError if the source does not have all splits that the section names, joined by plus signs."""
     named = (re.match(r"[\w.-]+", part.strip()) for part in section.split.split("+"))
     for split in (match[0] for match in named if match is not None):
         if split not in (*splits, "all"):
@@ -326,7 +328,7 @@ def _check_split(section: SourceSection, splits: list[str]) -> None:
 
 
 def _is_plain(feature: Any) -> bool:
-    """Return True if a column's type is a plain value, or a list of them. Reading does not decode these types."""
+    """Return True if a column's type is a plain value, such as text, or a list of plain values, never decoded."""
     import datasets
 
     if isinstance(feature, datasets.List | datasets.LargeList):
@@ -335,7 +337,7 @@ def _is_plain(feature: Any) -> bool:
 
 
 def _facts(files: Iterable[str]) -> str:
-    """Return a text that changes when any of the files changes. Raises: DataError."""
+    """Return the paths, sizes and modification times of files as a text. Raises: DataError if a file cannot be read."""
     try:
         facts = [(file, os.stat(file)) for file in files]
     except OSError as error:
@@ -357,22 +359,22 @@ def _check_shards(section: SourceSection, parts: int, what: str = "files") -> No
 READ_FORMATS = ("arrow", "csv", "json", "parquet", "text")
 GZIP = ".gz"
 COMPRESSED = frozenset({GZIP, ".bz2", ".xz", ".zst"})
-HUB_SECONDS = 100.0  # limit for one answer of the hub, the same as in `datasets`
-ROWS_AT_ONCE = 16  # rows of a Parquet file; they are in memory before their size is known
-TABLE_BYTES = 1 << 24  # bytes of rows in one table, because each table has a fixed cost
+HUB_SECONDS = 100.0  # seconds to wait for one answer of the hub, as in `datasets`
+ROWS_AT_ONCE = 16  # rows of a Parquet file read at once: few, because their size is known only afterwards
+TABLE_BYTES = 1 << 24  # bytes of rows, at least, in each table but the last, because each table has a fixed cost
 PIECE_BYTES, PARQUET_GROWTH = 1 << 30, 1000
 """A Parquet file's rows may take PIECE_BYTES plus PARQUET_GROWTH times the file's bytes. A file of another format that
 is read as a whole may have PIECE_BYTES, uncompressed."""
 LONGEST_LINE = 1 << 28
 """Most bytes or characters of a line."""
-MOST_NOT_UTF8 = 0.01  # share of a JSON file's lines that may be skipped because they are not UTF-8
+MOST_NOT_UTF8 = 0.01  # largest share of a JSON file's lines that are skipped because they are not UTF-8
 _NOT_UTF8 = object()
 LINES_AT_ONCE = 1 << 23
 """Bytes of a JSON file that are read at once."""
 
 
 def _open_builder(section: SourceSection, chosen: Sequence[Path] = ()) -> Any:
-    """Return the `datasets` builder for a folder, for chosen files or for a hub data set, after a check of its files.
+    """Return the `datasets` builder for a folder, the files `chosen` or a hub data set, after a check of its files.
 
     The hub is asked without a token. With one, a manifest could name a data set that only this machine's owner may
     read. Only the section's column is read, and the cache has a separate folder for each column.
@@ -388,7 +390,7 @@ def _open_builder(section: SourceSection, chosen: Sequence[Path] = ()) -> Any:
         if any(".tsv" in file.suffixes for file in chosen):
             options["sep"] = "\t"
     elif is_local(source):
-        path = os.path.abspath(source)  # a bare name could be read as a format
+        path = os.path.abspath(source)  # `datasets` could take a bare name for a file format
         cards = [Path(path, name) for name in _card_names()]
     else:
         path, (revision, cards) = f"hf://datasets/{source}", _hub_cards(source, section.revision)
@@ -411,14 +413,14 @@ def _open_builder(section: SourceSection, chosen: Sequence[Path] = ()) -> Any:
         builder._generate_tables = partial(_json_tables, builder, section)
     elif builder.name == "text":
         builder._generate_tables = partial(_tables_of_lines, builder._generate_tables)
-    if builder.name != "parquet":  # _open sets a Parquet reader, for the part that is read
+    if builder.name != "parquet":  # for Parquet, `_open` sets the reader, because the reader depends on the part
         builder._generate_tables = partial(_naming_files, section, builder._generate_tables)
     _read_only(builder, section.column)
     return builder
 
 
 def _format_of(source: str, files: Sequence[Path]) -> str:
-    """Return the one format of the files, by their suffixes. Raises: DataError."""
+    """Return the one `datasets` format, such as "json", that all files have by their suffixes. Raises: DataError."""
     from datasets.packaged_modules import _EXTENSION_TO_MODULE
 
     suffixes = {next((each for each in reversed(file.suffixes) if each not in COMPRESSED), "") for file in files}
@@ -432,7 +434,7 @@ def _format_of(source: str, files: Sequence[Path]) -> str:
 
 
 def _read_only(builder: Any, column: str) -> None:
-    """Restrict a builder to one column. Files and rows may differ in all other columns, and may not have this one."""
+    """Make a `datasets` builder read only one column, which some files may not have. Other columns may differ."""
     import datasets
     import pyarrow as pa
 
@@ -454,13 +456,13 @@ def _read_only(builder: Any, column: str) -> None:
         known = builder.info.features
         if met or (known is not None and column in known):
             return cast(pa.table({column: pa.nulls(table.num_rows)}))
-        return table  # unchanged, so that the error can list its columns
+        return table  # unchanged, so that the error message can list the table's columns
 
     builder._split_generators, builder._cast_table = of_one_column, with_one_column
 
 
 def _naming_files(section: SourceSection, generate: Callable[..., Iterator[Any]], **files: Any) -> Iterator[Any]:
-    """Yield the tables of files. Raises: DataError that names the file that cannot be read."""
+    """Yield the tables that `generate` reads from files. Raises: DataError that names the file that cannot be read."""
     opened = [""]
 
     def recorded(paths: Iterable[str]) -> Iterator[str]:
@@ -487,7 +489,7 @@ def _naming_files(section: SourceSection, generate: Callable[..., Iterator[Any]]
 
 
 def _plain_name(file: str) -> str:
-    """Return a file's own path; for a compressed file `datasets` writes gzip://INSIDE::PATH."""
+    """Return a data file's path or URL without the prefix gzip://INSIDE:: that `datasets` gives to compressed files."""
     return file.rpartition("::")[2]
 
 
@@ -498,7 +500,7 @@ def _json_tables(
     allow_full_read: bool = True,
     **_: object,
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield one column of files with a JSON object in each line, or with one list of objects.
+    """Yield tables of one column from JSON files, each with an object in every line, or with one list of objects.
 
     The reader of `datasets` reads all columns, and refuses a file whose rows differ in any. Rows that are not objects
     are skipped and counted. Raises: DataError if no row has the column, or if many rows are not UTF-8.
@@ -529,7 +531,7 @@ def _json_tables(
                         raise TypeError(", but ".join(f"row {at} has {kind}" for kind, at in kinds.items()))
                     if kinds.keys() <= {"str"}:
                         texts = [each if each is None else each.encode(errors="replace") for each in values]
-                        array = pa.array(texts, pa.string())  # from bytes, because a str may have a lone surrogate
+                        array = pa.array(texts, pa.string())  # as bytes: pyarrow rejects a str with a lone surrogate
                     else:
                         array = pa.array(values)
                     yield Key(number, place), builder._cast_table(pa.table({section.column: array}))
@@ -537,10 +539,10 @@ def _json_tables(
                 where = f"{_plain_name(file)} is not UTF-8: line {other[0]} first, {len(other)} of {in_file} lines"
                 if len(other) > MOST_NOT_UTF8 * in_file:
                     raise DataError(f"{where}.", "Convert the file with iconv, such as `iconv -f LATIN1 -t UTF-8`.")
-                logger.warning("%s, which are skipped; convert the file with iconv", where)
+                logger.warning("skipped lines of a file, because %s; convert the file with iconv", where)
             if wrong := broken - before - len(other):
-                logger.warning("%s: skipped %d rows that are not JSON objects", _plain_name(file), wrong)
-    if not rows and not allow_full_read:  # reading types, over all files; a stream reads file by file
+                logger.warning("file %s: skipped %d rows that are not JSON objects", _plain_name(file), wrong)
+    if not rows and not allow_full_read:  # `datasets` passes False to infer the types from all files at once
         raise DataError(
             f"data.column = {section.column!r} is not in {section.source!r}."
             if keys
@@ -550,8 +552,8 @@ def _json_tables(
 
 
 def _json_rows(file: Any) -> Iterator[list[tuple[int, Any]]]:
-    """Yield numbers and values of a file's lines, or of its one list, many at a time; None for a line that is not JSON,
-    and `_NOT_UTF8` for one that cannot be decoded. Raises: _TooLongError for a line or a list that is too long."""
+    """Yield lists of (number, value) pairs for a JSON file's lines, or for the items of its one list. The value is None
+    for a line that is not JSON, and `_NOT_UTF8` for a line that is not UTF-8. Raises: _TooLongError."""
     begun, first = file.read(LINES_AT_ONCE).removeprefix(codecs.BOM_UTF8), 1
     if begun.lstrip().startswith(b"["):
         whole = begun + file.read(max(PIECE_BYTES + 1 - len(begun), 0))
@@ -561,7 +563,7 @@ def _json_rows(file: Any) -> Iterator[list[tuple[int, Any]]]:
             listed = json.loads(whole)
             yield list(enumerate(({"text": each} if isinstance(each, str) else each for each in listed), 1))
             return
-        begun = whole  # a list in each line
+        begun = whole  # `whole` is not one list, but may have a list in each line
     while begun:
         *lines, rest = begun.split(b"\n")
         yield [(at, _json_value(line)) for at, line in enumerate(lines, first) if line.strip()]
@@ -584,7 +586,7 @@ def _json_value(line: bytes) -> Any:
 def _parquet_tables(
     builder: Any, section: SourceSection, part: slice, files: Iterable[str], **_: object
 ) -> Iterator[Any]:
-    """Yield tables of the rows of Parquet files, or of a part of each file, some megabytes at a time.
+    """Yield (key, table) pairs with the rows of Parquet files, or of `part` of each file, about 16 MiB in a table.
 
     A part is every n-th row group, or every n-th row of a file with fewer than n row groups. The reader of `datasets`
     reads a whole row group at once. In a file of some hundred bytes, a row group can hold many gigabytes: one long text
@@ -626,7 +628,7 @@ def _parquet_tables(
 
 
 def _tables_of_lines(generate: Callable[..., Iterator[Any]], **files: Any) -> Iterator[Any]:
-    """Yield tables of text files, with a limit on the length of a line.
+    """Yield the tables that `generate` of `datasets` reads from text files, and limit the length of each line read.
 
     The reader of `datasets` reads each line whole, and a compressed file of a megabyte can hold a line of many
     gigabytes. Its modules call the name `open`, which `datasets` replaces for streaming; so that name is wrapped here.
@@ -641,7 +643,7 @@ def _tables_of_lines(generate: Callable[..., Iterator[Any]], **files: Any) -> It
 
 
 class _TooLongError(Exception):
-    """A file with a line or piece that is too long to hold in memory."""
+    """The error for a line, or a file read as a whole, that is too long to hold in memory."""
 
 
 def _too_long(source: str, error: _TooLongError) -> DataError:
@@ -652,16 +654,16 @@ def _too_long(source: str, error: _TooLongError) -> DataError:
 
 
 def _open_bounded(opening: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return the opened file with a limit on the size of each read."""
+    """Return the file that `opening` opens, with a limit on the bytes or characters that each read may return."""
     file = opening(*arguments, **options)
     file.read = partial(_read_some, file.read, PIECE_BYTES)
-    if not hasattr(file, "readuntil"):  # fsspec's file for uncompressed hub data, whose readline takes no size
+    if not hasattr(file, "readuntil"):  # an fsspec file, which has `readuntil`, takes no size in readline
         file.readline = partial(_read_some, file.readline, LONGEST_LINE)
     return file
 
 
 def _read_some(read: Callable[[int], Any], most: int, size: int = -1) -> Any:
-    """Return the result of a read method, limited to `most`. Raises: _TooLongError if there is more."""
+    """Return the bytes or characters of `read(size)` (-1: all). Raises: _TooLongError if there are more than `most`."""
     if 0 <= size <= most:
         return read(size)
     some = read(most + 1)
@@ -671,20 +673,19 @@ def _read_some(read: Callable[[int], Any], most: int, size: int = -1) -> Any:
 
 
 def _data_files(builder: Any) -> list[str]:
-    """Return the paths or URLs of a builder's files, in all splits."""
+    """Return the paths or URLs of a builder's data files in all splits."""
     return [str(file) for part in (builder.config.data_files or {}).values() for file in part]
 
 
 def _card_names() -> tuple[str, str]:
-    """Return the names of the files in which a data set declares its files and types."""
+    """Return the names of the two cards, README.md and .huggingface.yaml, that declare a data set's files and types."""
     from datasets import config
 
     return config.REPOCARD_FILENAME, config.REPOYAML_FILENAME
 
 
 def _hub_cards(name: str, revision: str | None) -> tuple[str, list[Path]]:
-    """Return the commit that a revision names, and local copies of its cards. The checked copies are of the same commit
-    that is read."""
+    """Return the id of the commit that a revision of a data set names, and local copies of the cards in that commit."""
     from datasets import config
     from huggingface_hub import HfApi
     from huggingface_hub.errors import EntryNotFoundError

@@ -1,4 +1,4 @@
-"""Downloads of pretrained models and tokenizers from the hub, with progress, and safety checks of their folders."""
+"""The download of pretrained models and tokenizers from the Hugging Face hub, and safety checks of their folders."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ TOKENIZER = "tokenizer.json"
 CONFIG_BYTES, TOKENIZER_BYTES = 1 << 24, 1 << 28
 """Most bytes of a config file and of a tokenizer.json."""
 MOST_GROWTH = 1000.0
-"""Most times by which a tokenizer's replacements may lengthen a text."""
+"""Largest factor by which a tokenizer's replacements may lengthen a text."""
 MODEL_FILES = (CONFIG, "generation_config.json", INDEX, "*.safetensors")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model")
 
 
 def is_local_path(path: str) -> bool:
-    """Return True if the path leads to a place on this machine, and False if it is a name on the hub. A valid hub name
-    always means the hub, so that no folder in the working directory can take its place."""
+    """Return True if a path leads to a file or folder of this machine, and False if it is a valid hub name, even if a
+    folder in the working directory has the same name."""
     return HUB_NAME.fullmatch(path) is None
 
 
 def pretrained_folder(path: str, *wanted: str) -> Path:
-    """Return the folder of a path or hub name; files of a hub name that match `wanted` are downloaded first. Raises:
-    OSError, ValueError."""
+    """Return the folder `path`, or the folder into which the files of the hub name `path` that match the patterns
+    `wanted` are downloaded. Raises: OSError, ValueError."""
     if is_local_path(path):
         if not Path(path).is_dir():
             raise FileNotFoundError("there is no such folder")
@@ -47,7 +47,8 @@ def pretrained_folder(path: str, *wanted: str) -> Path:
 
 
 def model_values(folder: Path) -> dict[str, Any]:
-    """Return the values of the config.json in a model's folder. Raises: OSError, ValueError."""
+    """Return the values in the config.json of a model's folder. Raises: OSError; ValueError if the file is invalid, or
+    the folder holds an adapter."""
     _refuse_adapter(folder)
     try:
         return read_model_values(_text_of(folder / CONFIG))
@@ -61,7 +62,8 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def check_weights(folder: Path) -> None:
-    """Raise ValueError if the weights lie outside of the folder, or are an adapter to another model."""
+    """Raise ValueError if a model folder's index names weight files outside of the folder, or if the folder holds an
+    adapter to another model."""
     _refuse_adapter(folder)
     if (folder / INDEX).exists():
         files = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
@@ -71,8 +73,8 @@ def check_weights(folder: Path) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Refuse a tokenizer that would run code, read other files, or make texts very long. Raises: OSError,
-    ValueError."""
+    """Raise ValueError if a folder's tokenizer would run code, read other files, or lengthen a text more than
+    `MOST_GROWTH` times. Raises also: OSError if a file of the folder cannot be read."""
     if (folder / CONFIG).exists():
         model_values(folder)
     if (folder / TOKENIZER).exists():
@@ -87,7 +89,8 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def _growth(normalizer: Any) -> float:
-    """Return the factor by which a normalizer's replacements, applied in order, can lengthen a text."""
+    """Return the largest factor by which a tokenizer's normalizer can lengthen a text: the product over its
+    replacements."""
     if not isinstance(normalizer, dict):
         return 1.0
     if normalizer.get("type") == "Sequence":
@@ -95,7 +98,7 @@ def _growth(normalizer: Any) -> float:
     if normalizer.get("type") != "Replace":
         return 1.0
     content, pattern = len(normalizer["content"]), normalizer["pattern"]
-    # A regular expression may match the empty string at every place.
+    # A regular expression may match the empty string before each character, and so insert `content` there.
     return 1.0 + content if "Regex" in pattern else max(1.0, content / max(1, len(pattern["String"])))
 
 
@@ -105,15 +108,16 @@ def _text_of(file: Path, most: int = CONFIG_BYTES) -> str:
     return file.read_text(encoding="utf-8")
 
 
-# Downloads ------------------------------------------------------------------------------------------------------------
-# Each library draws a progress bar of its own, so the folder that it writes to is watched instead.
+# Progress of downloads ------------------------------------------------------------------------------------------------
+# Libraries draw their own progress bars, so progress is measured by the size of the folder that a library writes to.
 
-LOOK_SECONDS = 1.0  # between two looks at the folder
+LOOK_SECONDS = 1.0  # seconds between two measurements of the download folder
 
 
 @contextmanager
 def downloading(name: str, kind: Literal["model", "dataset"], wanted: Sequence[str]) -> Iterator[None]:
-    """Report, until the context ends, the share of a hub model's or data set's files that has been downloaded.
+    """Report to the progress display, until the context ends, the share of a hub model's or data set's bytes that has
+    been downloaded.
 
     Only files whose names match `wanted` count. All data sets share one download folder, so bytes that are there before
     count as another data set's.
@@ -149,20 +153,21 @@ def downloading(name: str, kind: Literal["model", "dataset"], wanted: Sequence[s
 
 
 def _bytes_of(name: str, kind: str, wanted: Sequence[str]) -> int | None:
-    """Return the bytes of the files by the hub's metadata; None if the hub does not report them or cannot be
-    reached."""
+    """Return the total bytes of a hub repository's files that match the patterns `wanted`; None if the hub does not
+    report the sizes or cannot be reached."""
     from huggingface_hub import HfApi
 
     try:
         about: Any = HfApi().repo_info(name, repo_type=kind, files_metadata=True, token=False)
-    except Exception:  # no network or unknown name: the download itself reports it better
+    except Exception:  # no network or unknown name: the download will raise a clearer error
         return None
     matching = [file for file in about.siblings or [] if any(fnmatch(file.rfilename, pattern) for pattern in wanted)]
     return sum(file.size or 0 for file in matching) or None
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the total bytes of the files in a folder. A file that disappears meanwhile does not count."""
+    """Return the total bytes of the files in a folder, without its subfolders. A file that is deleted during the call
+    does not count."""
     size = 0
     for path in folder.glob("*"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Files and folders of this machine that its owner names for a run with a local model, tokenizer or data source."""
+"""The files and folders that a machine's owner provides for a run whose model, tokenizer or data source is local."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 
 def cache_folder() -> Path:
-    """Return `diloco-peer` in XDG_CACHE_HOME, or else in `~/.cache`."""
+    """Return the cache folder of diloco-peer, in $XDG_CACHE_HOME if that is set, else in `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco-peer"
 
 
 @dataclass(frozen=True)
 class OwnFiles:
-    """The folder of the model, and the folder or file of the tokenizer; None: not named by the owner."""
+    """The paths that a machine's owner names: the model's folder, and the tokenizer's folder or file; None for no
+    path."""
 
     model: Path | None = None
     tokenizer: Path | None = None
@@ -39,24 +40,25 @@ FORMAT = re.compile(
     "arrow|audiofolder|conll|csv|eval|fasta|fastq|genbank|harbor|hdf5|iceberg|imagefolder|json|lance|meshfolder|mmcif|"
     "niftifolder|pandas|parquet|pdb|pdffolder|sql|text|tsfile|videofolder|vortex|webdataset|xml"
 )
-"""Names that `datasets` reads as a file format instead: it would read such files in the working directory."""
+"""Hub names that `datasets` would take for a file format, and so read such files in the working directory."""
 
 
 def is_local(source: str) -> bool:
-    """Return True if the source is, or could be, a file or folder of this machine, and not a data set on the hub."""
-    from opendiloco.config.data import STANDARD_LIBRARY  # imports pydantic, which would slow down `--help`
+    """Return True if a data source is, or could be, a file or folder of this machine; False for the standard library
+    and for data sets on the hub."""
+    from opendiloco.config.data import STANDARD_LIBRARY  # a late import: pydantic would slow down `--help`
 
     is_on_the_hub = HUB_NAME.fullmatch(source) and not FORMAT.fullmatch(source) and not os.path.lexists(source)
     return source != STANDARD_LIBRARY and not is_on_the_hub
 
 
 def local_sources(section: DataSection) -> list[str]:
-    """Return the sources for which each volunteer names a folder."""
+    """Return the local sources of a run's data section. Each volunteer must name a folder for every local source."""
     return [one.source for one in section.all_sources if is_local(one.source)]
 
 
 def volunteered(section: DataSection, folders: Sequence[Path] = ()) -> DataSection:
-    """Return the section as a volunteer's machine may read it, with `folders` in the places of its local sources.
+    """Return a run's data section with the volunteer's `folders` in place of its local sources, in the same order.
 
     If the run has a single source, a folder may replace it even if it is not local.
 
@@ -94,8 +96,8 @@ def _replaced(source: SourceSection, folder: Path) -> SourceSection:
 
 
 def check_files(source: str, files: Iterable[str]) -> None:
-    """Refuse a data set whose README names files outside of it: any other file of this machine, or any URL. Raises:
-    DataError that names a file outside of the folder `source`, or outside of the hub for a hub name."""
+    """Raise DataError if one of a data set's `files` lies outside of the folder `source`, or outside of the hub for a
+    hub name. A data set's README can name any file of this machine, or any URL."""
     folder = Path(source).resolve() if is_local(source) else None
     for file in files:
         if folder is None:
@@ -110,8 +112,8 @@ def check_files(source: str, files: Iterable[str]) -> None:
 
 
 def check_card(source: str, card: Path) -> None:
-    """Raise DataError if a data set's card names files outside of the data set. `datasets` would look for them before
-    it reports their names."""
+    """Raise DataError if a data set's card names files outside of the data set. `datasets` would look for such files
+    before it reports their names."""
     import yaml  # type: ignore[import-untyped]
     from huggingface_hub import DatasetCard
 
@@ -124,7 +126,7 @@ def check_card(source: str, card: Path) -> None:
                     f"data.source = {source!r} would read {path}, which is outside of the data set.",
                     f"Do not trust this data set, or correct data_files and data_dir in its {card.name}.",
                 )
-        version = str(config.get("version", "0"))  # `datasets` uses it as the name of a cache folder
+        version = str(config.get("version", "0"))  # `datasets` names a cache folder by this version
         if not re.fullmatch(r"\w[\w.]*", version):
             raise DataError(
                 f"data.source = {source!r} has the version {version!r}, which names another folder.",
@@ -133,7 +135,7 @@ def check_card(source: str, card: Path) -> None:
 
 
 def _paths_of(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the paths and patterns of one configuration in a card."""
+    """Yield the paths and patterns that one configuration in a data set's card names."""
     files = config.get("data_files") or []
     for one in [files] if isinstance(files, str) else files:
         path = one["path"] if isinstance(one, dict) else one
@@ -142,7 +144,7 @@ def _paths_of(config: dict[str, Any]) -> Iterator[str]:
 
 
 def copy_folder(section: SourceSection) -> Path:
-    """Return the folder in which `datasets` writes its copy of a source."""
+    """Return the folder in which `datasets` writes its copy of a source's column."""
     import datasets
 
     base = cache_folder() / "text" if is_local(section.source) else Path(datasets.config.HF_DATASETS_CACHE)
@@ -150,5 +152,6 @@ def copy_folder(section: SourceSection) -> Path:
 
 
 def copy_kept(section: SourceSection) -> AbstractContextManager[None]:
-    """Keep the copy that `datasets` makes of this machine's text until no process reads it. Only this user may."""
+    """Return a context during which the copy that `datasets` makes of a local source stays on disk, readable only for
+    this user. The last process that leaves the context deletes the copy."""
     return shared_folder(copy_folder(section)) if is_local(section.source) else nullcontext()

@@ -1,4 +1,4 @@
-"""The run's endless deterministic sample order: it maps a sample number to a window of a source.
+"""The endless deterministic order of a run's training samples: it maps a sample number to a window of a source.
 
 A mixture deals sample numbers to the sources in exact proportions. An amendment in the log may set another mixture from
 a sample number on. The p-th sample of a source with N windows is window `permutation_e(p mod N)` of epoch e = p div N.
@@ -23,13 +23,13 @@ from opendiloco.config.data import MixturePhase
 from opendiloco.data.tokenizer import TokenArray, Tokenizer
 from peers.values.leases import SampleRange
 
-FEISTEL_ROUNDS = 6  # four suffice in theory (Luby, Rackoff 1988), but small data sets have few bits to mix
+FEISTEL_ROUNDS = 6  # in theory four rounds suffice (Luby, Rackoff 1988), but small data sets have few bits to mix
 
 Numbers = NDArray[np.int64]
 
 
 def numbers_of(lease: Iterable[SampleRange]) -> Numbers:
-    """Return the sample numbers of a lease, in its order."""
+    """Return the sample numbers in the ranges of a lease, as one array in the lease's order."""
     parts = [np.arange(piece.start, piece.stop, dtype=np.int64) for piece in lease]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
@@ -49,7 +49,7 @@ class _Permutation:
         self._keys = _mix(root + np.arange(FEISTEL_ROUNDS).astype(np.uint64))
 
     def __call__(self, positions: Numbers) -> Numbers:
-        """Return the images of `positions`, in the same shape."""
+        """Return an array with the number to which each of `positions` is permuted."""
         values = self._scramble(positions.astype(np.uint64))
         while np.any(outside := values >= self._size):
             values[outside] = self._scramble(values[outside])
@@ -63,7 +63,7 @@ class _Permutation:
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return 64 well mixed bits for each 64-bit value: SplitMix64's output function (Steele, Lea, Flood 2014)."""
+    """Return a 64-bit hash of each 64-bit value, by SplitMix64's output function (Steele, Lea, Flood 2014)."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -71,7 +71,8 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Mixture:
-    """Deals numbers to sources in exact proportions: of any sum(shares) consecutive numbers, source s gets shares[s].
+    """A rule that deals sample numbers to sources in exact proportions: of any sum(shares) consecutive numbers, source
+    s gets shares[s].
 
     Within such a cycle, each number goes to the source that is furthest behind its share (smooth weighted round robin),
     so that every stretch of numbers is close to the proportions.
@@ -81,7 +82,7 @@ class Mixture:
         self.shares = np.array(shares, np.int64)
         self.cycle = int(self.shares.sum())
         self._source = np.empty(self.cycle, np.int64)
-        self._place = np.empty(self.cycle, np.int64)  # index among its source's numbers in the cycle
+        self._place = np.empty(self.cycle, np.int64)  # for each number in a cycle: index among its source's numbers
         behind, dealt = np.zeros_like(self.shares), np.zeros_like(self.shares)
         for number in range(self.cycle):
             behind += self.shares
@@ -91,13 +92,14 @@ class Mixture:
             dealt[source] += 1
 
     def assign(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """Return each number's source, and its index among that source's numbers, both in the shape of `numbers`."""
+        """Return the source of each number, and the number's index among that source's numbers; both have the shape of
+        `numbers`."""
         cycles, places = np.divmod(numbers, self.cycle)
         sources = self._source[places]
         return sources, cycles * self.shares[sources] + self._place[places]
 
     def dealt(self, count: int) -> Numbers:
-        """Return for each source how many of the first `count` numbers it gets."""
+        """Return an array with the quantity of numbers from 0 to `count` - 1 that each source gets."""
         cycles, rest = divmod(count, self.cycle)
         return cycles * self.shares + np.bincount(self._source[:rest], minlength=len(self.shares))
 
@@ -106,21 +108,23 @@ _mixture_of = lru_cache(maxsize=64)(Mixture)
 
 
 class Mixtures:
-    """Assigns sample numbers to sources by the mixture of their phase. A phase continues each source where the phase
-    before stopped, so each sample of a source is dealt once."""
+    """The assignment of sample numbers to sources by phases, each with its own mixture. A phase continues each source
+    at the sample where the phase before stopped, so each sample of a source is dealt once."""
 
     def __init__(self, phases: Sequence[MixturePhase]) -> None:
-        """The phases are in order, and the first one begins with number 0."""
+        """Create the assignment from phases that are sorted by their first number; the first phase begins with number
+        0."""
         self.phases = tuple(phases)
         self._firsts = np.array([phase.first for phase in phases], np.int64)
         self._mixtures = [_mixture_of(phase.shares) for phase in phases]
         self._dealt = [np.zeros(len(phases[0].shares), np.int64)]
-        """Samples of each source before each phase."""
+        """For each phase: the number of samples of each source that the phases before it have dealt."""
         for mixture, (before, after) in zip(self._mixtures, pairwise(phases), strict=False):
             self._dealt.append(self._dealt[-1] + mixture.dealt(after.first - before.first))
 
     def assign(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """Return each number's source, and its index among that source's numbers, both in the shape of `numbers`."""
+        """Return the source of each number, and the number's index among that source's numbers; both have the shape of
+        `numbers`."""
         sources, positions = np.empty_like(numbers), np.empty_like(numbers)
         for phase, here in _groups(np.searchsorted(self._firsts, numbers, side="right") - 1):
             found, places = self._mixtures[phase].assign(numbers[here] - self._firsts[phase])
@@ -129,7 +133,8 @@ class Mixtures:
 
 
 class Windows:
-    """Consecutive windows of sequence_length + 1 tokens. Each begins with the last token of the window before."""
+    """The consecutive windows of sequence_length + 1 tokens in an array of tokens. Each window begins with the last
+    token of the window before."""
 
     def __init__(self, tokens: TokenArray, sequence_length: int) -> None:
         self._tokens = tokens
@@ -137,14 +142,14 @@ class Windows:
         self.count = max(0, (len(tokens) - 1) // sequence_length)
 
     def read(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return token ids of shape (len(numbers), sequence_length + 1)."""
+        """Return the windows with these numbers as token ids of shape (len(numbers), sequence_length + 1)."""
         offsets = numbers[:, None] * self.length + np.arange(self.length + 1)
         return np.asarray(self._tokens[offsets], np.int64)
 
 
 class Shuffled:
-    """The endless order of a source: in each epoch its shards in permuted order, and in each shard its windows in
-    permuted order.
+    """The endless order of one source's windows: each epoch reads all shards in a permuted order, and each shard's
+    windows in a permuted order.
 
     Neighbouring positions are mostly in one shard, so a lease needs few shards. A shard with fewer than
     `windows_per_shard` windows repeats some. During a read, `soon` is called with the shard that follows: the expected
@@ -164,18 +169,19 @@ class Shuffled:
         self._windows_per_shard = windows_per_shard
         self._seed = seed
         self._soon = soon
-        self._following: dict[int, int] = {}  # the expected next visit, by visit
+        self._following: dict[int, int] = {}  # by number of a shard's visit: the visit expected next
 
     @classmethod
     def whole(cls, windows: Windows, seed: int) -> Shuffled:
-        """Return the order of a source that is a single shard."""
+        """Return the order of a source without shards, whose windows are treated as a single shard."""
         return cls(lambda _: windows, 1, windows.count, seed)
 
     def read(self, positions: Numbers) -> Numbers:
-        """Return the windows at these positions as token ids of shape (len(positions), sequence_length + 1)."""
+        """Return the windows at these positions of the order, as token ids of shape (len(positions), sequence_length +
+        1)."""
         visits, places = np.divmod(positions, self._windows_per_shard)
 
-        def read(visit: int, here: NDArray[np.bool_]) -> Numbers:  # visits are counted over all epochs
+        def read(visit: int, here: NDArray[np.bool_]) -> Numbers:  # `visit` counts the shards read in all epochs
             windows = self._shard(self._visited(visit))
             chosen = _Permutation(self._windows_per_shard, self._seed, visit)(places[here])
             found = windows.read(chosen % windows.count)
@@ -186,36 +192,37 @@ class Shuffled:
         return _by_group(visits, read)
 
     def expect(self, positions: Numbers) -> None:
-        """Note the positions to be read next, in this order, so that `soon` names the right next shard."""
+        """Record the positions that will be read next, in this order, so that `soon` is called with the right next
+        shard."""
         visits = positions // self._windows_per_shard
         self._following = dict(pairwise(dict.fromkeys(visits.tolist())))
 
     def _visited(self, visit: int) -> int:
-        """Return the number of the shard of a visit."""
+        """Return the number of the shard that is read in a visit. Visits are numbered over all epochs."""
         epoch, place = divmod(visit, self._shards)
         return int(_Permutation(self._shards, self._seed, epoch)(np.array([place]))[0])
 
 
 class SampleOrder:
-    """The endless order of a run's training samples."""
+    """The endless order of a run's training samples, over all sources."""
 
     def __init__(self, sources: Sequence[Shuffled], mixture: Mixture, document_end: int | None = None) -> None:
         self._sources = sources
         self._mixtures = Mixtures([MixturePhase(0, tuple(mixture.shares.tolist()))])
         self.document_end = document_end
-        """The end token, if attention and loss stay within documents; else None."""
+        """The id of the token that ends a document, if attention and loss stay within documents; else None."""
         self._leased: Numbers = np.empty(0, np.int64)
 
     def mix(self, phases: Sequence[MixturePhase]) -> None:
-        """Set the mixtures, each from its first sample on. The original mixture applies before the first of them. A
-        phase gives the same samples whenever it is set, so samples that were already read do not change."""
+        """Set the mixtures of later phases. Each phase applies from its first sample number on, and the original
+        mixture before. Samples before a new phase do not change."""
         wanted = (self._mixtures.phases[0], *phases)
         if wanted != self._mixtures.phases:
             self._mixtures = Mixtures(wanted)
 
     def expect(self, lease: Numbers) -> None:
-        """Prepare to read a lease's samples next. The lease after it is expected at the same distance as between the
-        last two leases."""
+        """Record the sample numbers of the lease that is read next. The lease after that is expected at the same
+        distance as between the last two leases."""
         if not len(lease) or np.array_equal(lease, self._leased):
             return
         before, self._leased = self._leased, lease
@@ -225,13 +232,13 @@ class SampleOrder:
             self._sources[source].expect(positions[here])
 
     def read(self, numbers: Numbers) -> Numbers:
-        """Return the samples with these numbers as token ids of shape (len(numbers), sequence_length + 1)."""
+        """Return the training samples with these numbers as token ids of shape (len(numbers), sequence_length + 1)."""
         sources, positions = self._mixtures.assign(numbers)
         return _by_group(sources, lambda source, here: self._sources[source].read(positions[here]))
 
 
 class HeldOutWindows:
-    """The held-out windows of all sources, numbered consecutively from the first source on."""
+    """The held-out windows of all sources, numbered consecutively from the first source to the last."""
 
     def __init__(
         self, parts: Sequence[Windows], mixture: Mixture | None = None, document_end: int | None = None
@@ -245,12 +252,12 @@ class HeldOutWindows:
 
     @property
     def count(self) -> int:
-        """The number of windows in all sources."""
+        """The number of held-out windows in all sources together."""
         return int(self._counts.sum())
 
     def spread(self, windows: int) -> NDArray[np.int64]:
-        """Return the numbers of at most `windows` windows, in the mixture's proportions and evenly spread over each
-        source."""
+        """Return the numbers of at most `windows` held-out windows, in the mixture's proportions and evenly spread over
+        each source."""
         shares = self._mixture.shares
         is_read = shares > 0
         enough = int(np.min(self._counts[is_read] * self._mixture.cycle // shares[is_read]))
@@ -260,13 +267,13 @@ class HeldOutWindows:
         return chosen
 
     def digest(self, windows: int) -> str:
-        """Return 64 hexadecimal digits, a digest of the tokens that an evaluation on `windows` windows reads. Two
+        """Return a digest, 64 hexadecimal digits, of the token ids that an evaluation on `windows` windows reads. Two
         losses can be compared if their digests are equal."""
         read = self.read(self.spread(windows)).astype("<u4")
         return str(blake3(repr((read.shape, self.document_end)).encode() + read.tobytes()).hexdigest())
 
     def bytes_per_token(self, windows: int, tokenizer: Tokenizer) -> float:
-        """Return the mean bytes of text in a token that an evaluation on `windows` windows predicts."""
+        """Return the mean bytes of text per token, over the tokens that an evaluation on `windows` windows predicts."""
         read = self.read(self.spread(windows))
         inputs, targets = read[:, :-1], read[:, 1:]
         within = np.ones(targets.shape, bool) if self.document_end is None else inputs != self.document_end
@@ -274,19 +281,19 @@ class HeldOutWindows:
         return max(size, 1) / max(int(within.sum()), 1)
 
     def read(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return token ids of shape (len(numbers), sequence_length + 1)."""
+        """Return the held-out windows with these numbers as token ids of shape (len(numbers), sequence_length + 1)."""
         sources = np.searchsorted(self._starts, numbers, side="right") - 1
         return _by_group(sources, lambda source, here: self._parts[source].read(numbers[here] - self._starts[source]))
 
 
 def _groups(keys: Numbers) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-    """Yield each distinct key with a mask of the elements that equal it."""
+    """Yield each distinct value of `keys` with a mask of the elements of `keys` that equal the value."""
     for key in np.unique(keys):
         yield int(key), keys == key
 
 
 def _by_group(keys: Numbers, read: Callable[[int, NDArray[np.bool_]], Numbers]) -> Numbers:
-    """Return a window for each element of `keys`, in their order.
+    """Return an array with a window for each element of `keys`, in the order of `keys`.
 
     `read` returns the windows of one key, given a mask of the elements that equal it.
     """
@@ -300,16 +307,17 @@ def _by_group(keys: Numbers, read: Callable[[int, NDArray[np.bool_]], Numbers]) 
 
 
 # Batches --------------------------------------------------------------------------------------------------------------
-AHEAD = 2  # batches read in advance: a single one would not cover a slow read
+AHEAD = 2  # batches read in advance: a single batch would not cover a slow read
 
 
 class Batches:
-    """Batches of the samples with these numbers, `batch_size` windows each; the last batch may be smaller.
+    """An iterable over batches of the training samples with these numbers: `batch_size` windows in each batch, possibly
+    fewer in the last.
 
     A thread reads up to `AHEAD` batches in advance. `waited` is the seconds that training has waited for batches,
     including the first. Its share of the training time is reported as `data_wait_share`.
 
-    Iteration raises the exceptions of reading. It ends the thread, also when it stops early.
+    Iteration raises the exceptions of reading. The thread ends with the iteration, also with one that stops early.
     """
 
     def __init__(self, samples: SampleOrder, numbers: NDArray[np.int64], batch_size: int) -> None:
@@ -318,7 +326,8 @@ class Batches:
         self._parts = deque(numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size))
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        """Yield token ids of shape (windows in the batch, sequence_length + 1). Only one iteration is possible."""
+        """Yield each batch as token ids of shape (windows in the batch, sequence_length + 1). An object can be iterated
+        only once."""
         reader = ThreadPoolExecutor(1, "batches")
         reading: deque[Future[NDArray[np.int64]]] = deque()
         try:

@@ -1,6 +1,6 @@
-"""Token ids in files: a cache of this machine's own tokens, and folders that were tokenized beforehand.
+"""Token ids in files: a cache of the tokens that this machine makes, and folders that `diloco-peer tokenize` makes.
 
-Each has a file for training and a held-out file, both with a BLAKE3 digest.
+A cache entry and a folder have a file for training and a held-out file, both with a BLAKE3 digest.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from opendiloco.stages import at_stage, passing
 from peers.values.system import make_private_folder
 
 PARTS = ("training", "held_out")
-"""Names of the two files."""
+"""Names of the two token files of a source."""
 ABOUT = "about.json"
-"""The file that describes them."""
+"""The file that describes the two token files."""
 
 Piece = tuple[bool, TokenArray]
-"""True for a held-out document, False for training; and its tokens."""
+"""True for a held-out part of a document, False for a training part; and the part's tokens."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """All tokens of a source or of a shard, concatenated; `known_digest` is their `digest_of_tokens` if it is known
-    already."""
+    """All token ids of a source or a shard, concatenated: those of training documents and those held out.
+    `known_digest` is the result of `digest_of_tokens` if that is known already."""
 
     training: TokenArray
     held_out: TokenArray
@@ -55,14 +55,14 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class _AboutPart(Section):
-    """The entry of one file in `about.json`: its number of tokens, and the BLAKE3 digest of its bytes."""
+    """The description of one token file in about.json: its number of tokens, and the BLAKE3 digest of its bytes."""
 
     tokens: Count
     digest: Digest
 
 
 class _Files(Section):
-    """The part of `about.json` about the two token files, training and held-out."""
+    """The description in about.json of the two token files, one for training and one held out."""
 
     dtype: Dtype
     training: _AboutPart
@@ -74,12 +74,13 @@ class _Files(Section):
 
     @property
     def digest(self) -> str:
-        """The `digest_of_tokens` of these files."""
+        """The `digest_of_tokens` of the two token files, computed from their description alone."""
         return _digest_of_parts((self.dtype, part.tokens, part.digest) for part in self.parts.values())
 
 
 def _write_parts(folder: Path, dtype: Dtype, pieces: Iterable[Piece]) -> _Files:
-    """Write two files of little-endian tokens into an existing folder. Raises: OSError."""
+    """Write the token ids of training and of held-out documents to two little-endian files in an existing folder, and
+    return the description of the files. Raises: OSError."""
     digests, counts = [blake3(), blake3()], [0, 0]
     with (folder / PARTS[0]).open("wb") as training, (folder / PARTS[1]).open("wb") as held_out:
         files = (training, held_out)
@@ -93,18 +94,19 @@ def _write_parts(folder: Path, dtype: Dtype, pieces: Iterable[Piece]) -> _Files:
 
 
 def _map_part(path: Path, dtype: Dtype, digest: str | None = None) -> TokenArray:
-    """Return a file's tokens, memory-mapped. Raises: OSError; ValueError if the file's digest is not `digest`."""
+    """Return the memory-mapped token ids of a file. Raises: OSError; ValueError if the file's BLAKE3 digest is not
+    `digest`."""
     if digest is not None and blake3().update_mmap(path).hexdigest() != digest:
         raise ValueError(f"{path.name} does not match its digest")
-    if path.stat().st_size == 0:  # an empty file cannot be mapped
+    if path.stat().st_size == 0:  # numpy cannot map an empty file
         return np.empty(0, np.dtype(dtype))
     tokens: TokenArray = np.memmap(path, np.dtype(dtype), mode="r")
     return tokens
 
 
 def digest_of_tokens(tokens: Tokens) -> str:
-    """Return 64 hexadecimal digits, a digest of a source's training tokens and held-out tokens. It hashes the bytes
-    that files have, so it is the same for tokens in files, in memory and on other machines."""
+    """Return a digest, 64 hexadecimal digits, of the little-endian bytes of a source's training and held-out tokens.
+    The digest is the same on every machine, for tokens in files and in memory."""
     if tokens.known_digest is not None:
         return tokens.known_digest
     parts = [part.astype(part.dtype.newbyteorder("<"), copy=False) for part in (tokens.training, tokens.held_out)]
@@ -113,35 +115,35 @@ def digest_of_tokens(tokens: Tokens) -> str:
 
 
 def _digest_of_parts(parts: Iterable[tuple[str, int, str]]) -> str:
-    """Return the digest of a source from the type, count and digest of each file."""
+    """Return a source's digest from the type, number of tokens and BLAKE3 digest of its two token files."""
     return str(blake3(repr([tuple(part) for part in parts]).encode()).hexdigest())
 
 
-# The cache ------------------------------------------------------------------------------------------------------------
-# An entry is a folder that is written elsewhere and then renamed, so it is never seen incomplete. Of the processes that
-# need the same entry, the first writes it and the others wait.
+# The token cache ------------------------------------------------------------------------------------------------------
+# An entry is a folder that is written under another name and then renamed, so that no process reads an incomplete
+# entry. Of the processes that need the same entry, the first writes the entry, and the others wait.
 
 logger = logging.getLogger(__name__)
 
 FEW_TOKENS = 1 << 24
-"""A source with at most so many tokens stays in memory, in at most 64 MB."""
+"""Most tokens of a source that stays in memory, where it takes at most 64 MB."""
 FEW_SHARED_TOKENS = 1 << 20
-"""The same limit where each of several workers would have to tokenize the source itself."""
+"""Most tokens of a source that stays in memory if each of several workers must tokenize the source itself."""
 KEPT_BYTES = 200 << 30
-"""Most bytes of all entries together. The newest entry stays at any size."""
+"""Most bytes of all cache entries together. The newest entry stays at any size."""
 CHECKS_KEPT = 1000
 """Most marker files. Each records that a folder of tokens has passed its check."""
 CHECKED, LOCK, PARTIAL = ".checked", ".lock", ".partial"
 
 
 def few_tokens(section: TokenizerSection, workers: int) -> int:
-    """Return the most tokens that each worker of a machine keeps in its own memory. The byte tokenizer is so fast that
-    several workers use the larger limit, too."""
+    """Return the most tokens of a source that each worker keeps in memory. With several workers, a slow tokenizer has a
+    lower limit, because each worker would tokenize the source itself."""
     return FEW_TOKENS if workers == 1 or section.kind == "bytes" else FEW_SHARED_TOKENS
 
 
 class TokenCache:
-    """A cache of tokens. A key stands for everything that determines the tokens.
+    """A cache of token ids on this machine. A key stands for everything that determines the token ids of an entry.
 
     Up to `few` tokens stay in memory, unless they are costly and several processes share the cache. When an entry is
     written, the least recently opened ones are removed until all take at most `kept_bytes`. A process that has a
@@ -157,8 +159,8 @@ class TokenCache:
         self._is_shared = is_shared
 
     def tokens(self, key: str, dtype: Dtype, read: Callable[[], Iterator[Piece]], is_costly: bool = False) -> Tokens:
-        """Return the tokens of a key from the cache, or else those that `read` yields; many tokens are then kept on
-        disk. Raises: MachineError if they do not fit on the disk; exceptions of `read`."""
+        """Return the tokens of the cache entry `key`; without an entry, those that `read` yields, which become an entry
+        on disk unless they are few. Raises: MachineError if the cache cannot be written; exceptions of `read`."""
         if (kept := self._open(key)) is not None:
             return kept
         pieces, few = read(), (bytearray(), bytearray())
@@ -171,15 +173,15 @@ class TokenCache:
                 return Tokens(*(np.frombuffer(part, dtype) for part in few))
         begun = ((bool(part), np.frombuffer(few[part], dtype)) for part in (0, 1))
         with self._locked(key):
-            if (kept := self._open(key)) is not None:  # another process may have written it meanwhile
+            if (kept := self._open(key)) is not None:  # another process wrote the entry while this process waited
                 return kept
             written = self._write(key, dtype, chain(begun, pieces))
         self._make_room(key)
         return written
 
     def once(self, key: str, check: Callable[[], None]) -> None:
-        """Run a slow check, unless it has passed before for this key on this machine. Raises: exceptions of `check`;
-        MachineError if the folder cannot be written."""
+        """Call `check` unless it has passed before for this key on this machine. Raises: exceptions of `check`;
+        MachineError if the cache folder cannot be written."""
         passed = self._folder / f"{key}{CHECKED}"
         if passed.exists():
             return
@@ -192,8 +194,8 @@ class TokenCache:
             old.unlink(missing_ok=True)
 
     def drop_all_but(self, prefix: str, number: int) -> None:
-        """Remove the entries whose keys begin with `prefix`, except the `number` newest. Processes that have one open
-        can still read it."""
+        """Delete the cache entries whose keys begin with `prefix`, except the `number` most recently used. A process
+        that has opened a deleted entry can still read it."""
         entries = [path for path in self._entries() if path.name.startswith(prefix)]
         for path in sorted(entries, key=_age)[number:]:
             shutil.rmtree(path, ignore_errors=True)
@@ -202,7 +204,8 @@ class TokenCache:
         return [path for path in self._folder.glob("*") if path.is_dir() and not path.suffix]
 
     def _make_room(self, key: str) -> None:
-        """Remove unfinished entries of killed processes, and the least recently opened entries above the limit."""
+        """Delete unfinished entries of killed processes, and the least recently opened entries beyond `kept_bytes`, but
+        never the entry `key`."""
         for partial in self._folder.glob(f"*{PARTIAL}"):
             with suppress(BlockingIOError, MachineError), self._locked(partial.stem, waits=False):
                 shutil.rmtree(partial, ignore_errors=True)
@@ -225,18 +228,18 @@ class TokenCache:
             logger.warning("tokens in %s are damaged (%s); the text is tokenized again", folder, first_line(error))
             return None
         with suppress(OSError):
-            os.utime(folder)  # records the time of the last opening
+            os.utime(folder)  # the modification time records when the entry was last opened
         return tokens
 
     def _write(self, key: str, dtype: Dtype, pieces: Iterator[Piece]) -> Tokens:
         folder, partial = self._folder / key, self._folder / f"{key}{PARTIAL}"
         logger.info("writing tokens to %s", folder)
         try:
-            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+            shutil.rmtree(partial, ignore_errors=True)  # an unfinished entry of a killed process
             make_private_folder(partial)
             about = _write_parts(partial, dtype, pieces)
             (partial / ABOUT).write_text(about.model_dump_json(), encoding="utf-8")
-            shutil.rmtree(folder, ignore_errors=True)  # a damaged entry
+            shutil.rmtree(folder, ignore_errors=True)  # a damaged entry, if there is one
             partial.rename(folder)
         except OSError as error:
             raise self._unusable(error) from error
@@ -246,7 +249,8 @@ class TokenCache:
 
     @contextmanager
     def _locked(self, key: str, waits: bool = True) -> Iterator[None]:
-        """Hold a key's lock. Raises: MachineError; BlockingIOError if another process holds it and `waits` is False."""
+        """Hold the lock of the entry `key` within the context. Raises: MachineError if the lock file cannot be created;
+        BlockingIOError if another process holds the lock and `waits` is False."""
         path = self._folder / f"{key}{LOCK}"
         file = self._lock(path, waits)
         try:
@@ -273,7 +277,7 @@ class TokenCache:
             with suppress(FileNotFoundError):
                 if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                     return file
-            file.close()  # the last holder has removed this file, and a third process may have locked a new one
+            file.close()  # the last holder has deleted this lock file, and another process may have locked a new one
 
     def _unusable(self, error: OSError) -> MachineError:
         return MachineError(
@@ -283,25 +287,26 @@ class TokenCache:
 
 
 def _age(path: Path) -> float:
-    """Return the seconds since the path was written or last opened; infinity if it is gone."""
+    """Return the seconds since a cache entry was written or last opened; infinity if it no longer exists."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:
         return float("inf")
 
 
-# Folders made beforehand ----------------------------------------------------------------------------------------------
-# `diloco-peer tokenize` writes them. Their files are memory-mapped, so a run that reads one begins at once. A folder is
-# checked when it is first opened on a machine.
+# Token folders --------------------------------------------------------------------------------------------------------
+# `diloco-peer tokenize` writes token folders. Their files are memory-mapped, so a run that reads them begins at once.
+# A folder is checked when it is first opened on a machine.
 
 FORMAT: Literal["diloco-peer tokens, version 1"] = "diloco-peer tokens, version 1"
-CHECKED_AT_ONCE = 1 << 24  # tokens in one step of a check, to bound its memory
+CHECKED_AT_ONCE = 1 << 24  # tokens read at once while a folder is checked, to bound memory
 ANEW = "Create the folder again with `diloco-peer tokenize`, or copy it again."
 
 
 class _About(_Files):
-    """The content of `about.json`. `vocabulary` is the number of token ids, `end` the id that ends a document,
-    `tokenizer` the digest of the tokenizer, and `split` the held-out fraction, None if it is not known."""
+    """The content of about.json. `vocabulary` is the number of token ids, `end` the id that ends a document,
+    `tokenizer` the digest of the tokenizer, and `split` the held-out fraction, or None if the folder's maker did not
+    know it."""
 
     format: Literal["diloco-peer tokens, version 1"]
     vocabulary: Annotated[int, Field(ge=1, le=2**32)]
@@ -311,20 +316,20 @@ class _About(_Files):
 
 
 def is_token_folder(source: str) -> bool:
-    """Return True if a source is a folder of tokens: it has an `about.json` and a file of training tokens."""
+    """Return True if the path `source` is a token folder, which has an about.json and a file of training tokens."""
     return all((Path(source) / name).is_file() for name in (ABOUT, PARTS[0]))
 
 
 def dtype_of_tokens(tokenizer: Tokenizer) -> Dtype:
-    """Return the type of a tokenizer's ids in files."""
+    """Return the type in which files store a tokenizer's token ids: 16 bits if all ids fit, else 32 bits."""
     return "<u2" if tokenizer.size <= 2**16 else "<u4"
 
 
 def write_token_folder(
     folder: Path, pieces: Iterable[Piece], tokenizer: Tokenizer, split: float | None = None
 ) -> _About:
-    """Write tokens into a new folder, `about.json` last. Raises: MachineError if the folder cannot be written;
-    DataError if an id is not in the tokenizer's vocabulary."""
+    """Write training and held-out tokens to a folder, about.json last, and return the content of about.json. Raises:
+    MachineError if the folder cannot be written; DataError if an id is not in the tokenizer's vocabulary."""
     checked = ((part, _in_vocabulary(tokens, tokenizer.size, str(folder))) for part, tokens in pieces)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -349,8 +354,8 @@ def write_token_folder(
 
 
 def open_token_folder(source: str, tokenizer: Tokenizer, split: float, cache: TokenCache) -> Tokens:
-    """Return the memory-mapped tokens of a folder, for a run with this tokenizer and this held-out fraction. Raises:
-    DataError if they do not match `about.json` or the tokenizer."""
+    """Return the memory-mapped tokens of a token folder, for a run with this tokenizer and the held-out fraction
+    `split`. Raises: DataError if about.json does not match the files, the tokenizer or the fraction."""
     folder = Path(source)
     about = read_about(folder)
     _check_fits(folder, about, tokenizer, split)
@@ -369,7 +374,7 @@ def open_token_folder(source: str, tokenizer: Tokenizer, split: float, cache: To
 
 
 def read_about(folder: Path) -> _About:
-    """Return the content of a folder's `about.json`. Raises: DataError if it cannot be read or is invalid."""
+    """Return the content of a token folder's about.json. Raises: DataError if the file cannot be read or is invalid."""
     path = folder / ABOUT
     try:
         return _About.model_validate_json(path.read_bytes())
@@ -399,7 +404,8 @@ def _check_fits(folder: Path, about: _About, tokenizer: Tokenizer, split: float)
 
 
 def _check_values(folder: Path, about: _About) -> None:
-    """Read the whole folder, and check its ids and digests. Raises: DataError."""
+    """Raise DataError if a token folder's files contain an id outside of the vocabulary, or do not match the digests in
+    `about`. All files are read."""
     for name, part in about.parts.items():
         path, digest = folder / name, blake3(max_threads=blake3.AUTO)
         tokens = _map_part(path, about.dtype)
@@ -415,7 +421,7 @@ def _check_values(folder: Path, about: _About) -> None:
 
 
 def _in_vocabulary(tokens: TokenArray, size: int, where: str, start: int = 0) -> TokenArray:
-    """Return the tokens. Raises: DataError if one of them is not a token id."""
+    """Return `tokens` unchanged. Raises: DataError if a token id is not less than `size`, the number of token ids."""
     if len(tokens) and int(tokens.max()) >= size:
         place = int(np.argmax(tokens >= size))
         raise DataError(
@@ -426,6 +432,6 @@ def _in_vocabulary(tokens: TokenArray, size: int, where: str, start: int = 0) ->
 
 
 def _state_of(path: Path) -> tuple[str, int, int, int]:
-    """Return a file's path, size, time and inode, which change when the file changes."""
+    """Return a file's path, size in bytes, modification time in nanoseconds and inode, to recognise a changed file."""
     fact = os.stat(path)
     return str(path.absolute()), fact.st_size, fact.st_mtime_ns, fact.st_ino

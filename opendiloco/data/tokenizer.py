@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back. The default is bytes: id b is byte b, followed by three special tokens.
+"""Tokenizers: text to token ids and back. The default tokenizer's id b is byte b, and three special tokens follow.
 
 The byte tokenizer also exists as a `tokenizers` object with the same ids, so that an exported model loads with
 `AutoTokenizer` alone.
@@ -18,7 +18,7 @@ from opendiloco.config.data import BYTE_TOKENIZER_SIZE, TokenizerSection
 from opendiloco.data.hub import TOKENIZER_FILES, check_tokenizer, pretrained_folder
 from opendiloco.errors import DataError, MachineError, first_line
 
-BEGIN, END, PADDING = 256, 257, 258  # special ids of ByteTokenizer, after the 256 bytes
+BEGIN, END, PADDING = 256, 257, 258  # ids of ByteTokenizer's special tokens, after those of the 256 bytes
 SPECIAL_TOKENS = {"<|begin|>": BEGIN, "<|end|>": END, "<|padding|>": PADDING}
 
 USUAL_ENDS = frozenset({"<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>", "[EOS]"})
@@ -38,35 +38,38 @@ TokenArray = NDArray[np.uint16] | NDArray[np.uint32]
 
 
 class ByteTokenizer:
-    """A tokenizer whose tokens are bytes: every text has one encoding, and no text is out of vocabulary."""
+    """A tokenizer whose tokens are the bytes of the text: every text has one encoding, and no text is out of
+    vocabulary."""
 
     size = BYTE_TOKENIZER_SIZE
     end = END
-    """The id that closes each document."""
+    """The id of the token that ends each document."""
     identity = "bytes"
     """Two tokenizers have the same identity only if they encode every text alike."""
     special: ClassVar[dict[str, int]] = {"bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": PADDING}
-    """Special ids, under their names in a model's config."""
+    """Ids of the special tokens, by their names in a model's config."""
 
     def encode_document(self, text: bytes) -> TokenArray:
-        """Return the token ids of one document, without special tokens."""
+        """Return the token ids of a document's UTF-8 text, without special tokens."""
         return np.frombuffer(text, np.uint8).astype(np.uint16)
 
     def byte_count(self, ids: NDArray[np.int64]) -> int:
-        """Return the UTF-8 bytes of the text of these consecutive tokens. Special tokens have none."""
+        """Return the number of UTF-8 bytes of text that consecutive token ids stand for. Special tokens stand for
+        none."""
         return int((ids < BEGIN).sum())
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """Return the result of `encode_document` for each text. A pretrained tokenizer uses all cores of the
+        """Return the token ids of each text, as from `encode_document`. A pretrained tokenizer uses all cores of the
         machine."""
         return [self.encode_document(text) for text in texts]
 
     def pretrained(self) -> Any:
-        """Return the same tokenizer as a transformers object: byte-level BPE without merges."""
+        """Return a transformers tokenizer with the same token ids: byte-level BPE without merges."""
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        # The library writes a printable Latin-1 byte as itself, and the other bytes as its other symbols, in order.
+        # In the `tokenizers` library, the symbol of a printable Latin-1 byte is its character; the other bytes have the
+        # other symbols, in order.
         symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
         others = (symbol for symbol in symbols if ord(symbol) > 255)
         vocabulary = {chr(byte) if chr(byte) in symbols else next(others): byte for byte in range(256)}
@@ -85,14 +88,14 @@ class ByteTokenizer:
 
 
 class _PretrainedTokenizer:
-    """A transformers tokenizer, with the special token that ends a document: the manifest's, or else the tokenizer's
-    own. Raises: DataError if there is none."""
+    """A transformers tokenizer with a token that ends each document: the manifest's `tokenizer.end`, or else the
+    tokenizer's own end token. Raises: DataError if there is none."""
 
     def __init__(self, tokenizer: Any, section: TokenizerSection) -> None:
         self._tokenizer = tokenizer
         model: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
         if getattr(model, "dropout", None):
-            model.dropout = None  # BPE dropout would encode the same text differently each time
+            model.dropout = None  # with BPE dropout, the same text would be encoded differently each time
         self.end = _end_of(tokenizer, section)
         if tokenizer.eos_token_id != self.end:
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(self.end)
@@ -115,27 +118,27 @@ class _PretrainedTokenizer:
         return self._encode_batch(texts)
 
     def _encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """Return each text's ids. The tokenizers library encodes the batch on several threads."""
+        """Return the token ids of each text. The `tokenizers` library encodes the whole batch on several threads."""
         backend = self._tokenizer.backend_tokenizer
         encoded = backend.encode_batch_fast([_text(text) for text in texts], add_special_tokens=False)
         return [self._array(one.ids) for one in encoded]
 
     def _batches_agree(self) -> bool:
-        """Return True if a batch gives the same ids as single texts. Some classes of transformers treat single texts
-        specially."""
+        """Return True if the tokenizer encodes texts in a batch as it encodes them one by one. Some classes of
+        transformers treat single texts specially."""
         texts = [text.encode() for text in (*PROBES, *self._tokenizer.all_special_tokens)]
         try:
             one_by_one = [self.encode_document(text).tolist() for text in texts]
             return [ids.tolist() for ids in self._encode_batch(texts)] == one_by_one
-        except Exception:  # not a tokenizer of that library, or a text outside of its vocabulary
+        except Exception:  # the `tokenizers` library does not support this tokenizer, or a text
             return False
 
     def _array(self, ids: Sequence[int]) -> TokenArray:
         return np.asarray(ids, np.uint16) if self.size <= 2**16 else np.asarray(ids, np.uint32)
 
     def byte_count(self, ids: NDArray[np.int64]) -> int:
-        """Return the UTF-8 bytes of the text of these consecutive tokens. A character that is cut at either end counts
-        as the replacement character."""
+        """Return the number of UTF-8 bytes of text that consecutive token ids stand for. A character that is cut at
+        either end counts as the replacement character."""
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return len(self._tokenizer.decode(ids.tolist(), **options).encode())
 
@@ -151,8 +154,8 @@ def _text(document: bytes) -> str:
 
 
 def _end_of(tokenizer: Any, section: TokenizerSection) -> int:
-    """Return the id of the token that ends a document. Raises: DataError if there is none, or more than one
-    candidate."""
+    """Return the id of the token that ends a document. Raises: DataError if the manifest and the tokenizer name no such
+    token, or more than one."""
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     if section.end is not None:
         candidates = [section.end] if section.end in tokenizer.get_vocab() else []
@@ -171,24 +174,24 @@ def _end_of(tokenizer: Any, section: TokenizerSection) -> int:
 
 
 def digest_of_tokenizer(tokenizer: Tokenizer) -> str:
-    """Return 64 hexadecimal digits, a digest of the vocabulary, the end token, and the encodings of `PROBES`. It does
-    not depend on the tokenizer's files or on library versions. (`identity` does, so it serves only one machine.)"""
+    """Return a digest, 64 hexadecimal digits, of a tokenizer's vocabulary, end token and encodings of `PROBES`. Unlike
+    `identity`, the digest depends neither on the tokenizer's files nor on library versions."""
     vocabulary = sorted(tokenizer.pretrained().get_vocab().items())
     facts = [vocabulary, tokenizer.end, [_ids_if_any(tokenizer, text) for text in PROBES]]
     return blake3(json.dumps(facts).encode()).hexdigest()
 
 
 def _ids_if_any(tokenizer: Tokenizer, text: str) -> list[int] | None:
-    """Return the ids of a text; None if the tokenizer has no token for a part of it."""
+    """Return the token ids of a text; None if the tokenizer has no token for a part of the text."""
     try:
         return list(map(int, tokenizer.encode_document(text.encode())))
-    except Exception:  # the tokenizers library raises plain Exception
+    except Exception:  # the `tokenizers` library raises plain Exception
         return None
 
 
 def build_tokenizer(section: TokenizerSection) -> Tokenizer:
-    """Return the run's tokenizer. Raises: DataError if it cannot be loaded, or has no token that ends a document;
-    MachineError if its digest differs from the manifest's."""
+    """Return the tokenizer of a run's manifest. Raises: DataError if the tokenizer cannot be loaded, or has no token
+    that ends a document; MachineError if its digest differs from the manifest's."""
     if section.path is None:
         return ByteTokenizer()
     tokenizer = _load(section)
@@ -212,7 +215,7 @@ def _load(section: TokenizerSection) -> Tokenizer:
         return _PretrainedTokenizer(PreTrainedTokenizerFast(tokenizer_file=section.path), section)
     except DataError:
         raise
-    except Exception as error:  # the tokenizers library raises plain Exception
+    except Exception as error:  # the `tokenizers` library raises plain Exception
         wanted = (
             "a tokenizer's hub name, or its folder as ./folder or /folder,"
             if section.kind == "pretrained"

@@ -1,4 +1,4 @@
-"""A worker's training data: each source's tokens, whole or by shard, in the run's sample order."""
+"""A worker's training data: the tokens of each source, read whole or shard by shard, in the run's sample order."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ TOKENIZING = 2
 BATCH_BYTES, BATCH_DOCUMENTS = 1 << 22, 1 << 10
 """Limits for one batch of text to tokenize."""
 LONG = 1_000_000
-"""Bytes from which a document is long: its end is held out, instead of the document being drawn as a whole."""
+"""Least bytes of a long document. Its end is held out; of shorter documents, some are held out as a whole."""
 SHARDS_OPEN = 4
-"""Shards that stay in memory, or on disk. A lease lies in few shards, and evaluation reads the first one."""
+"""Shards of a source that stay in memory, or on disk. A lease lies in few shards; evaluation reads the first shard."""
 
 
 class TokenizedSource:
-    """A source, tokenized by the run's tokenizer. Raises: DataError if it cannot be read."""
+    """A source of documents, which the run's tokenizer converts to token ids. Raises: DataError if the source cannot be
+    read."""
 
     def __init__(self, section: SourceSection, held_out: float, tokenizer: Tokenizer, cache: TokenCache) -> None:
         self.section = section
@@ -56,12 +57,12 @@ class TokenizedSource:
         self._dtype = dtype_of_tokens(tokenizer)
 
     def tokens(self) -> Tokens:
-        """Return all tokens. Raises: DataError, MachineError."""
+        """Return the tokens of all documents of the source. Raises: DataError, MachineError."""
         return self._cache.tokens(self._key(), self._dtype, self.pieces)
 
     def shard(self, number: int, enough: int) -> Tokens:
-        """Return the tokens of a shard's first documents, up to `enough` training tokens. Raises: DataError,
-        MachineError."""
+        """Return the tokens of as many of a shard's first documents as have `enough` training tokens. Raises:
+        DataError, MachineError."""
         prefix = f"{self._key(enough)}-"
         coming = Coming(tokenizing(self.section, number)) if self._corpus.is_stream else None
         tokens = self._cache.tokens(
@@ -71,7 +72,7 @@ class TokenizedSource:
         return tokens
 
     def held_out(self, enough: int) -> Tokens:
-        """Return the tokens of the first held-out documents of the first shard, up to `enough` tokens.
+        """Return the tokens of as many of the first shard's first held-out documents as have `enough` tokens.
 
         If several processes need them, they are kept on disk however few they are, because finding them means reading
         many more documents. Raises: DataError, MachineError.
@@ -84,8 +85,9 @@ class TokenizedSource:
         )
 
     def pieces(self, shard: int | None = None, only_held_out: bool = False) -> Iterator[Piece]:
-        """Yield the tokens of all documents, or of one shard's, tokenized in batches; with `only_held_out`, skip
-        documents that have no held-out part. Raises: DataError."""
+        """Yield pairs (is_held_out, token ids) for the parts of all documents in the source, or in one shard; with
+        `only_held_out`, skip documents without a held-out part. Documents are tokenized in batches. Raises:
+        DataError."""
         documents = self._full_documents(shard)
         first = list(islice(documents, 2))
         is_only = len(first) == 1
@@ -105,8 +107,8 @@ class TokenizedSource:
                     yield document.is_held_out(self._held_out), tokens
 
     def _full_documents(self, shard: int | None) -> Iterator[Document]:
-        """Yield the documents that are not empty, and log how many are empty or not UTF-8. Raises: DataError if all
-        documents of a whole source are empty."""
+        """Yield the source's or shard's documents that are not empty, and log how many are empty or not UTF-8. Raises:
+        DataError if all documents of a whole source are empty."""
         total = empty = foreign = 0
         example = ""
         for document in self._corpus.documents(shard):
@@ -143,7 +145,7 @@ class TokenizedSource:
         return str(blake3(json.dumps(facts).encode()).hexdigest(16))
 
     def _encode(self, documents: Sequence[Document]) -> Iterator[TokenArray]:
-        """Yield each document's tokens, followed by the end token."""
+        """Yield the token ids of each document, followed by the id of the token that ends a document."""
         end = np.array([self._tokenizer.end], self._dtype)
         texts = [document.text for document in documents if document.tokens is None]
         encoded = iter(self._tokenizer.encode_documents(texts) if texts else [])
@@ -156,8 +158,8 @@ class TokenizedSource:
                 yield tokens if is_closed else np.concatenate([tokens, end])
 
     def _checked(self, tokens: NDArray[np.int64]) -> TokenArray:
-        """Return the ids of a document that was tokenized beforehand. Raises: DataError if one of them is not a token
-        id."""
+        """Return the token ids of a document that the source stores as ids. Raises: DataError if an id is not in the
+        run's vocabulary."""
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._tokenizer.size:
             wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
             raise DataError(
@@ -178,7 +180,7 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Group documents into batches that are large enough for all cores and small enough for memory."""
+    """Yield the documents in lists of about `BATCH_BYTES` of text and at most `BATCH_DOCUMENTS` documents."""
     batch, size = list[Document](), 0
     for document in documents:
         batch.append(document)
@@ -191,8 +193,8 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _until(pieces: Iterable[Piece], enough: int, held_out: bool, coming: Coming | None = None) -> Iterator[Piece]:
-    """Yield pieces until they have `enough` held-out or training tokens, and report the share that is done to
-    `coming`."""
+    """Yield pieces until they have `enough` tokens, of held-out documents if `held_out`, else of training documents;
+    report the share reached to `coming`."""
     counted = 0
     for piece in pieces:
         yield piece
@@ -204,8 +206,8 @@ def _until(pieces: Iterable[Piece], enough: int, held_out: bool, coming: Coming 
 
 
 class _ShardedWindows:
-    """The windows of a source's shards. A shard is tokenized when it is first needed, or ahead, and the last shards
-    used stay open.
+    """The windows of a source with shards. A shard is tokenized when it is first needed, or in advance, and the
+    `SHARDS_OPEN` most recently used shards stay open.
 
     `tokenize_ahead` is called with the number of a shard that is needed soon, and must return at once.
     """
@@ -224,7 +226,8 @@ class _ShardedWindows:
         self._tokenize_ahead = tokenize_ahead
 
     def shard(self, number: int) -> Windows:
-        """Return the windows of a shard. Raises: DataError if it has none; exceptions of `TokenizedSource.shard`."""
+        """Return the training windows of shard `number`. Raises: DataError if the shard has no window; exceptions of
+        `TokenizedSource.shard`."""
         if number not in self._open:
             if len(self._open) == SHARDS_OPEN:
                 self._open.popitem(last=False)
@@ -240,26 +243,27 @@ class _ShardedWindows:
         return windows
 
     def soon(self, number: int) -> None:
-        """Ask for a shard to be tokenized ahead, unless it is open or no process tokenizes ahead."""
+        """Request that shard `number`, needed soon, is tokenized in advance, unless the shard is open."""
         if self._tokenize_ahead is not None and number not in self._open:
             self._tokenize_ahead(number)
 
     def held_out(self, windows: int) -> Windows:
-        """Return the first held-out windows of the first shard. A document's identity decides whether it is held out,
-        in every shard."""
+        """Return the first `windows` held-out windows of the first shard, possibly a few more. The other shards also
+        have held-out documents, which are not read."""
         return Windows(self._source.held_out(windows * self._length + 1).held_out, self._length)
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The sample order for training, and the windows for evaluation."""
+    """A run's training samples in their order, and its held-out windows for evaluation."""
 
     samples: SampleOrder
     held_out: HeldOutWindows
 
     @classmethod
     def blank(cls, length: int) -> TrainingData:
-        """Return data for a worker that opens no text: no training samples, and one held-out window of zeros."""
+        """Return training data for a worker that reads no text: no training samples, and one held-out window of
+        `length` + 1 zeros."""
         return cls(SampleOrder([], Mixture()), HeldOutWindows([Windows(np.zeros(length + 1, np.uint16), length)]))
 
 
@@ -273,8 +277,8 @@ def load_data(
     cache: TokenCache | None = None,
     tokenize_ahead: TokenizeAhead | None = None,
 ) -> TrainingData:
-    """Tokenize a run's sources, or open them in the cache. For a source with shards, only the held-out text is read
-    now; its shards are tokenized when they are needed, or ahead.
+    """Return a run's training data: the tokens of its sources, from the cache or newly made. Of a source with shards,
+    only the held-out text is read now; a shard is tokenized when it is needed, or in advance.
 
     Raises: DataError if a source cannot be read, or has fewer windows than one batch; MachineError.
     """
@@ -300,7 +304,8 @@ def load_data(
 
 
 def _read_tokens(section: SourceSection, held_out: float, tokenizer: Tokenizer, cache: TokenCache) -> Tokens:
-    """Return all tokens of a source without shards. Raises: DataError if they do not match the source's digest."""
+    """Return all tokens of a source without shards. Raises: DataError if their digest is not the one in the
+    manifest."""
     if is_token_folder(section.source):
         tokens = open_token_folder(section.source, tokenizer, held_out, cache)
     else:
@@ -321,7 +326,8 @@ def shards_of(
     cache: TokenCache,
     tokenize_ahead: Callable[[int], None] | None = None,
 ) -> _ShardedWindows:
-    """Return a source's shards. Raises: DataError if the source is a folder of tokens, which has no shards."""
+    """Return the windows of a source with shards. Raises: DataError if the source is a token folder, which has no
+    shards."""
     assert section.windows_per_shard is not None
     if is_token_folder(section.source):
         raise DataError(
@@ -352,7 +358,8 @@ def _check_count(section: SourceSection, config: RunConfig, part: str, windows: 
 
 
 def check_share(source: str, wanted: float, training: int, held_out: int) -> None:
-    """Warn if the held-out share of a source's tokens is far from the wanted one, because it has few documents."""
+    """Log a warning if less than a third or more than three times the share `wanted` of a source's tokens is held
+    out."""
     share = held_out / max(1, training + held_out)
     if not wanted / 3 <= share <= 3 * wanted:
         logger.warning(

@@ -1,4 +1,5 @@
-"""The arithmetic of pseudo-gradients: floats to payloads and back, the same bits on every machine.
+"""The arithmetic of pseudo-gradients: encoding floats as payloads, and decoding and averaging payloads, with the same
+bits on every machine.
 
 This is the only interface to the C library in native/, whose formats.h defines each byte of a format. Operations work
 on numpy arrays and payloads, and on any range of blocks of both: slice arrays at multiples of the format's
@@ -30,7 +31,8 @@ from peers.errors import DilocoPeerError
 
 # Errors ---------------------------------------------------------------------------------------------------------------
 class KernelError(DilocoPeerError):
-    """A block that cannot be encoded or decoded. `block` is its index in the arguments of the call."""
+    """The error for a block that cannot be encoded or decoded. `block` is the block's index in the arguments of the
+    call."""
 
     exit_code = 8
 
@@ -40,7 +42,8 @@ class KernelError(DilocoPeerError):
 
 
 class NonFiniteError(KernelError):
-    """Values to encode with a NaN, an infinity, or a magnitude beyond the format's range."""
+    """The error for values with a NaN, an infinity, or a magnitude beyond the format's range, which cannot be
+    encoded."""
 
     def __init__(self, block: int, block_values: int) -> None:
         values = f"values {block * block_values} to {(block + 1) * block_values - 1}"
@@ -52,7 +55,7 @@ class NonFiniteError(KernelError):
 
 
 class CorruptPayloadError(KernelError):
-    """A payload that the encoder does not produce."""
+    """The error for a payload that the encoder cannot have produced."""
 
     def __init__(self, block: int, defect: str) -> None:
         super().__init__(block, f"payload block {block}: {defect}.", "Drop the payload; fetch it from another peer.")
@@ -61,8 +64,9 @@ class CorruptPayloadError(KernelError):
 # Formats --------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Format:
-    """A format of encoded floats: `block_values` values are encoded in `block_bytes` bytes; the last block may be
-    short. `is_stochastic`: the format supports stochastic rounding. `index` is the C library's number for it."""
+    """A format that encodes each block of `block_values` floats in `block_bytes` bytes; the last block may be shorter.
+    `is_stochastic` is True if the format supports stochastic rounding. `index` is the C library's number of the
+    format."""
 
     index: int
     name: str
@@ -74,23 +78,24 @@ class Format:
         return self.name
 
     def block_count(self, values: int) -> int:
-        """Return the number of blocks for `values` values, including a short one."""
+        """Return the number of blocks that `values` values take, including a short last block."""
         return -(-values // self.block_values)
 
     def payload_size(self, values: int) -> int:
-        """Return the bytes of a payload of `values` values."""
+        """Return the number of bytes in a payload of `values` values."""
         return _payload_size(self.index, values)
 
     def byte_range(self, first_block: int, last_block: int, values: int) -> tuple[int, int]:
-        """Return the bytes [start, stop) of blocks [first_block, last_block) in a payload of `values` values."""
+        """Return the byte range [start, stop) of the blocks [first_block, last_block) in a payload of `values`
+        values."""
         size = self.payload_size(values)
         return min(first_block * self.block_bytes, size), min(last_block * self.block_bytes, size)
 
 
 @lru_cache
 def _payload_size(index: int, values: int) -> int:
-    """Return the C library's size, cached: a call releases Python's global lock, and in a busy process waits long to
-    get it back."""
+    """Return the number of bytes in a payload, from the C library. The result is cached, because a call releases
+    Python's global lock, and a busy process waits long to get the lock back."""
     return lib.diloco_payload_size(index, values)
 
 
@@ -111,7 +116,8 @@ PayloadBytes: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
 
 class FloatView:
-    """A one-dimensional, contiguous, aligned float32 array with its address. Raises: ValueError for any other array.
+    """A one-dimensional, contiguous, aligned float32 array, with its memory address. Raises: ValueError for any other
+    array.
 
     Checking an array and finding its address takes longer than encoding a block. Code that calls often with the same
     memory keeps a view; other code passes plain arrays.
@@ -135,8 +141,8 @@ Floats: TypeAlias = FloatView | FloatArray
 
 
 class Payload:
-    """A payload of `values` floats in a format. `buffer` holds its bytes, at any alignment; the default is a new
-    bytearray.
+    """A payload that encodes `values` floats in a format. `buffer` holds the payload's bytes, at any alignment; the
+    default is a new bytearray.
 
     While the payload exists, its buffer cannot be resized. Raises: ValueError if the buffer is not contiguous bytes;
     CorruptPayloadError if it has the wrong length, with the first incomplete or superfluous block.
@@ -157,8 +163,8 @@ class Payload:
         self.values = values
         self.buffer = view
         self.is_writable = not view.readonly
-        # Only the view keeps the buffer alive. An export of it by cffi must not outlive this call: Python before 3.12.7
-        # crashes when it collects a cycle of both and clears the view first (python/cpython#77894).
+        # Only `view` keeps the memory alive. cffi's export of `view` must not outlive this call: Python before 3.12.7
+        # crashes when it collects a cycle of the view and the export, and clears the view first (python/cpython#77894).
         self.address = _address(view)
 
     def __bytes__(self) -> bytes:
@@ -166,7 +172,8 @@ class Payload:
 
 
 def _view(name: str, array: Floats, payload: Payload, writable: bool = False) -> FloatView:
-    """Return a checked float32 array with as many values as a payload. Raises: ValueError that names the argument."""
+    """Return a view of the argument `name`, after checking that the array has as many values as the payload. Raises:
+    ValueError that names the argument."""
     view = array if isinstance(array, FloatView) else FloatView(array, name)
     if writable and not view.is_writable:
         raise ValueError(f"{name} is read-only, but must be writable")
@@ -191,17 +198,18 @@ KERNEL_SETS = ("scalar", "avx2", "avx512", "neon")
 
 
 def supported_kernels() -> tuple[str, ...]:
-    """Return the instruction sets that this processor and this build support."""
+    """Return the names of the instruction sets that both this processor and this build of the kernels support."""
     return tuple(name for name in KERNEL_SETS if lib.diloco_kernels_are_supported(name.encode()))
 
 
 def chosen_kernels() -> str:
-    """Return the instruction set that operations use."""
+    """Return the name of the instruction set that the kernels use."""
     return ffi.string(lib.diloco_kernels_name()).decode()
 
 
 def choose_kernels(name: str) -> None:
-    """Use an instruction set from now on, in the whole process; "" selects the fastest. Raises: MachineError."""
+    """Make the kernels of the whole process use the instruction set `name`; "" selects the fastest. Raises:
+    MachineError if this machine does not support the set."""
     if name and name not in supported_kernels():
         known = "this machine does not have it" if name in KERNEL_SETS else "there is no such set"
         choices = ", ".join(supported_kernels())
@@ -222,7 +230,7 @@ LARGEST_WEIGHT = 2.0**63
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounding to the nearest code, or stochastic rounding to one of the two neighbouring codes.
+    """A rounding of values to codes: to the nearest code, or stochastically to one of the two neighbouring codes.
 
     The random choice depends only on `seed`, on the block's index (the first has `first_block`) and on the value's
     place in its block, so that a payload can be produced again, block by block.
@@ -237,12 +245,13 @@ NEAREST = Rounding(is_stochastic=False)
 
 
 def stochastic(seed: int, first_block: int = 0) -> Rounding:
-    """Return stochastic rounding. `seed` is taken modulo 2^64."""
+    """Return a stochastic rounding with the given seed, modulo 2^64, for a payload that begins with block
+    `first_block`."""
     return Rounding(True, seed % 2**64, first_block)
 
 
 def quantize(values: Floats, payload: Payload, rounding: Rounding = NEAREST, threads: int = 1) -> None:
-    """Encode `values`. Raises: NonFiniteError for the first block that cannot be encoded."""
+    """Encode `values` into `payload`. Raises: NonFiniteError for the first block that cannot be encoded."""
     source = _view("values", values, payload)
     _encode(lib.diloco_quantize, payload, rounding, source.address, source.size, payload.address, threads)
 
@@ -255,22 +264,22 @@ def quantize_difference(
     residual: Floats | None = None,
     threads: int = 1,
 ) -> None:
-    """Encode the pseudo-gradient `theta - local`, without a temporary array.
+    """Encode the pseudo-gradient `theta - local` into `payload`, without a temporary array.
 
     With error feedback, `residual` holds the error of earlier payloads. It is added to the difference, and becomes the
     error of this payload. Raises: NonFiniteError as in `quantize`, also if only the difference overflows.
     """
     minuend, subtrahend = _view("theta", theta, payload), _view("local", local, payload)
     feedback = 0 if residual is None else _view("residual", residual, payload, writable=True).address
-    sources = minuend.address, subtrahend.address, False, feedback, minuend.size  # False: local is not bfloat16
+    sources = minuend.address, subtrahend.address, False, feedback, minuend.size  # False: `local` is not bfloat16
     _encode(lib.diloco_quantize_difference, payload, rounding, *sources, payload.address, threads)
 
 
 def finish_average(
     accumulator: Floats, total_weight: float, payload: Payload, rounding: Rounding = NEAREST, threads: int = 1
 ) -> None:
-    """Encode the weighted average `accumulator / total_weight`. `total_weight` is the sum of the accumulated weights,
-    and must be positive. Raises: NonFiniteError as in `quantize`."""
+    """Encode the weighted average `accumulator / total_weight` into `payload`. `total_weight` is the sum of the weights
+    that were given to `accumulate`, and must be positive. Raises: NonFiniteError as in `quantize`."""
     if not _SMALLEST_FLOAT <= total_weight <= LARGEST_WEIGHT:
         raise ValueError(f"total_weight is {total_weight}; it must be positive, and at most 2^63")
     source = _view("accumulator", accumulator, payload)
@@ -285,7 +294,8 @@ def average(
     threads: int = 1,
     total_weight: float | None = None,
 ) -> None:
-    """Encode the weighted average of payloads, each with its weight, added in this order.
+    """Encode the weighted average of contributions into `payload`. Each contribution is a payload and its weight; they
+    are added in their order.
 
     The bytes are the same as with `accumulate` into zeros and `finish_average`, but there is no array for the sum.
     Weights must be at least 0. The sum is divided by `total_weight`, by default the sum of the weights, which must be
@@ -314,28 +324,28 @@ def average(
 
 
 def check_payload(payload: Payload, threads: int = 1) -> None:
-    """Check that the encoder could have produced a payload, so that it decodes to finite values. Raises:
+    """Check that the encoder could have produced a payload, so that all decoded values are finite. Raises:
     CorruptPayloadError for the first corrupt block."""
     _decode(lib.diloco_check_payload, payload, payload.values, threads)
 
 
 def squared_norm(payload: Payload) -> float:
-    """Return the sum of the squares of the decoded values, in double precision, with the same bits on every machine.
-    Raises: CorruptPayloadError as in `check_payload`."""
+    """Return the sum of the squares of a payload's decoded values, in double precision, with the same bits on every
+    machine. Raises: CorruptPayloadError as in `check_payload`."""
     squared = ffi.new("double *")
     _decode(lib.diloco_squared_norm, payload, payload.values, squared)
     return squared[0]
 
 
 def dequantize(payload: Payload, values: Floats, threads: int = 1) -> None:
-    """Decode into `values`. Raises: CorruptPayloadError as in `check_payload`."""
+    """Decode `payload` into `values`. Raises: CorruptPayloadError as in `check_payload`."""
     target = _view("values", values, payload, writable=True)
     _decode(lib.diloco_dequantize, payload, target.size, target.address, threads)
 
 
 def accumulate(payload: Payload, weight: float, accumulator: Floats, threads: int = 1) -> None:
-    """Add the decoded payload times `weight` (tokens, rounded to fp32): `accumulator += weight * decoded`. Raises:
-    CorruptPayloadError as in `check_payload`; blocks before the corrupt one may have been added."""
+    """Add a payload's decoded values times `weight` (a number of tokens, rounded to fp32): `accumulator += weight *
+    decoded`. Raises: CorruptPayloadError as in `check_payload`; blocks before the corrupt block may have been added."""
     if not 0 <= weight <= LARGEST_WEIGHT:
         raise ValueError(f"weight is {weight}; it must be between 0 and 2^63")
     target = _view("accumulator", accumulator, payload, writable=True)
@@ -343,8 +353,8 @@ def accumulate(payload: Payload, weight: float, accumulator: Floats, threads: in
 
 
 def gradient_step(payload: Payload, theta: Floats, learning_rate: float, threads: int = 1) -> None:
-    """Take a step of plain gradient descent on the decoded pseudo-gradient, in place: `theta = theta - learning_rate *
-    decoded`. Raises: CorruptPayloadError as in `outer_step`."""
+    """Update theta in place by plain gradient descent with a payload's decoded pseudo-gradient: `theta = theta -
+    learning_rate * decoded`. Raises: CorruptPayloadError as in `outer_step`."""
     _check_scalar("learning_rate", learning_rate)
     parameters = _view("theta", theta, payload, writable=True)
     _decode(lib.diloco_accumulate, payload, -learning_rate, parameters.size, parameters.address, threads)
@@ -358,7 +368,8 @@ def outer_step(
     momentum_coefficient: float,
     threads: int = 1,
 ) -> None:
-    """Take a step of DiLoCo's outer optimizer (Algorithm 1, line 14), in place: Nesterov SGD on the decoded g.
+    """Update theta and momentum in place by DiLoCo's outer optimizer (Algorithm 1, line 14): Nesterov SGD with g, a
+    payload's decoded pseudo-gradient.
 
         momentum = momentum_coefficient * momentum + g
         theta    = theta - learning_rate * (g + momentum_coefficient * momentum)
@@ -375,7 +386,8 @@ def outer_step(
 
 
 def _encode(function: Callable[..., int], payload: Payload, rounding: Rounding, *arguments: object) -> None:
-    """Call a C function that fills a payload. Raises: NonFiniteError for the first block that it rejects."""
+    """Call a C function that encodes values into a payload. Raises: NonFiniteError for the first block that cannot be
+    encoded."""
     if not payload.is_writable:
         raise ValueError("the payload's bytes are read-only, but must be writable")
     format = payload.format
@@ -387,27 +399,29 @@ def _encode(function: Callable[..., int], payload: Payload, rounding: Rounding, 
 
 
 def _check_scalar(name: str, value: float) -> None:
-    if not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:  # False for NaN, too
+    if not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:  # the comparison is False for NaN, too
         raise ValueError(f"{name} is {value}; it must be a finite fp32 number")
 
 
 def _decode(function: Callable[..., int], payload: Payload, *arguments: object) -> None:
-    """Call a C function that reads a payload. Raises: CorruptPayloadError for the first block that it rejects."""
+    """Call a C function that decodes a payload. Raises: CorruptPayloadError for the first corrupt block."""
     refused = function(payload.format.index, payload.address, *arguments)
     if refused:
         raise CorruptPayloadError(refused - 1, "its header or a code is one that the encoder does not produce")
 
 
 # Self-test ------------------------------------------------------------------------------------------------------------
-# It compares this machine's results with the reference, bit for bit, and measures their speed, in two seconds.
+# The self-test compares all instruction sets' results with the scalar set's, bit for bit, and measures the speed. This
+# takes two seconds.
 
-COMPARED_VALUES = 100 * 1024 + 77  # whole blocks, and a short one that no vector length divides
-TIMED_VALUES = 8 << 20  # 32 MiB of floats, more than most caches hold
-SECONDS_PER_OPERATION = 0.3  # for each of four operations
+COMPARED_VALUES = 100 * 1024 + 77  # values of whole blocks, and of a short block that no vector length divides
+TIMED_VALUES = 8 << 20  # values in 32 MiB of floats, more than most caches hold
+SECONDS_PER_OPERATION = 0.3  # seconds for which each of four operations is timed
 
 
 def differing_sets() -> list[str]:
-    """Return this machine's instruction sets whose results differ from the scalar one's. There should be none."""
+    """Return the names of this machine's instruction sets whose results differ from the scalar set's in any bit.
+    Without a bug, the list is empty."""
     before = chosen_kernels()
     values = _values(COMPARED_VALUES)
     try:
@@ -418,8 +432,8 @@ def differing_sets() -> list[str]:
 
 
 def measure_speeds(threads: int) -> dict[str, float]:
-    """Return the GB/s that each operation reads and writes in int8, with the chosen instruction set, on arrays larger
-    than caches."""
+    """Return each operation's speed in int8, in GB/s read and written, by the operation's name: with the chosen
+    instruction set, on arrays larger than caches."""
     values, theta, momentum = _values(TIMED_VALUES), _values(TIMED_VALUES), np.zeros(TIMED_VALUES, np.float32)
     payload = Payload(INT8, TIMED_VALUES)
     floats, codes = 4 * TIMED_VALUES, INT8.payload_size(TIMED_VALUES)
@@ -433,7 +447,8 @@ def measure_speeds(threads: int) -> dict[str, float]:
 
 
 def _fastest(operation: Callable[[], None]) -> float:
-    """Return the seconds of the fastest call within SECONDS_PER_OPERATION, after a first call to warm up."""
+    """Return the seconds of the operation's fastest call within SECONDS_PER_OPERATION. A first call, to warm up, is not
+    timed."""
     operation()
     fastest, end = float("inf"), time.perf_counter() + SECONDS_PER_OPERATION
     while fastest == float("inf") or time.perf_counter() < end:

@@ -1,4 +1,5 @@
-"""`python -m opendiloco.kernels`: shows the instruction set that the kernels use, tests it and measures its speed."""
+"""The command `python -m opendiloco.kernels`, which shows the instruction set that the kernels use, tests the kernels
+and measures their speed."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from opendiloco import kernels
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Show which instruction set the kernels use, test it against the reference, and measure its speed."""
+    """Show which instruction set the kernels use, test all sets against the scalar one, and measure the speed."""
     parser = argparse.ArgumentParser(prog="python -m opendiloco.kernels", description=main.__doc__)
     parser.add_argument("--threads", type=int, choices=range(1, 65), default=1, metavar="N", help="for the speed test")
     threads = parser.parse_args(arguments).threads

@@ -1,5 +1,5 @@
 """The library: DiLoCo around your own training loop. Every step of the inner optimizer counts as an inner step, and the
-H-th ends the outer step.
+last inner step of the lease ends the outer step.
 
     with DiLoCo(model, inner_optimizer, run="diloco:tiny-qz3h…4a@/ip4/…") as diloco:
         for windows in diloco.batches():  # the run's text; or use your own

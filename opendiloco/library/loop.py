@@ -1,4 +1,5 @@
-"""A peer around the caller's own training loop: `DiLoCo` counts its inner steps, and loads theta at each outer step."""
+"""A peer around the caller's own training loop: `DiLoCo` counts the loop's inner steps, and loads theta into its model
+at each outer step."""
 
 from __future__ import annotations
 
@@ -50,16 +51,16 @@ MOST_DRAWS = 20
 
 
 class BetweenSteps(NamedTuple):
-    """An action on a fragment between two inner steps: store it (`alpha` None), or merge its average and keep a share
-    of `alpha`."""
+    """An action on a fragment between two inner steps: store its weights (`alpha` is None), or set them to alpha *
+    weights + (1 - alpha) * average."""
 
     fragment: int
     alpha: float | None
 
 
 class CyclePlan:
-    """The actions of one cycle, recorded in advance by running `Cycles` without training, because the caller's code
-    takes the inner steps."""
+    """The plan of one cycle: its actions on fragments, by inner step. `Cycles` produces the plan in advance, without
+    training, because the caller's code takes the inner steps."""
 
     def __init__(self, fragments: int, streaming: StreamingSection) -> None:
         self._cycles = Cycles(self._record_store, self._record_merge, fragments, streaming)
@@ -72,7 +73,7 @@ class CyclePlan:
         """Inner steps of this cycle: planned, and taken so far."""
 
     def begin(self, planned: int, goes_on: bool, is_last: bool) -> None:
-        """Begin a cycle of `planned` inner steps; see `Cycles.begin`."""
+        """Plan a cycle of `planned` inner steps. For `goes_on` and `is_last`, see `Cycles.begin`."""
         self.planned, self.steps_done = planned, 0
         self._actions, self._step = {}, 0
         nothing = np.empty(0, np.float32)
@@ -84,11 +85,11 @@ class CyclePlan:
 
     @property
     def is_over(self) -> bool:
-        """True if all inner steps of the cycle are taken."""
+        """True if the loop has taken all inner steps of the cycle."""
         return self.steps_done >= self.planned
 
     def now(self) -> Sequence[BetweenSteps]:
-        """Return the actions before the next inner step."""
+        """Return the actions on fragments that are due after the inner steps taken so far."""
         return self._actions.get(self.steps_done, ())
 
     def _steps(self) -> Iterator[None]:
@@ -104,7 +105,8 @@ class CyclePlan:
 
 
 class DiLoCo:
-    """A peer of a run whose inner loop is the caller's. A context manager: entering joins the run, exiting leaves it.
+    """A peer of a run whose inner loop is the caller's code, as a context manager: entering joins the run, exiting
+    leaves it.
 
     `model` is any module with the run's trainable parameters (same shapes, same order). Its weights are replaced by
     theta at each outer step. They may be in half precision (see `LoopReplica`), but half precision loses updates that
@@ -141,10 +143,10 @@ class DiLoCo:
         own: OwnFiles = NONE,
         is_abandoned: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`run` is an invite; a run by invitation also needs a `ticket`: its text, or a file's path. `data` names a
-        folder or several that replace the run's local sources, and `own` the local files of its model and tokenizer.
-        With `evaluates`, the loop takes its turns to evaluate. `is_abandoned` returns True if the loop has ended
-        without leaving this context; the peer then leaves the run."""
+        """Create a peer for the run of the invite `run`. A run by invitation needs a `ticket`: its text, or a file's
+        path. `data` names folders that replace the run's local sources, and `own` the local files of its model and
+        tokenizer. With `evaluates`, the loop evaluates theta in its turns. When `is_abandoned` returns True, because
+        the loop has ended inside this context, the peer leaves the run."""
         check_own_model(model)
         self._model = model
         self._inner_optimizer = getattr(inner_optimizer, "optimizer", inner_optimizer)  # accelerate wraps the optimizer
@@ -164,7 +166,7 @@ class DiLoCo:
         self._until_leaving = ExitStack()
         self._interrupt = RememberedInterrupt()
         self._work: InnerLoop | None = None
-        self._over_after: int | None = None  # the run's outer steps, once it is over
+        self._over_after: int | None = None  # the run's number of outer steps, once the run is over
         self._outer_step: OuterStep | None = None
         self._swarm = SwarmThread(
             Invite.parse(run), identity or Identity.generate(), ticket, own, model, is_abandoned, folders
@@ -193,10 +195,10 @@ class DiLoCo:
             if kind is None:
                 self._ranks.from_first(self._swarm.leave)
             else:
-                self._ranks.part()  # first: other processes may wait for this one
+                self._ranks.part()  # before leaving, because other processes may wait for this process
                 if self._ranks.is_first:
                     self._swarm.leave()
-        except BaseException:  # after an interrupt, do not wait for the round under way
+        except BaseException:  # after an interrupt, leave at once, not at the round's end
             if self._ranks.is_first:
                 self._swarm.give_up()
             raise
@@ -205,47 +207,48 @@ class DiLoCo:
             self._until_leaving.close()
 
     def _join(self) -> tuple[Run, Layout]:
-        """Join the run; return it with the layout of the model's parameters in its vectors."""
+        """Join the run. Return the run, and the layout of the caller's model in the run's flat vectors."""
         BEFORE_EXIT(_leave_before_exit, weakref.ref(self._swarm))
         self._swarm.start()
         joined = self._swarm.joined.result()
         return joined.run, joined.worker.layout
 
     def _entered(self) -> Run:
-        """Return the run. Raises: LoopError outside of the `with` block."""
+        """Return the run that this peer has joined. Raises: LoopError outside of the `with` block."""
         if not hasattr(self, "run"):
             raise LoopError("DiLoCo has not joined its run.", "Use it in a with block: `with DiLoCo(…) as diloco:`.")
         return self.run
 
     @property
     def _worker(self) -> LoopWorker:
-        """The worker of the first process."""
+        """The `LoopWorker` of the first process. The other processes have none."""
         return self._swarm.joined.result().worker
 
     @property
     def finished(self) -> bool:
-        """True if the run has taken its last outer step. The model then holds the run's final weights."""
+        """True if the run has taken its last outer step. The model then has the run's final weights."""
         return self._over_after is not None
 
     @property
     def outer_step(self) -> int:
-        """The outer steps that the run has taken."""
+        """The number of outer steps that the run has taken."""
         return self._over_after or 0 if self._work is None else self._work.index
 
     @property
     def inner_step(self) -> int:
-        """The inner steps since the last outer step."""
+        """The number of inner steps that the loop has taken since the last outer step."""
         return 0 if self._work is None else self._cycle.steps_done
 
     @property
     def lease(self) -> tuple[SampleRange, ...]:
-        """The samples of the present outer step, as numbers in the run's endless order; only this peer trains them."""
+        """The numbers of the samples that only this peer trains in the present outer step, as ranges in the run's
+        sample order."""
         return () if self._work is None else self._work.samples
 
     @property
     def learning_rate_factor(self) -> float:
-        """The factor of the run's schedule and amendments for the inner learning rate in the next inner step; 0 when
-        the run is over. The loop must multiply its own rate with it."""
+        """The factor by which the loop must multiply its inner learning rate in the next inner step, from the run's
+        schedule and amendments; 0 when the run is over."""
         run = self._entered()
         if (work := self._work) is None:
             return 0.0
@@ -255,8 +258,8 @@ class DiLoCo:
         return inner_learning_rate_factor(config, Overrides.of(work.amendment, config), step, tokens)
 
     def track(self, choice: str) -> None:
-        """Send curves to "tensorboard:FOLDER" or "wandb:PROJECT" from the first process, until the loop leaves. Raises:
-        ValueError, MachineError."""
+        """Send the run's curves to "tensorboard:FOLDER" or "wandb:PROJECT" until this peer leaves; only the first
+        process sends. Raises: ValueError, MachineError."""
         run, chosen = self._entered(), [TrackerSpec.parse(choice)]
         if self._ranks.is_first:
             peer = self._swarm.identity.peer_id
@@ -265,8 +268,8 @@ class DiLoCo:
             self._worker.telemetry.track_with(opened, configuration)
 
     def report(self, loss: torch.Tensor | float, tokens: int | None = None) -> None:
-        """Record the loss of the present inner step, which other peers see. `tokens` is the number that this process
-        trained; give it if the token ids do not pass through the model's calls."""
+        """Record the loss of the present inner step, which other peers see. `tokens` is the number of tokens that this
+        process trained in that step; give it if the model's calls do not receive the token ids."""
         self._entered()
         value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         self._loss = value if math.isfinite(value) else None
@@ -274,7 +277,8 @@ class DiLoCo:
             self._tokens.say(tokens)
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Yield the run's text in batches until the run is over: token ids of shape (batch_size, sequence_length + 1).
+        """Yield batches of the run's text, as token ids of shape (batch_size, sequence_length + 1), until the run is
+        over.
 
         Processes that share the model get equal shares of each batch, which the first process reads. If a batch cannot
         be divided, some windows are in two shares.
@@ -286,7 +290,7 @@ class DiLoCo:
         """
         run = self._entered().with_data(self._text.folders)
         with closing(Ahead(run.config)) as ahead:
-            self._until_leaving.callback(ahead.close)  # the iterator may outlive the loop
+            self._until_leaving.callback(ahead.close)  # `ahead` ends with the loop, even if this iterator does not
             self._ranks.from_first(lambda: self._open_text(run, ahead))
             step, draws = (-1, -1), 0
             while self._work is not None:
@@ -304,19 +308,20 @@ class DiLoCo:
                     self._begin_outer_step()
                     continue
                 windows = self._ranks.from_first(self._next_windows)
-                is_counted = self._ranks.is_first  # for all processes: a window in two shares counts once
+                is_counted = self._ranks.is_first  # the first counts for all: a window in two shares counts once
                 self._tokens.say(len(windows) * run.config.training.sequence_length if is_counted else 0)
                 yield self._ranks.piece(windows)
 
     def _is_void(self) -> bool:
-        """Return True if the swarm has moved on without this outer step. Only the first process can call it."""
+        """Return True if the present outer step is void, so that its training does not count. Only the first process
+        can call this method."""
         return self._outer_step is not None and self._outer_step.is_void
 
     def _open_text(self, run: Run, ahead: Ahead) -> None:
         self._text.open(run, self._worker, ahead.tokenize)
 
     def _next_windows(self) -> torch.Tensor:
-        """Read the run's text for the next inner step."""
+        """Return the windows of the run's text for the next inner step."""
         assert self._text.opened is not None
         assert self._work is not None
         samples, size = self._text.opened.samples, self.run.config.training.batch_size
@@ -326,14 +331,14 @@ class DiLoCo:
         return torch.from_numpy(samples.read(lease[first : first + size]))
 
     # Outer steps ------------------------------------------------------------------------------------------------------
-    # All processes call the following methods together. Only the first one has an `_outer_step` and flat vectors.
+    # All processes call the following methods together. Only the first process has an `_outer_step` and flat vectors.
 
     def _begin_outer_step(self) -> None:
-        """Wait for the swarm's next outer step, evaluating theta if it asks for that, and load the weights to begin
-        with, unless the loop goes on from its own."""
+        """Wait for the swarm's next outer step, evaluate theta if the swarm asks for a loss, and load the weights that
+        the step begins with, unless the loop continues from its present weights."""
         while True:
             self._work, goes_on, planned, over_after = self._ranks.from_first(self._next_outer_step)
-            self._tokens.take()  # tokens that were not trained until now no longer count
+            self._tokens.take()  # discards tokens counted before this outer step
             if not goes_on:
                 self._replica.load(self._on_first(lambda: self._begin_with))
             if self._work is None:
@@ -347,8 +352,8 @@ class DiLoCo:
                 return
 
     def _next_outer_step(self) -> tuple[InnerLoop | None, bool, int, int]:
-        """Return the next work, True if the loop goes on from its present weights, and the number of inner steps; at
-        the end of the run, None and the number of outer steps."""
+        """Return the next outer step's work, True if the loop continues from its present weights, the number of inner
+        steps, and 0. At the end of the run, return None, False, 0 and the run's number of outer steps."""
         worker, training = self._worker, self.run.config.training
         outer_step = worker.next_outer_step(lambda: self._text.evaluate(self.run, worker, self._replica))
         self._outer_step = outer_step
@@ -366,7 +371,7 @@ class DiLoCo:
     def _after_inner_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._interrupt.raise_again()
         if self._work is None:
-            return  # the run is over: further steps are the caller's alone
+            return  # the run is over, and inner steps no longer count
         tokens = self._ranks.sum(self._tokens.take())
         if self._ranks.from_first(lambda: self._is_taken(tokens)):
             self._cycle.steps_done += 1
@@ -376,8 +381,8 @@ class DiLoCo:
         self._begin_outer_step()
 
     def _is_taken(self, tokens: int) -> bool:
-        """Report an inner step with so many tokens to the swarm. Return True if it counts. Raises: LoopError if the
-        model's calls show no tokens."""
+        """Report to the swarm an inner step that trained `tokens` tokens. Return True unless the outer step is void.
+        Raises: LoopError if `tokens` is 0, because the model's calls received no token ids."""
         outer_step, training = self._outer_step, self.run.config.training
         if outer_step is None or outer_step.is_void:
             return False
@@ -392,7 +397,7 @@ class DiLoCo:
         return True
 
     def _between_steps(self) -> None:
-        """Store and merge the fragments that are due before the next inner step."""
+        """Store and merge the fragments that are due after the inner steps taken so far."""
         if self._cycle.is_over and self._outer_step is not None:
             self._worker.all_taken(self._outer_step, self._claim(self._outer_step))
         for fragment, alpha in self._cycle.now():
@@ -407,14 +412,15 @@ class DiLoCo:
         return outer_step.claim(self._cycle.planned, self.run.config.training.sequence_length, self._loss)
 
     def _local_of(self, fragment: int, storing: ExitStack) -> Vector | None:
-        """Return the vector to write a fragment into; None if the outer step is void. The fragment is averaged when
-        `storing` ends."""
+        """Return the flat vector to write a fragment's weights into; None if the outer step is void. The fragment is
+        published for averaging when `storing` closes."""
         assert self._outer_step is not None
         claim = self._claim(self._outer_step)
         return storing.enter_context(self._worker.storing(self._outer_step, fragment, claim))
 
     def _check_finite(self, fragment: int) -> None:
-        """Raise LoopError for weights that have no average. Stored weights are published only after this check."""
+        """Raise LoopError if a fragment's stored weights hold NaN or infinity, which cannot be averaged, before they
+        are published."""
         if not np.isfinite(self._worker.vectors.local[self._worker.fragments[fragment]]).all():
             raise LoopError(
                 f"the model's weights hold NaN or infinity in inner step {self.inner_step} of outer step "
@@ -427,13 +433,13 @@ class DiLoCo:
         return self._worker.is_changed(self._outer_step, fragment)
 
     def _on_first(self, find: Callable[[], Found]) -> Found | None:
-        """Return the result of the call in the first process; None in others."""
+        """Return the result of `find()` in the first process, and None in the other processes."""
         return find() if self._ranks.is_first else None
 
 
 def _leave_before_exit(reference: weakref.ref[SwarmThread]) -> None:
-    """Leave the run if the caller has not: a program may end inside the context, right after its training has
-    raised."""
+    """Leave the run if the caller's program ends without leaving the run, for example after its training has raised
+    inside the context."""
     swarm = reference()
     if swarm is not None and swarm.is_alive():
         swarm.leave()

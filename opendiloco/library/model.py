@@ -1,5 +1,5 @@
-"""The model of the caller's own loop: its checks, the run's initial weights, the model as a replica of the run's, and
-the count of its tokens."""
+"""The model of the caller's own loop: checks of the model, the run's initial weights for it, the exchange of its
+weights with flat vectors, and the count of its tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ ROUNDING = (torch.bfloat16, torch.float16)
 
 
 def check_own_model(model: torch.nn.Module) -> None:
-    """Raise LoopError if the model is sharded in an unsupported way, or its parameters cannot hold theta."""
+    """Raise LoopError if the model is sharded in an unsupported way, or if the type of its parameters cannot hold
+    theta."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise LoopError(
             "the model is wrapped in FSDP.", "Share it by FSDP2: torch.distributed.fsdp.fully_shard(model)."
@@ -55,8 +56,9 @@ def check_own_model(model: torch.nn.Module) -> None:
 
 
 def initial_weights(config: RunConfig, layout: Layout) -> tuple[Layout, SharedVectors]:
-    """Return the run's initial weights, and the layout of the given model's parameters in them. Raises: ManifestError
-    if the run's model has other parameters; MachineError without memory; see also `check_initial_weights`."""
+    """Return the layout of the caller's model in the run's flat vectors, and new vectors with the run's initial
+    weights. Raises: ManifestError if the run's model has other parameters; MachineError if memory is insufficient; see
+    also `check_initial_weights`."""
     model = build_model(config, build_tokenizer(config.tokenizer))
     runs = layout_of(model, config.streaming)
     remedy = "Build the model that the run's manifest names: `diloco-peer run show` prints it."
@@ -77,14 +79,15 @@ def initial_weights(config: RunConfig, layout: Layout) -> tuple[Layout, SharedVe
     return Layout([(parameter.name, parameter.shape) for parameter in layout], runs.fragment_of), vectors
 
 
-# The replica ----------------------------------------------------------------------------------------------------------
+# The model as a replica -----------------------------------------------------------------------------------------------
 SAME = 1e-9
 """Largest difference between the sums of two copies, as a share of the sum of all magnitudes. Different GPUs may round
 differently; copies that were trained separately differ by more."""
 
 
 class LoopReplica:
-    """A loop's model as a replica of the run's model: theta is loaded into it, and trained weights are stored from it.
+    """The caller's model as a replica of the run's model: theta is loaded into the model from a flat vector, and
+    trained weights are stored in a flat vector.
 
     If several processes share the model, they load, store and merge together. Only the first one has flat vectors,
     which are exchanged parameter by parameter.
@@ -106,19 +109,19 @@ class LoopReplica:
 
     @property
     def rounds(self) -> bool:
-        """True if the model cannot hold theta exactly."""
+        """True if some of the model's weights have a type that cannot hold theta exactly."""
         return bool(self._masters)
 
     @torch.no_grad()
     def load(self, flat: Vector | None) -> None:
-        """Replace all weights by those of a flat vector."""
+        """Replace all weights of the model by those in the flat vector, which only the first process passes."""
         for name, tensor, values in self._received(flat, self._layout):
             self._set(name, tensor, values)
 
     @torch.no_grad()
     def store(self, flat: Vector | None, fragment: int) -> None:
-        """Write the trained weights of a fragment into a flat vector. Raises: LoopError if the processes' copies of the
-        weights differ."""
+        """Write the trained weights of a fragment to the flat vector, which only the first process passes. Raises:
+        LoopError if the processes' copies of the weights differ."""
         tensors = self._tensors()
         self._check_copies([tensors[parameter.name] for parameter in self._layout.fragment(fragment)])
         for parameter in self._layout.fragment(fragment):
@@ -128,7 +131,8 @@ class LoopReplica:
 
     @torch.no_grad()
     def merge(self, flat: Vector | None, fragment: int, alpha: float) -> None:
-        """Merge a flat vector into a fragment's weights, which keep a share of `alpha`; see `merge`."""
+        """Set a fragment's weights to alpha * weights + (1 - alpha) * flat, as the function `merge` does. Only the
+        first process passes the flat vector."""
         for name, tensor, values in self._received(flat, self._layout.fragment(fragment)):
             own, local = local_part(tensor), self._trained(name, tensor)
             merge(local, values.to(local.device), alpha)
@@ -137,8 +141,8 @@ class LoopReplica:
 
     @contextmanager
     def showing(self, flat: Vector | None, comes_back: bool) -> Iterator[torch.nn.Module]:
-        """Load other weights into the model within the context. With `comes_back`, the present weights are copied and
-        restored; otherwise the caller must load weights before it trains."""
+        """Yield the model with the weights in the flat vector. With `comes_back`, the model's present weights are
+        copied and later restored; otherwise the caller must load weights before it trains."""
         tensors = {name: local_part(tensor).detach() for name, tensor in self._tensors().items()}
         kept = {name: own.clone() for name, own in tensors.items()} if comes_back else {}
         with torch.no_grad():
@@ -168,11 +172,12 @@ class LoopReplica:
     def _tensors(self) -> dict[str, torch.nn.Parameter]:
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # FSDP2 keeps weights unsharded after a forward pass without a backward pass
+                module.reshard()  # FSDP2 leaves weights unsharded after a forward pass without a backward pass
         return trainable(self._model)
 
     def _received(self, flat: Vector | None, layout: Layout) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield the name and the tensor of each parameter, and this process's part of its values in a flat vector."""
+        """Yield each parameter's name, its tensor, and this process's part of its values in the flat vector, which the
+        first process sends."""
         tensors = self._tensors()
         for parameter in layout:
             tensor = tensors[parameter.name]
@@ -193,7 +198,8 @@ class LoopReplica:
             self._masters[name].copy_(values)
 
     def _trained(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this process's part of a parameter's trained weights, in a precision that holds theta."""
+        """Return this process's part of a parameter's trained weights, in fp32 or fp64, so that theta is not
+        rounded."""
         own = local_part(tensor)
         if name not in self._masters:
             return own
@@ -203,14 +209,15 @@ class LoopReplica:
 
 
 def _part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a whole tensor, sharded like `tensor`."""
+    """Return this process's part of the tensor `whole`, sharded like `tensor`; all of `whole` if `tensor` is not
+    sharded."""
     if not isinstance(tensor, DTensor):
         return whole
     return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
 
 
 def _whole(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor from the processes' parts, which are sharded like `tensor`."""
+    """Return the whole tensor, gathered from the parts of all processes; `part` itself if `tensor` is not sharded."""
     if not isinstance(tensor, DTensor):
         return part
     part, mesh = part.to(tensor.device_mesh.device_type), tensor.device_mesh
@@ -218,10 +225,10 @@ def _whole(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return shared.full_tensor()
 
 
-# Tokens ---------------------------------------------------------------------------------------------------------------
+# Counting tokens ------------------------------------------------------------------------------------------------------
 class TokenCounter:
-    """A counter of the tokens of an inner step: those that pass through the model in training mode, unless the loop
-    gives their number.
+    """A counter of the tokens that one inner step trains: those that pass through the model in training mode, or the
+    number that the loop gives.
 
     Token ids are the model's first argument, or its `input_ids`. Padding does not count: positions where an
     `attention_mask` of the same shape is 0.
@@ -232,15 +239,16 @@ class TokenCounter:
         self._given: int | None = None
 
     def watch(self, model: torch.nn.Module) -> RemovableHandle:
-        """Count the tokens that pass through a model until the handle is removed."""
+        """Count the tokens that pass through a model. Return a handle whose `remove` ends the counting."""
         return model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def say(self, tokens: int) -> None:
-        """Set the number of tokens of the inner step under way. The last call counts."""
+        """Set the number of tokens of the present inner step, in place of the counted tokens and of earlier calls."""
         self._given = tokens
 
     def take(self) -> int:
-        """Return the tokens of the inner step that has ended, and reset the counter. Waits for the device."""
+        """Return the number of tokens of the inner step that has ended, and set the counter to 0. Waits for the
+        device."""
         tokens = sum(map(int, self._passed)) if self._given is None else self._given
         self._passed, self._given = [], None
         return tokens
@@ -251,6 +259,6 @@ class TokenCounter:
             return
         mask = named.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
-            self._passed.append(mask.count_nonzero())  # read at the inner step's end, to avoid a wait here
+            self._passed.append(mask.count_nonzero())  # `take` reads this count later, to avoid a wait for the device
         elif not ids.is_floating_point():
             self._passed.append(ids.numel())

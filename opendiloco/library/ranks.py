@@ -1,4 +1,5 @@
-"""The processes of a loop that share a model. The first one is the run's peer; the others follow it."""
+"""The processes of a loop that share a model. The first process is the run's peer, and the others receive its
+results."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from opendiloco.errors import LoopError, first_line
 Found = TypeVar("Found")
 
 MEETING = timedelta(minutes=10)
-"""Limit for all processes to arrive, because one may have failed before."""
+"""Longest wait for all processes to call `Ranks.meet`, because a process may have failed before."""
 LONGEST_WAIT = timedelta(days=7)
-"""Limit for waiting for the first process, which waits for the swarm. The death of a process is noticed at once."""
+"""Longest wait for the first process, which waits for the swarm. The death of a process is noticed at once."""
 
 
 class Ranks:
-    """The processes of torch.distributed's default group, or this process alone. All make the same calls in the same
-    order. They communicate in a gloo group of their own, because NCCL would time out while the swarm averages."""
+    """The processes of torch.distributed's default group, or this process alone. All processes make the same calls in
+    the same order, in a gloo group of their own, because NCCL would time out while the peers average."""
 
     def __init__(self) -> None:
         is_distributed = dist.is_available() and dist.is_initialized()
@@ -33,25 +34,25 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """True if this process is the run's peer."""
+        """True if this process is the first, which is the run's peer."""
         return self.rank == 0
 
     def meet(self) -> None:
-        """Create the group. Waits until all processes have arrived."""
+        """Create the gloo group, and wait until all processes have called this method."""
         if self.size > 1:
             with _raising_loop_error():
                 self._group = dist.new_group(backend="gloo", timeout=MEETING)
                 dist.distributed_c10d._set_pg_timeout(LONGEST_WAIT, self._group)
 
     def part(self) -> None:
-        """Destroy the group. Other processes that wait for this one get an error."""
+        """Destroy the gloo group. Processes that wait for this process get an error."""
         group, self._group = self._group, None
         if group is not None:
             with suppress(RuntimeError):
                 dist.destroy_process_group(group)
 
     def from_first(self, find: Callable[[], Found]) -> Found:
-        """Return the result of the first process in all processes, or raise its exception in all."""
+        """Call `find` in the first process. Return its result, or raise its exception, in all processes."""
         if self.size == 1:
             return find()
         found: list[tuple[Found | None, BaseException | None]] = [(None, None)]
@@ -59,7 +60,7 @@ class Ranks:
             try:
                 found = [(find(), None)]
             except BaseException as error:
-                with suppress(LoopError):  # other processes may have ended
+                with suppress(LoopError):  # the other processes may have ended
                     self._broadcast([(None, _portable(error))])
                 raise
         self._broadcast(found)
@@ -73,7 +74,7 @@ class Ranks:
             dist.broadcast_object_list(found, 0, self._group)
 
     def sum(self, value: int) -> int:
-        """Return the sum of all processes' values."""
+        """Return the sum of the values that all processes pass."""
         if self.size == 1:
             return value
         total = torch.tensor([value], dtype=torch.int64)
@@ -82,7 +83,7 @@ class Ranks:
         return int(total)
 
     def spread(self, value: float) -> float:
-        """Return the difference of the largest and the smallest of all processes' values."""
+        """Return the difference between the largest and the smallest of the values that all processes pass."""
         if self.size == 1:
             return 0.0
         ends = torch.tensor([value, -value], dtype=torch.float64)
@@ -91,15 +92,15 @@ class Ranks:
         return float(ends.sum())
 
     def take_from_first(self, values: torch.Tensor) -> None:
-        """Overwrite a tensor with the first process's values. On a GPU it uses the default group, whose backend
-        supports GPUs."""
+        """Overwrite a tensor with the first process's values. A tensor on a GPU is sent through the default group,
+        whose backend supports GPUs."""
         if self.size > 1:
             with _raising_loop_error():
                 dist.broadcast(values, 0, self._group if values.device.type == "cpu" else None)
 
     def piece(self, windows: torch.Tensor) -> torch.Tensor:
-        """Return this process's share of a batch. All shares have the same size, because gradients are averaged with
-        equal weights. If the batch cannot be divided, some windows are in two shares."""
+        """Return this process's share of a batch of windows. All shares have equal size, because gradients are averaged
+        with equal weights. If the batch cannot be divided, some windows are in two shares."""
         share = -(-len(windows) // self.size)
         places = torch.arange(self.rank * share, (self.rank + 1) * share) % len(windows)
         return windows if self.size == 1 else windows[places]
@@ -107,7 +108,8 @@ class Ranks:
 
 @contextmanager
 def _raising_loop_error() -> Iterator[None]:
-    """Raise LoopError if torch cannot reach another process."""
+    """Convert a RuntimeError of torch.distributed within the context into a LoopError that says that another process
+    cannot be reached."""
     try:
         yield
     except RuntimeError as error:
@@ -118,7 +120,7 @@ def _raising_loop_error() -> Iterator[None]:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """Return the error, or a RuntimeError with its text if another process could not unpickle it."""
+    """Return the error if another process can unpickle it, else a RuntimeError with its text."""
     try:
         pickle.loads(pickle.dumps(error))
         return error

@@ -1,6 +1,5 @@
-"""The swarm's side of the caller's own loop, in a thread of its own: membership, rounds, transfers and the outer step,
-as in the peer process of `diloco-peer join`. It passes theta to the training thread and takes back the trained
-weights."""
+"""The swarm's side of the caller's own loop, in a separate thread: membership, rounds, transfers and outer steps, as in
+the peer process of `diloco-peer join`. The thread exchanges weights with the training thread through flat vectors."""
 
 from __future__ import annotations
 
@@ -43,12 +42,13 @@ from peers.values.system import start_task
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
 
-# Between two threads --------------------------------------------------------------------------------------------------
+# Exchange between the swarm's thread and the training thread ----------------------------------------------------------
 class OuterStep:
-    """The inner steps of one outer step. The training thread takes them and stores fragments, for which the swarm's
-    thread waits.
+    """The inner steps of one outer step. The training thread takes them and stores fragments' weights, for which the
+    swarm's thread waits.
 
-    It is void once the swarm has moved on. Then its training does not count, and its weights are not published.
+    An outer step is void once the other peers have continued without this peer. Then its training does not count, and
+    its weights are not published.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class OuterStep:
         usual_tokens: float,
         on_progress: Callable[[int, Progress], None],
     ) -> None:
-        """It begins with these weights; with None, it goes on from the end of the outer step before. `usual_tokens` are
-        the tokens of an earlier inner step. `on_progress` receives the number of inner steps so far, and the
-        progress."""
+        """Create the outer step, which begins with the weights `begin_with`; if None, the loop continues from its
+        present weights. `usual_tokens` is the mean number of tokens of an earlier inner step. `on_progress` receives
+        the number of inner steps taken and the progress."""
         self.work = work
         self.begin_with = begin_with
         self.steps_done = 0
@@ -69,31 +69,32 @@ class OuterStep:
         """Seconds that training has waited for averages, and the number of late averages."""
         self._tokens_done = 0
         self._usual_tokens = usual_tokens
-        self._is_known = False  # the last fragment is stored, so the contribution is final
+        self._is_known = False  # True after the last fragment is stored, when the contribution is final
         self._on_progress = on_progress
         self._began = 0.0
         self._loop = asyncio.get_running_loop()
         self._stored: asyncio.Queue[tuple[int, Trained]] = asyncio.Queue()
         self._storing = threading.Lock()
 
-    # In the training thread
+    # Methods for the training thread
     def begin(self) -> None:
-        """Record that the loop begins this outer step."""
+        """Record that the training thread begins this outer step."""
         self._began = time.monotonic()
 
     def planned_steps(self, batch_size: int) -> int:
-        """Return the number of inner steps: one for each batch of the run in the lease, and at most as many as the
-        swarm wants."""
+        """Return the number of inner steps to take: one for each batch of `batch_size` samples in the lease, and at
+        most the number that the swarm asks for."""
         return min(self.work.steps, math.ceil(sample_count(self.work.samples) / batch_size))
 
     @property
     def step_tokens(self) -> float:
-        """The mean tokens of an inner step."""
+        """The mean number of tokens that an inner step trains."""
         return self._tokens_done / self.steps_done if self.steps_done else self._usual_tokens
 
     def step_taken(self, tokens: int, loss: float | None, batch_tokens: int) -> None:
-        """Record an inner step, and report it to the swarm. The swarm predicts the end of the lease from its speed, for
-        which a step counts at most the tokens of the run's batch."""
+        """Record an inner step that trained `tokens` tokens, and report the progress to the swarm, which predicts the
+        end of the lease from the speed. For the speed, an inner step counts at most `batch_tokens` tokens on
+        average."""
         self.steps_done += 1
         self._tokens_done += tokens
         counted = min(self._tokens_done, self.steps_done * batch_tokens)
@@ -102,16 +103,16 @@ class OuterStep:
         self.report(self._on_progress, self.steps_done, Progress(number, loss, speed, self.step_tokens))
 
     def claim(self, steps: int, tokens_per_sample: int, loss: float | None) -> Trained:
-        """Return the contribution of `steps` inner steps, including steps that are still to be taken: their tokens, but
-        at most those of the lease, and the samples that hold so many tokens."""
+        """Return the contribution of the first `steps` inner steps, taken or still to be taken: their tokens, at most
+        those of the lease, and the samples that hold so many tokens."""
         tokens = self._tokens_done + int((steps - self.steps_done) * self.step_tokens)
         samples = prefix(self.work.samples, math.ceil(tokens / tokens_per_sample))
         return Trained(samples, min(tokens, tokens_per_sample * sample_count(samples)), loss or 0.0)
 
     @contextmanager
     def storing(self, fragment: int, trained: Trained, is_last: bool) -> Iterator[bool]:
-        """Publish a fragment's weights at the end of this context. Yield False if the outer step is void. With the last
-        fragment, the contribution is final."""
+        """Publish a fragment's weights when the context ends. Yield True, or False if the outer step is void and
+        nothing is published. With `is_last`, the contribution is final."""
         with self._storing:
             yield not self.is_void
             self._is_known = is_last
@@ -119,26 +120,28 @@ class OuterStep:
 
     @property
     def seconds(self) -> float:
-        """The seconds since the loop began this outer step."""
+        """The seconds since the training thread began this outer step."""
         return time.monotonic() - self._began
 
     def report(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function in the swarm's thread, unless the outer step is void by then."""
+        """Call a function in the swarm's thread, unless the outer step is void when the thread reaches the call."""
 
         def call_unless_void() -> None:
             if not self.is_void:
                 function(*arguments)
 
-        with suppress(RuntimeError):  # the swarm's thread has ended
+        with suppress(RuntimeError):  # the swarm's thread may have ended
             self._loop.call_soon_threadsafe(call_unless_void)
 
-    # In the swarm's thread
+    # Methods for the swarm's thread
     async def stored(self) -> tuple[int, Trained]:
-        """Wait for the next stored fragment; return it with the contribution at that time."""
+        """Wait for the next fragment that the training thread stores. Return its number, and the contribution at that
+        time."""
         return await self._stored.get()
 
     def void(self) -> None:
-        """Make the outer step void. Waits for a fragment that is being stored."""
+        """Make the outer step void, so that its training no longer counts. Waits until a fragment that is being stored
+        is complete."""
         with self._storing:
             self.is_void = True
 
@@ -148,19 +151,20 @@ class LoopWorker:
     calls `next_outer_step`."""
 
     def __init__(self, vectors: SharedVectors, layout: Layout, inner_steps: int, device: torch.device) -> None:
-        """`inner_steps` is the number in an outer step; `layout` and `device` are those of the loop's model."""
+        """Create a worker for a loop with `inner_steps` inner steps in an outer step. `layout` and `device` are those
+        of the loop's model."""
         self.vectors = vectors
         self.layout = layout
         self.fragments: Sequence[slice] = layout.fragments
         self.device = "the caller's loop"
         self.telemetry = Telemetry(inner_steps)
         self.outer_steps_taken = 0
-        """The outer steps of the whole run, once it is over."""
+        """The number of outer steps of the whole run, once the run is over."""
         self._torch_device = device
         self._outer_steps: queue.SimpleQueue[OuterStep | Future[HeldOut | None] | BaseException | None]
         self._outer_steps = queue.SimpleQueue()
         self._newest: OuterStep | None = None
-        self._averages: dict[int, bool] = {}  # by fragment with a decided average: True if its values have changed
+        self._averages: dict[int, bool] = {}  # for each fragment whose average is decided: True if the values changed
         self._decided = threading.Condition()
 
     async def run_inner_loop(
@@ -171,7 +175,7 @@ class LoopWorker:
         from_local: bool = False,
         goes_on: bool = False,
     ) -> Trained:
-        """See `Trainer`. Values that a loop does not report are NaN."""
+        """Train for one outer step, as `InnerTrainer` specifies. Metrics that a loop does not report are NaN."""
 
         def progressed(steps_done: int, progress: Progress) -> None:
             taken = InnerStepDone(
@@ -199,51 +203,52 @@ class LoopWorker:
             raise
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
-        """Let the loop go on with a stored fragment; if it `is_changed`, from its values in `vectors.local`."""
+        """Tell the training thread that a fragment's average is decided. With `is_changed`, the new values are in
+        `vectors.local`."""
         with self._decided:
             self._averages[fragment] = is_changed
             self._decided.notify_all()
 
     def end_rest(self) -> None:
-        """Let the loop abandon its outer step, and stop waiting for averages."""
+        """Make the present outer step void, so that the training thread stops waiting for averages."""
         if self._newest is not None:
             self._newest.void()
             with self._decided:
                 self._decided.notify_all()
 
     async def held_out(self, section: EvaluationSection) -> HeldOut | None:
-        """Return theta's held-out loss, which the training thread measures; None if it cannot."""
+        """Return theta's held-out loss, measured by the training thread; None if the loop cannot evaluate."""
         result: Future[HeldOut | None] = Future()
         self._outer_steps.put(result)
         return await asyncio.wrap_future(result)
 
     async def wait_for_death(self) -> WorkerError:
-        """Never return: this worker lives as long as its process."""
+        """Wait forever, because this worker lives as long as its process."""
         await asyncio.Event().wait()
         raise AssertionError("this event is never set")
 
     def run_is_over(self, outer_steps: int) -> None:
-        """Record that the run has taken its last outer step; `outer_steps` is their number."""
+        """Record that the run is over, after `outer_steps` outer steps, and end the training thread's outer steps."""
         self.outer_steps_taken = outer_steps
         self.end()
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the outer steps, because the run is over or because of this error."""
+        """End the training thread's outer steps: its next call raises `error`, or gets None if the run is over."""
         self._outer_steps.put(error)
         self.end_rest()
 
-    # In the training thread
+    # Methods for the training thread
     def next_outer_step(self, evaluate: Callable[[], HeldOut | None] = lambda: None) -> OuterStep | None:
-        """Wait for the swarm's next outer step, calling `evaluate` when the swarm asks for a held-out loss. Return None
-        at the end of the run. Raises: the swarm's error."""
+        """Return the swarm's next outer step, after waiting for it; None at the end of the run. When the swarm asks for
+        a held-out loss, call `evaluate`. Raises: the error that ended the swarm's thread."""
         while True:
             found = self._outer_steps.get()
             if isinstance(found, Future):
-                if found.set_running_or_notify_cancel():  # False if the swarm no longer waits
+                if found.set_running_or_notify_cancel():  # False if the swarm's thread has stopped waiting
                     found.set_result(evaluate())
                 continue
             if isinstance(found, BaseException):
-                self.end(found)  # for the next call
+                self.end(found)  # makes the next call raise the error, too
                 raise found
             if found is None:
                 self.end()
@@ -254,16 +259,16 @@ class LoopWorker:
 
     @contextmanager
     def storing(self, outer_step: OuterStep, fragment: int, trained: Trained) -> Iterator[Vector | None]:
-        """Yield `vectors.local` to write a fragment's weights into, which are then averaged; None if the outer step is
-        void."""
+        """Yield `vectors.local`, to write a fragment's weights into; None if the outer step is void. When the context
+        ends, the weights are published for averaging."""
         with self._decided:
             self._averages.pop(fragment, None)
         with outer_step.storing(fragment, trained, is_last=fragment == len(self.fragments) - 1) as counts:
             yield self.vectors.local if counts else None
 
     def is_changed(self, outer_step: OuterStep, fragment: int) -> bool:
-        """Wait until the average of a stored fragment is decided. Return True if `vectors.local` has its new values;
-        False if it is unchanged, or the outer step is void."""
+        """Wait until the average of a stored fragment is decided. Return True if `vectors.local` has new values of the
+        fragment; False if these did not change, or the outer step is void."""
         with self._decided:
             began, outer_step.late = time.monotonic(), outer_step.late + (fragment not in self._averages)
             self._decided.wait_for(lambda: fragment in self._averages or outer_step.is_void)
@@ -271,7 +276,7 @@ class LoopWorker:
             return not outer_step.is_void and self._averages[fragment]
 
     def all_taken(self, outer_step: OuterStep, trained: Trained) -> None:
-        """Report the results of an outer step, all of whose inner steps are taken."""
+        """Report to the telemetry that the loop has taken all inner steps of an outer step, with its results."""
         streams = len(self.fragments) > 1 or outer_step.begin_with is None
         done = InnerLoopDone(
             tokens=trained.tokens,
@@ -292,12 +297,12 @@ class LoopWorker:
 # The swarm's thread ---------------------------------------------------------------------------------------------------
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0  # between two checks that the training loop still runs
+LOOK_SECONDS = 1.0  # seconds between two checks that the training loop still runs
 
 
 @dataclass(frozen=True)
 class Joined:
-    """The results of joining that the swarm's thread passes to the training thread."""
+    """The objects that the swarm's thread passes to the training thread after joining."""
 
     run: Run
     worker: LoopWorker
@@ -305,8 +310,8 @@ class Joined:
 
 
 class SwarmThread(threading.Thread):
-    """The swarm's thread, from finding the run to leaving it. An error before it `joined` is raised by that future, a
-    later one by the worker's next outer step."""
+    """The swarm's thread, which finds the run, takes part in it and leaves it. An error before joining is raised by the
+    future `joined`; a later error is raised by the worker's `next_outer_step`."""
 
     def __init__(
         self,
@@ -318,7 +323,7 @@ class SwarmThread(threading.Thread):
         is_abandoned: Callable[[], bool],
         folders: Sequence[Path] = (),
     ) -> None:
-        """The arguments are those of `DiLoCo`."""
+        """Create the thread. The arguments are those of `DiLoCo`, and its parsed invite."""
         super().__init__(name="diloco-peer", daemon=True)
         self._invite = invite
         self._ticket = None if ticket is None else read_ticket(ticket)
@@ -331,13 +336,13 @@ class SwarmThread(threading.Thread):
         self.joined: Future[Joined] = Future()
 
     def leave(self) -> None:
-        """Leave the run, and wait until the thread ends."""
+        """Leave the run, and wait until the thread has ended."""
         self.joined.result().leave()
         self.join()
 
     def give_up(self) -> None:
-        """Cancel the thread's work at any stage, and wait until it ends."""
-        with suppress(CancelledError):  # it has failed before its work began
+        """Cancel the thread's work at any stage, and wait until the thread has ended."""
+        with suppress(CancelledError):  # the thread may have failed before its work began
             loop, life = self._living.result()
             _call(loop, life.cancel)
         self.join()
@@ -362,7 +367,7 @@ class SwarmThread(threading.Thread):
     async def _take_part(self) -> None:
         async with connected(self.identity, self._invite.addresses) as transport:
             run = (await find_run(transport, self._invite.run_id)).with_own(self._own)
-            worker = await asyncio.to_thread(self.worker_of, run)  # raises before this peer becomes a member
+            worker = await asyncio.to_thread(self.worker_of, run)  # may raise, and so runs before this peer is a member
             workload = TrainerWorkload(worker, run.config, run_is_over=worker.run_is_over)
             digest = await workload.state_digest()
             await ask_for_signed_heads(transport, run, self._invite.addresses)
@@ -381,8 +386,8 @@ class SwarmThread(threading.Thread):
                 watching.cancel()
 
     def worker_of(self, run: Run) -> LoopWorker:
-        """Return the loop as a worker of a run, with the run's initial weights. Raises: see `initial_weights`;
-        DataError if the given folders do not fit the run's sources."""
+        """Return a worker for the caller's loop, with the run's initial weights. Raises: DataError if the given folders
+        do not fit the run's sources; also the errors of `initial_weights`."""
         if self._folders:
             run.with_data(self._folders)
         layout, vectors = initial_weights(run.config, layout_of(self._model))
@@ -397,5 +402,5 @@ class SwarmThread(threading.Thread):
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
-    with suppress(RuntimeError):  # the loop has ended
+    with suppress(RuntimeError):  # the event loop may have ended
         loop.call_soon_threadsafe(function)

@@ -1,5 +1,5 @@
-"""The run's text for a loop: batches to train on, and the held-out part, on which the loop evaluates theta in its
-turn."""
+"""The run's text for the caller's loop: batches to train on, and the held-out text, on which the loop evaluates theta
+in its turns."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 class RunsText:
-    """The text of a run. It is opened when it is first needed."""
+    """The text of a run, opened when a batch or an evaluation first needs it."""
 
     def __init__(self, folders: Sequence[Path], evaluates: bool) -> None:
-        """`folders` replace the run's local sources. With `evaluates`, the loop takes its turns, until an evaluation
-        fails."""
+        """Create the text without opening it. `folders` replace the run's local sources. With `evaluates`, the loop
+        evaluates theta in its turns, until an evaluation fails."""
         self.folders = folders
         self.evaluates = evaluates
         self.opened: TrainingData | None = None
 
     def open(self, run: Run, worker: LoopWorker, tokenize_ahead: TokenizeAhead | None = None) -> TrainingData:
-        """Open the run's text, as this machine may read it. Raises: DataError, MachineError."""
+        """Return the run's training data, tokenized, and store them in `opened`. Raises: DataError, MachineError."""
         tokenizer = build_tokenizer(run.config.tokenizer)
         self.opened = load_data(run.config, tokenizer, None, tokenize_ahead)
         per_token = self.opened.held_out.bytes_per_token(run.config.evaluation.windows, tokenizer)
@@ -41,8 +41,8 @@ class RunsText:
         return self.opened
 
     def evaluate(self, run: Run, worker: LoopWorker, replica: LoopReplica) -> HeldOut | None:
-        """Return theta's loss on the run's held-out text, which is opened at the first turn; None if the loop takes no
-        turns."""
+        """Return theta's loss on the run's held-out text; None if this loop does not evaluate, or if the evaluation
+        fails. The first evaluation opens the text."""
         if not self.evaluates or replica.rounds:
             return None
         try:
@@ -58,7 +58,7 @@ class RunsText:
                 loss, _ = held_out_loss(model, held_out, section.windows, EVALUATED_AT_ONCE, precision)
             is_runs_text = run.has_runs_text and section.digest in (None, held_out.digest(section.windows))
             return HeldOut(loss, is_runs_text)
-        except Exception as error:  # the model may need other arguments than transformers' models
+        except Exception as error:  # the caller's model may need other arguments than transformers' models
             logger.warning("this loop does not evaluate theta any more: %s", first_line(error))
             self.evaluates = False
             return None

@@ -1,4 +1,4 @@
-"""The transformers model of a run, and its initial weights as a flat fp32 vector.
+"""The construction of a run's transformers model, and the model's initial weights as a flat fp32 vector.
 
 Every peer draws the initial weights itself, so they must have the same bits on every machine: hence `_PortableNormal`.
 """
@@ -47,13 +47,13 @@ FOLDERS = (
 BOTH_WAYS = frozenset({"bert-generation", "xlnet"})
 """Encoders that are missing in transformers' list of masked language models."""
 _rehearsed: set[str] = set()
-"""Models that this process has already laid out in a rehearsal."""
+"""Models that this process has already built in a rehearsal (see `rehearse`), as JSON of folder and config."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """The source of a model: the values of its config, and the folder of its weights, None if the run draws them.
-    `refusal` and `remedy` are for error messages."""
+    """A model's config values, and the folder of its pretrained weights, None if the run draws random weights.
+    `refusal` and `remedy` are the beginning and the end of error messages."""
 
     values: dict[str, Any]
     folder: Path | None
@@ -62,7 +62,8 @@ class _Source:
 
     @classmethod
     def of(cls, config: RunConfig, tokenizer: Tokenizer) -> _Source:
-        """Return the source of a run's model. From the hub, only the config is downloaded. Raises: ManifestError."""
+        """Return the config values and the weights' folder of a run's model. For a hub name, only the config.json is
+        downloaded. Raises: ManifestError if the config cannot be loaded, or the architecture is unknown."""
         path, values = config.model.path, config.model.config or {}
         if path is None:
             refusal = "model.config: transformers refuses it"
@@ -80,7 +81,7 @@ class _Source:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turn exceptions of transformers into ManifestError: each architecture raises its own types."""
+        """Convert every exception that transformers raises within the context into a ManifestError."""
         try:
             yield
         except (MemoryError, DilocoPeerError):
@@ -89,7 +90,7 @@ class _Source:
             raise ManifestError(f"{self.refusal}: {first_line(error)}", self.remedy) from error
 
     def build(self, drawing: TorchDispatchMode) -> Any:
-        """Return the model with weights drawn by `drawing`."""
+        """Return the model, built in the dispatch mode `drawing`, which draws its weights."""
         with self.explained(), drawing:
             if self.folder is None:
                 config = AutoConfig.for_model(**self.values)
@@ -98,20 +99,20 @@ class _Source:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
     def load(self, path: str) -> Any:
-        """Return the model with the weights in its folder."""
+        """Return the model with the pretrained weights at `path`, a folder or a hub name to download."""
         with self.explained():
             folder = pretrained_folder(path, *MODEL_FILES)
             check_weights(folder)
             return AutoModelForCausalLM.from_pretrained(
                 folder,
-                use_safetensors=True,  # other formats are pickles
+                use_safetensors=True,  # other formats are pickles, which can run code
                 trust_remote_code=False,
                 local_files_only=True,
             )
 
     def _known_architecture(self) -> Any:
-        """Return the architecture's default config, and import its modules. Raises: ManifestError for an unknown
-        architecture, or one that is not causal."""
+        """Return the default config of the model's architecture. Raises: ManifestError if transformers does not know
+        the architecture, or it is not causal."""
         model_type = str(self.values.get("model_type"))
         key = "model.config.model_type" if self.folder is None else f"{self.folder / CONFIG}: model_type"
         try:
@@ -129,21 +130,22 @@ class _Source:
         return known
 
     def _sees_later_tokens(self, known: Any) -> bool:
-        """Return True for an encoder such as BERT, unless its config makes it a decoder."""
+        """Return True if the architecture is an encoder, in which tokens attend to later tokens, such as BERT, and the
+        config does not make it a decoder."""
         is_encoder = type(known) in MODEL_FOR_MASKED_LM_MAPPING or known.model_type in BOTH_WAYS
         is_causal = self.values.get("is_decoder") or self.values.get("causal") or self.values.get("attn_type") == "uni"
         return is_encoder and not known.is_encoder_decoder and not is_causal
 
 
 def build_skeleton(config: RunConfig, tokenizer: Tokenizer) -> Any:
-    """Return the model without values, on the meta device, which needs no memory or time for its weights. Raises:
-    ManifestError as `build_model` does, or if even the skeleton takes too much memory or time."""
+    """Return the run's model on torch's meta device, where weights have shapes but no values, and so no memory. Raises:
+    ManifestError as `build_model` does, or if building even this model exceeds the limits on memory or time."""
     return _skeleton_of(_Source.of(config, tokenizer), config, tokenizer)
 
 
 def _skeleton_of(source: _Source, config: RunConfig, tokenizer: Tokenizer) -> Any:
-    """Return the skeleton of a source. A process with limits builds it first, because a config may name any number of
-    layers. Every construction of a run's model goes through here."""
+    """Return the model of a source on the meta device. A process with limits on memory and time builds it first,
+    because a config may name any number of layers."""
 
     def lay_out() -> Any:
         with torch.device("meta"):
@@ -159,19 +161,19 @@ def _skeleton_of(source: _Source, config: RunConfig, tokenizer: Tokenizer) -> An
 
 
 def sized_skeleton(config: RunConfig) -> Any:
-    """Return the model without values, for its size only, without downloading the tokenizer. Raises: see
-    `build_skeleton`; DataError if the file of the run's tokenizer is missing."""
-    tokenizer: Tokenizer = ByteTokenizer()  # the model's size does not depend on it
+    """Return the run's model on the meta device, to compute its size, without downloading the tokenizer. Raises: see
+    `build_skeleton`; DataError if the run's tokenizer is a file that is missing."""
+    tokenizer: Tokenizer = ByteTokenizer()  # serves any run, because a model's size does not depend on the tokenizer
     if config.tokenizer.kind == "file":
-        tokenizer = build_tokenizer(config.tokenizer)  # its vocabulary may be smaller than that of bytes
+        tokenizer = build_tokenizer(config.tokenizer)  # the model may have fewer ids than the byte tokenizer
     return build_skeleton(config, tokenizer)
 
 
 def build_model(
     config: RunConfig, tokenizer: Tokenizer, weights: int | None = None, draws: bool = True, threads: int | None = None
 ) -> Any:
-    """Return the run's causal language model in fp32 on the CPU, with its initial weights. If the number of `weights`
-    is given, the share that has been drawn is reported.
+    """Return the run's causal language model in fp32 on the CPU, with its initial weights. If `weights`, the number of
+    values to draw, is given, progress is reported.
 
     Without `draws`, drawn values are zeros, for callers that load theta into a model all of whose parameters are
     trained. Drawing 10 billion values takes two minutes of CPU time, divided among `threads` (None: see `_draw`).
@@ -193,16 +195,16 @@ def build_model(
 
 
 def _bytes_to_build(skeleton: Any) -> int:
-    """Return the memory needed to build a model: its parameters, its buffers (some architectures keep a mask of
-    positions squared), and two copies of the largest buffer, which constructors make."""
+    """Return the bytes of memory needed to build a model: its parameters, its buffers (which in some architectures
+    include a mask of positions squared), and two copies of the largest buffer, which constructors make."""
     buffers = [each.nbytes for each in skeleton.buffers()]
     parameters = VALUE_BYTES * sum(each.numel() for each in skeleton.parameters())
     return int(parameters + sum(buffers) + 2 * max(buffers, default=0))
 
 
 def initial_theta(config: RunConfig) -> Vector:
-    """Return the run's initial weights, as every peer has them before the first entry. Raises: see `build_model`;
-    DataError if the tokenizer is not available."""
+    """Return the run's initial weights as a flat vector, with the same bits on every peer. Raises: see `build_model`;
+    DataError if the tokenizer cannot be loaded."""
     model = build_model(config, build_tokenizer(config.tokenizer))
     layout = layout_of(model, config.streaming)
     theta: Vector = np.zeros(layout.size, np.float32)
@@ -226,8 +228,9 @@ def _check_fit(model: Any, config: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def _refuse_unknown_keys(known: Any, values: dict[str, Any]) -> None:
-    """Raise ManifestError for a key that transformers stores but never reads: a misspelt size would silently be the
-    default. Some keys that are missing in the default config are still read, such as `rope_theta`, which has moved."""
+    """Raise ManifestError for a key of the manifest's model.config that transformers would store but never read, such
+    as a misspelt size. Keys that transformers reads pass, even if the default config does not have them, such as
+    `rope_theta`."""
     model_type = known.model_type
     for key in values.keys() - {"model_type"}:
         if not hasattr(known, key) and key in vars(AutoConfig.for_model(model_type, **{key: values[key]})):
@@ -238,8 +241,8 @@ def _refuse_unknown_keys(known: Any, values: dict[str, Any]) -> None:
 
 
 def with_sizes_named(config: RunConfig) -> RunConfig:
-    """Return the run's configuration with the sizes of its fragments, if it has several. Raises: ManifestError if it
-    names other sizes, or the model has no blocks; see also `sized_skeleton`."""
+    """Return the run's configuration with the sizes of the model's fragments, if the model has several. Raises:
+    ManifestError if the configuration has other sizes, or the model has no blocks; see also `sized_skeleton`."""
     if config.streaming.layers_per_fragment is None:
         return config
     layout = layout_of(sized_skeleton(config), config.streaming)
@@ -248,25 +251,26 @@ def with_sizes_named(config: RunConfig) -> RunConfig:
     return RunConfig.from_manifest_content(content | {"streaming": content["streaming"] | {"sizes": list(sizes)}})
 
 
-# Rehearsal ------------------------------------------------------------------------------------------------------------
+# Rehearsal: building in a limited process -----------------------------------------------------------------------------
 # A model is first built without values in a process with limits on memory and time. Only building shows the cost of a
 # config, because each architecture uses its numbers differently.
 
 MOST_BYTES = 1 << 30
-"""Memory for modules without values. The largest known models need a tenth of it."""
+"""Most bytes of memory for a model without values. The largest known models need a tenth of that."""
 MOST_SECONDS = 10
-"""Limit on processor time, which does not depend on the machine's other load."""
+"""Most seconds of processor time for a rehearsal. Processor time does not depend on the machine's other load."""
 STILLNESS = 10.0
 """Seconds without processor time, and without waiting for a core, after which a child counts as hanging."""
 ATTEMPTS = 3
-"""Tries. A child hangs if another thread held a lock at the fork, which is never released there."""
-PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
+"""Most forks for a rehearsal. A forked process hangs if another thread held a lock at the fork."""
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl: the signal that a child gets when its parent dies
 NEARLY = 1 << 24
 """Bytes below the limit from which any error counts as too little memory: libraries raise many types for that."""
 
 
 def rehearse(build: Callable[[], object], origin: str) -> None:
-    """Call a function in a forked process, which has the parent's imports.
+    """Call `build` in a forked process with limits on memory and time. The fork has all modules that this process has
+    imported.
 
     Raises: ManifestError that begins with the field `origin` if the function fails, needs more memory than this process
     may use or than `MOST_BYTES`, or more time than `MOST_SECONDS`; MachineError if all `ATTEMPTS` hang.
@@ -291,7 +295,8 @@ def rehearse(build: Callable[[], object], origin: str) -> None:
 
 
 def _attempt(build: Callable[[], object], origin: str, limit: int) -> bytes | None:
-    """Return the child's output, empty if it hit a limit; None if it hangs."""
+    """Return the answer of a forked process that calls `build`: JSON, or no bytes if the process exceeded a limit.
+    Return None if the process hangs."""
     reading, writing = os.pipe()
     with signals_held_back():
         child = os.fork()
@@ -310,19 +315,19 @@ def _attempt(build: Callable[[], object], origin: str, limit: int) -> bytes | No
             process = psutil.Process(child)
             times = process.cpu_times()
             before, used = used, times.user + times.system
-            if used == before and process.status() != psutil.STATUS_RUNNING:  # RUNNING also means: waits for a core
+            if used == before and process.status() != psutil.STATUS_RUNNING:  # RUNNING: computes, or waits for a core
                 return None
     finally:
         os.close(reading)
-        os.kill(child, signal.SIGKILL)  # the child may hang, or this call may be interrupted
+        os.kill(child, signal.SIGKILL)  # the child may hang, or an exception may have interrupted this function
         os.waitpid(child, 0)
 
 
 def _build_and_end(build: Callable[[], object], origin: str, limit: int, writing: int) -> NoReturn:
-    """Build the model in the child, write the error or null, and end without returning, because open files belong to
-    the parent."""
+    """Call `build` in the forked child, write the error as JSON (null for none) to the descriptor `writing`, and exit
+    without cleaning up, because open files belong to the parent."""
     try:
-        gc.freeze()  # a collection would copy the parent's memory
+        gc.freeze()  # keeps the garbage collector from copying the parent's memory
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
         most = _bytes_of("VmSize") + limit
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -341,7 +346,7 @@ def _build_and_end(build: Callable[[], object], origin: str, limit: int, writing
 
 
 def _bytes_of(name: str) -> int:
-    """Return a memory figure of this process from /proc, in bytes."""
+    """Return the figure `name`, such as VmPeak, of this process in /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
@@ -354,21 +359,22 @@ def _bytes_of(name: str) -> int:
 # block of values has its own counter, so any thread may draw it at any time.
 
 BLOCK = 1 << 20
-"""Values in the block that a thread draws at once."""
-DRAWS = 12  # draws for a value, so that the variance of their sum is 1
-HIGHEST = (1 << 16) - 1  # the largest draw of 16 bits
+"""Values that a thread draws at once."""
+DRAWS = 12  # uniform draws summed for each value, so that the variance of the sum is 1
+HIGHEST = (1 << 16) - 1  # largest uniform draw, of 16 bits
 DRAWS_A_WORD = 4
 """Draws in a 64-bit word of Philox."""
 THREADS_AT_MOST = 16
-"""Limit on threads. Each needs 28 MiB to draw a block."""
+"""Most threads that draw weights. Each thread needs 28 MiB to draw a block."""
 
 
 class _PortableNormal(TorchDispatchMode):
-    """A dispatch mode in which `normal_` gives these values, determined by the seed and the number of earlier calls;
-    without a seed, zeros."""
+    """A torch dispatch mode in which `normal_` draws values that depend only on the seed and the number of earlier
+    calls; without a seed, `normal_` writes zeros."""
 
     def __init__(self, seed: int | None, total: int | None = None, threads: int | None = None) -> None:
-        """With `total`, the number of values to be drawn, progress is reported. For `threads`, see `_draw`."""
+        """Create the mode. With `total`, the number of values that will be drawn, progress is reported. For `threads`,
+        see `_draw`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
         self._total = total
@@ -391,10 +397,10 @@ class _PortableNormal(TorchDispatchMode):
 
 
 def _draw(seed: int, call: int, out: Vector, threads: int | None = None) -> None:
-    """Fill a vector with the values of one call, of mean 0 and standard deviation 1. The values do not depend on
-    `threads` (None: the usable cores, up to THREADS_AT_MOST)."""
+    """Fill `out` with the normal values of call number `call`, of mean 0 and standard deviation 1. `threads` (None: the
+    usable cores, up to THREADS_AT_MOST) does not change the values."""
     blocks = range(-(-out.size // BLOCK))
-    if len(blocks) == 1:  # for few values, starting a thread takes longer than drawing
+    if len(blocks) == 1:  # for so few values, starting threads takes longer than drawing
         _draw_block(seed, call, 0, out)
         return
     with ThreadPoolExecutor(threads or min(usable_cores(), THREADS_AT_MOST)) as pool:
@@ -424,7 +430,7 @@ def _fill(
     generator: Any = None,
     threads: int | None = None,
 ) -> torch.Tensor:
-    """Do the work of `normal_`, ignoring the caller's generator."""
+    """Fill a tensor with the normal values of call number `call`, as `normal_` would. `generator` is ignored."""
     if tensor.is_meta:
         return tensor
     values = torch.empty(tensor.numel(), dtype=torch.float32)

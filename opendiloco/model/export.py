@@ -1,5 +1,5 @@
-"""The export of a finished model: a folder that transformers loads, with a card that names its run, its loss and the
-commands to export it again."""
+"""The export of a run's model: a folder that transformers loads, with a card that names the run, the loss and the
+commands to export the model again."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Dtype = Literal["float32", "bfloat16"]
 def export_model(
     model: Any, tokenizer: Tokenizer, folder: Path, config: RunConfig, facts: RunFacts, dtype: Dtype = "float32"
 ) -> None:
-    """Write weights (safetensors), config, generation config, tokenizer and model card into a new or empty folder.
-    Raises: MachineError if the folder is not empty or cannot be written."""
+    """Write a model's weights (safetensors), config, generation config, tokenizer and model card to a new or empty
+    folder. Raises: MachineError if the folder is not empty or cannot be written."""
     remedy = "Give a new folder on a disk with space, e.g. --out model-2/."
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def export_model(
             raise MachineError(f"{folder} is not empty.", remedy)
         with _rounded_to(dtype, model):
             model.save_pretrained(folder)
-        mode = S_IMODE((folder / CONFIG).stat().st_mode)  # safetensors makes weights readable only by their owner
+        mode = S_IMODE((folder / CONFIG).stat().st_mode)  # safetensors makes its files readable only by their owner
         for path in folder.glob("*.safetensors"):
             path.chmod(mode)
         tokenizer.pretrained().save_pretrained(folder)
@@ -47,7 +47,7 @@ def export_model(
 
 @contextmanager
 def _rounded_to(dtype: Dtype, model: Any) -> Iterator[None]:
-    """Round a model's parameters to a type within the context, then restore them. Buffers do not change."""
+    """Round a model's parameters to `dtype` within the context, and restore them afterwards. Buffers do not change."""
     import torch
 
     parameters = [parameter for parameter in model.parameters() if parameter.dtype != getattr(torch, dtype)]
@@ -58,7 +58,7 @@ def _rounded_to(dtype: Dtype, model: Any) -> Iterator[None]:
             parameter.data = parameter.data.to(getattr(torch, dtype))
         yield
     finally:
-        model.config.dtype = config_dtype  # `save_pretrained` has changed it
+        model.config.dtype = config_dtype  # `save_pretrained` has changed this setting
         for parameter, values in zip(parameters, own, strict=True):
             parameter.data = values
 
@@ -77,7 +77,8 @@ MARKS = "`|<>"
 
 
 class CurvePoint(BaseModel):
-    """The held-out loss of theta after an outer step; `tokens` are those trained until then, None if not known."""
+    """The held-out loss of theta after an outer step, in nats per token; `tokens` is the number trained by all peers up
+    to that step, None if unknown."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -87,7 +88,7 @@ class CurvePoint(BaseModel):
 
 
 class RunFacts(BaseModel):
-    """The facts in the model card about the run that made the model.
+    """The facts about a run that the card of its exported model states.
 
     `held_out_loss` is None where the text was not read. `peers` took part in the last outer step; `contributors` counts
     the peers that are known to have contributed, all of them if `knows_all`. `sources` are those of the manifest
@@ -113,7 +114,7 @@ class RunFacts(BaseModel):
 
 
 def _model_card(config: RunConfig, facts: RunFacts, dtype: str = "float32") -> str:
-    """Return the README of an exported model."""
+    """Return the model card, the README.md of an exported model."""
     about = config.about
     loss = "not measured" if facts.held_out_loss is None else f"{facts.held_out_loss:.4f} nats per token"
     bits = "" if facts.bits_per_byte is None else f", {facts.bits_per_byte:.4f} bits per byte"
@@ -151,22 +152,23 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 
 
 def _licence(licence: str) -> str:
-    """Return a licence as a quoted YAML string, because it is untrusted text."""
+    """Return a licence as a quoted YAML string without special characters, because a manifest is untrusted."""
     return json.dumps(_plain(licence))
 
 
 def _about(about: AboutSection) -> str:
-    """Return the organiser's description of the run as paragraphs."""
+    """Return the organiser's description of the run, the contact and the link, as Markdown paragraphs."""
     paragraphs = [about.description, about.contact and f"Contact: {about.contact}", about.link]
     return "".join(f"{_plain(words)}\n\n" for words in paragraphs if words)
 
 
 def _curve(facts: RunFacts) -> str:
-    """Return the curve as a table; empty with less than two points."""
+    """Return the curve of held-out losses as a Markdown section with a table; an empty string for fewer than two
+    points."""
     points = facts.curve
     if len(points) < 2:
         return ""
-    shown = min(len(points), ROWS)  # the first and the last among them
+    shown = min(len(points), ROWS)  # rows in the table, which include the first and the last point
     rows = [
         f"| {point.outer_step} | {'' if point.tokens is None else f'{point.tokens:,}'} | {point.loss:.4f} |"
         for point in (points[place * (len(points) - 1) // (shown - 1)] for place in range(shown))
@@ -216,7 +218,7 @@ def _name(source: SourceSection) -> str:
 
 
 def _plain(words: str) -> str:
-    """Return untrusted words without characters that Markdown or HTML would interpret."""
+    """Return untrusted text without characters that Markdown or HTML would interpret."""
     return printable(words).translate(dict.fromkeys(map(ord, MARKS)))
 
 

@@ -13,7 +13,7 @@ from opendiloco.alignment import next_fragment
 
 @dataclass(frozen=True)
 class Parameter:
-    """One trainable parameter: values offset … offset + size - 1 of the flat vector, row-major."""
+    """One trainable parameter: the values from `offset` to offset + size - 1 of the flat vector, row by row."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,14 +29,15 @@ class Parameter:
 
 
 class Layout:
-    """The model's trainable parameters, in the model's order; tied weights appear once.
+    """The places of a model's trainable parameters in a flat vector, in the model's order. Tied weights have one place.
 
     The parameters of a fragment are contiguous. Between two fragments there may be up to `ALIGNMENT` - 1 values of
     padding, which belong to no fragment: they are zero in theta and momentum, and payloads do not contain them.
     """
 
     def __init__(self, shapes: Sequence[tuple[str, tuple[int, ...]]], fragment_of: Sequence[int] | None = None) -> None:
-        """`fragment_of` is the fragment of each parameter: 0, 1, … without gaps. The default is a single fragment."""
+        """Create the layout of parameters with these names and shapes. `fragment_of` is the number of each parameter's
+        fragment: 0, 1, … without gaps; by default, all parameters are in fragment 0."""
         self.fragment_of = tuple(fragment_of or [0] * len(shapes))
         places: dict[int, Parameter] = {}
         fragments: list[slice] = []
@@ -55,17 +56,17 @@ class Layout:
 
     @property
     def parameter_count(self) -> int:
-        """The number of trained values."""
+        """The number of trained values, without padding."""
         return sum(parameter.size for parameter in self)
 
     def part(self, names: Container[str]) -> Self:
-        """Return the layout of these parameters only, at the same places."""
+        """Return a layout of only the parameters with these names, at the same places in the flat vector."""
         part = copy(self)
         part._parameters = [parameter for parameter in self if parameter.name in names]
         return part
 
     def fragment(self, number: int) -> Self:
-        """Return the layout of one fragment's parameters only, at the same places."""
+        """Return a layout of only the parameters in fragment `number`, at the same places in the flat vector."""
         whole = self.fragments[number]
         return self.part({each.name for each in self if whole.start <= each.offset < whole.stop})
 

@@ -48,7 +48,7 @@ def window_loss(
     compiled: CompiledLoss | None = None,
 ) -> torch.Tensor:
     """Return the mean cross-entropy, in nats per token, of predicting tokens 1 … L of each window from the tokens
-    before.
+    before them.
 
     `windows` has shape (batch, L + 1). With `end`, documents are kept apart, and the mean is over the tokens that are
     predicted within a document. `z_loss` is the weight of an added mean of log(sum(exp(logits)))²; `router_loss` is the
@@ -70,8 +70,8 @@ def window_loss(
 def _summed_loss(
     logits: torch.Tensor, targets: torch.Tensor, z_loss: float, changes: tuple[Change, ...] = ()
 ) -> torch.Tensor:
-    """Return the sum of the losses of all targets that are not ignored, computed in fp32 from the logits after
-    `changes`."""
+    """Return the sum of the cross-entropies of all targets except `IGNORED`, plus the z-loss, in fp32. The model's own
+    `changes` are applied to the logits first."""
     for operation, numbers in changes:
         logits = operation(logits, *numbers)
     values = logits.float()
@@ -82,7 +82,7 @@ def _summed_loss(
 
 
 def router_loss_weight(model: Any) -> float:
-    """Return the weight of the routers' loss in training, from the configuration of a mixture of experts.
+    """Return the weight of a mixture of experts' router loss in training, from the model's configuration.
 
     transformers computes that loss on request, but adds it only to a loss that it computes itself. The weight is 0 for
     other models, and for mixtures whose routers are balanced without a loss.
@@ -92,15 +92,16 @@ def router_loss_weight(model: Any) -> float:
 
 
 def predicted_tokens(windows: NDArray[np.int64], end: int | None = None) -> int:
-    """Return the number of tokens over which `window_loss` takes the mean; at least 1."""
+    """Return the number of tokens over which `window_loss` takes the mean, at least 1. `end` is the id that ends
+    documents, if these are kept apart."""
     inputs = windows[:, :-1]
     return inputs.size if end is None else max(1, int((inputs != end).sum()))
 
 
 @contextmanager
 def packing_known(is_packed: bool) -> Iterator[None]:
-    """Within the context, let transformers' models use `is_packed` instead of checking each batch, and skip their check
-    for padding. Their own checks make the host wait until the device has finished all its queued work."""
+    """Make transformers' models take `is_packed` as given within the context, and skip their checks of each batch for
+    packing and padding. Those checks make the host wait until the device has finished its queued work."""
     _patch_transformers()
     before = _known.set(is_packed)
     try:
@@ -111,7 +112,8 @@ def packing_known(is_packed: bool) -> Iterator[None]:
 
 @cache
 def _patch_transformers() -> None:
-    """Make transformers read `_known` before its own checks, if its version has them, for the life of the process."""
+    """Make transformers read `_known` before its own checks, if its version has such checks, for the life of the
+    process."""
     masks, models = (importlib.import_module(f"transformers.{name}") for name in ("masking_utils", "modeling_utils"))
     find: Callable[[torch.Tensor], torch.Tensor | None] | None = getattr(masks, FINDS_DOCUMENTS, None)
     warn: Callable[..., None] | None = getattr(models.PreTrainedModel, WARNS_OF_PADDING, None)
@@ -127,7 +129,8 @@ def _patch_transformers() -> None:
 
 
 def _documents(positions: torch.Tensor, find: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the number of each token's document in its window; None if each window has one document."""
+    """Return the index of each token's document in its window; None if each window has one document. `find` is
+    transformers' own check, called only if `_known` is None."""
     is_packed = _known.get()
     if is_packed is None:
         return find(positions)
@@ -138,8 +141,8 @@ def _documents(positions: torch.Tensor, find: Callable[[torch.Tensor], torch.Ten
 
 
 def _document_positions(inputs: torch.Tensor, end: int) -> torch.Tensor:
-    """Return each token's position in its document, or in the part of it that the window has. Same shape as
-    `inputs`."""
+    """Return each token's position in its document, counted from the window's beginning or from the last id `end`, in
+    the shape of `inputs`."""
     places = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     begins = torch.zeros_like(inputs, dtype=torch.bool)
     begins[:, 1:] = inputs[:, :-1] == end
@@ -148,12 +151,12 @@ def _document_positions(inputs: torch.Tensor, end: int) -> torch.Tensor:
 
 @torch.no_grad()
 def check_document_mask(model: Any) -> None:
-    """Check that the model keeps documents apart when positions restart; not every architecture does. Raises:
-    ManifestError if a document's logits depend on the document before."""
+    """Raise ManifestError if a document's logits depend on the document before it in the window although positions
+    restart. Some architectures of transformers do not keep documents apart."""
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
     ids = torch.arange(6, device=device) % model.config.vocab_size
-    packed = torch.stack([ids, torch.cat([ids.flip(0)[:3], ids[3:]])])  # both windows have the same second document
+    packed = torch.stack([ids, torch.cat([ids.flip(0)[:3], ids[3:]])])  # windows that differ in the first document
     positions = (torch.arange(6, device=device) % 3).expand(2, -1)
     first, second = model(input_ids=packed, position_ids=positions, use_cache=False).logits[:, 3:].float()
     model.train(was_training)
@@ -165,7 +168,7 @@ def check_document_mask(model: Any) -> None:
         )
 
 
-# Pieces ---------------------------------------------------------------------------------------------------------------
+# Loss in pieces -------------------------------------------------------------------------------------------------------
 # The loss of many positions, without the logits of all of them in memory.
 #
 # A vocabulary is much wider than a model's hidden states, so the logits of all positions would fill a device's memory.
@@ -179,21 +182,21 @@ LOGITS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Most logits of a piece, by device. Each piece reads and writes the gradient of the head's weight once. That is slow
 compared with the rest of a GPU's work, so its pieces are larger, if they fit its memory."""
 LEAST_LOGITS = 1 << 24
-"""Logits of a piece on a GPU with little free memory."""
+"""Least logits of a piece, for a GPU with little free memory."""
 ONE_BY_ONE = (torch.Tensor.mul, torch.Tensor.div, torch.Tensor.float, torch.Tensor.tanh, torch.tanh)
 """Operations that models apply to logits: scaling (cohere, granite) and soft-capping (gemma2)."""
 
 Change = tuple[Callable[..., torch.Tensor], tuple[float, ...]]
-"""One of these operations, and its numeric arguments beside the logits."""
+"""An operation in `ONE_BY_ONE`, and its numeric arguments after the logits."""
 
 _most: ContextVar[int] = ContextVar("_most", default=sys.maxsize)
 _without_pieces: WeakSet[Any] = WeakSet()
-"""Models whose head cannot be skipped."""
+"""Models that need the logits of all positions at once, because `_head_skipped` does not work with them."""
 
 
 class CompiledLoss:
-    """The loss of logits, compiled by torch.compile: few passes over them, instead of one for each operation. After a
-    first failure, the loss is computed without compilation."""
+    """The loss of logits, compiled by torch.compile, which makes fewer passes over the logits. After the first failure
+    of the compiler, the loss is computed without compilation."""
 
     def __init__(self) -> None:
         self.compute: Callable[..., torch.Tensor] = torch.compile(_summed_loss)
@@ -203,7 +206,8 @@ class CompiledLoss:
 
     @contextmanager
     def tried(self) -> Iterator[None]:
-        """Within the context, also compute gradients where none are needed, so that everything is compiled."""
+        """Compute gradients within the context even where the caller needs none, so that the compiler compiles them in
+        advance."""
         self.is_tried = True
         try:
             yield
@@ -211,7 +215,8 @@ class CompiledLoss:
             self.is_tried = False
 
     def give_up(self, error: Exception) -> None:
-        """Stop using the compiled loss. Raises: torch.OutOfMemoryError, which is not the compiler's fault."""
+        """Stop using the compiled loss because of `error`. Raises: torch.OutOfMemoryError if `error` is one, because
+        that is not the compiler's fault."""
         if isinstance(error, torch.OutOfMemoryError):
             raise error
         self.error = error
@@ -219,13 +224,14 @@ class CompiledLoss:
             self.say_why_not()
 
     def say_why_not(self) -> None:
-        """Report the reason why compilation was given up, if it was."""
+        """Report as a stage why the compiled loss is not used, if compilation has failed."""
         if self.error is not None:
             at_stage(f"{NOT_COMPILING_THE_LOSS}: {first_line(self.error)}")
 
 
 class _LogitsLoss(NamedTuple):
-    """The summed loss of logits, of shape (positions, vocabulary), after the model's own `changes` to them."""
+    """A function from logits of shape (positions, vocabulary) to their summed loss, after the model's own `changes` of
+    the logits."""
 
     z_loss: float
     compiled: CompiledLoss | None
@@ -233,7 +239,7 @@ class _LogitsLoss(NamedTuple):
 
     @property
     def in_use(self) -> CompiledLoss | None:
-        """The compiled loss; None if there is none, or it was given up."""
+        """The compiled loss; None if the caller gave none, or its compilation has failed."""
         return None if self.compiled is None or self.compiled.error is not None else self.compiled
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -242,8 +248,8 @@ class _LogitsLoss(NamedTuple):
     def with_slope(
         self, logits: Callable[[], torch.Tensor], targets: torch.Tensor, scale: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss of the logits that the call `logits` computes, and `scale` times its gradient with respect to
-        them."""
+        """Return the summed loss of the logits that `logits()` returns, and `scale` times the loss's gradient with
+        respect to them."""
         if (compiled := self.in_use) is not None:
             try:
                 return self._with_slope(compiled.compute, logits, targets, scale)
@@ -260,7 +266,7 @@ class _LogitsLoss(NamedTuple):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.enable_grad():
             logits = logits_of()
-            edge = get_gradient_edge(logits)  # gives their gradient after the logits are freed
+            edge = get_gradient_edge(logits)  # allows the gradient of the logits after these are freed
             value = compute(logits, targets, self.z_loss, self.changes)
         del logits
         return value.detach(), torch.autograd.grad(value, edge, scale)[0]
@@ -275,7 +281,7 @@ def _model_and_loss(
     There is one target for each position. A sharded model keeps its head whole until the backward pass.
     """
     flat, head = targets.flatten(), _linear_head(model)
-    count = (flat != IGNORED).sum().clamp(min=1)  # a batch may have only empty documents
+    count = (flat != IGNORED).sum().clamp(min=1)  # at least 1, because a batch may have only empty documents
     compiled = loss.in_use
     if head is not None and (compiled is not None or flat.numel() > positions_at_once(head.out_features, flat.device)):
         with _head_skipped(head) as calls:
@@ -286,7 +292,7 @@ def _model_and_loss(
             changed = loss._replace(changes=tuple(calls[0].changes))
             pieces = hidden, head.weight, head.bias, flat, count, changed, learns, slope
             return output, _LossByPieces.apply(*pieces)  # type: ignore[no-untyped-call]
-        _give_up_pieces(model)  # its output is of hidden states, so it runs again
+        _give_up_pieces(model)  # `output` has hidden states for logits, so the model runs again
     output = model(**inputs)
     logits = output.logits.flatten(0, 1)
     if len(logits) > positions_at_once(logits.shape[-1], flat.device):
@@ -301,26 +307,26 @@ def _give_up_pieces(model: Any) -> None:
 
 
 def positions_at_once(vocabulary: int, device: torch.device) -> int:
-    """Return the most positions in a piece."""
-    at_once = LOGITS_AT_ONCE.get(device.type, LOGITS_AT_ONCE["cpu"])  # a library user's loop may train on any device
+    """Return the most positions whose logits are computed at once, in one piece."""
+    at_once = LOGITS_AT_ONCE.get(device.type, LOGITS_AT_ONCE["cpu"])  # other device types: only in a user's own loop
     return min(max(1, at_once // vocabulary), _most.get())
 
 
 def fitting_logits(device: torch.device, room: int) -> int:
-    """Return the logits of a piece that fit into `room` bytes of a device: a power of two, and at least
+    """Return the number of logits in a piece that fits into `room` bytes of a device: a power of two, at least
     LEAST_LOGITS."""
     fitting: int = 1 << max(1, room // LOGIT_BYTES).bit_length() - 1
     return min(max(LEAST_LOGITS, fitting), LOGITS_AT_ONCE[device.type])
 
 
 def limit_logits(device: torch.device, logits: int) -> None:
-    """Limit the logits of a piece on this type of device, for the life of the process."""
+    """Set the most logits in a piece on devices of this type, for the life of the process."""
     LOGITS_AT_ONCE[device.type] = logits
 
 
 @contextmanager
 def in_pieces_of(positions: int) -> Iterator[None]:
-    """Limit the positions of a piece within the context."""
+    """Limit the positions in a piece to `positions` within the context."""
     before = _most.set(positions)
     try:
         yield
@@ -329,7 +335,7 @@ def in_pieces_of(positions: int) -> Iterator[None]:
 
 
 def _linear_head(model: Any) -> torch.nn.Linear | None:
-    """Return the layer that computes logits from hidden states; None unless it is a plain torch.nn.Linear."""
+    """Return the model's layer that computes logits from hidden states; None unless it is a plain torch.nn.Linear."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if isinstance(head, torch.nn.Linear) and type(head).forward is torch.nn.Linear.forward:
         return None if model in _without_pieces else head
@@ -338,8 +344,8 @@ def _linear_head(model: Any) -> torch.nn.Linear | None:
 
 @contextmanager
 def _head_skipped(head: torch.nn.Linear) -> Iterator[list[_LogitsRecord]]:
-    """Within the context, let the head return its input, the hidden states, in place of logits. Each call of the head
-    yields a record of the model's later operations on that result, which are then applied to the real logits."""
+    """Make the head return its input, the hidden states, in place of logits within the context. For each call of the
+    head, the yielded list gets a record of the model's later operations on the result."""
     calls: list[_LogitsRecord] = []
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
@@ -354,8 +360,8 @@ def _head_skipped(head: torch.nn.Linear) -> Iterator[list[_LogitsRecord]]:
 
 
 class _LogitsRecord(TorchFunctionMode):
-    """A record of a model's operations on hidden states that stand for logits. It records them instead of running
-    them."""
+    """A record of a model's operations on hidden states that are in the place of logits. The operations are recorded
+    instead of being run."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
@@ -363,7 +369,8 @@ class _LogitsRecord(TorchFunctionMode):
         self.changes: list[Change] = []
 
     def stand_for(self, logits: torch.Tensor) -> bool:
-        """Return True if the model returned these hidden states as its logits, after recorded operations only."""
+        """Return True if `logits`, as the model returned them, are the recorded hidden states, unchanged by other
+        operations."""
         return logits is self.hidden and logits._version == self.version
 
     def __torch_function__(
@@ -378,7 +385,8 @@ class _LogitsRecord(TorchFunctionMode):
 
 
 def _without_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the base of a tensor that views all of it, else the tensor: FSDP2 warns of models that return views."""
+    """Return the base tensor if `tensor` is a view of all of it, else `tensor`. FSDP2 warns of models that return
+    views."""
     base = tensor._base
     is_same = base is not None and (base.shape, base.stride()) == (tensor.shape, tensor.stride())
     return base if base is not None and is_same and base.data_ptr() == tensor.data_ptr() else tensor
@@ -386,7 +394,8 @@ def _without_view(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def with_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace a module's forward method within the context. An own one, such as a compiled one, is restored."""
+    """Replace a module's forward method within the context. A forward method of the instance, such as a compiled one,
+    is restored afterwards."""
     before = vars(module).get("forward")
     module.forward = forward
     try:
@@ -398,8 +407,8 @@ def with_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 class _LossByPieces(torch.autograd.Function):
-    """The mean loss of hidden states over `count` targets. The forward pass also computes its gradients; the backward
-    pass only multiplies them, unless they already include the slope."""
+    """The mean loss of hidden states over `count` targets, computed in pieces. The forward pass also computes the
+    gradients; the backward pass multiplies them by the slope, unless the gradients already include the slope."""
 
     @staticmethod
     def forward(
@@ -451,15 +460,16 @@ class _LossByPieces(torch.autograd.Function):
 
 
 class _Gradient(NamedTuple):
-    """The gradients with respect to the hidden states, and to the head's weight and bias, if needed. The latter two are
-    sums over pieces in fp32: bf16 sums of many pieces would lose most of each piece."""
+    """The gradients with respect to the hidden states, and to the head's weight and bias; None if not needed. The last
+    two are sums over pieces in fp32, because sums in bf16 would lose most of each piece."""
 
     by_hidden: torch.Tensor | None
     by_weight: torch.Tensor | None
     by_bias: torch.Tensor | None
 
     def add(self, piece: slice, slope: torch.Tensor, states: torch.Tensor, matrix: torch.Tensor) -> None:
-        """Add a piece, given the gradient with respect to its logits."""
+        """Add the gradients of one piece: `slope` is the gradient with respect to its logits, `states` are its hidden
+        states, and `matrix` is the head's weight."""
         if self.by_hidden is not None:
             self.by_hidden[piece] = slope @ matrix
         if self.by_weight is not None:
@@ -469,20 +479,20 @@ class _Gradient(NamedTuple):
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add a matrix product to a sum in fp32. If torch supports it, the product is not rounded to the matrices' dtype
-    before."""
+    """Add the matrix product `left` @ `right` to the fp32 tensor `total`. If torch supports that, the product is not
+    rounded to the dtype of `left` first."""
     if left.dtype != total.dtype and _multiplies_into_fp32(left.device, left.dtype):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     elif left.dtype == total.dtype or left.device.type == "cpu":
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
-    else:  # an older torch, in which a product in fp32 is many times slower on a GPU
+    else:  # an older torch, whose product in fp32 is many times slower on a GPU
         total.add_(left @ right)
 
 
 @cache
 def _multiplies_into_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if torch can add products of this dtype to an fp32 tensor on the device: from torch 2.10 on, on CUDA
-    only."""
+    """Return True if torch can add a product of matrices of this dtype to an fp32 tensor on the device: from torch 2.10
+    on, only on CUDA."""
     total, one = torch.zeros(8, 8, device=device), torch.zeros(8, 8, dtype=dtype, device=device)
     try:
         torch.addmm(total, one, one, out_dtype=total.dtype, out=total)
@@ -492,8 +502,8 @@ def _multiplies_into_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _loss_of_whole(logits: torch.Tensor, targets: torch.Tensor, loss: _LogitsLoss) -> torch.Tensor:
-    """Return the summed loss of existing logits. The softmax of many logits is computed in pieces, and again in the
-    backward pass, because in fp32 it needs twice their memory."""
+    """Return the summed loss of logits that are all in memory. Many logits are processed in pieces, again in the
+    backward pass, because their softmax in fp32 would need twice their memory."""
     rows = positions_at_once(logits.shape[-1], logits.device)
     if len(targets) <= rows:
         return loss(logits, targets)

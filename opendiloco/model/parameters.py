@@ -19,18 +19,18 @@ PLAIN = StreamingSection()
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the trained parameters by name; tied ones once."""
+    """Return the model's trained parameters by name. Tied parameters occur once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def is_all_trained(model: torch.nn.Module) -> bool:
-    """Return True if all parameters of the model are trained, so that theta has them all."""
+    """Return True if all parameters of the model are trained, so that theta contains all of them."""
     return all(parameter.requires_grad for parameter in model.parameters())
 
 
 def multiplied_weights(model: Any) -> int:
-    """Return the number of trained weights that are multiplied with each token: those of matrices, without embeddings
-    that are only looked up. A tied embedding is also the head's matrix, and counts once."""
+    """Return the number of trained weights by which each token is multiplied: those of matrices, except embeddings that
+    are only looked up. An embedding that is tied to the head counts once."""
     head = model.get_output_embeddings()
     looked_up = {
         id(module.weight)
@@ -42,8 +42,8 @@ def multiplied_weights(model: Any) -> int:
 
 
 def layout_of(model: torch.nn.Module, streaming: StreamingSection = PLAIN) -> Layout:
-    """Return the model's trainable parameters as a `Layout`, in the run's fragments. Raises: ManifestError if the
-    fragments' sizes differ from the run's; see also `_assign_fragments`."""
+    """Return the layout of the model's trainable parameters in the run's fragments. Raises: ManifestError if the
+    fragments' sizes differ from those in the run's settings, or as `_assign_fragments` does."""
     trained = trainable(model)
     shapes = [(name, tuple(parameter.shape)) for name, parameter in trained.items()]
     layout = Layout(shapes, _assign_fragments(model, trained, streaming))
@@ -57,8 +57,8 @@ def layout_of(model: torch.nn.Module, streaming: StreamingSection = PLAIN) -> La
 
 
 def transformer_blocks(model: Any) -> list[Any]:
-    """Return the model's transformer blocks: the members of its lists of layers that transformers would not split
-    between devices. The result is the same after sharding, which replaces each block's class by a subclass."""
+    """Return the model's transformer blocks: the members of its module lists that transformers would not split between
+    devices. Sharding, which replaces each block's class by a subclass, does not change the result."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     return [block for blocks in lists for block in blocks if names & {kind.__name__ for kind in type(block).__mro__}]
@@ -87,7 +87,8 @@ def transformer_blocks(model: Any) -> list[Any]:
 def _assign_fragments(
     model: torch.nn.Module, trained: Mapping[str, torch.nn.Parameter], streaming: StreamingSection
 ) -> tuple[int, ...]:
-    """Return the fragment of each trained parameter. Raises: ManifestError if the model has no blocks."""
+    """Return the fragment's number for each trained parameter. Raises: ManifestError if the settings ask for fragments
+    and the model has no blocks."""
     layers, parameters = streaming.layers_per_fragment, list(trained.values())
     if layers is None:
         return (0,) * len(parameters)
@@ -114,7 +115,8 @@ def _assign_fragments(
 
 
 def _balanced(sizes: Sequence[int], fragments: int) -> list[int]:
-    """Deal tensors to fragments, the largest first, each to the smallest fragment; the model's order breaks ties."""
+    """Return a fragment's number for each tensor: the largest tensor first, each tensor goes to the fragment that is
+    smallest so far. Tensors of one size keep the model's order."""
     filled, numbers = [0] * fragments, [0] * len(sizes)
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
         numbers[place] = filled.index(min(filled))
@@ -123,12 +125,12 @@ def _balanced(sizes: Sequence[int], fragments: int) -> list[int]:
 
 
 def _numbered(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Renumber fragments without gaps, in the same order."""
+    """Return the fragment numbers, renumbered 0, 1, 2, … in the same order."""
     present = sorted(set(numbers))
     return tuple(present.index(number) for number in numbers)
 
 
-# Shards ---------------------------------------------------------------------------------------------------------------
+# Each worker's part of the parameters ---------------------------------------------------------------------------------
 # Each worker's part of the parameters, and copies between it and flat vectors.
 #
 # FSDP2 cuts tensors along their first dimension, as `torch.chunk` does. So a worker's part of a parameter is one
@@ -140,8 +142,9 @@ STAGED_VALUES = 2**24
 
 
 class Shards:
-    """The parts of all parameters that worker `rank` of `workers` has. With a `staging` buffer (fp32, one dimension),
-    values pass through it between a GPU and unpinned memory, because direct copies are slow."""
+    """The parts of all parameters that worker `rank` of `workers` stores. With a `staging` buffer (fp32, one
+    dimension), values are copied through that buffer between a GPU and unpinned memory, because direct copies are
+    slow."""
 
     def __init__(self, layout: Layout, rank: int = 0, workers: int = 1, staging: torch.Tensor | None = None) -> None:
         self._layout = layout
@@ -150,11 +153,11 @@ class Shards:
         self._workers = workers
 
     def of(self, layout: Layout) -> Shards:
-        """Return the same worker's parts of other tensors."""
+        """Return the parts that the same worker stores of the parameters in another layout."""
         return Shards(layout, self.rank, self._workers, self.staging)
 
     def slice_of(self, parameter: Parameter) -> slice:
-        """Return the slice of this worker's part in a flat vector; it may be empty."""
+        """Return the slice of the flat vector that is this worker's part of a parameter; the slice may be empty."""
         if self._workers == 1:
             return parameter.slice
         rows = shard_rows(parameter.shape[0], self.rank, self._workers)
@@ -162,27 +165,28 @@ class Shards:
         return slice(parameter.offset + rows.start * row_size, parameter.offset + rows.stop * row_size)
 
     def slices(self) -> list[slice]:
-        """Return the slices of this worker's parts of all parameters in a flat vector."""
+        """Return, for each parameter, the slice of the flat vector that is this worker's part."""
         return [self.slice_of(parameter) for parameter in self._layout]
 
     @torch.no_grad()
     def load(self, flat: Vector, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy from a flat vector into tensors with the parameters' names and shapes: whole tensors, or this worker's
-        DTensors."""
+        """Copy this worker's parts of a flat vector into tensors with the parameters' names and shapes: whole tensors,
+        or DTensors."""
         with self._stage_for(flat) as stage:
             for values, own in self._pairs(flat, tensors):
                 own.copy_(values if stage is None else stage[: len(values)].copy_(values), non_blocking=stage is None)
 
     @torch.no_grad()
     def store(self, tensors: Mapping[str, torch.Tensor], flat: Vector) -> None:
-        """Copy this worker's parts of the tensors into the flat vector."""
+        """Copy this worker's parts of tensors, which are given by parameter name, into a flat vector."""
         with self._stage_for(flat) as stage:
             for values, own in self._pairs(flat, tensors):
                 values.copy_(own if stage is None else stage[: len(values)].copy_(own), non_blocking=stage is None)
 
     @torch.no_grad()
     def merge(self, flat: Vector, tensors: Mapping[str, torch.Tensor], alpha: float) -> None:
-        """Merge the flat vector into the tensors, which keep a share of `alpha`, as `merge` does."""
+        """Set the tensors to alpha * tensors + (1 - alpha) * flat, in this worker's parts, as the function `merge`
+        does."""
         with self._stage_for(flat) as stage:
             for values, own in self._pairs(flat, tensors):
                 staged = values if stage is None else stage[: len(values)].copy_(values)
@@ -190,8 +194,8 @@ class Shards:
 
     @contextmanager
     def _stage_for(self, flat: Vector) -> Iterator[torch.Tensor | None]:
-        """Yield the staging buffer if values must pass through it, else None. Copies are complete when the context
-        ends."""
+        """Yield the staging buffer if copies to or from `flat` must use it, else None. Copies have finished when the
+        context ends."""
         if self.staging is None or not _is_pinned(flat):
             yield self.staging
             return
@@ -201,8 +205,8 @@ class Shards:
             _wait_for_gpu()
 
     def _pairs(self, flat: Vector, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of views, of the vector and of a tensor, with the same shape; none is longer than the staging
-        buffer."""
+        """Yield pairs of views of the same shape, one of the vector and one of a tensor. No view is longer than the
+        staging buffer."""
         for parameter in self._layout:
             values = torch.from_numpy(flat[self.slice_of(parameter)])
             own = local_part(tensors[parameter.name])
@@ -212,18 +216,19 @@ class Shards:
                 yield from zip(values.split(len(self.staging)), own.view(-1).split(len(self.staging)), strict=True)
 
 
-_pinned: list[Vector] = []  # keeps the memory mapped
+_pinned: list[Vector] = []  # references that keep pinned memory mapped
 
 
 def pin(memory: Vector, device: torch.device) -> None:
-    """Pin memory for a GPU for the life of the process. If the driver refuses, values pass through staging buffers."""
+    """Pin memory for copies to a GPU, for the life of the process. If the driver refuses, copies use staging
+    buffers."""
     if device.type != "cuda":
         return
     try:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
         _pinned.append(memory)
     except RuntimeError:
-        with suppress(RuntimeError):  # clears the error, which CUDA would raise again at the next launch
+        with suppress(RuntimeError):  # the launch below clears the error, which a later launch would otherwise raise
             torch.zeros(1, device=device)
 
 
@@ -236,13 +241,14 @@ def _wait_for_gpu() -> None:
 
 
 def shard_rows(rows: int, rank: int, workers: int) -> slice:
-    """Return the rows of worker `rank` as FSDP2 cuts them: the last workers may have fewer rows, or none."""
+    """Return the slice of rows that FSDP2 gives to worker `rank` of a tensor with `rows` rows. The last workers may
+    have fewer rows, or none."""
     share = math.ceil(rows / workers)
     return slice(min(rows, share * rank), min(rows, share * (rank + 1)))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this worker's part of a tensor, in place; the tensor itself if it is not sharded."""
+    """Return this worker's part of a sharded tensor, without a copy; the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -258,8 +264,8 @@ Values = TypeVar("Values", Vector, "torch.Tensor")
 
 
 def merge(local: Values, theta: Values, alpha: float) -> None:
-    """Merge theta into local, in place: fp32 values of one shape, on one device. With alpha = 0 local becomes theta bit
-    for bit, including the signs of zeros; with alpha = 1 it does not change."""
+    """Set `local` to alpha * local + (1 - alpha) * theta, in place, for fp32 values of one shape on one device. With
+    alpha = 0 the result is theta bit for bit, including the signs of zeros; with alpha = 1 `local` does not change."""
     if alpha == 0:
         local[...] = theta
     elif alpha < 1:

@@ -1,4 +1,4 @@
-"""Conditions under which a volunteer pauses. Each checks facts of the machine and gives its reason in words."""
+"""Conditions under which a volunteer pauses. Each checks `Facts` of the machine and states its reason in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from opendiloco.owner.facts import Facts
 
-BUSY_PERCENT, HOT_CELSIUS = 50, 85  # defaults of busy and hot
+BUSY_PERCENT, HOT_CELSIUS = 50, 85  # default limits of the conditions "busy" and "hot"
 PERCENTS, DEGREES = range(1, 100), range(30, 121)
 """Values that the owner may give to busy and hot. With other values the condition would hold always or never."""
 
@@ -30,7 +30,7 @@ class Condition:
 
 
 def parse_hours(text: str) -> Condition:
-    """Return the condition that pauses outside of hours such as 22-07 or 21:30-7:15. Raises: ValueError."""
+    """Return the condition that pauses training outside of hours such as 22-07 or 21:30-7:15. Raises: ValueError."""
     hours = text.strip()
     found = re.fullmatch(r"(\d\d?)(?::(\d\d))?-(\d\d?)(?::(\d\d))?", hours)
     if found is None:

@@ -1,4 +1,4 @@
-"""The control socket of a volunteer: takes one request of the owner a connection, and returns one answer.
+"""The control socket of a volunteer, which answers one request of the owner for each connection.
 
 The socket is a file in the run's folder that only the owner may open. A socket address holds only a short path, so both
 sides name the folder through its descriptor.
@@ -20,12 +20,12 @@ from opendiloco.errors import MachineError
 from peers.values.system import make_private_folder
 
 NAME = "control"
-ANSWER_SECONDS = 5.0  # limit for a request and its answer: a busy volunteer answers late
+ANSWER_SECONDS = 5.0  # most seconds for a request and its answer: a busy volunteer answers late
 LINE_LIMIT = 4096  # most bytes of a request or an answer
 
 
 class OwnerRequest(BaseModel):
-    """A command of the owner. `anyway` resumes the training although conditions to pause hold."""
+    """A command of the owner. `anyway` makes "resume" overrule the conditions that pause the volunteer."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -34,8 +34,8 @@ class OwnerRequest(BaseModel):
 
 
 class VolunteerStatus(BaseModel):
-    """The volunteer's answer. It is paused while there are `reasons`. `month` is the month's traffic and its limits, in
-    words. `initial_peers` are the addresses at which it looks for the run."""
+    """A volunteer's answer to its owner. `reasons` are those for a pause, `month` describes the month's traffic and
+    its limits, and `initial_peers` are the addresses at which the volunteer looks for the run."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -48,10 +48,10 @@ class VolunteerStatus(BaseModel):
 
 @asynccontextmanager
 async def serve_controls(folder: Path, answer: Callable[[OwnerRequest], VolunteerStatus]) -> AsyncIterator[None]:
-    """VolunteerStatus requests until the context ends. Raises: MachineError if the socket cannot be created."""
+    """Answer the owner's requests until the context ends. Raises: MachineError if the socket cannot be created."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, TimeoutError, ValidationError, ValueError):  # the client has gone, or sends garbage
+        with suppress(OSError, TimeoutError, ValidationError, ValueError):  # client disconnected, or invalid request
             async with asyncio.timeout(ANSWER_SECONDS):
                 request = OwnerRequest.model_validate_json(await reader.readline())
                 writer.write(answer(request).model_dump_json().encode() + b"\n")
@@ -62,7 +62,7 @@ async def serve_controls(folder: Path, answer: Callable[[OwnerRequest], Voluntee
     try:
         make_private_folder(folder)
         with _short(folder) as near:
-            path.unlink(missing_ok=True)  # left by a killed process: the lock on the identity excludes a living one
+            path.unlink(missing_ok=True)  # a killed process left the socket; the identity's lock excludes a running one
             listener = socket.socket(socket.AF_UNIX)
             mask = os.umask(0o177)
             try:
@@ -82,7 +82,7 @@ async def serve_controls(folder: Path, answer: Callable[[OwnerRequest], Voluntee
 
 
 def ask(path: Path, request: OwnerRequest) -> VolunteerStatus | None:
-    """Return the answer of the volunteer at this socket; None if no volunteer answers."""
+    """Return the answer of the volunteer at the socket `path`, or None if no volunteer answers."""
     try:
         with _short(path.parent) as near, socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(ANSWER_SECONDS)
@@ -95,14 +95,14 @@ def ask(path: Path, request: OwnerRequest) -> VolunteerStatus | None:
 
 
 def volunteers(state: Path, run: str | None = None) -> dict[Path, VolunteerStatus]:
-    """Return the answers of all volunteers in a state folder, by socket; with `run`, only those in that run."""
+    """Return the answers of the volunteers in a state folder, by socket path; with `run`, of that run only."""
     answers = {path: ask(path, OwnerRequest(do="look")) for path in sorted(state.glob(f"{run or '*'}/*/{NAME}"))}
     return {path: answer for path, answer in answers.items() if answer is not None}
 
 
 @contextmanager
 def _short(folder: Path) -> Iterator[str]:
-    """Yield a short path of the socket in this folder, valid while the context lasts."""
+    """Yield a short path of the control socket in `folder`, valid until the context ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/{NAME}"

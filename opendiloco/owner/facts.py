@@ -24,7 +24,7 @@ PLAUSIBLE = range(1, 126)
 
 @dataclass(frozen=True)
 class Sensor:
-    """A temperature of the machine. `critical` is the limit that the hardware names, in degrees Celsius."""
+    """A sensor's temperature and the hardware's critical limit for it, in degrees Celsius."""
 
     name: str
     celsius: float
@@ -50,7 +50,7 @@ def read_sensors() -> tuple[Sensor, ...]:
         Sensor(name, reading.current, reading.critical or None)
         for name, readings in psutil.sensors_temperatures().items()
         for reading in readings
-        if -50 < reading.current < 200  # an unconnected sensor reports other numbers
+        if -50 < reading.current < 200  # degrees Celsius; an unconnected sensor reports other numbers
     )
 
 
@@ -66,7 +66,7 @@ def is_on_battery(root: Path = POWER_SUPPLIES) -> bool:
 
 
 def read_gpus() -> tuple[GpuState, ...]:
-    """Return the state of each NVIDIA GPU; nothing without a driver."""
+    """Return the state of each NVIDIA GPU, an empty tuple without a driver."""
     import pynvml
 
     found = []
@@ -136,7 +136,7 @@ class Observer:
         self._before: tuple[float, float, float] | None = None
 
     def look(self) -> Facts:
-        """Return the facts. This takes some tens of milliseconds."""
+        """Return the machine's present facts, after some tens of milliseconds."""
         names = (process.info["name"] for process in psutil.process_iter(["name"]))
         return Facts(
             now=datetime.now(),
@@ -174,14 +174,14 @@ def _seconds_of_family() -> float:
     found = 0.0
     me = psutil.Process()
     for process in (me, *me.children(recursive=True)):
-        with suppress(psutil.Error):  # it has ended
+        with suppress(psutil.Error):  # the process has ended
             times = process.cpu_times()
             found += times.user + times.system + times.children_user + times.children_system
     return found
 
 
 def _hottest_of(gpus: Sequence[GpuState]) -> float | None:
-    """Return the temperature of the hottest processor or GPU."""
+    """Return the temperature of the hottest processor or GPU in degrees Celsius, or None if no sensor can be read."""
     read = [sensor.celsius for sensor in read_sensors() if sensor.name in PROCESSORS]
     read += [gpu.celsius for gpu in gpus if gpu.celsius is not None]
     return max((celsius for celsius in read if int(celsius) in PLAUSIBLE), default=None)

@@ -28,14 +28,14 @@ KEEP_SECONDS = 30.0
 PACE_SECONDS = SECONDS_A_DAY
 """Seconds over which the pace is averaged. A whole day includes hours without training, and keeps one download of the
 state from counting as a pace for the month."""
-NEAR = 0.9  # share of a limit above which contributions become smaller at any pace
+NEAR = 0.9  # share of a limit's bytes, once sent, above which contributions become smaller at any pace
 SPENT = 0.98
 """Share of a limit at which the volunteer pauses. The rest is for the round under way, which is finished first."""
 KEPT_MONTHS = 4
 """Months in the file, those counted last. A clock that is wrong for a while adds another month."""
 LEAST_SHARE = 1e-6
 """The smallest share of a contribution's bytes. It selects the thinnest format."""
-DIRECTIONS, MEASURED_AS = ("up", "down"), ("sent", "received")  # for people, and as labels of metrics
+DIRECTIONS, MEASURED_AS = ("up", "down"), ("sent", "received")  # words for people, and labels of metrics
 
 
 _Bytes = Annotated[int, Field(ge=0, le=1 << 63)]
@@ -56,16 +56,16 @@ class _Count(BaseModel):
     pace: tuple[_Rate, _Rate] = (0.0, 0.0)
 
     def in_month(self, now: datetime) -> tuple[int, int]:
-        """Return the bytes sent and received in the present month."""
+        """Return the bytes that the volunteer sent and received in the month of `now`."""
         return self.months.get(_name(now), (0, 0))
 
     def pace_at(self, now: datetime) -> tuple[float, float]:
-        """Return the pace at this time. It decays while there is no traffic."""
+        """Return the paces of sending and receiving at `now` in bytes a second, which decay without traffic."""
         decay = math.exp(-max(now.timestamp() - self.at, 0.0) / PACE_SECONDS)
         return self.pace[0] * decay, self.pace[1] * decay
 
     def and_more(self, more: Sequence[int], now: datetime) -> _Count:
-        """Return the count plus these bytes, sent and received."""
+        """Return a count with `more`, the bytes newly sent and received, added at `now`."""
         moved = [before + new for before, new in zip(self.in_month(now), more, strict=True)]
         pace = [before + new / PACE_SECONDS for before, new in zip(self.pace_at(now), more, strict=True)]
         others = [each for each in self.months.items() if each[0] != _name(now)]
@@ -85,7 +85,7 @@ class _Use:
 
     @property
     def share(self) -> float:
-        """The share of the present pace that fits the limit until the month's end; below 1 the limit is near."""
+        """The share of the present pace, above 0 to 1, that stays within the limit until the month's end."""
         if self.limit is None:
             return 1.0
         left, to_come = self.limit - self.moved, self.foreseen - self.moved
@@ -109,12 +109,12 @@ class MonthlyTraffic:
         limits: tuple[float | None, float | None] = (None, None),
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """`folder` is the volunteer's own. `limits` are bytes a month, up and down; None: no limit."""
+        """`folder` is the volunteer's own. `limits` are bytes a month to send and to receive; None: no limit."""
         self._file, self._limits, self._clock = folder / FILE_NAME, limits, clock
         self._own = _read(self._file)
         self._others = list(self._read_others())
         self._transport: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        self._seen = (0, 0)  # the transport's bytes at the last count
+        self._seen = (0, 0)  # the transport's bytes sent and received at the last count
         self._can_write = True
         self._writing = Lock()
         for direction, limit in zip(MEASURED_AS, limits, strict=True):
@@ -144,7 +144,7 @@ class MonthlyTraffic:
             self._others = await asyncio.to_thread(lambda: list(self._read_others()))
 
     def _count(self) -> None:
-        """Add the transport's traffic since the last count."""
+        """Add the transport's traffic since the last call to the volunteer's own count."""
         moved = self._transport()
         more = [after - before for after, before in zip(moved, self._seen, strict=True)]
         self._seen = moved
@@ -152,7 +152,7 @@ class MonthlyTraffic:
             self._own = self._own.and_more(more, self._clock())
 
     def _keep(self, count: _Count) -> None:
-        """Write a count to the file, unless it is empty."""
+        """Write `count` to the volunteer's file, unless the count has no months."""
         if not count.months:
             return
         try:
@@ -176,7 +176,7 @@ class MonthlyTraffic:
 
     # Limits -----------------------------------------------------------------------------------------------------------
     def uses(self) -> tuple[_Use, ...]:
-        """Return the traffic of the uplink and of the downlink in the present month."""
+        """Return the present month's traffic of all volunteers: the upload, then the download."""
         self._count()
         now, found = self._clock(), list[_Use]()
         seconds = (_end_of_month(now) - now).total_seconds()
@@ -189,11 +189,11 @@ class MonthlyTraffic:
         return tuple(found)
 
     def share(self) -> float:
-        """Return the share of a full contribution's bytes that the upload limit leaves; 1: all."""
+        """Return the share of a full contribution's bytes that the upload limit allows, 1 without a limit."""
         return self.uses()[0].share
 
     def lines(self) -> list[str]:
-        """Return the month's traffic in words, and a line if a limit is near; nothing without limits."""
+        """Return lines about the month's traffic and a near upload limit; an empty list without limits."""
         if not any(self._limits):
             return []
         up, down = self.uses()
@@ -205,7 +205,7 @@ class MonthlyTraffic:
         return lines
 
     def conditions(self) -> tuple[Condition, ...]:
-        """Return a condition to pause for each limit. It holds when the limit is spent."""
+        """Return for each limit a condition that pauses the volunteer at the share `SPENT` of the limit."""
 
         def condition(place: int, limit: float) -> Condition:
             def reason(_: object) -> str | None:
@@ -219,7 +219,7 @@ class MonthlyTraffic:
 
 
 def _read(path: Path, level: int = logging.WARNING) -> _Count:
-    """Return the count in a file; an empty count if there is none."""
+    """Return the count in a volunteer's file, or an empty count if the file is missing or unreadable."""
     try:
         return _Count.model_validate_json(path.read_bytes())
     except FileNotFoundError:

@@ -41,7 +41,7 @@ AWAY = "away"
 
 
 def how_to_go_on(reasons: Sequence[str]) -> str:
-    """Return the command that ends a pause for these reasons."""
+    """Return the command that ends a pause for `reasons`, as text for the owner."""
     return "`diloco-peer resume` goes on" if set(reasons) <= {ASKED} else "`diloco-peer resume --anyway` goes on anyway"
 
 
@@ -64,7 +64,7 @@ class _OwnerRequests:
 
     @property
     def is_long(self) -> bool:
-        """True if a condition that holds is marked as long: the pause outlasts the grace of the others."""
+        """True if a condition in force is marked as long: its pause outlasts the grace of the other peers."""
         holding = self._held.keys() - self._overruled
         return any(condition.is_long for condition in self.conditions if condition.name in holding)
 
@@ -92,17 +92,17 @@ class _OwnerRequests:
 
 
 class _Volunteer(Protocol):
-    """A volunteer, as far as the owner controls it."""
+    """The part of a volunteer that `OwnersWatch` uses."""
 
     @property
     def outer_step(self) -> int: ...
     @property
     def is_at_work(self) -> bool: ...
     def hold(self, held: bool) -> None:
-        """Pause the training, or go on."""
+        """Pause the training if `held`, else resume the training."""
 
     def leave(self) -> None:
-        """Leave the run, with a farewell to the others."""
+        """Send the other peers a farewell and leave the run."""
 
 
 class OwnersWatch:
@@ -135,7 +135,7 @@ class OwnersWatch:
         self._is_leaving = False
 
     def begin(self, volunteer: _Volunteer, grace: float) -> None:
-        """Control this volunteer from now on. The other peers wait `grace` seconds for it."""
+        """Start to control `volunteer`, for which the other peers wait `grace` seconds."""
         self._volunteer = volunteer
         self._hold_seconds = min(grace, LONGEST_HOLD)
 
@@ -154,7 +154,7 @@ class OwnersWatch:
         self._is_leaving, self._comes_back = True, False
 
     def answer(self, request: OwnerRequest) -> VolunteerStatus:
-        """Carry out a request of the owner, and return the answer."""
+        """Carry out the owner's request, and return the volunteer's status."""
         says = self._phase()
         if request.do == "pause":
             self._requests.is_asked, says = True, "pausing"
@@ -172,7 +172,7 @@ class OwnersWatch:
         return self._requests.reasons
 
     async def watch(self) -> None:
-        """Look at the machine until cancelled."""
+        """Read the machine's facts and act on them every `LOOK_SECONDS`, until the task is cancelled."""
         try:
             while True:
                 await self._look_around()
@@ -181,7 +181,7 @@ class OwnersWatch:
             logger.exception("an internal error ended the watch for pause conditions: restart join to resume it")
 
     async def wait_until_wanted(self) -> bool:
-        """Wait until there is no reason to pause. Return False if the volunteer should end instead."""
+        """Wait until there is no reason to pause. Return True then, or False if the volunteer should end."""
         if self.comes_back:
             self._is_leaving = self._comes_back = False
         is_sure = not self._requests.conditions  # a condition needs two looks to count
@@ -206,7 +206,7 @@ class OwnersWatch:
         self.observe(replace(self._facts, now=datetime.now()), _awake(), _since_start())
 
     def observe(self, facts: Facts, awake: float, since_start: float) -> None:
-        """Take in the facts of one look. `awake` and `since_start` are the machine's seconds without and with sleep."""
+        """Apply `facts` to the conditions. `awake` and `since_start`: the machine's seconds without and with sleep."""
         self._requests.observe(facts, awake)
         asleep = since_start - awake
         slept = 0.0 if self._asleep is None else asleep - self._asleep
@@ -220,7 +220,7 @@ class OwnersWatch:
         self._act(awake)
 
     def _act(self, now: float) -> None:
-        """Carry out the owner's requests at time `now`."""
+        """Pause, resume or end the volunteer as the owner's requests ask at `now`, in seconds without sleep."""
         reasons = self._requests.reasons
         if reasons != self._shown:
             self._say(f"paused: {', '.join(reasons)}; {how_to_go_on(reasons)}" if reasons else "the pause is over")
@@ -262,7 +262,7 @@ def _since_start() -> float:
 
 @asynccontextmanager
 async def watching(watch: OwnersWatch) -> AsyncIterator[None]:
-    """Run the watch until the context ends."""
+    """Run `watch` as a task until the context ends."""
     task = start_task(watch.watch())
     try:
         yield

@@ -65,7 +65,7 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """The name of the environment variable."""
+        """The name of the setting's environment variable."""
         return f"{VARIABLE_PREFIX}{self.name.upper()}"
 
     @property
@@ -74,17 +74,17 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed words; empty if any value is allowed."""
+        """The words that the setting allows; an empty tuple for a setting that is no choice of words."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
     def spelling(self) -> str:
-        """The option as click declares it: a flag with its `--no-` form."""
+        """The setting's option as click declares options: --NAME, or --NAME/--no-NAME for a flag."""
         return f"--{self.option}/--no-{self.option}" if self.kind is bool else f"--{self.option}"
 
     @property
     def default_text(self) -> str | None:
-        """The default as text for people; None if there is no default."""
+        """The setting's default as text for people, or None without a default."""
         if self.shown is not None:
             return self.shown
         if self.is_required or self.default is None or self.default == ():
@@ -95,7 +95,7 @@ class Setting:
 
 
 def setting(help: str, default: Any = MISSING, **about: Any) -> Any:
-    """Return a dataclass field for a setting, required unless it has a default. `about` goes to `Setting`."""
+    """Return a dataclass field for a setting, required without a `default`. `about`: more fields of `Setting`."""
     return field(default=default, metadata={"help": help, **about})
 
 
@@ -150,7 +150,7 @@ def _check_encoding(path: Path) -> None:
 
 
 def _validator(check: Callable[[Any], object]) -> Callable[[Any], Any]:
-    """Return a validator that runs a check and returns the value unchanged."""
+    """Return a pydantic validator that calls `check` and returns the value unchanged."""
     from pydantic_core import PydanticCustomError
 
     def validate(value: Any) -> Any:
@@ -164,7 +164,7 @@ def _validator(check: Callable[[Any], object]) -> Callable[[Any], Any]:
 
 
 # The settings ---------------------------------------------------------------------------------------------------------
-MOST_GIGABYTES = 1e9  # more than any machine has; as bytes the number fits 64 bits
+MOST_GIGABYTES = 1e9  # gigabytes, more than any machine has; as bytes the number fits 64 bits
 
 
 def _exists(path: Path) -> None:
@@ -307,7 +307,7 @@ class _NetworkSettings(Settings):
 
     @property
     def monthly_limits(self) -> tuple[float | None, float | None]:
-        """The monthly limits in bytes, sent and received; None for no limit."""
+        """The monthly limits on bytes sent and on bytes received; None for no limit."""
         up, down = (limit and limit * GIGABYTE for limit in (self.monthly_upload, self.monthly_download))
         return up, down
 
@@ -411,18 +411,18 @@ class _OwnerSettings(Settings):
     )
 
     def conditions(self) -> tuple[Condition, ...]:
-        """Return the conditions under which the volunteer pauses."""
+        """Return the conditions that --hours and --pause-when name."""
         hours = () if self.hours is None else (parse_hours(self.hours),)
         return hours + (() if self.pause_when is None else parse_conditions(self.pause_when))
 
     @property
     def memory_limit(self) -> int | None:
-        """The limit on main memory in bytes."""
+        """The limit of --max-memory in bytes, or None for no limit."""
         return None if self.max_memory is None else int(self.max_memory * GIGABYTE)
 
     @property
     def disk_limit(self) -> int | None:
-        """The limit on disk space in bytes."""
+        """The limit of --max-disk in bytes, or None for no limit."""
         return None if self.max_disk is None else int(self.max_disk * GIGABYTE)
 
 
@@ -560,13 +560,13 @@ def read_settings_file(path: Path | None = None) -> dict[str, Any]:
     except OSError as error:
         raise SettingsError(f"{found} cannot be read: {error.strerror}.", "Check its permissions.") from error
     if values:
-        from pydantic import ValidationError  # slow to import: `--help` without a file does without it
+        from pydantic import ValidationError  # slow import, not needed for `--help` without a settings file
 
         from opendiloco.config.section import describe_validation_error
 
         model = model_of(FileSettings, needs_all=False)
         try:
-            # As JSON, since strict pydantic then accepts lists as tuples and texts as paths.
+            # Validated as JSON, since strict pydantic then accepts lists as tuples and texts as paths.
             model.model_validate_json(json.dumps(values, default=str))
         except ValidationError as error:
             raise SettingsError(describe_validation_error(str(found), error, model)) from error

@@ -59,16 +59,16 @@ from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
-POLL = 5.0  # seconds between two checks for new runs, and of runs that have had no peer yet
-SIGNING_PAUSE = 60.0  # least seconds between two signed heads
-SIGNING_RETRY = 5.0  # seconds until the next try after no peer has answered
+POLL = 5.0  # seconds between two checks for new runs, and between two checks of a run without peers
+SIGNING_PAUSE = 60.0  # least seconds between two heads that this archive signs
+SIGNING_RETRY = 5.0  # seconds until this archive asks the peers again, if none has answered
 ASKED = 32  # peers that are asked for this archive's earlier signed heads before it signs the first one
-SNAPSHOT_SHARE = 4  # one of so many snapshots of the peers is kept: each costs their links 8 bytes a parameter
+SNAPSHOT_SHARE = 4  # every 4th snapshot of the peers is stored: each costs their links 8 bytes a parameter
 NO_STATE = bytes(DIGEST_BYTES)
 OF_PEERS = (PeerUnreachableError, RemoteProtocolError, SwarmUnreachableError, LogError, PayloadError, SnapshotError)
 """Errors of peers that do not serve data or serve wrong data. An archive's operator cannot act on them."""
 FAILURES = (*OF_PEERS, OSError)
-ASK_AGAIN = 1.0  # seconds until the next try after a failure of peers; doubled each time
+ASK_AGAIN = 1.0  # seconds until the first retry after an error of peers; each further wait is twice as long
 
 
 class ArchivedRun:
@@ -85,7 +85,7 @@ class ArchivedRun:
         self._proofs = MissingProofs(transport, self.log)
         self.checkpointer = Checkpointer(KeepingPlan(self.folder.path))
         self._state_bytes = 0  # 0 until the model's size is known
-        self.buffers: tuple[PayloadBuffers, ...] = ()  # by fragment; empty until the model's size is known
+        self.buffers: tuple[PayloadBuffers, ...] = ()  # one for each fragment; empty until the model's size is known
         self._snapshot: Snapshot | None = None
         self._sequence = 0
         self._peers: frozenset[str] = frozenset()
@@ -104,7 +104,8 @@ class ArchivedRun:
 
     # Stored data ----------------------------------------------------------------------------------------------
     def _load(self) -> None:
-        """Serve the newest checkpoint from now on, and drop the payloads before the oldest one."""
+        """Load the newest stored checkpoint as the snapshot to serve, and delete the payloads before the oldest
+        checkpoint."""
         checkpoints = Checkpoints(self.folder.checkpoints, self.run.run_id)
         if (checkpoint := checkpoints.load_newest()) is not None:
             self._snapshot = checkpoint
@@ -138,8 +139,8 @@ class ArchivedRun:
         return empty if snapshot is None else empty.at(snapshot.last, snapshot.ends)
 
     def answer(self, inquiry: Inquire) -> bytes | None:
-        """Return a message with the entry that follows a position, or with the position of the log's end if that is
-        elsewhere; None if the log ends at that position."""
+        """Return a message with the entry after the inquired position, or with the end of this log if the log does not
+        contain the position; None if this log ends at the position."""
         index, fragment = inquiry.position.index, inquiry.position.fragment
         if fragment >= self.end.fragments:
             return None
@@ -152,8 +153,8 @@ class ArchivedRun:
         return pack_message(self.run.run_id, Elsewhere(position=self.end.position), None)
 
     def _log_at(self, position: Position) -> LogState | None:
-        """Return the state of the log at a position, which may also be that of the snapshot, where the stored entries
-        may begin; None if it is not in this log."""
+        """Return the state of the log at a position; None if neither the stored log nor the snapshot has the
+        position."""
         frozen = self._frozen
         log = frozen if position.is_in_cycle_of(frozen.position) else self.log.log_after(position.index)
         return log.of(position.fragment) if log is not None and position.is_in_cycle_of(log.position) else None
@@ -206,8 +207,8 @@ class ArchivedRun:
 
     # Following ------------------------------------------------------------------------------------------------
     async def follow(self) -> bool:
-        """Fetch newer entries from the peers that are furthest ahead. Return True if any peer is ahead. A failure is
-        tried again at the next call."""
+        """Fetch newer entries from the peers that are furthest ahead. Return True if any peer is ahead of this
+        archive."""
         beats = [beat for beat in await self._transport.heartbeats(self.run.run_id) if beat.state in PARTICIPATING]
         beats.sort(key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         self._peers = frozenset(beat.peer for beat in beats)
@@ -228,7 +229,7 @@ class ArchivedRun:
             return False
         for beat in beats:
             await self._transport.connect(beat.peer, beat.addresses)
-        if self.end.last is None:  # no entry has fitted the size that a peer named, so it may be false
+        if self.end.last is None:  # no entry has confirmed the model size that a peer named
             self.buffers = ()
         if not self.buffers:
             self._set_size(await ask_size(self._transport, donors, self.log.empty_log, available_memory()))
@@ -248,7 +249,7 @@ class ArchivedRun:
         await asyncio.to_thread(self._proofs.look)
         await self._proofs.fetch(self._peers)
         every = SNAPSHOT_SHARE * self.run.settings.snapshot_every
-        # Without a snapshot, one is due at once: no peer can begin from an archive that has none.
+        # The first snapshot is due at once: joiners cannot start from an archive without a snapshot.
         due = self._snapshot.index + every if self._snapshot else 0
         if self.end.position.index > due:
             await self._keep_snapshot(beats, donors, due)
@@ -294,7 +295,8 @@ class ArchivedRun:
         return True
 
     async def _keep_snapshot(self, beats: Sequence[Heartbeat], donors: Sequence[str], least: int) -> None:
-        """Store a state that the log vouches for, or a state of a better log. Raises: FAILURES, _NoRoomError."""
+        """Fetch and store a snapshot whose digest the stored log, or a better log, confirms. Raises: FAILURES,
+        _NoRoomError."""
         fetch = LineageFetch(self._transport, self.log)
         index = next(beat.index for beat in beats if beat.peer == donors[0])
 
@@ -312,7 +314,7 @@ class ArchivedRun:
 
         async def vouch() -> Vouched:
             nonlocal found, index
-            index += 1  # the next entry names the state digest, and may come later
+            index += 1  # the state's digest is in the next entry, which may not exist yet
             found = await compare(index)
             return Vouched(found.theirs, partial(reported_state, found.theirs, beats), least, is_wary=True)
 
@@ -337,7 +339,7 @@ class ArchivedRun:
 
     @property
     def _snapshot_room(self) -> int:
-        """The bytes that a new snapshot takes until an older one is removed: its download and its checkpoint."""
+        """The free bytes of disk that a new snapshot needs: for its download and its checkpoint."""
         return 2 * self._state_bytes - folder_bytes(self.folder.download)
 
 
@@ -374,7 +376,7 @@ class _Signing:
             return
         run, runs = self._run, self._transport.runs
         self._due_at = now() + SIGNING_RETRY
-        if not self._has_asked:  # peers may know heads that a restored disk has lost
+        if not self._has_asked:  # if the disk was restored from a backup, only peers have the latest signed heads
             self._has_asked = await runs.ask_for_heads(self._transport.call, run, sorted(peers)[:ASKED]) > 0
         if not self._has_asked:
             logger.info("run %s: no peer has reported this archive's earlier signatures: it signs nothing yet", run)
@@ -386,7 +388,7 @@ class _Signing:
             logger.warning("run %s: this archive does not sign its log: %s", run, error)
             return
         if signed is None:
-            self._due_at = 0.0  # as soon as there is a head to sign
+            self._due_at = 0.0  # the next call tries again, because there was no head to sign
             return
         self.newest = signed
         runs.take_heads(run, [signed])
@@ -421,7 +423,7 @@ class Archive:
         return self._runs.get(run)
 
     async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
-        """Archive every run of `manifests`, which is read again and again, until cancelled."""
+        """Archive every run of `manifests`, read every `POLL` seconds, until cancelled."""
         sources: dict[str, StretchSource] = {}
         buffers: dict[str, Sequence[PayloadBuffers]] = {}
         logs: dict[str, RunLog] = {}
@@ -438,14 +440,14 @@ class Archive:
             keeping: dict[str, asyncio.Task[None]] = {}
             while True:
                 known = {manifest.run_id: manifest for manifest in manifests}
-                for run_id in keeping.keys() - known.keys():  # the node has dropped the run
+                for run_id in keeping.keys() - known.keys():  # runs that the node no longer keeps
                     archived, task = self._runs[run_id], keeping.pop(run_id)
                     await cancel_and_wait(task)
                     for served in (self._runs, sources, buffers, logs):
                         served.pop(run_id, None)
                     transport.forget(run_id)
                     HEALTH.over(_health_part(run_id))
-                    if archived.end.last is None:  # a run with entries stays, or a flood of fake runs would remove it
+                    if archived.end.last is None:  # runs with entries stay on disk
                         await asyncio.to_thread(archived.folder.remove)
                         self._room.forget(run_id)
                     self._without_room.discard(run_id)
@@ -473,7 +475,8 @@ class Archive:
         if self._following.is_due(run_id):
             with self._following.caught(run_id):
                 try:
-                    # The size of a run without entries is only claimed: a stranger could make this node unhealthy.
+                    # Before the first entry a run's size is a stranger's claim, which must not make this node
+                    # unhealthy.
                     with _in_health(run_id) if archived.end.last is not None else nullcontext():
                         is_followed = await archived.follow()
                     if is_followed:
@@ -482,12 +485,12 @@ class Archive:
                     if run_id not in self._without_room:
                         logger.error("run %s: %s", run_id, error)
                     self._without_room.add(run_id)
-        if self._signing.is_due(run_id):  # also after a failure to follow
+        if self._signing.is_due(run_id):  # the archive signs even if it could not fetch newer entries
             with self._signing.caught(run_id):
                 await archived.sign()
         if archived.buffers:
             buffers[run_id] = archived.buffers
-        # Members of a run by invitation serve only peers whose heartbeats they know.
+        # Members of a run by invitation serve only peers whose heartbeats they have received.
         if archived.end.last is not None or archived.run.manifest.is_by_invitation:
             await archived.publish(self._identity)
         if archived.end.last is not None:
@@ -526,11 +529,11 @@ def _in_health(run_id: str) -> Iterator[None]:
 # Disk space -----------------------------------------------------------------------------------------------------------
 # A run may be of any size, so its space is limited.
 DISK_SHARE = 0.9  # share of free space and archived bytes that archives may take, unless the operator sets a limit
-RUN_SHARE = 4  # one run may take one part in so many of the limit
+RUN_SHARE = 4  # one run may take a quarter of the limit
 
 
 class _NoRoomError(MachineError):
-    """A run for which the limit leaves no space for more data."""
+    """Error: the limit on the archive's disk space leaves no room for more data of a run."""
 
 
 class _DiskRoom:
@@ -541,7 +544,7 @@ class _DiskRoom:
         self._folder = folder
         self._limit = limit
         self._taken: dict[str, int] = {}
-        self._held: defaultdict[str, int] = defaultdict(int)  # reserved for data that are being fetched
+        self._held: defaultdict[str, int] = defaultdict(int)  # bytes reserved for data that are being fetched, by run
 
     def measure(self) -> None:
         """Measure all runs in the folder, including those that are no longer followed."""

@@ -39,7 +39,7 @@ from peers.values.workload import BadBlocksError, Blocks
 
 @dataclass
 class Findings:
-    """Findings in words, with the indices of their entries; and errors, each with the index of its entry."""
+    """The audit's findings, in words with the indices of their entries; and its errors, each with its entry's index."""
 
     verified: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     unverified: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -89,18 +89,18 @@ class _States:
         self._config, self._next = config, index
         self._amendment = amendment
         self._origin = origin
-        self._broken = ""  # the reason why the state is unknown from here on
+        self._broken = ""  # the reason why states can no longer be computed; empty while they can
 
     def follow(self, entry: Entry, payload: Blocks | None, findings: Findings) -> None:
         index = entry.index
         if index < self._next:
-            if index < self._next - 1:  # that entry was compared with the checkpoint
+            if index < self._next - 1:  # the last entry before the checkpoint was compared with its state
                 findings.add_unverified(f"states before {self._origin}", index)
             return
         self._apply(entry, payload, findings)
         if entry.fragment < len(self._codecs) - 1:
             return
-        self._amendment = newest(self._amendment, entry.content.amendment)  # None, unless the entry brings one
+        self._amendment = newest(self._amendment, entry.content.amendment)  # most entries have none
         if self._broken:
             findings.add_unverified(f"states, {self._broken}", index)
         elif entry.state_digest is None:

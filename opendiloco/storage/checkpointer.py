@@ -25,7 +25,7 @@ from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 5.0  # limit for a write under way when the volunteer leaves
+CLOSE_SECONDS = 5.0  # seconds that a leaving volunteer waits for an unfinished write
 OUTCOMES = {SAVED: "saved", NOT_SENT: "not_sent", NOT_SAVED: "not_saved"}
 CHECKPOINTS = Counter("diloco_peer_checkpoints", "Checkpoints by outcome", ["outcome"])
 
@@ -42,8 +42,8 @@ class Checkpointer:
         self._writing: asyncio.Task[None] | None = None
 
     def take(self, state: FrozenSnapshot) -> None:
-        """Write the state now, or after the write under way, unless a newer state replaces it before. Called on the
-        event loop; returns at once. The state's memory is held until it is written."""
+        """Queue a state for writing; a newer state replaces a waiting one. Returns at once. The state's memory is held
+        until the state is written."""
         if not self._plan.keeps(state.index):
             return
         if self._waiting is not None:
@@ -78,7 +78,7 @@ class Checkpointer:
             try:
                 job = checkpoint_job(self._plan, state)
                 status, report = await _run_writer(job, job.descriptor)
-            except OSError as error:  # the process could not start
+            except OSError as error:  # the writer process could not start
                 status, report = NOT_SAVED, f"the process that writes checkpoints cannot be started: {error.strerror}"
             outcome = OUTCOMES.get(status, "not_saved")
             CHECKPOINTS.labels(outcome).inc()
@@ -92,14 +92,14 @@ class Checkpointer:
                 await self._keep_moments(self.workers, state.index)
 
     async def _keep_moments(self, workers: Supervisor, index: int) -> None:
-        """Let the workers write their moments beside the checkpoint, and finish the file in a process. One file is
-        kept."""
+        """Make the workers write their moments beside the checkpoint, and finish the file in a writer process. Only the
+        newest file is kept."""
         job = MomentsJob(self._plan, index)
         partial = job.path.with_name(job.path.name + PARTIAL)
         try:
             await workers.keep_moments(partial, self._plan.run, index)
             status, report = await _run_writer(job)
-        except (SnapshotError, DilocoPeerError, OSError) as error:  # the trainer handles the death of its workers
+        except (SnapshotError, DilocoPeerError, OSError) as error:  # the trainer handles dead workers
             status, report = NOT_SAVED, str(error)
         finally:
             with suppress(OSError):
@@ -116,7 +116,7 @@ class Checkpointer:
 
 
 def checkpoint_job(plan: KeepingPlan, state: FrozenSnapshot) -> CheckpointJob:
-    """Return the job that writes a frozen state."""
+    """Return the writer process's job for a frozen state."""
     metadata = metadata_of(plan.run, state.last, state.state_digest, state.ends)
     return CheckpointJob(plan, state.index, metadata, state.memory.descriptor, state.memory.data.nbytes)
 

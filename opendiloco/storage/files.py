@@ -24,7 +24,7 @@ NAME = re.compile(r"outer-step-(\d{6,18})\.safetensors")
 
 
 class DamagedFileError(ValueError):
-    """A file that the writer did not produce. Its message continues a sentence that begins with the file's name."""
+    """Error: a checkpoint file is damaged. The message continues a sentence that begins with the file's name."""
 
 
 def file_name(index: int) -> str:
@@ -39,7 +39,7 @@ def moments_name(index: int, peer_id: str) -> str:
 
 
 def index_of(name: str) -> int | None:
-    """Return the outer steps that a checkpoint's name states; None if it is not a checkpoint's name."""
+    """Return the number of outer steps in a checkpoint's file name; None if the name is not a checkpoint's."""
     match = NAME.fullmatch(name)
     return None if match is None else int(match[1])
 
@@ -75,7 +75,7 @@ def sweep(folder: Path) -> None:
 
 
 def _tensors(values: int) -> tuple[Parameter, Parameter]:
-    """Return the two tensors of a state, with `values` values each."""
+    """Return the header's description of a state's two tensors, with `values` values each."""
     return Parameter("momentum", (values,), 0), Parameter("theta", (values,), values)
 
 

@@ -16,7 +16,7 @@ from opendiloco.errors import RemoteError, first_line
 from opendiloco.storage.files import file_name, indices_in, kept
 from peers.values.system import PARTIAL, make_private_folder
 
-PIECE = 1 << 20  # bytes sent between two waits of the rate limit
+PIECE = 1 << 20  # bytes sent between two pauses of the rate limit, at most
 
 
 class RateLimit:
@@ -29,8 +29,7 @@ class RateLimit:
         self._began = time.monotonic()
 
     def piece(self, limit: int) -> int:
-        """Return the bytes to handle at once: those of a tenth of a second, so that no wait is long, and at most
-        `limit`."""
+        """Return the number of bytes to transfer before the next wait: a tenth of a second's worth, at most `limit`."""
         return limit if self._rate is None else max(1, min(limit, int(self._rate / 10)))
 
     def passed(self, done: int) -> None:
@@ -69,7 +68,7 @@ class Remote:
             self._make_folder(self._root)
 
     def names(self) -> list[str]:
-        """Return the names of the files in it. Raises: RemoteError."""
+        """Return the names of the files in the remote folder. Raises: RemoteError."""
         with _as_remote_error(self._url):
             self._files.invalidate_cache()
             try:
@@ -79,7 +78,7 @@ class Remote:
         return [str(path).rstrip("/").rpartition("/")[2] for path in found]
 
     def send(self, path: Path, name: str) -> None:
-        """Copy a file into it by the storage's fastest method. Raises: RemoteError."""
+        """Copy a file into the remote folder by the storage's fastest method. Raises: RemoteError."""
         with _as_remote_error(self._url):
             self._make_folder(self._path(name).rpartition("/")[0])
             self._files.put_file(str(path), self._path(name))

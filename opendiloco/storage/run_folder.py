@@ -72,7 +72,7 @@ class RunFolder:
     def remove(self) -> None:
         """Remove the folder and its content, as far as possible."""
         shutil.rmtree(self.path, ignore_errors=True)
-        with suppress(OSError):  # another peer's folder is in it
+        with suppress(OSError):  # the run's folder still has another peer's folder
             self.path.parent.rmdir()
 
     def remembered_manifest(self) -> SignedManifest | None:
@@ -114,7 +114,7 @@ def read_manifest(path: Path) -> Run:
 
 
 # Held-out losses ------------------------------------------------------------------------------------------------------
-MOST_BYTES = 1 << 24  # bytes of a curve that are read; a loss takes about 40
+MOST_BYTES = 1 << 24  # bytes of a loss file that are read, at most; a loss takes about 40 bytes
 MOST_LOSSES = 100_000
 """Most losses of a curve. A run may name any number of outer steps, and peers may claim a loss for each."""
 

@@ -37,8 +37,8 @@ from opendiloco.storage.remote import RateLimit, Remote
 from opendiloco.training.moments_file import digest_place, read_header
 from peers.values.system import PARTIAL, make_private_folder, sync_folder
 
-SAVED, NOT_SENT, NOT_SAVED = 0, 5, 6  # exit statuses; the interpreter's own are 1 and 2
-PIECE = 4 << 20  # bytes copied at once
+SAVED, NOT_SENT, NOT_SAVED = 0, 5, 6  # exit statuses of the writer process; 1 and 2 are Python's own
+PIECE = 4 << 20  # bytes copied by one system call, at most
 FLUSH = 64 << 20  # bytes of a checkpoint between two flushes to the disk
 
 
@@ -174,18 +174,18 @@ def _write_checkpoint(
     make_private_folder(path.parent)
     sweep(path.parent)
     if shutil.disk_usage(path.parent).free < len(header) + state_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before the disk is full for all programs
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # keeps space for other programs
     partial = path.with_name(path.name + PARTIAL)
     try:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)  # only once this process holds the lock
+            file.truncate(0)  # truncates only under the lock: another process may be writing
             file.write(header)
             _copy(descriptor, file.fileno(), state_bytes, RateLimit(rate))
             os.fsync(file.fileno())
             os.replace(partial, path)
     except BlockingIOError:
-        raise  # another process is writing the file
+        raise  # the lock is held by another process, which is writing the file
     except OSError:
         partial.unlink(missing_ok=True)
         raise

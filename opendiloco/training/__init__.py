@@ -1,4 +1,4 @@
-"""DiLoCo: the inner loop of a worker, the outer step of a peer, and both in one process (`reference`).
+"""DiLoCo's arithmetic: the inner loop of a worker, the outer step of a peer, and both in one process (`reference`).
 
 evaluation, inner, optimizers, reference, team and trials import torch. codec, moments_file, outer and streaming do not,
 because the peer process uses them.

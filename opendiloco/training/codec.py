@@ -1,4 +1,4 @@
-"""Pseudo-gradients as payloads: their blocks of bytes, the rounding of their values, and error feedback."""
+"""The encoding of pseudo-gradients as payloads: blocks of bytes, the rounding of values, and error feedback."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ BLOCK_VALUES = 4096
 
 
 def block_bytes(codec: CodecSection) -> int:
-    """Return the number of bytes in one of the swarm's blocks of a run's averages."""
+    """Return the size in bytes of one block (BLOCK_VALUES values) of a run's averages."""
     return FORMATS[codec.kind].payload_size(BLOCK_VALUES)
 
 
 @dataclass(frozen=True)
 class BlockCodec:
-    """Payloads of `values` fp32 values, in blocks of BLOCK_VALUES. Averages have `format`. Contributions have it, too,
-    or one of the `thinner` formats, numbered from 1."""
+    """The encoding of `values` fp32 values in blocks of BLOCK_VALUES. Averages have `format`; contributions have
+    `format` (number 0) or one of the `thinner` formats (numbers from 1)."""
 
     format: Format
     values: int
@@ -44,13 +44,13 @@ class BlockCodec:
 
     @classmethod
     def of(cls, codec: CodecSection, values: int) -> Self:
-        """Return a run's codec for this number of values."""
+        """Return the codec for `values` values, with the formats of a run's codec settings."""
         format, *thinner = (FORMATS[kind] for kind in codec.contributions)
         return cls(format, values, tuple(thinner))
 
     @property
     def formats(self) -> tuple[Format, ...]:
-        """The formats of contributions, by their numbers."""
+        """The formats that contributions may have, ordered by format number."""
         return (self.format, *self.thinner)
 
     @property
@@ -62,34 +62,36 @@ class BlockCodec:
         return -(-self.values // BLOCK_VALUES)
 
     def byte_range(self, first_block: int, last_block: int, format: int = 0) -> tuple[int, int]:
-        """Return the byte offsets [start, stop) of blocks [first_block, last_block). The payload's last block may be
-        short."""
+        """Return the byte offsets [start, stop) of blocks [first_block, last_block) in a payload. The payload's last
+        block may be short."""
         kind = self.formats[format]
         each = BLOCK_VALUES // kind.block_values
         return kind.byte_range(first_block * each, last_block * each, self.values)
 
     def empty_payload(self) -> Payload:
-        """Return memory for a payload. Callers should keep it, because allocating it takes longer than encoding into
-        it."""
+        """Return a payload for an average, with zeros as bytes. Callers should keep the payload, because allocating it
+        takes longer than encoding into it."""
         return Payload(self.format, self.values, empty(self.format.payload_size(self.values)))
 
     def check(self, blocks: Blocks, first_block: int) -> None:
-        """Check that these bytes are whole blocks from `first_block` on, as an encoder makes them. Raises:
-        BadBlocksError."""
+        """Raise BadBlocksError unless an encoder could have made these bytes: whole blocks of the averages' format,
+        from `first_block` on."""
         try:
             kernels.check_payload(self._payload(blocks, first_block))
         except kernels.CorruptPayloadError as error:
             raise BadBlocksError(error.message) from error
 
     def squared_norm(self, blocks: Blocks, first_block: int, format: int = 0) -> float:
-        """Return the sum of the squares of the values in these bytes. Raises: BadBlocksError, as `check` does."""
+        """Return the sum of the squares of the values that these blocks encode. Raises: BadBlocksError, as `check`
+        does."""
         try:
             return kernels.squared_norm(self._payload(blocks, first_block, format))
         except kernels.CorruptPayloadError as error:
             raise BadBlocksError(error.message) from error
 
     def checked(self, payload: Blocks) -> Payload:
-        """Return a whole payload. Raises: BadBlocksError unless an encoder could have made it."""
+        """Return the bytes of a whole average as a payload. Raises: BadBlocksError unless an encoder could have made
+        them."""
         self.check(payload, 0)
         if len(payload) != self.format.payload_size(self.values):
             raise BadBlocksError(f"a payload of {self.values} values cannot have {len(payload)} bytes")
@@ -104,7 +106,8 @@ class BlockCodec:
         rounding: Rounding = NEAREST,
         formats: Sequence[int] = (),
     ) -> memoryview:
-        """Return the weighted mean of blocks from `first_block` on: summed in fp32 in this order, and quantized once.
+        """Return the encoded weighted mean of the contributions' blocks from `first_block` on: summed in fp32 in the
+        given order, and quantized once.
 
         The sum is divided by `tokens`, by default the sum of the weights; a clipped contribution has less weight than
         tokens. The mean is written to `out` if given, which must have its exact size; allocating it takes longer than
@@ -128,14 +131,15 @@ class BlockCodec:
         return average.buffer
 
     def _payload(self, blocks: Blocks, first_block: int, format: int = 0) -> Payload:
-        """Return these bytes as a payload, with the number of values in them if they are whole blocks of the format."""
+        """Return blocks from `first_block` on as a payload. The length in bytes gives the number of values, if the
+        blocks are whole."""
         kind = self.formats[format]
         whole = -(-len(blocks) // kind.block_bytes) * kind.block_values
         return Payload(kind, min(whole, max(0, self.values - first_block * BLOCK_VALUES)), blocks)
 
 
 class RunRounding:
-    """The rounding of a run's payloads: nearest or stochastic. Outer steps are counted from 0.
+    """The rounding of a run's payloads: to the nearest code, or stochastic. Outer steps are counted from 0.
 
     The random numbers follow from the log, so that every peer that makes a payload again gets the same bytes.
     """
@@ -145,7 +149,7 @@ class RunRounding:
         self._formats = [FORMATS[kind] for kind in codec.contributions]
 
     def of_contribution(self, index: int, fragment: int, samples: Sequence[SampleRange], format: int = 0) -> Rounding:
-        """Return the rounding of a fragment's pseudo-gradient in a format.
+        """Return the rounding of this peer's pseudo-gradient of a fragment in outer step `index`, encoded in a format.
 
         The random numbers depend on the first sample, so no two peers use the same ones. They do not depend on the
         number of trained samples, which is not known yet when the first fragment is stored. Formats without stochastic
@@ -156,7 +160,7 @@ class RunRounding:
         return self._rounding(0, index, fragment, *(part.start for part in samples[:1]))
 
     def of_average(self, index: int, fragment: int, first_block: int = 0) -> Rounding:
-        """Return the rounding of the average's blocks from `first_block` on, the same for all reducers."""
+        """Return the rounding of a fragment's average from block `first_block` on, the same for all reducers."""
         return self._rounding(first_block * (BLOCK_VALUES // self._formats[0].block_values), index, fragment)
 
     def _rounding(self, first_block: int, *drawn_from: int) -> Rounding:
@@ -167,8 +171,8 @@ class RunRounding:
 
 
 def decoded(payload: Payload, start: int, out: Vector) -> Vector:
-    """Return a payload's values from `start` on, which must be a multiple of the block size, as many as fit into
-    `out`."""
+    """Decode a payload's values from value `start` on, a multiple of the format's block size, into `out`. Return the
+    part of `out` that was filled."""
     format, values = payload.format, min(out.size, payload.values - start)
     block = start // format.block_values
     first, last = format.byte_range(block, block + format.block_count(values), payload.values)
@@ -178,7 +182,7 @@ def decoded(payload: Payload, start: int, out: Vector) -> Vector:
 
 # Error feedback ------------------------------------------------------------------------------------------------------
 def share_made_up_for(codec: CodecSection, format: int) -> float:
-    """Return the share of a payload's quantization error that the next payload adds again.
+    """Return the share (0 to 1) of a payload's quantization error that is added to the next pseudo-gradient.
 
     It is the run's share; for a thinner format than the run's, it is at least SparseLoCo's.
     """
@@ -186,8 +190,8 @@ def share_made_up_for(codec: CodecSection, format: int) -> float:
 
 
 def _zeros(values: int, folder: Path | None) -> Vector:
-    """Return this many zeros. If they are many, they lie in a file, because no memory was counted for them; without a
-    folder, or room in it, they are in memory."""
+    """Return a vector of zeros. A large vector is a temporary file in `folder`, because no memory was reserved for the
+    residual; without a folder or disk space, the vector is in memory."""
     size = VALUE_BYTES * values
     if folder is not None and size > IN_MEMORY:
         try:
@@ -198,8 +202,8 @@ def _zeros(values: int, folder: Path | None) -> Vector:
 
 
 class Residual:
-    """Error feedback (arXiv 1901.09847): the quantization errors of payloads, which later payloads add again, in any
-    formats.
+    """Error feedback (arXiv 1901.09847): the quantization errors of payloads, which are added to later pseudo-gradients
+    before encoding.
 
     A share of a payload's error is added to the next pseudo-gradient before it is encoded. When an outer step is taken
     without this peer's payload, it is unknown how much of the error still matters, so the residual is reset.
@@ -209,15 +213,16 @@ class Residual:
     """
 
     def __init__(self, codec: CodecSection, values: int) -> None:
-        """Begin without errors. Memory for `values` fp32 values is allocated when the first error is to be kept."""
+        """Start with an error of zero for each of `values` fp32 values. Memory is used only from the first error on."""
         self._codec = codec
         self._values = values
-        self._share = codec.error_feedback  # of the last payload's error
+        self._share = codec.error_feedback  # share of the last payload's error to add to the next pseudo-gradient
         self._vector: Vector | None = np.zeros(values, np.float32) if self._share else None
-        self._is_sent = False  # true while a payload waits for its average
+        self._is_sent = False  # True from the encoding of a payload until its average is applied
 
     def to_add(self, format: int = 0, folder: Path | None = None) -> Vector | None:
-        """Return the vector to add to the pseudo-gradient; encoding replaces it by the new payload's error.
+        """Return the vector to add to the pseudo-gradient, or None without error feedback. The encoder then overwrites
+        the vector with the new payload's error.
 
         Few volunteers need it, so a large one lies in the folder.
         """
@@ -232,8 +237,8 @@ class Residual:
         return self._vector
 
     def take_back(self, own: Payload, average: Payload) -> None:
-        """Add this peer's own values where the average that includes them has none. Both payloads must have been
-        checked."""
+        """Add to the errors those values of this peer's contribution (`own`) that a sparse average leaves out. Both
+        payloads must have been checked."""
         is_answered, self._is_sent = self._is_sent, False
         if self._vector is None or not is_answered or average.format is not SPARSE:
             return
@@ -244,12 +249,12 @@ class Residual:
             self._vector[start : start + sent.size] += sent
 
     def forget(self) -> None:
-        """Reset all errors, because an outer step was taken without this peer's payload."""
+        """Reset all errors to zero, because an outer step was taken without this peer's payload."""
         self._is_sent = False
         if self._vector is not None:
             self._vector[:] = 0
 
     def forget_unanswered(self) -> None:
-        """Reset all errors if the last payload is in no entry yet, because training begins anew."""
+        """Reset all errors to zero if the last payload is in no entry yet, because training starts anew."""
         if self._is_sent:
             self.forget()

@@ -1,4 +1,4 @@
-"""The quality of the model: its loss on held-out text, and samples of its text."""
+"""The evaluation of a model: its loss on held-out text, and text that it generates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVALUATED_AT_ONCE = 4
 
 @contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and restore the mode of each module at the end.
+    """Set a model to evaluation mode inside the `with` block, and restore each module's own mode at the end.
 
     A training loop may keep some modules in evaluation mode, such as a frozen batch norm.
     """
@@ -41,7 +41,8 @@ def held_out_loss(
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     team: Team | None = None,
 ) -> tuple[float, int]:
-    """Return the mean loss in nats per token (per byte with the byte tokenizer), and the number of tokens in the mean.
+    """Return the mean loss on held-out text in nats per token (per byte with the byte tokenizer), and the number of
+    tokens in the mean.
 
     It reads at most `windows` windows, evenly spread over the held-out text, the same ones at every call. `batch_size`
     of them go through the model at once, in the context `precision`. Compiled blocks run uncompiled here: they would be
@@ -71,8 +72,8 @@ def held_out_loss(
 def generate_sample(
     model: Any, tokenizer: Tokenizer, prompt: str, tokens: int, seed: int, temperature: float = 0.8
 ) -> str:
-    """Return a continuation of `prompt`, each token sampled from the 50 most likely ones; at temperature 0 the most
-    likely.
+    """Return the text that the model generates after `prompt`, at most `tokens` tokens: each is sampled from the 50
+    most likely ones, or is the most likely one at temperature 0.
 
     The same weights and seed give the same text. Compiled blocks run uncompiled here, because they would be compiled
     again for each length.

@@ -1,4 +1,4 @@
-"""A replica and its inner loop: the k-th worker of DiLoCo's Algorithm 1, lines 3 to 9 (arXiv 2311.08105).
+"""A model replica and its inner loop: the k-th worker of DiLoCo's Algorithm 1, lines 3 to 9 (arXiv 2311.08105).
 
     inner_steps = replica.inner_steps(theta, index, lease, steps)
     for step in inner_steps:
@@ -51,8 +51,8 @@ from peers.values.workload import Trained
 
 # Inner steps ----------------------------------------------------------------------------------------------------------
 class InnerStep(NamedTuple):
-    """A batch's mean loss, and its gradient's norm before clipping. If either is not finite, the step has changed
-    nothing.
+    """One inner step: its batch's mean loss in nats per token, and the norm of the gradient before clipping. If either
+    is not finite, the step has changed nothing.
 
     `number` counts from 1; `samples` is the number of samples trained up to and including this step.
     """
@@ -69,7 +69,7 @@ class InnerStep(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaTrained(Trained):
-    """The results of an inner loop. `loss` is the mean over its inner steps, in nats per token.
+    """The results of an inner loop. `loss` is the mean over the inner steps that were not skipped, in nats per token.
 
     `skipped` of the `inner_steps` changed nothing, because their loss or gradient was not finite. `gradient_norm` is
     the mean over the others, before clipping. `waited_seconds` is the time that the loop waited for data.
@@ -82,7 +82,8 @@ class ReplicaTrained(Trained):
 
 
 class InnerSteps:
-    """An iterator that takes one inner step each turn. Afterwards `trained` has the results."""
+    """An iterator that takes one inner step for each item. Its property `trained` has the results of the steps
+    taken."""
 
     def __init__(
         self,
@@ -94,7 +95,8 @@ class InnerSteps:
         steps: int,
         tokens: int,
     ) -> None:
-        """Plan the inner steps of a lease. The arguments besides `take` are those of `ModelReplica.inner_steps`.
+        """Plan the inner steps of a lease. `take` trains on one batch; index, lease, steps and tokens are as in
+        `ModelReplica.inner_steps`.
 
         `take(batch, step, tokens)` trains on a batch of shape (windows, window_length). `step` is the run's number of
         the inner step, and `tokens` the number of tokens that the run has trained after it. It returns the loss, the
@@ -117,11 +119,12 @@ class InnerSteps:
         self._samples_done = 0
 
     def __iter__(self) -> Iterator[InnerStep]:
-        """Return the inner steps that change the weights, as they are taken. Raises: as `every`."""
+        """Return an iterator that takes the inner steps and yields those that changed the weights. Raises: WorkerError,
+        as `every` does."""
         return (taken for taken in self.every() if taken.is_finite)
 
     def every(self) -> Iterator[InnerStep]:
-        """Yield each inner step, including those that changed nothing.
+        """Take the inner steps and yield each, including those that changed nothing.
 
         The last batch may be smaller, so that a short lease is trained whole. A lease longer than `steps` batches is
         trained only that far.
@@ -146,7 +149,7 @@ class InnerSteps:
 
     @property
     def trained(self) -> ReplicaTrained:
-        """The results of the inner steps so far."""
+        """The results of the inner steps taken so far."""
         good = [taken for taken in self._taken if taken.is_finite]
         return ReplicaTrained(
             samples=prefix(self._lease, self._samples_done),
@@ -181,7 +184,7 @@ very different theta."""
 
 
 class LossScale:
-    """The factor by which the loss is multiplied for fp16 gradients, so that small ones do not become zero.
+    """The factor by which the loss is multiplied in fp16 training, so that small gradients do not become zero.
 
     When gradients overflow, it is halved and the batch is computed again. It is doubled after `STEADY` inner steps
     without an overflow.
@@ -194,14 +197,15 @@ class LossScale:
     LARGEST = 2.0**24
 
     def __init__(self, factor: float = 2.0**16) -> None:
-        """Set the first factor, a power of two like all factors, so that dividing by it rounds nothing."""
+        """Set the first factor. All factors are powers of two, so that dividing gradients by a factor rounds
+        nothing."""
         self.factor = factor
-        self._steps = 0  # inner steps since the factor changed
-        self._attempts = 0  # to compute the present batch
+        self._steps = 0  # number of inner steps since the factor changed
+        self._attempts = 0  # number of times that the current batch has overflowed
 
     def overflows(self, loss: float, norm: float) -> bool:
-        """Record a batch's loss and its gradient's norm. Return whether to compute the batch again, with the halved
-        factor."""
+        """Record a batch's loss and its gradient's norm. Return True if the factor was halved and the caller must
+        compute the batch again."""
         if math.isfinite(loss) and not math.isfinite(norm):
             self._steps, self._attempts = 0, self._attempts + 1
             if self.factor > 1 and self._attempts <= self.ATTEMPTS:
@@ -216,7 +220,7 @@ class LossScale:
 
 
 class ModelReplica:
-    """A model with its inner optimizer's state, which persists while theta replaces the weights at each outer step.
+    """A model with its inner optimizer, whose state persists when theta replaces the weights at each outer step.
 
     The workers of one machine together have one replica. Each has a shard of the `model` (see `shard_model` in team.py)
     and trains on its piece of a batch, at most `micro_batch` windows at once (None: the whole piece). All make the same
@@ -234,16 +238,16 @@ class ModelReplica:
         layout: Layout | None = None,
         optimizer_state: OptimizerState = "device",
     ) -> None:
-        """Build the optimizer and the shards. If `reduces_once`, workers sum their gradients only after a batch's last
-        windows. `layout` is by default the run's.
+        """Build the inner optimizer and this worker's shards. If `reduces_once`, workers sum their gradients only after
+        the last micro-batch of a batch. `layout` is by default the run's.
 
         Raises: MachineError when the optimizer's state cannot be kept as `optimizer_state` asks.
         """
         self.model = model
         self.layout = layout_of(model, config.streaming) if layout is None else layout
         self.micro_batch = micro_batch
-        self.uncompiled_micro_batch: int | None = None  # set if fewer windows fit uncompiled; see enlarge_micro_batch
-        self.attention: str | None = None  # for training, if not the model's own; see document_attention
+        self.uncompiled_micro_batch: int | None = None  # windows that fit uncompiled, if fewer than micro_batch
+        self.attention: str | None = None  # name of the attention for training, if not the model's own
         self.compiled_loss = CompiledLoss() if compiled_blocks(model) else None
         self._config = config
         self._samples = samples
@@ -254,27 +258,27 @@ class ModelReplica:
         self._optimizer = build_inner_optimizer(self.model, config.inner_optimizer, optimizer_state)
         is_fp16 = config.training.precision == "bf16" and self._team.half == torch.float16
         self._loss_scale = LossScale() if is_fp16 else None
-        self._warmed_up: int | None = None  # inner steps of `rewarmup_steps`
-        self._kept_at: int | None = None  # number of outer steps taken when the loaded moments were written
+        self._warmed_up: int | None = None  # number of finished steps of the learning rate's rewarmup
+        self._kept_at: int | None = None  # number of the run's outer steps when the loaded moments were written
 
     @property
     def window_length(self) -> int:
-        """The number of tokens of a window, one more than are predicted."""
+        """The number of tokens in a window, one more than the model predicts there."""
         return self._config.training.sequence_length + 1
 
     @property
     def codec(self) -> CodecSection:
-        """The run's encoding of averages."""
+        """The run's settings for the encoding of payloads."""
         return self._config.codec
 
     @property
     def optimizer_state(self) -> OptimizerState:
-        """The place of the inner optimizer's state between two steps."""
+        """The place where the inner optimizer's state is kept between two steps: "device", "host" or "8bit"."""
         return kept_state(self._optimizer)
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the last inner step, for the optimizer's first parameter group."""
+        """The learning rate that the last inner step used for the optimizer's first parameter group."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def load(self, theta: Vector) -> None:
@@ -282,7 +286,8 @@ class ModelReplica:
 
     @contextmanager
     def showing(self, theta: Vector) -> Iterator[Any]:
-        """Load theta into the model for a while. If training goes on from the present weights, restore them afterwards.
+        """Load theta into the model inside the `with` block. Then restore the trained weights, if training continues
+        from them.
 
         The copy of the present weights takes the memory of the gradients, which are no longer needed.
         """
@@ -299,19 +304,19 @@ class ModelReplica:
                     local_part(tensor).copy_(own)
 
     def store(self, flat: Vector, fragment: int | None = None) -> None:
-        """Store this worker's part of all weights, or of one fragment's. Only workers of the first replica do."""
+        """Write this worker's part of the weights (all, or one fragment's) to the vector `flat`. Workers outside the
+        first replica write nothing."""
         if self._team.is_in_first_replica:
             self._shards_of(fragment).store(self._parameters(), flat)
 
     def merge(self, theta: Vector, fragment: int, alpha: float) -> None:
-        """Merge theta into this worker's part of a fragment's weights, which keep a share of `alpha`; see
-        `Shards.merge`."""
+        """Replace this worker's part of a fragment's weights w by alpha * w + (1 - alpha) * theta."""
         self._shards_of(fragment).merge(theta, self._parameters(), alpha)
 
     def keep_moments(self, path: Path, run: str, index: int) -> Callable[[], None]:
-        """Return a function that writes this worker's part of the inner optimizer's present state to a file. Training
-        may go on meanwhile. Only workers of the first replica write. `index` is the number of outer steps taken in the
-        run.
+        """Return a function that writes this worker's part of the inner optimizer's state, as of this call, to a file
+        while training continues. Workers outside the first replica write nothing. `index` is the number of the run's
+        outer steps so far.
 
         Raises: SnapshotError when there is no state yet, or a file cannot hold its form; OSError.
         """
@@ -322,7 +327,7 @@ class ModelReplica:
         return write_state(path, self._optimizer, self._parameters(), self._shards, metadata, bool(has_room))
 
     def recall_moments(self, path: Path, run: str) -> None:
-        """Load the inner optimizer's state from a file. All workers call this together.
+        """Load the inner optimizer's state from a file that `keep_moments` wrote. All workers must call this together.
 
         If another worker cannot read it, this worker begins anew, too, because moments of different times do not fit
         together.
@@ -343,7 +348,8 @@ class ModelReplica:
             self._warmed_up = self._kept_at = None
 
     def _kept_by(self, run: str) -> dict[str, str]:
-        """Return the metadata that a file of moments must have."""
+        """Return the metadata that a file must have for its moments to be loaded: the run's id and optimizer
+        settings."""
         return {"run": run, "optimizer": self._config.inner_optimizer.model_dump_json()}
 
     def inner_steps(
@@ -356,14 +362,14 @@ class ModelReplica:
         stop_wanted: Callable[[], bool] = lambda: False,
         overrides: Overrides = NO_OVERRIDES,
     ) -> InnerSteps:
-        """Load theta, and return at most `steps` inner steps of outer step `index`, each on the lease's next batch. If
-        theta is None, the weights stay as they are.
+        """Load theta, and return an iterator that takes at most `steps` inner steps of outer step `index`, each on the
+        lease's next batch. If theta is None, the weights stay unchanged.
 
         `tokens` is the number that all peers have trained before this outer step, for schedules in tokens.
         `stop_wanted` is called in each inner step before the weights change; all workers stop after the first inner
         step in which it is true on one of them. `overrides` apply in this outer step.
         """
-        if self._warmed_up is None:  # at the run's beginning the schedule's own warmup applies
+        if self._warmed_up is None:  # outer step 0 has the schedule's own warmup and needs no rewarmup
             self._warmed_up = 0 if index else self._config.inner_optimizer.rewarmup_steps
         if self._kept_at is not None and index - self._kept_at > LONG_AGO:
             self._warmed_up = 0
@@ -377,7 +383,8 @@ class ModelReplica:
     def train(
         self, theta: Vector, index: int, lease: tuple[SampleRange, ...], steps: int, tokens: int = 0
     ) -> ReplicaTrained:
-        """Take all of these inner steps, and return their results. Raises: WorkerError."""
+        """Take the inner steps that `inner_steps` plans, and return their results. Raises: WorkerError when training
+        diverges."""
         inner_steps = self.inner_steps(theta, index, lease, steps, tokens)
         for _ in inner_steps:
             pass
@@ -386,8 +393,8 @@ class ModelReplica:
     def _inner_step(
         self, stop_wanted: Callable[[], bool], overrides: Overrides, batch: NDArray[np.int64], step: int, tokens: int
     ) -> tuple[float, float, bool]:
-        """Take inner step `step` of the run, counted from 0. `tokens` is the run's number of trained tokens after this
-        step."""
+        """Train on a batch as inner step `step` of the run, counted from 0, after which the run has trained `tokens`
+        tokens. Return the loss, the gradient's norm, and True if a worker wants to stop."""
         factor = inner_learning_rate_factor(self._config, overrides, step, tokens) * self._rewarmup()
         for group in self._optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
@@ -400,7 +407,7 @@ class ModelReplica:
             if self._loss_scale is not None:
                 torch._foreach_mul_(gradients, 1 / self._loss_scale.factor)
             own_norm = torch.nn.utils.get_total_norm(gradients)
-            own_square = own_norm.double().square() if self._team.is_in_first_replica else 0.0  # all have the same
+            own_square = own_norm.double().square() if self._team.is_in_first_replica else 0.0  # count one replica only
             numbers = self._team.sums_on_device([own_loss, own_square, stop_wanted()])
             total_norm = numbers[1].sqrt_()
             read = read_later(numbers)
@@ -416,19 +423,21 @@ class ModelReplica:
         return loss, norm, stop > 0
 
     def _clip(self, parameters: Sequence[torch.nn.Parameter], total_norm: torch.Tensor) -> None:
-        """Clip the gradient by its norm, a number on the device."""
+        """Scale the gradient down so that its norm is at most the run's `gradient_clip`. `total_norm` is a tensor on
+        the device."""
         torch.nn.utils.clip_grads_with_norm_(parameters, self._config.training.gradient_clip, total_norm.float())
 
     def loss(self, windows: torch.Tensor, slope: float | None = None) -> torch.Tensor:
-        """Return the mean training loss of windows of token ids, of shape (batch, window_length). For `slope` see
-        `window_loss`."""
+        """Return the mean training loss, in nats per token, of windows of token ids of shape (batch, window_length).
+        For `slope` see `window_loss`."""
         z_loss, end = self._config.training.z_loss, self._samples.document_end
         router_loss = router_loss_weight(self.model)
         with self.precision(), packing_known(end is not None):
             return window_loss(self.model, windows, end, z_loss, router_loss, slope, self.compiled_loss)
 
     def add_gradient(self, batch: NDArray[np.int64]) -> torch.Tensor:
-        """Run the backward passes of this worker's piece of a batch. Return the piece's part of the batch's mean loss.
+        """Add the gradient of this worker's piece of a batch to the parameters' gradients. Return the piece's part of
+        the batch's mean loss, a tensor on the device.
 
         FSDP2 averages the workers' gradients, so each worker multiplies its own by their number. This function does not
         wait for the device, unless the model does, so that the device is always busy.
@@ -436,7 +445,7 @@ class ModelReplica:
         end = self._samples.document_end
         predicted, tried_sizes = predicted_tokens(batch, end), self.tried_sizes
         losses = []
-        # An outer autocast context, although disabled, keeps the cast weights from one part to the next.
+        # Without this disabled outer autocast context, autocast would cast the weights again for each micro-batch.
         with torch.autocast(self._team.device.type, enabled=False):
             for part, is_last in self._micro_batches(batch):
                 if self.reduces_once:
@@ -452,7 +461,7 @@ class ModelReplica:
         return torch.stack(losses).double().sum()
 
     def _micro_batches(self, batch: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], bool]]:
-        """Yield this worker's piece in parts, and for each whether it is the last.
+        """Yield each micro-batch of this worker's piece of a batch, and True with the last one.
 
         All workers have the same number of parts, because each forward pass is a collective. Some parts may be empty;
         the caller then trains on other windows, which do not count.
@@ -464,15 +473,15 @@ class ModelReplica:
         own, largest = batch[self._team.piece(count)], self._team.largest_piece(count)
         size = self.micro_batch or largest
         rest = size if count == self._config.training.batch_size else self.uncompiled_micro_batch or size
-        filled = count // self._team.size // size * size  # windows of each worker in parts that are full on all workers
+        filled = count // self._team.size // size * size  # windows of each worker in full micro-batches
         starts = [*range(0, filled, size), *range(filled, largest, rest)]
         for start, end in pairwise([*starts, largest]):
             yield own[start:end], end == largest
 
     @property
     def tried_sizes(self) -> tuple[int, ...]:
-        """The numbers of windows in the first and the last part of a whole batch. Compiled blocks and attention are
-        tried with them. All workers have the same number of sizes."""
+        """The numbers of windows in the first and the last micro-batch of a whole batch, with which compiled blocks and
+        attention are tried. All workers have the same number of sizes."""
         batch_size = self._config.training.batch_size
         own, largest = self._team.piece(batch_size), self._team.largest_piece(batch_size)
         size = self.micro_batch or largest
@@ -482,7 +491,8 @@ class ModelReplica:
 
     @contextmanager
     def _as_tried(self, is_tried: bool) -> Iterator[None]:
-        """Compute windows as in the trial if their number was tried, and uncompiled otherwise.
+        """Inside the `with` block, let the model compute as in the trial if this number of windows was tried, else
+        uncompiled.
 
         The last batch of a lease may have any number of windows, and nothing should be compiled in the middle of
         training.
@@ -495,7 +505,7 @@ class ModelReplica:
                 yield
 
     def precision(self) -> AbstractContextManager[Any]:
-        """Return the context in which the model computes in the run's precision.
+        """Return the context manager in which the model computes in the run's precision.
 
         FSDP2 sets the precision of a sharded model; autocast sets it in all other cases, on the CPU as on a GPU.
         """
@@ -507,21 +517,23 @@ class ModelReplica:
         return self._shards if fragment is None else self._shards.of(self.layout.fragment(fragment))
 
     def _parameters(self) -> Mapping[str, torch.Tensor]:
-        """Return the trained parameters, as the optimizer has them."""
+        """Return the trained parameters by name, sharded as in the optimizer."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # after a forward pass without a backward pass, FSDP2 keeps some weights gathered
+                module.reshard()  # FSDP2 keeps some weights gathered after a forward pass without a backward pass
         return trainable(self.model)
 
     def _rewarmup(self) -> float:
-        """Return a factor of the learning rate, which is below 1 during the first steps with fresh moments."""
+        """Count an inner step. Return the factor of its learning rate, below 1 in the first steps with fresh
+        moments."""
         steps = self._config.inner_optimizer.rewarmup_steps
         self._warmed_up = min(steps, (self._warmed_up or 0) + 1)
         return self._warmed_up / steps if steps else 1.0
 
 
 def _on_device(windows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy windows to a device. A copy to a GPU goes through pinned memory, so that the host does not wait for it."""
+    """Return a copy of windows on a device. A copy to a GPU goes through pinned memory, so that the host does not wait
+    for it."""
     if device.type != "cuda":
         return windows.to(device)
     return windows.pin_memory().to(device, non_blocking=True)

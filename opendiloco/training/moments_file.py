@@ -15,7 +15,7 @@ from opendiloco.model.layout import Layout, Parameter
 from opendiloco.quantities import VALUE_BYTES
 
 FORMAT = "diloco-peer inner optimizer, version 1"
-HEADER_LIMIT = 64 << 20  # bytes: names and shapes of tensors; thousands of them take one MiB
+HEADER_LIMIT = 64 << 20  # maximum size of a header in bytes; thousands of tensors need about one MiB
 UNSEALED = "0" * 64
 """The digest in the header until all values are written."""
 NO_STEP = "its inner optimizer has not made a step"
@@ -23,7 +23,7 @@ NO_STEP = "its inner optimizer has not made a step"
 
 
 def header_of(tensors: Iterable[Parameter], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes of a file before its values."""
+    """Return the header of a moments file, which are all bytes before the first value."""
     content: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
     for tensor in tensors:
         bounds = [VALUE_BYTES * tensor.offset, VALUE_BYTES * (tensor.offset + tensor.size)]
@@ -34,7 +34,7 @@ def header_of(tensors: Iterable[Parameter], metadata: Mapping[str, str]) -> byte
 
 
 def read_header(file: BinaryIO) -> tuple[dict[str, str], Layout, int]:
-    """Return the metadata, the tensors, and the offset of the first value in bytes.
+    """Return a moments file's metadata, the layout of its tensors, and its header's length in bytes.
 
     Raises: ValueError when the file is not as this project's workers write it; OSError.
     """
@@ -61,6 +61,6 @@ def read_header(file: BinaryIO) -> tuple[dict[str, str], Layout, int]:
 
 
 def digest_place(header: bytes) -> int:
-    """Return the offset of the values' digest in the header. Raises: ValueError when there is none."""
+    """Return the byte offset of the values' digest in a header. Raises: ValueError if the header has no digest."""
     name = b'"digest":"'
     return header.index(name) + len(name)

@@ -1,4 +1,4 @@
-"""Torch's inner optimizers, and the files in which a machine keeps their state.
+"""The inner optimizers of torch, and the files in which a machine keeps their state.
 
 All optimizers but Adafactor and Rprop work on a sharded replica, whose parameters are DTensors. They step value by
 value, apart from Muon: it orthogonalizes whole matrices, which torch gathers for each of its products. Its results
@@ -41,10 +41,11 @@ from peers.errors import ManifestError
 from peers.values.wire import printable
 from peers.values.workload import SnapshotError
 
-# LBFGS evaluates the loss several times a step, SparseAdam needs sparse gradients, Muon takes matrices only.
+# Excluded because LBFGS evaluates the loss several times a step, SparseAdam needs sparse gradients, and Muon takes only
+# matrices.
 UNUSABLE = frozenset({torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon})
 UNSHARDABLE = (torch.optim.Adafactor, torch.optim.Rprop)
-# Set elsewhere in run.toml, or a matter of how a machine computes, not of the result.
+# Options that run.toml sets elsewhere, or that change how a machine computes but not the result.
 RESERVED = frozenset({"params", "lr", "foreach", "fused", "capturable", "differentiable", "maximize"})
 
 FUSED_ON = {"cuda"}
@@ -57,7 +58,8 @@ Groups = list[dict[str, Any]]
 def build_inner_optimizer(
     model: torch.nn.Module, section: InnerOptimizerSection, kept: OptimizerState = "device"
 ) -> torch.optim.Optimizer:
-    """Return the optimizer over the trainable parameters, with its state `kept` in this way between two steps.
+    """Return the run's inner optimizer over a model's trainable parameters. `kept` is the place of its state between
+    two steps.
 
     Each parameter group has its peak learning rate as `initial_lr`.
 
@@ -98,26 +100,27 @@ def build_inner_optimizer(
 
 
 def steps_without_waiting(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `step_if` can make this optimizer skip a step. Only torch's fused AdamW can."""
+    """Return True if `step_if` can make this optimizer skip a step. Only torch's fused AdamW can."""
     return type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
 
 
 def step_if(optimizer: Any, is_wanted: torch.Tensor) -> None:
-    """Take a step that changes nothing unless `is_wanted`, a bool on the device. The host does not wait for it."""
-    optimizer.found_inf = (~is_wanted).float()  # torch's name; if it is 1, fused kernels write nothing
+    """Take an optimizer step that changes nothing if `is_wanted`, a bool tensor on the device, is false. The host does
+    not wait for the tensor's value."""
+    optimizer.found_inf = (~is_wanted).float()  # torch's attribute; if it is 1, fused kernels write nothing
     optimizer.step()
     del optimizer.found_inf
 
 
 def check_inner_optimizer(section: InnerOptimizerSection, kept: OptimizerState = "device") -> None:
-    """Raise ManifestError unless torch has this optimizer with these options, and MachineError unless its state can be
-    `kept` in this way."""
+    """Raise ManifestError unless torch has this optimizer with these options, and MachineError unless this machine can
+    keep its state as `kept` asks."""
     build_inner_optimizer(torch.nn.Linear(1, 1), section, kept)
 
 
 def _groups(parameters: Sequence[torch.nn.Parameter], weight_decay: float, vectors_decay: bool = False) -> Groups:
-    """Return two groups: parameters with two or more dimensions, which decay, and vectors, which decay if
-    `vectors_decay`."""
+    """Return two parameter groups: parameters with two or more dimensions, with weight decay, and vectors, which have
+    weight decay if `vectors_decay`."""
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": weight_decay * vectors_decay},
@@ -135,7 +138,7 @@ def _muon(
     model: torch.nn.Module, trainable: Sequence[torch.nn.Parameter], section: MuonSection
 ) -> torch.optim.Optimizer:
     outer: list[Any] = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    output_embeddings = getattr(model, "get_output_embeddings", None)  # models of transformers have this method
+    output_embeddings = getattr(model, "get_output_embeddings", None)  # a method of transformers' models
     if output_embeddings is not None:
         outer.append(output_embeddings())
     not_hidden = {id(parameter) for module in outer for parameter in module.parameters()}
@@ -176,8 +179,8 @@ def _from_torch(parameters: Sequence[torch.nn.Parameter], section: TorchSection)
 
 
 def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """Return the optimizer of this name if torch.optim has it. Other code is refused, because the manifest's author is
-    a stranger."""
+    """Return the class in torch.optim with this name. Raises: ManifestError for any other name, because the manifest's
+    author may be a stranger."""
     known = {
         key: kind
         for key, kind in vars(torch.optim).items()
@@ -192,7 +195,7 @@ def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 def _fits(value: Any, default: Any) -> bool:
-    """Return whether a value from TOML has the type of an option's default."""
+    """Return True if a value from run.toml has the type of an option's default value."""
     if isinstance(default, bool):
         return isinstance(value, bool)
     if isinstance(default, tuple):
@@ -218,7 +221,7 @@ class _JointOptimizer(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let the parts use this object's groups and state instead of copies."""
+        """Make the parts use this object's parameter groups and state instead of copies."""
         first = 0
         for part in self.parts:
             last = first + len(part.param_groups)
@@ -235,15 +238,15 @@ PAGE_VALUES = 1024
 
 
 class _Packed(NamedTuple):
-    """A tensor of an optimizer's state between two steps, in consecutive flat pieces that hold the values of this
-    worker's part. `shape` is the shape of the whole tensor."""
+    """One tensor of an optimizer's state, stored between two steps as flat pieces that together hold this worker's
+    part. `shape` is the shape of the whole tensor."""
 
     shape: torch.Size
     pieces: tuple[torch.Tensor, ...]
 
     @classmethod
     def like(cls, tensor: torch.Tensor, kept: OptimizerState, is_signed: bool) -> _Packed:
-        """Return uninitialised pieces for a tensor."""
+        """Return pieces with unset values for this worker's part of a tensor, stored as `kept` asks."""
         count, device = local_part(tensor).numel(), tensor.device
         if kept == "host":
             is_pinned = device.type == "cuda"
@@ -256,24 +259,25 @@ class _Packed(NamedTuple):
         return cls(tensor.shape, (*pieces, torch.empty(count - quantized, device=device)))
 
     def take(self, tensor: torch.Tensor) -> None:
-        """Copy a tensor's values into the pieces. The host does not wait for copies between a GPU and pinned memory."""
+        """Copy this worker's part of a tensor into the pieces. The host does not wait for copies between a GPU and
+        pinned memory."""
         for piece, values in self._beside(tensor):
             piece.copy_(values, non_blocking=True)
 
     def whole(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the unpacked tensor on its parameter's device, with its parameter's sharding."""
+        """Return the pieces' values as one tensor on the device of `parameter`, sharded as the parameter is."""
         tensor = torch.empty_like(parameter, requires_grad=False)
         for piece, values in self._beside(tensor):
             values.copy_(piece, non_blocking=True)
         return tensor
 
     def _beside(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each piece with its part of a tensor."""
+        """Yield each piece with the values of this worker's part of a tensor that belong in the piece."""
         yield from zip(self.pieces, local_part(tensor).view(-1).split([*map(len, self.pieces)]), strict=True)
 
 
 def _powers_of_two(count: int) -> Iterator[int]:
-    """Yield sizes that add up to `count`: powers of two, and a last one of less than a page.
+    """Yield sizes (numbers of values) that add up to `count`: powers of two, and a last one of less than a memory page.
 
     Torch rounds pinned memory of other sizes up to a power of two, which could take up to twice as much.
     """
@@ -299,7 +303,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take a step of all parameters that have a gradient. `closure` is not called."""
+        """Update all parameters that have a gradient, one after the other. `closure` is not called."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -319,7 +323,8 @@ def _whole(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def _keep(state: dict[str, Any], key: str, value: Any, parameter: torch.Tensor, kept: OptimizerState) -> None:
-    """Put a value into a parameter's state, packed if `kept` asks for it and the value is as large as the parameter."""
+    """Store a value in a parameter's state: packed if `kept` is "host" or "8bit" and the value is as large as the
+    parameter, else unchanged."""
     is_large = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dtype == torch.float32
     if kept == "device" or not is_large:
         state[key] = value
@@ -330,13 +335,13 @@ def _keep(state: dict[str, Any], key: str, value: Any, parameter: torch.Tensor, 
 
 
 def kept_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """Return how an optimizer keeps its state between two steps."""
+    """Return the place where an optimizer's state is kept between two steps: "device", "host" or "8bit"."""
     kept: OptimizerState = optimizer.param_groups[0].get(KEPT, "device")
     return kept
 
 
 def _check_8bit(optimizer: torch.optim.Optimizer) -> None:
-    """Raise MachineError unless this optimizer's state can be kept in 8 bits a value on this machine."""
+    """Raise MachineError unless this optimizer's state can be kept in 8 bits a value: AdamW only, and with torchao."""
     if not isinstance(optimizer, torch.optim.AdamW):
         raise MachineError(
             "--optimizer-state 8bit: only AdamW's moments can be kept in 8 bits; the run has another inner optimizer.",
@@ -344,7 +349,7 @@ def _check_8bit(optimizer: torch.optim.Optimizer) -> None:
         )
     try:
         import torchao.optim.subclass_8bit  # noqa: F401
-    except Exception as error:  # a torchao that is built for another torch may raise any error
+    except Exception as error:  # a torchao built for another torch may raise any error
         raise MachineError(
             f"--optimizer-state 8bit: torchao cannot be imported: {first_line(error)}", INSTALL_TORCHAO
         ) from error
@@ -359,8 +364,8 @@ def write_state(
     metadata: dict[str, str],
     has_room: bool = True,
 ) -> Callable[[], None]:
-    """Return a function that writes an optimizer's present state to a file. Each worker writes its rows, and the first
-    worker writes all other values.
+    """Return a function that writes an optimizer's state, as of this call, to a file. Each worker writes its own rows,
+    and the first worker writes all other values.
 
     Training may go on before and during the call. The file has its full length at once, and no digest yet. Unless main
     memory `has_room` for a copy of the state, the state is written now and the returned function does nothing.
@@ -379,7 +384,7 @@ def write_state(
         for way in ways:
             way.store(tensors, flat)
         return lambda: None
-    copied: Vector = np.empty(layout.size, np.float32)  # only written pages use memory: this worker's rows
+    copied: Vector = np.empty(layout.size, np.float32)  # unwritten pages (other workers' rows) use no memory
     for way in ways:
         way.store(tensors, copied)
     parts = [part for way in ways for part in way.slices()]
@@ -399,7 +404,7 @@ def read_state(
     shards: Shards,
     metadata: dict[str, str],
 ) -> Mapping[str, str]:
-    """Load an optimizer's state from a file whose metadata must include `metadata`. Return all of its metadata.
+    """Load an optimizer's state from a file whose metadata must include `metadata`. Return the file's whole metadata.
 
     Raises: SnapshotError, without a change, when the file is of another optimizer or model; OSError.
     """
@@ -424,7 +429,7 @@ def read_state(
         parameter, group = parameters[name], group_of[id(parameters[name])]
         if tensor.shape == tuple(parameter.shape):
             value = torch.empty_like(parameter, requires_grad=False)
-        else:  # torch keeps the step count in main memory, unless a kernel counts
+        else:  # torch keeps the step count in main memory, except for fused and capturable optimizers
             is_counted = key != "step" or group.get("fused") or group.get("capturable")
             value = torch.empty(tensor.shape, device=parameter.device if is_counted else "cpu")
         for way in _ways(layout.part({tensor.name}), parameters, shards, reads=True):
@@ -434,11 +439,11 @@ def read_state(
 
 
 class _StateTensors(Mapping[str, torch.Tensor]):
-    """An optimizer's state, by the names that its tensors have in a file. Packed tensors are unpacked one at a time on
-    access, to save memory."""
+    """The tensors of an optimizer's state by their names in a file. A packed tensor is unpacked on each access, to save
+    memory."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Collect the tensors. Raises: SnapshotError when a file cannot hold one."""
+        """Collect the tensors of the state. Raises: SnapshotError when a file cannot hold one of them."""
         self._parameters = parameters
         self._values: dict[str, torch.Tensor | _Packed] = {}
         for name, parameter in parameters.items():
@@ -472,7 +477,8 @@ def _check_kept(key: str, value: object, parameter: torch.Tensor) -> None:
 
 
 def _ways(layout: Layout, parameters: Mapping[str, torch.Tensor], own: Shards, reads: bool) -> Iterator[Shards]:
-    """Yield the shards that copy tensors to or from the file: first those sharded as their parameters, then the others.
+    """Yield the shards that copy the tensors in `layout` to or from a file: first for tensors sharded as their
+    parameters are, then for all others.
 
     The others are the same on all workers, so only the first worker writes them.
     """
@@ -487,7 +493,7 @@ def _ways(layout: Layout, parameters: Mapping[str, torch.Tensor], own: Shards, r
 
 
 def _created(path: Path, header: bytes, layout: Layout, rank: int) -> Vector:
-    """Return the values of a new file, or of the same file that another worker has already created."""
+    """Return the values of a file as a writable memory map. Create the file unless another worker already has."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         os.posix_fallocate(descriptor, 0, len(header) + VALUE_BYTES * layout.size)
@@ -504,5 +510,5 @@ def _mapped(path: Path, start: int, layout: Layout, mode: Any) -> Vector:
 
 
 def _torch_version() -> str:
-    """Return the part of torch's version on which the names in its optimizers' state depend."""
+    """Return torch's major and minor version, on which the tensor names in its optimizers' state depend."""
     return ".".join(torch.__version__.split(".")[:2])

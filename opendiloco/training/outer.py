@@ -1,4 +1,5 @@
-"""The outer loop's state: parameters theta and momentum m, the same bits on every peer. This module imports no torch.
+"""The outer loop's state: the parameters theta and their momentum m, the same bits on every peer. This module imports
+no torch.
 
 An outer step of DiLoCo (Algorithm 1, lines 12 to 14 of arXiv 2311.08105) with Nesterov's method as outer optimizer:
 
@@ -44,8 +45,8 @@ from peers.values.workload import Blocks, SnapshotError
 
 # Learning rate --------------------------------------------------------------------------------------------------------
 def learning_rate_factor(schedule: OuterScheduleSection, done: int, decayed: float | None = None) -> float:
-    """Return the factor of the peak learning rate in the step that raises the count of steps, or tokens, to `done`, 1
-    or more.
+    """Return the learning rate, as a fraction of its peak, in the step that raises the count of steps or tokens to
+    `done` (at least 1).
 
     Warmup rises linearly and reaches 1 at its last step. Decay reaches `final_fraction` at its last step, and stays
     there. `decayed` is the finished share of a decay that replaces the schedule's own.
@@ -62,8 +63,8 @@ def learning_rate_factor(schedule: OuterScheduleSection, done: int, decayed: flo
 
 
 def inner_learning_rate_factor(config: RunConfig, overrides: Overrides, step: int, tokens: int) -> float:
-    """Return the factor of the inner learning rate in inner step `step` of the run, counted from 0. `tokens` is the
-    run's number of trained tokens after this step."""
+    """Return the inner learning rate, as a fraction of its peak, in inner step `step` of the run, counted from 0.
+    `tokens` is the number of tokens that the run has trained after this step."""
     done, decay = tokens if config.schedule.unit == "tokens" else step + 1, overrides.decay
     decayed = None if decay is None else decay.fraction(config.training.inner_steps, step + 1)
     factor, lowered = learning_rate_factor(config.schedule, done, decayed), overrides.inner_learning_rate_factor
@@ -71,7 +72,7 @@ def inner_learning_rate_factor(config: RunConfig, overrides: Overrides, step: in
 
 
 def _half_cosine(fraction: float) -> float:
-    """Return (1 - cos(pi * fraction)) / 2 by the cosine's series, up to a term that is below the last bit."""
+    """Return (1 - cos(pi * fraction)) / 2 by the cosine's power series, whose bits are the same on all machines."""
     if fraction >= 1.0:
         return 1.0
     square, cosine = (math.pi * fraction) * (math.pi * fraction), 1.0
@@ -84,16 +85,18 @@ _SHAPES: dict[str, Callable[[float], float]] = {"linear": float, "cosine": _half
 
 
 # State ----------------------------------------------------------------------------------------------------------------
-PIECE = 1 << 20  # values checked at once, to use little memory
+PIECE = 1 << 20  # number of values checked at once, to use little memory
 
 
 class OuterState:
-    """theta and momentum, fp32 of shape (n,). theta is used in place, so that it may lie in shared memory."""
+    """The vectors theta and momentum, fp32 of shape (n,). theta is the caller's array, not a copy, so that it may lie
+    in shared memory."""
 
     def __init__(
         self, theta: Vector, optimizer: OuterOptimizerSection, fragments: Sequence[slice] | None = None
     ) -> None:
-        """Begin with zeros as momentum. `fragments` are the slices of theta; by default there is one."""
+        """Start with a momentum of zeros. `fragments` are the slices of theta that are fragments; by default all of
+        theta is one fragment."""
         self.theta = theta
         self.fragments = tuple(fragments or [slice(0, theta.size)])
         self.momentum: Vector = np.zeros_like(theta)
@@ -102,7 +105,7 @@ class OuterState:
     def apply(
         self, payload: kernels.Payload, index: int, fragment: int = 0, overrides: Overrides = NO_OVERRIDES
     ) -> None:
-        """Take outer step `index` of the run, counted from 0, of one fragment, with an average.
+        """Take outer step `index` of the run, counted from 0, of one fragment, with the average `payload`.
 
         The payload must be a whole one of the fragment, checked by `BlockCodec.checked`. `overrides` apply in this
         outer step.
@@ -113,7 +116,7 @@ class OuterState:
             kernels.outer_step(payload, theta, momentum, rate, coefficient)
             return
         kernels.gradient_step(payload, theta, rate)
-        if coefficient:  # divided by it here, because the last step multiplies the whole sum by it
+        if coefficient:  # divided by mu, because the last of `every` steps multiplies the sum by mu
             kernels.accumulate(payload, 1 / coefficient, momentum)
 
     def learning_rate(self, index: int, overrides: Overrides = NO_OVERRIDES) -> float:
@@ -123,17 +126,17 @@ class OuterState:
         return peak if schedule is None else peak * learning_rate_factor(schedule, index + 1)
 
     def coefficient(self, overrides: Overrides = NO_OVERRIDES) -> float:
-        """Return mu with these overrides."""
+        """Return mu, the factor of the outer momentum, with these overrides."""
         return self._optimizer.momentum if overrides.outer_momentum is None else overrides.outer_momentum
 
     def replace(self, theta: Vector, momentum: Vector) -> None:
-        """Copy another peer's state into this one."""
+        """Copy another peer's theta and momentum into this state."""
         self.theta[:] = theta
         self.momentum[:] = momentum
 
     def copy_to(self, out: memoryview) -> None:
-        """Write momentum's bytes, then theta's. numpy copies them, because Python's own copying would block the event
-        loop."""
+        """Write the momentum's bytes, then theta's, to `out`. numpy copies them, because Python's own copying would
+        block the event loop."""
         momentum, theta = np.frombuffer(out, np.float32).reshape(2, -1)
         momentum[:], theta[:] = self.momentum, self.theta
 
@@ -142,20 +145,21 @@ class OuterState:
 
     @property
     def vectors(self) -> tuple[memoryview, memoryview]:
-        """The state's bytes in the order of snapshots: momentum, theta."""
+        """The bytes of the momentum and of theta, in the order of snapshots."""
         return self.momentum.view(np.uint8).data, self.theta.view(np.uint8).data
 
 
 class LocalState:
-    """The outer state of this machine, which the log drives. Following a run needs nothing else.
+    """This machine's outer state, which changes by the log's entries. A peer that only follows the run needs no other
+    state.
 
     It implements `peers.values.workload.ReplicatedState`. Arithmetic runs in threads, so that the event loop never
     waits.
     """
 
     def __init__(self, theta: Vector, config: RunConfig, fragments: Sequence[slice] | None = None) -> None:
-        """Begin with zeros as momentum. `theta` is used in place. `fragments` are the layout's; by default there is
-        one."""
+        """Start with a momentum of zeros. `theta` is changed in place. `fragments` are the slices of the layout's
+        fragments; by default all of theta is one."""
         self.outer = OuterState(theta, config.outer_optimizer, fragments)
         self._config = config
         self.fragments = [BlockCodec.of(config.codec, part.stop - part.start) for part in self.outer.fragments]
@@ -163,7 +167,8 @@ class LocalState:
     async def apply(
         self, payload: Blocks, index: int, fragment: int = 0, *, amendment: Amendment | None = None
     ) -> None:
-        """Take an outer step with a payload. Raises: BadBlocksError, AmendmentError, both without a change."""
+        """Take a fragment's outer step with the bytes of an average. Raises: BadBlocksError, AmendmentError, both
+        without changing the state."""
         overrides = Overrides.of(amendment, self._config)
         await asyncio.to_thread(
             lambda: self.outer.apply(self.fragments[fragment].checked(payload), index, fragment, overrides)
@@ -180,7 +185,8 @@ class LocalState:
         await asyncio.to_thread(self.outer.copy_to, out)
 
     async def restore(self, state: Blocks, state_digest: bytes) -> None:
-        """Replace the state by a snapshot. Raises: SnapshotError, without a change."""
+        """Replace the state by a snapshot's bytes. Raises: SnapshotError, without changing the state, unless the bytes
+        are a finite state with this digest."""
         await asyncio.to_thread(self._restore, state, state_digest)
 
     def _restore(self, state: Blocks, state_digest: bytes) -> None:
@@ -200,7 +206,7 @@ TILE_BLOCKS = 128
 
 @dataclass(frozen=True)
 class OuterStatistics:
-    """Norms of the averaged pseudo-gradient, of one peer's own, and of the momentum after the step.
+    """Norms of an outer step: of the average, of this peer's own pseudo-gradient, and of the momentum after the step.
 
     `cosine` is the cosine of the angle between the average and the peer's own. Both are NaN if the peer has none.
     """
@@ -212,7 +218,8 @@ class OuterStatistics:
 
     @classmethod
     def measured(cls, average: Payload, momentum: Vector, own: Payload | None = None) -> OuterStatistics:
-        """Return the statistics of an outer step, from whole payloads that have been checked."""
+        """Return the statistics of a fragment's outer step from its average, the momentum, and this peer's own
+        contribution. Both payloads must have been checked."""
         tile = TILE_BLOCKS * average.format.block_values
         first, second = np.empty((2, tile), np.float32)
         average_square = momentum_square = own_square = product = 0.0
@@ -233,7 +240,7 @@ class OuterStatistics:
 
     @classmethod
     def together(cls, parts: Sequence[OuterStatistics]) -> OuterStatistics:
-        """Return the statistics of an outer step from those of its fragments."""
+        """Return the statistics of a whole outer step, combined from those of its fragments."""
         if len(parts) == 1:
             return parts[0]
         average, momentum, own = (
@@ -246,7 +253,8 @@ class OuterStatistics:
 
 @dataclass(frozen=True)
 class OuterStepTaken:
-    """An outer step. `pause_seconds` is the time from the end of training to the new theta; NaN if training went on."""
+    """A finished outer step. `pause_seconds` is the time from the end of training to the new theta; NaN if training did
+    not pause."""
 
     index: int
     learning_rate: float
@@ -256,34 +264,33 @@ class OuterStepTaken:
 
 
 class Measuring:
-    """Measurements of outer steps. They read a state's momentum and the `contributions`, one for each fragment; before
-    either changes, await `finished`."""
+    """A measurer of outer steps, in the background. It reads the state's momentum and the `contributions`, one for each
+    fragment: await `finished` before changing them."""
 
     def __init__(
         self, state: OuterState, contributions: Sequence[Callable[[], Payload]], trains_on: bool = False
     ) -> None:
-        """Prepare to measure. With `trains_on`, workers do not wait for outer steps, so there is no pause to
-        measure."""
+        """Prepare to measure. With `trains_on`, workers train during outer steps, so there is no pause to measure."""
         self.on_outer_step: Callable[[OuterStepTaken], None] | None = None
         """Called with each outer step once all of its fragments are measured."""
         self._state = state
         self._contributions = contributions
         self._trains_on = trains_on
-        self._trained_at: dict[int, float] = {}  # by fragment, when its training ended that no outer step has taken yet
+        self._trained_at: dict[int, float] = {}  # by fragment: monotonic time at which its training ended
         self._index = 0
-        self._parts: dict[int, OuterStatistics] = {}  # measured fragments of the present outer step
+        self._parts: dict[int, OuterStatistics] = {}  # by fragment: its statistics in the current outer step
         self._measuring: asyncio.Task[None] | None = None
 
     def trained(self, fragment: int) -> None:
-        """Record that this machine has trained a fragment and encodes its contribution to the next outer step."""
+        """Record the time at which this machine has trained a fragment for the next outer step."""
         self._trained_at[fragment] = time.monotonic()
 
     def forget(self) -> None:
-        """Record that no outer step will take the trained fragments."""
+        """Delete the recorded times, because no outer step will use the trained fragments."""
         self._trained_at.clear()
 
     def taken(self, average: Payload, index: int, fragment: int, keeps_work: bool, overrides: Overrides) -> None:
-        """Measure the outer step that a fragment has just taken, if `on_outer_step` is set.
+        """Start to measure the outer step that a fragment has just taken, if `on_outer_step` is set.
 
         If this machine `keeps_work` for a later cycle, the step does not include its contribution.
         """
@@ -307,12 +314,12 @@ class Measuring:
         self._measuring = asyncio.create_task(measure())
 
     async def finished(self) -> None:
-        """Wait until no measurement reads the momentum and the contributions of the last outer step."""
+        """Wait until no measurement still reads the momentum and the contributions."""
         if self._measuring is not None:
             await asyncio.wait([self._measuring])
             self._measuring = None
 
 
 def _dot(first: Vector, second: Vector) -> float:
-    """Return the sum of products. BLAS is not used, because its threads would compete with training."""
+    """Return the dot product of two vectors, without BLAS, whose threads would compete with training."""
     return float(np.einsum("i,i->", first, second))

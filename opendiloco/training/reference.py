@@ -61,7 +61,8 @@ order within a cycle."""
 # The algorithm --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Work:
-    """One replica's part in one outer step. `overlap` is its own τ (the paper's section 3.3.2), if not the run's.
+    """One replica's part in one outer step. `overlap` is in inner steps (τ in the paper's section 3.3.2); None: the
+    run's overlap.
 
     `age` is the number of outer steps taken since the replica began. `fragments` are the ones that it contributes
     (None: all). Work that takes several outer steps is in the roster of each to which it contributes fragments.
@@ -78,16 +79,16 @@ class Work:
     formats: tuple[int, ...] = ()
 
     def format(self, fragment: int) -> int:
-        """Return the number of the format of a fragment's contribution."""
+        """Return the number of the format in which the replica's contribution to a fragment is encoded."""
         return self.formats[fragment] if self.formats else 0
 
     def brings(self, fragment: int) -> bool:
-        """Return whether this work contributes a fragment to this outer step."""
+        """Return True if the replica contributes to a fragment in this outer step."""
         return self.fragments is None or fragment in self.fragments
 
 
 class Participant:
-    """One replica on its way through the cycles in which it takes part."""
+    """A replica, with the state that it keeps from one cycle to the next."""
 
     work: Work
 
@@ -110,7 +111,7 @@ class Participant:
     def take_part(
         self, work: Work, theta: Vector, tokens: int, overrides: Overrides, index: int, overlap: int, config: RunConfig
     ) -> None:
-        """Begin a lease, or continue it. A replica that was not in the previous cycle begins from `theta`.
+        """Begin training on a lease, or continue it. A replica that was not in the previous cycle begins from `theta`.
 
         `tokens` is the number that the run has trained before the outer step in which the work begins, and `overrides`
         apply there.
@@ -133,27 +134,27 @@ class Participant:
         self.cycles.begin(steps.planned, steps.every(), overlap, goes_on, is_last)
 
     def bring(self, fragment: int) -> None:
-        """Take the inner steps before a fragment is stored."""
+        """Take the inner steps that precede the store of a fragment."""
         assert self.cycles.train_up_to(fragment, self.returned), "there are fewer inner steps than planned"
 
     def get_back(self, part: slice, theta: Vector) -> None:
-        """Continue a stored fragment with its new theta, from which its next pseudo-gradient counts."""
+        """Set a fragment's new theta, which the replica merges and from which its next pseudo-gradient is computed."""
         self.base[part] = self.returned[part] = theta
 
     def end(self, index: int) -> None:
-        """Take the remaining inner steps, and end the work with this outer step."""
+        """Take the remaining inner steps of the work, which ends in outer step `index`."""
         assert self.cycles.train_to_the_end(self.returned), "there are fewer inner steps than planned"
         self.cycles.merge_what_is_due(self.returned)
         self._ended_at = index
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that this cycle's inner steps train."""
+        """The number of tokens that the work's inner steps train."""
         return self._inner_steps.planned_tokens
 
 
 class StreamingDiLoCo:
-    """The algorithm for any kind of replica. A replica is made when its name first appears."""
+    """Streaming DiLoCo with replicas that `new_replica` makes, each when its name first appears in a roster."""
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ class StreamingDiLoCo:
         outer_optimizer: OuterOptimizer | None = None,
         codec: Codec | None = None,
     ) -> None:
-        """Begin a run. `theta` is used in place, and must have zeros in the padding.
+        """Start a run. `theta` is changed in place, and must have zeros in the layout's padding.
 
         A given outer optimizer replaces `config.outer_optimizer` and amendments. A given codec replaces `config.codec`
         except for its error feedback.
@@ -190,7 +191,8 @@ class StreamingDiLoCo:
                 self._optimizers.append((tensors, _made_by(outer_optimizer, tensors)))
 
     def outer_step(self, roster: Sequence[Work]) -> bytes:
-        """Take one outer step. Return the state digest. The order of the roster matters to the last bit.
+        """Take one outer step with the work of a roster. Return the state digest, whose bits depend on the roster's
+        order.
 
         Raises: IndexError for work that is older than any that counts.
         """
@@ -202,12 +204,13 @@ class StreamingDiLoCo:
                 member.bring(fragment)
             if present:
                 self.synchronise(fragment, present)
-            for member in present:  # late members did not wait for this step
+            for member in present:  # late members get the theta before this step, for which they did not wait
                 member.get_back(part, before if member.work.age else self.state.theta[part])
         return self.end(present)
 
     def begin(self, roster: Sequence[Work]) -> list[Participant]:
-        """Begin an outer step. Raises: IndexError for work that is older than any that counts."""
+        """Begin an outer step. Return the roster's participants. Raises: IndexError for work older than
+        `rounds.staleness` outer steps."""
         self._beginnings.append((self.state.theta.copy(), self.tokens, self.overrides))
         streaming, members = self.config.streaming, []
         for work in roster:
@@ -219,8 +222,8 @@ class StreamingDiLoCo:
         return members
 
     def end(self, members: Sequence[Participant]) -> bytes:
-        """End an outer step, and the work of the members that contribute its last fragment. Return the state digest, or
-        with a given outer optimizer the digest of theta alone."""
+        """End an outer step and the work of `members`, those that contribute its last fragment. Return the state
+        digest, or theta's digest alone if an outer optimizer was given."""
         for member in members:
             member.end(self.index)
         self.index += 1
@@ -228,7 +231,8 @@ class StreamingDiLoCo:
         return digest_of_state([self.state.theta.view(np.uint8).data]) if self._optimizers else self.state.digest()
 
     def synchronise(self, fragment: int, members: Sequence[Participant]) -> None:
-        """Average a fragment's pseudo-gradients after the codec, and take the fragment's outer step."""
+        """Average the members' pseudo-gradients of a fragment as the codec encodes them, and take the fragment's outer
+        step."""
         part = self.state.fragments[fragment]
         codec = self._codec_with(self._rounding.of_average(self.index, fragment))
         sent = [self._contribution(fragment, member) for member in members]
@@ -240,8 +244,7 @@ class StreamingDiLoCo:
         self._take_outer_step(fragment, average)
 
     def _contribution(self, fragment: int, member: Participant) -> Vector:
-        """Return a member's pseudo-gradient after its format's encoding. A share of the previous error is added
-        before."""
+        """Return a member's pseudo-gradient of a fragment, with error feedback, after encoding and decoding."""
         part, format = self.state.fragments[fragment], member.work.format(fragment)
         local = np.empty_like(self.state.theta)
         member.cycles.store(local, fragment)
@@ -255,7 +258,7 @@ class StreamingDiLoCo:
         return sent
 
     def mean(self, fragment: int, members: Sequence[Participant], sent: Sequence[Vector]) -> Vector:
-        """Return the weighted mean of the members' contributions to a fragment."""
+        """Return the mean of the members' contributions `sent` to a fragment, weighted by trained tokens."""
         weights, total = [self._weight(member) for member in members], np.zeros_like(sent[0])
         for weight, values in zip(weights, sent, strict=True):
             total += np.float32(weight) * values
@@ -263,7 +266,8 @@ class StreamingDiLoCo:
         return total
 
     def _take_outer_step(self, fragment: int, average: Vector) -> None:
-        """Take a fragment's outer step with its average, as `OuterState.apply` does, or with the given optimizer."""
+        """Take a fragment's outer step with an average, as `OuterState.apply` does, or with the outer optimizer that
+        the caller gave."""
         part = self.state.fragments[fragment]
         theta, momentum = self.state.theta[part], self.state.momentum[part]
         if self._optimizers:
@@ -280,8 +284,8 @@ class StreamingDiLoCo:
                 momentum += np.float32(1 / coefficient) * average
 
     def _take_given_step(self, fragment: int, average: Vector) -> None:
-        """Take a fragment's outer step with the given optimizer. Raises: ArgumentError when theta is no longer
-        finite."""
+        """Take a fragment's outer step with the outer optimizer that the caller gave. Raises: ArgumentError if theta is
+        no longer finite."""
         part, (tensors, optimizer) = self.state.fragments[fragment], self._optimizers[fragment]
         gradient = np.zeros_like(self.state.theta)
         gradient[part] = average
@@ -295,7 +299,7 @@ class StreamingDiLoCo:
             )
 
     def _tensors(self, flat: Vector, fragment: int) -> list[torch.Tensor]:
-        """Return views of a fragment's parameters in a flat vector, in the model's shapes."""
+        """Return views of a fragment's parameters in the vector `flat`, in the model's shapes."""
         parameters = self.layout.fragment(fragment)
         return [torch.from_numpy(flat[each.slice]).view(each.shape) for each in parameters]
 
@@ -307,12 +311,12 @@ class StreamingDiLoCo:
         return aged(member.tokens, member.work.age) if is_asynchronous else member.tokens
 
     def run(self, outer_steps: Sequence[Sequence[Work]]) -> Iterator[bytes]:
-        """Yield the state digest after each outer step."""
+        """Take an outer step for each roster in `outer_steps`, and yield the state digest after each."""
         yield from map(self.outer_step, outer_steps)
 
 
 class Reference(StreamingDiLoCo):
-    """A run with all its replicas in this process, each with its own inner optimizer."""
+    """A DiLoCo run with all its replicas in this process, each with its own inner optimizer."""
 
     def __init__(
         self,
@@ -323,7 +327,7 @@ class Reference(StreamingDiLoCo):
         pattern: Pattern | None = None,
         device: torch.device = CPU,
     ) -> None:
-        """Build the model and the data; see also `StreamingDiLoCo`.
+        """Build the run's model and data. `outer_optimizer` and `codec` are as in `StreamingDiLoCo`.
 
         The fragments are the run's unless a pattern is given. All replicas train on `device`. A swarm's bits are the
         CPU's.
@@ -351,16 +355,16 @@ class Reference(StreamingDiLoCo):
 
     @property
     def _team(self) -> Team:
-        """The one worker of each replica, on the device of all."""
+        """The team that each replica uses: one worker, on the device that all replicas share."""
         return Team(next(self._judge.model.parameters()).device)
 
     def amend(self, amendments: Sequence[LoggedAmendment]) -> None:
-        """Apply the log's amendments so far: the values of the last one, and the mixtures of all."""
+        """Apply the log's amendments so far: the settings of the last one, and the data mixtures of all."""
         self.overrides = Overrides.of(amendments[-1].amendment if amendments else None, self.config)
         self._data.samples.mix(mixture_phases(amendments, self.config))
 
     def held_out_loss(self) -> float:
-        """Return the loss of theta in nats per token, on the windows on which a swarm evaluates."""
+        """Return the loss of theta in nats per token, on the windows on which peers of a swarm evaluate."""
         self._judge.load(self.state.theta)
         model, windows, precision = self._judge.model, self.config.evaluation.windows, self._judge.precision
         at_once = min(self.config.training.batch_size, EVALUATED_AT_ONCE)
@@ -396,7 +400,7 @@ class Codec(NamedTuple):
             raise WorkerError(
                 "a pseudo-gradient holds NaN or infinity.", "Training has diverged: lower learning rates."
             )
-        decoded: Any = self.decode(self.encode(values.copy()))  # copies, because the functions may reuse their arrays
+        decoded: Any = self.decode(self.encode(values.copy()))  # copies, because encode may change its argument
         if not isinstance(decoded, np.ndarray) or (decoded.dtype, decoded.shape) != (values.dtype, values.shape):
             kind = f"{type(decoded).__name__} {getattr(decoded, 'dtype', '')} {getattr(decoded, 'shape', '')}".rstrip()
             raise ArgumentError(
@@ -412,7 +416,7 @@ class Codec(NamedTuple):
 
 
 def run_codec(format: kernels.Format, rounding: kernels.Rounding) -> Codec:
-    """Return the codec of a run with the rounding of one payload."""
+    """Return the codec that encodes a payload in a run's format with this rounding."""
 
     def encode(values: Vector) -> kernels.Payload:
         payload = kernels.Payload(format, values.size)
@@ -428,7 +432,7 @@ def run_codec(format: kernels.Format, rounding: kernels.Rounding) -> Codec:
 
 
 def _check_arguments(config: RunConfig, codec: object) -> None:
-    """Raise ArgumentError for an overlap that no run can have, or a codec of another type."""
+    """Raise ArgumentError if the overlap is not less than the inner steps, or `codec` is not a Codec."""
     overlap, steps = config.streaming.overlap, config.training.inner_steps
     if overlap >= steps:
         raise ArgumentError(
@@ -440,7 +444,8 @@ def _check_arguments(config: RunConfig, codec: object) -> None:
 
 
 def _made_by(outer_optimizer: OuterOptimizer, tensors: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return a fragment's optimizer. Raises: ArgumentError unless it is one of torch that steps without a closure."""
+    """Return the optimizer that `outer_optimizer` makes for a fragment's tensors. Raises: ArgumentError unless it is a
+    torch optimizer that steps without a closure."""
     if not callable(outer_optimizer):
         raise ArgumentError(
             f"outer_optimizer is a {type(outer_optimizer).__name__} that was made already.",
@@ -461,7 +466,7 @@ def _made_by(outer_optimizer: OuterOptimizer, tensors: list[torch.nn.Parameter])
 
 
 def cut(layout: Layout, pattern: Pattern) -> Layout:
-    """Return the same parameters in the fragments of a pattern.
+    """Return a layout with the same parameters, divided into the fragments that `pattern` returns.
 
     Raises: ArgumentError unless each parameter is in one fragment, and no fragment is empty.
     """

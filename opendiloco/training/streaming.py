@@ -1,4 +1,4 @@
-"""The life of a fragment between training and averaging: `Cycles` in a worker, `FragmentWork` in the peer process.
+"""The handling of a fragment between training and averaging: `Cycles` in a worker, `FragmentWork` in the peer process.
 
 A run that does not stream has one fragment, and all workers wait for its average.
 
@@ -54,16 +54,16 @@ class Cycles:
         fragments: int,
         streaming: StreamingSection,
     ) -> None:
-        """Begin without any inner steps. `store` and `merge` are those of a `ModelReplica`."""
+        """Start before the first inner step. `store` and `merge` are methods of a `ModelReplica`."""
         self._store_weights, self._merge_theta = store, merge
         self._fragments = fragments
         self._alpha = streaming.mixing
         self._lead = streaming.overlap
-        self._taken = 0  # inner steps in all cycles
-        self._due: dict[int, int] = {}  # by fragment, the number of inner steps after which it is merged
+        self._taken = 0  # number of inner steps taken in all cycles
+        self._due: dict[int, int] = {}  # by fragment: the count of inner steps (_taken) at which to merge the fragment
 
     def begin(self, planned: int, steps: Iterator[object], overlap: int, goes_on: bool, is_last: bool) -> None:
-        """Begin a cycle of `planned` inner steps; each turn of `steps` takes one.
+        """Begin a cycle of `planned` inner steps. Each `next(steps)` takes one. `overlap` is in inner steps.
 
         If the replica `goes_on`, it continues from the end of the previous cycle. Otherwise it begins with theta, and
         merges nothing that was stored before. `is_last` is true in the run's last cycle.
@@ -75,8 +75,8 @@ class Cycles:
         self._overlap, self._began = overlap, self._taken
 
     def train_up_to(self, fragment: int, theta: Vector) -> bool:
-        """Take the inner steps before a fragment's store, and merge before each step the fragments that are due. Return
-        whether all of them were taken, because a worker may stop early."""
+        """Take the inner steps before a fragment's store, and before each step merge the due fragments from `theta`.
+        Return False if a worker stopped before the last of these steps."""
         due = self._planned if self._is_last else -(-(fragment + 1) * self._planned // self._fragments)
         has_come = self._take_up_to(max(due - self._lead_now, 0), theta)
         if has_come and fragment in self._due:
@@ -84,12 +84,14 @@ class Cycles:
         return has_come
 
     def store(self, local: Vector, fragment: int) -> None:
-        """Store a fragment's weights for averaging. The average is merged when the overlap is over."""
+        """Write a fragment's weights to `local` for averaging. The fragment is merged when the overlap, in inner steps,
+        is over."""
         self._store_weights(local, fragment)
         self._due[fragment] = self._taken + self._overlap
 
     def train_to_the_end(self, theta: Vector) -> bool:
-        """Take the inner steps after the last fragment's store. Return as `train_up_to`."""
+        """Take the inner steps after the last fragment's store, as `train_up_to` does. Return False if a worker stopped
+        early."""
         has_come = self._take_up_to(self._planned, theta)
         assert next(self._steps, _ENDED) is _ENDED, "there are more inner steps than planned"
         return has_come
@@ -115,7 +117,7 @@ class Cycles:
 
 
 class FragmentWork:
-    """The peer process's work on one fragment. It begins with a theta, its *base*, and ends with an encoded payload.
+    """The peer process's work on one fragment, from a starting theta, its *base*, to an encoded payload.
 
     The base is usually the present theta. A copy is made only when an outer step is taken before the work is encoded,
     which is one that others have made without this peer. In a run that streams, the base is kept after encoding
@@ -141,52 +143,53 @@ class FragmentWork:
     def __init__(
         self, theta: Vector, local: Vector, codec: BlockCodec, residual: Residual, outlives_encoding: bool
     ) -> None:
-        """Begin work from theta. `theta` and `local` are the fragment's parts of the vectors."""
+        """Begin work from the present theta. `theta` and `local` are the fragment's slices of the run's vectors."""
         self.theta = theta
         self.local = local
         self.codec = codec
         self.payload = codec.empty_payload()
         """The newest contribution."""
-        self._room = self.payload.buffer  # the average's format is the largest, so all payloads fit
+        self._room = self.payload.buffer  # payloads of all formats fit, because the average's format is the largest
         self.residual = residual
         self._outlives_encoding = outlives_encoding
-        self._copy: Vector | None = None  # of the base, if theta has changed since
-        self._is_base_needed = True  # until the trained weights are encoded
+        self._copy: Vector | None = None  # a copy of the base, if theta has changed since the work began
+        self._is_base_needed = True  # False after the trained weights are encoded, unless the work outlives encoding
         self.begin_training(from_theta=True)
 
     def begin_training(self, from_theta: bool) -> None:
-        """Begin another training, from theta or from the workers' present weights."""
+        """Reset the fragment for another training, from theta or from the workers' present weights."""
         if from_theta:
             self.begin()
-        self.is_read = False  # whether the stored weights were encoded, so that they are offered next
-        self.is_encoded = False  # whether the fragment was stored and encoded, perhaps by workers that are lost now
-        self.is_changed: bool | None = None  # whether the outer step has changed the fragment; None: not decided yet
+        self.is_read = False  # True once this peer's contribution is encoded
+        self.is_encoded = False  # True once the stored fragment is encoded, even if the workers are lost later
+        self.is_changed: bool | None = None  # whether an outer step has changed the fragment; None: undecided
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Reset the state of the workers after they were lost. Replacements train the same lease again."""
+        """Reset the progress of workers that were lost. Their replacements train the same lease again."""
         self.is_stored = self.is_handed_over = False
 
     @property
     def base(self) -> Vector:
-        """The theta with which the work has begun."""
+        """The theta from which the work's pseudo-gradient is computed."""
         return self.theta if self._copy is None else self._copy
 
     def begin(self) -> None:
-        """Let the work count from the present theta."""
+        """Make the present theta the base of the work."""
         self._copy, self._is_base_needed = None, True
 
     def keep_base(self) -> None:
-        """Copy the base, because theta is about to change."""
+        """Copy the base, if still needed, because theta is about to change."""
         if self._copy is None and self._is_base_needed:
             self._copy = self.theta.copy()
 
     def drop_base(self) -> None:
-        """Drop the copy of the base, so that the next work begins with the present theta."""
+        """Drop the copy of the base, so that the present theta becomes the base."""
         self._copy = None
 
     def encode(self, rounding: Rounding, format: int = 0, folder: Path | None = None) -> None:
-        """Encode the pseudo-gradient (the base minus the trained weights), plus the residual if any, in a format.
+        """Encode the pseudo-gradient (the base minus the trained weights), plus any residual, in format number
+        `format`. A large residual is kept in `folder`.
 
         Raises: WorkerError if the trained weights are not finite.
         """
@@ -196,11 +199,11 @@ class FragmentWork:
             quantize_difference(self.base, self.local, self.payload, rounding, self.residual.to_add(format, folder))
         except NonFiniteError as error:
             raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
-        if not self._outlives_encoding:  # the base is no longer needed
+        if not self._outlives_encoding:  # the next pseudo-gradient has a new base
             self._copy, self._is_base_needed = None, False
 
     def decide(self, is_changed: bool) -> bool:
-        """Record whether an outer step has changed the fragment. Return False if that was decided before.
+        """Record whether an outer step has changed the fragment. Return False if an earlier decision stays valid.
 
         The first decision counts, with one exception: an outer step that is taken before the workers have stored the
         fragment overrides the decision that it has not changed.
@@ -211,6 +214,6 @@ class FragmentWork:
         return True
 
     def take_theta(self) -> None:
-        """Copy the new values to `local` for the workers. Their work counts from them from now on."""
+        """Copy the fragment's new theta to `local` for the workers, and make it the base of their work."""
         np.copyto(self.local, self.theta)
         self.begin()

@@ -1,4 +1,4 @@
-"""The workers of one volunteer: their devices, their communication, and the model that they share.
+"""The workers of one volunteer: their devices, their communication, and the model shared among them.
 
 Workers connect to each other through a store. The first worker serves it on a socket of the peer process that is bound
 to the loopback interface, so no other machine can reach it, and no other program can take the port first.
@@ -39,7 +39,7 @@ DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Return the device for "auto" (a GPU if torch sees one, else the CPU), "cpu", "cuda" or "cuda:1".
+    """Return the device that `wanted` names: "auto" (a GPU if torch sees one, else the CPU), "cpu", "cuda" or "cuda:1".
 
     Raises: MachineError when the text is none of these, or torch cannot compute on the device.
     """
@@ -49,9 +49,9 @@ def choose_device(wanted: str) -> torch.device:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(wanted)
-        torch.zeros(1, device=device).add_(1).item()  # runs a kernel, because allocating works on unsupported GPUs, too
+        torch.zeros(1, device=device).add_(1).item()  # runs a kernel: allocation alone works on unsupported GPUs
         if device.index is not None:
-            torch.cuda.set_device(device)  # so that allocations without a device use this GPU
+            torch.cuda.set_device(device)  # the default GPU for allocations without a device
     except (RuntimeError, AssertionError) as error:
         raise _cannot_be_used(wanted, first_line(error)) from error
     return device
@@ -79,7 +79,7 @@ def device_name(device: torch.device) -> str:
 
 
 def compiling_lacks(device: torch.device) -> str | None:
-    """Return the reason why torch.compile cannot work on a GPU, or None. Triton needs a C compiler for its
+    """Return the reason why torch.compile cannot work on a GPU, or None if it can. Triton needs a C compiler for its
     launchers."""
     if torch.cuda.get_device_capability(device) < TRITON_CAPABILITY:
         return f"a {device_name(device)} is too old for it"
@@ -88,27 +88,27 @@ def compiling_lacks(device: torch.device) -> str | None:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Return whether a device computes in bf16 natively. GPUs older than Ampere convert each value, and are slower."""
+    """Return True if a device computes in bf16 natively. GPUs older than Ampere convert each value, and are slower."""
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def has_fast_fp16(device: torch.device) -> bool:
-    """Return whether a device multiplies fp16 much faster than fp32. GPUs since Volta do, with tensor cores."""
+    """Return True if a device multiplies fp16 much faster than fp32, as GPUs since Volta do with tensor cores."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Reset `peak_memory` of a GPU. The peak of the CPU cannot be reset."""
+    """Reset the peak of a GPU that `peak_memory` returns. The CPU's peak cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak in bytes: on a GPU, of tensors since `forget_peak_memory`; on the CPU, of this process since its
-    start."""
+    """Return the peak memory in bytes: on a GPU, of tensors since `forget_peak_memory`; on the CPU, of this process
+    since its start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports ru_maxrss in KiB
 
 
 # Team -----------------------------------------------------------------------------------------------------------------
@@ -122,7 +122,8 @@ and writes those of a large model, and NCCL's default limit is ten minutes. Dead
 
 
 class Team:
-    """Worker `rank` of `size`. A worker without a mesh is alone: it has the plain model and no process group.
+    """Worker `rank`, from 0, of a volunteer's `size` workers. A worker without a mesh is alone: it has the unsharded
+    model and no process group.
 
     The workers form equal groups of consecutive ranks, `replicas` of them. Each group has the whole model, cut into as
     many `shards` as it has workers; this worker has number `shard`. Where a run asks for bf16, they compute in `half`:
@@ -142,8 +143,8 @@ class Team:
     def meet(
         cls, device: torch.device, rank: int, size: int, port: int = 0, listener: int | None = None, replicas: int = 1
     ) -> Team:
-        """Return the team once all workers have connected to the store that the first one serves on `listener`, a
-        socket bound to `port`. The team takes ownership of the listener.
+        """Connect to the other workers through a store, and return the team. The first worker serves the store on
+        `listener`, the descriptor of a socket bound to `port`; the team will close the descriptor.
 
         A single worker connects to no store, whatever its device. With FSDP2 over one GPU all parameters would be
         copied twice a micro-batch, and torch could not compute every optimizer on the shards.
@@ -171,30 +172,31 @@ class Team:
         return cls(device, rank, size, init_device_mesh(device.type, shape, mesh_dim_names=names))
 
     def wait_at_most(self, seconds: float) -> None:
-        """Make this worker fail when another keeps it waiting for longer in a collective. It applies from the next
-        collective on."""
+        """Make this worker fail if it waits longer than `seconds` for another worker in a collective. The limit applies
+        from the next collective on."""
         if self.mesh is not None:
             for group in {dist.group.WORLD, *self.mesh.get_all_groups()}:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     @property
     def is_in_first_replica(self) -> bool:
-        """True if this worker must write out its shard. The workers of other replicas have the same shards, and write
-        none."""
+        """True if this worker must write out its shard. Workers of other replicas have equal shards, and write none."""
         return self.rank < self.shards
 
     def piece(self, count: int) -> slice:
-        """Return this worker's share of `count` items in a row. Shares are consecutive and as even as possible."""
+        """Return the slice of `count` consecutive items that this worker computes. The workers' slices are as even as
+        possible."""
         share, larger = divmod(count, self.size)
         start = share * self.rank + min(self.rank, larger)
         return slice(start, start + share + (self.rank < larger))
 
     def largest_piece(self, count: int) -> int:
-        """Return the length of worker 0's piece, the largest one."""
+        """Return the number of items in worker 0's piece of `count` items, the largest piece."""
         return math.ceil(count / self.size)
 
     def sums(self, values: Sequence[Value]) -> list[float]:
-        """Return the sum of each value over all workers. They add in the order of ranks, so that all get the same bits.
+        """Return the sum of each value over all workers, added in the order of ranks, so that all workers get the same
+        bits.
 
         This process waits once for the device, even if several values are still being computed there.
         """
@@ -203,15 +205,15 @@ class Team:
         return [float(value) for value in self.sums_on_device(values).tolist()]
 
     def sums_on_device(self, values: Sequence[Value]) -> torch.Tensor:
-        """Return the same sums as an fp64 vector on the device, without waiting for it."""
+        """Return the sums that `sums` returns as an fp64 vector on the device, without waiting for the device."""
         return reduce(torch.add, self._gather(values))
 
     def smallest(self, value: int) -> int:
-        """Return the smallest of all workers' values."""
+        """Return the smallest `value` of all workers."""
         return int(value) if self.mesh is None else int(min(self._gather([value])).item())
 
     def take_from_first(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor with worker 0's."""
+        """Overwrite a tensor on all workers with worker 0's values."""
         if self.mesh is not None:
             dist.broadcast(tensor, 0)
 
@@ -219,7 +221,7 @@ class Team:
         self.sums([0.0])
 
     def _gather(self, values: Sequence[Value]) -> list[torch.Tensor]:
-        """Return the values of all workers, ordered by rank, as one fp64 vector on the device for each worker."""
+        """Return all workers' values, ordered by rank: for each worker one fp64 vector on this worker's device."""
         own = torch.stack([self._on_device(value) for value in values])
         if self.mesh is None:
             return [own]
@@ -228,15 +230,15 @@ class Team:
         return gathered
 
     def _on_device(self, value: Value) -> torch.Tensor:
-        """Return a value as an fp64 tensor on the device. A number is filled in, because a copy would wait for the
-        device."""
+        """Return a number or tensor as an fp64 tensor on the device. A number is filled in, because a copy would wait
+        for the device."""
         if isinstance(value, torch.Tensor):
             return value.to(self.device, torch.float64)
         return torch.full((), float(value), dtype=torch.float64, device=self.device)
 
 
 def read_later(numbers: torch.Tensor) -> Callable[[], list[float]]:
-    """Begin to copy a vector to the host. Return a function that waits for the copy and returns its numbers.
+    """Start to copy a vector to the host. Return a function that waits for the copy and returns the vector's numbers.
 
     The function does not wait for work that a GPU is given after this call.
     """
@@ -254,7 +256,7 @@ def read_later(numbers: torch.Tensor) -> Callable[[], list[float]]:
 
 # The model that they share --------------------------------------------------------------------------------------------
 def shard_model(model: Any, team: Team, training: TrainingSection, whole_layers: bool = False) -> None:
-    """Shard a model in place. Tensors on the meta device get memory, but no values.
+    """Shard a model in place with FSDP2. Tensors on the meta device get memory, but no values.
 
     The group of the rest contains the head. It stays gathered from the forward to the backward pass, because the loss
     is computed with the head in between. With `whole_layers` all groups stay gathered.
@@ -269,14 +271,15 @@ def shard_model(model: Any, team: Team, training: TrainingSection, whole_layers:
 
 
 def has_other_tensors(model: torch.nn.Module) -> bool:
-    """Return whether a model has tensors besides its parameters and buffers. Only its constructor can fill those."""
+    """Return True if a model has tensors besides its parameters and buffers. Only the model's constructor can fill
+    those tensors."""
     return any(isinstance(value, torch.Tensor) for module in model.modules() for value in vars(module).values())
 
 
 @torch.no_grad()
 def fill_untrained(model: Any, whole: Any, team: Team) -> None:
-    """Fill frozen parameters and buffers, which theta does not contain, from worker 0's whole model. Other workers pass
-    None."""
+    """Fill a sharded model's frozen parameters and buffers, which theta does not contain, from worker 0's unsharded
+    model `whole`. Other workers pass None."""
     source = {} if whole is None else dict(_untrained(whole))
     for name, tensor in _untrained(model):
         if team.rank == 0:
@@ -294,8 +297,8 @@ def _untrained(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _take_memory(module: torch.nn.Module, device: torch.device) -> None:
-    """Replace tensors on the meta device by uninitialised ones. Unlike with `Module.to_empty`, tied parameters stay
-    tied."""
+    """Replace a module's tensors on the meta device by uninitialised ones. Unlike with `Module.to_empty`, tied
+    parameters stay tied."""
     replaced: dict[int, torch.nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):

@@ -1,4 +1,5 @@
-"""Trials before training, so that nothing fails during it: compiled blocks, attention, and the size of a micro-batch.
+"""Trials before training, so that training does not fail: of compiled blocks, of attention, and of the micro-batch's
+size.
 
 Workers that share a model wait for each other at each of its blocks. If a trial fails on one worker, that worker must
 therefore not leave the pass. It continues from the same block without the tried feature, and all workers compare their
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 # Trials ---------------------------------------------------------------------------------------------------------------
 class _Trial:
-    """A forward pass in which each block also runs a backward pass of its own, and so does a compiled loss.
+    """A trial forward pass, in which each block and a compiled loss also run a backward pass of their own.
 
     With an `attention`, the model uses that implementation. `error` is the first error of this worker's blocks. A
     compiled loss that was given up before is tried again.
@@ -54,7 +55,8 @@ class _Trial:
         self._is_in_blocks = False
 
     def loss(self, windows: torch.Tensor) -> float:
-        """Return the loss of windows, which means nothing after an error. Workers call this together.
+        """Run the trial on windows and return their loss, which is meaningless if `error` is set. All workers must call
+        this together.
 
         It leaves no gradient behind, and restores the state of the random numbers. An error that cannot be caught here
         ends the worker, and the other workers with it.
@@ -70,7 +72,8 @@ class _Trial:
             return float(self._replica.loss(windows))
 
     def _tried(self, block: Any) -> Callable[..., Any]:
-        """Return a block's forward pass that also tries training, until something has failed."""
+        """Return a forward pass of a block that also tries a backward pass. After the first error, the block computes
+        uncompiled."""
         forward, plain = block.forward, partial(type(block).forward, block)
 
         def computed(*arguments: Any, **options: Any) -> Any:
@@ -79,7 +82,7 @@ class _Trial:
                 try:
                     return _trained(block, forward, arguments, options)
                 except Exception as error:  # PyTorch's compiler, Triton and C compilers raise their own errors
-                    self.error = error.with_traceback(None)  # the traceback's frames would keep activations
+                    self.error = error.with_traceback(None)  # the traceback's frames would keep activations in memory
             with torch.compiler.set_stance("force_eager"), attending_by(self._replica.model, self._own_attention):
                 return plain(
                     *map(_without_block_mask, arguments),
@@ -89,8 +92,8 @@ class _Trial:
         return computed
 
     def _attending(self, model: Any) -> Callable[..., Any]:
-        """Return the model's forward pass with the other attention, or with its own if that fails before the first
-        block."""
+        """Return the model's forward pass with the tried attention. If that fails before the first block, the model's
+        own attention is used."""
         forward = model.forward
 
         def computed(*arguments: Any, **options: Any) -> Any:
@@ -107,11 +110,11 @@ class _Trial:
 
 
 def _trained(block: Any, forward: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Return a block's output for its input, after a backward pass through this block alone.
+    """Return a block's output, without gradients, after a backward pass through this block alone.
 
     It waits for no other worker: FSDP2 has gathered the block's weights, and is not informed of the gradients.
     """
-    inputs = [one.detach().requires_grad_() for one in arguments[:1]]  # the hidden states, the only varying argument
+    inputs = [one.detach().requires_grad_() for one in arguments[:1]]  # the hidden states, which alone need a gradient
     with torch.enable_grad():
         output = forward(*inputs, *arguments[1:], **options)
         made = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad]
@@ -121,13 +124,15 @@ def _trained(block: Any, forward: Callable[..., Any], arguments: tuple[Any, ...]
 
 
 def _without_block_mask(value: Any) -> Any:
-    """Return an argument, or None for flex attention's mask, which uncompiled needs memory for all pairs of tokens."""
+    """Return None for flex attention's mask, which uncompiled code would expand to all pairs of tokens. Return any
+    other argument unchanged."""
     return None if isinstance(value, BlockMask) else value
 
 
 @contextmanager
 def attending_by(model: Any, attention: str | None) -> Iterator[None]:
-    """Let a transformers model use the attention of this name. None leaves it unchanged."""
+    """Make a transformers model use the attention implementation of this name inside the `with` block. None leaves the
+    model unchanged."""
     if attention is None:
         yield
         return
@@ -140,14 +145,14 @@ def attending_by(model: Any, attention: str | None) -> Iterator[None]:
 
 
 def _trial_windows(replica: ModelReplica, device: torch.device) -> list[torch.Tensor]:
-    """Return batches of the replica's `tried_sizes`, for which blocks are compiled. All workers have the same number of
-    them."""
+    """Return batches of token ids of the replica's `tried_sizes`, for which blocks are compiled. All workers get the
+    same number of batches."""
     ids = torch.arange(replica.window_length, device=device).remainder(replica.model.config.vocab_size)
     return [ids.repeat(windows, 1) for windows in replica.tried_sizes]
 
 
 def compile_blocks(model: Any) -> None:
-    """Compile each block's forward pass. Call this on a model that is already sharded, if it is to be sharded.
+    """Compile the forward pass of each transformer block. A model that is to be sharded must be sharded before.
 
     FSDP2 gives a block another class, whose forward is the one that checkpoints activations. A forward bound before
     that checkpoints nothing.
@@ -157,13 +162,13 @@ def compile_blocks(model: Any) -> None:
 
 
 def compiled_blocks(model: Any) -> list[Any]:
-    """Return the blocks whose forward pass is compiled: all of them, or none."""
+    """Return the transformer blocks whose forward pass is compiled: all blocks, or none."""
     return [block for block in transformer_blocks(model) if "forward" in vars(block)]
 
 
 def keep_compiled_if_it_works(replica: ModelReplica, team: Team, cache: Path | None = None) -> str:
-    """Compile for training now, in a pass that changes nothing. Return the reason why blocks stay uncompiled, or an
-    empty string. Workers call this together.
+    """Compile the blocks for training now, in a pass that changes no weights. Return the reason why the blocks stay
+    uncompiled, or an empty string. All workers must call this together.
 
     If compiling fails on any worker, all train uncompiled. If only the loss cannot be compiled, only the loss stays
     uncompiled. `cache` is this project's folder for compiled code. An out-of-memory error is not the compiler's fault:
@@ -172,7 +177,7 @@ def keep_compiled_if_it_works(replica: ModelReplica, team: Team, cache: Path | N
     compiled, loss = compiled_blocks(replica.model), replica.compiled_loss
     if not compiled:
         return ""
-    errors: list[Exception | None] = []  # the blocks' error in each attempt
+    errors: list[Exception | None] = []  # for each attempt, the blocks' error, or None
 
     def attempt() -> Exception | None:
         trial = _Trial(replica)
@@ -195,7 +200,8 @@ def keep_compiled_if_it_works(replica: ModelReplica, team: Team, cache: Path | N
 
 
 def _tried_twice(team: Team, cache: Path | None, attempt: Callable[[], Exception | None]) -> str:
-    """Return the reason why an attempt to compile fails on any worker, or an empty string. Workers call this together.
+    """Try to compile, twice if necessary. Return the reason why compiling fails on any worker, or an empty string. All
+    workers must call this together.
 
     A killed compiler may have left a library in the cache that cannot be loaded. A failed attempt is therefore repeated
     once with an empty cache.
@@ -221,7 +227,7 @@ def _works(team: Team, error: Exception | None) -> bool:
 
 
 def _empty(folder: Path) -> None:
-    """Remove the content of a folder as far as possible."""
+    """Delete the content of a folder, as far as the system allows."""
     with suppress(OSError):
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -239,7 +245,8 @@ TOLERANCE = 0.01
 
 
 def document_attention(replica: ModelReplica, team: Team, end: int, cache: Path | None = None) -> str | None:
-    """Return the attention to train with, or None for the model's own. Documents end with the token `end`.
+    """Return the name of the attention to train with, or None for the model's own. `end` is the token that ends a
+    document.
 
     Flex attention is tried once if it can be compiled. It is used if it works on all workers and gives the same loss as
     the model's own. Workers call this together. For `cache` see `keep_compiled_if_it_works`.
@@ -266,15 +273,15 @@ def document_attention(replica: ModelReplica, team: Team, end: int, cache: Path 
 
 
 class _OtherLossError(Exception):
-    """Flex attention can be compiled but gives another loss."""
+    """The error of flex attention that can be compiled but gives another loss than the model's own attention."""
 
 
 def _problem_with_flex(replica: ModelReplica, device: torch.device, end: int) -> Exception | None:
-    """Return the reason why flex attention cannot train windows of two documents, or None."""
+    """Return the error why flex attention cannot train on windows with two documents, or None if it can."""
     trial, wrong = _Trial(replica, FLEX), None
-    for windows in _trial_windows(replica, device):  # all workers make the same number of passes, whatever they find
+    for windows in _trial_windows(replica, device):  # no break: all workers must make equally many passes
         windows[:, windows.shape[1] // 2] = end
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiled blocks are for training only
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # the blocks are compiled for training only
             expected = float(replica.loss(windows))
         found = trial.loss(windows)
         if not math.isclose(found, expected, rel_tol=TOLERANCE):
@@ -292,8 +299,8 @@ times the size of the tensors, and 3.6 times with activation checkpointing.
 
 
 def fixed_and_each(one: int, two: int) -> tuple[int, int]:
-    """Return the bytes that are the same for any number of windows, and the bytes of each window, from those of one and
-    two.
+    """Return the bytes that do not depend on the number of windows, and the bytes for each window, from the memory of
+    one window and of two.
 
     The fixed bytes are for example the weights in bf16, or FSDP2's gathered weights.
     """
@@ -302,23 +309,25 @@ def fixed_and_each(one: int, two: int) -> tuple[int, int]:
 
 
 def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: bool = True) -> int:
-    """Return the number of windows that fit, 1 to `piece`, the same on all workers. They call this together."""
+    """Return the number of windows that fit in memory, from 1 to `piece` and the same on all workers, which must call
+    this together."""
     if piece == 1:
-        return 1  # there is no smaller number
+        return 1  # no smaller micro-batch exists
     with trying(replica, team, trains) as taken:
         one = taken(1)
-        team.wait_for_all()  # so that no worker counts the memory of another's trial
+        team.wait_for_all()  # no worker may count the memory of another worker's trial
         room = _free_memory(team) - _taken_later(replica, team, trains)
-        room -= VALUE_BYTES * replica.layout.size * replica.reduces_once  # whole gradients, until they are summed
+        room -= VALUE_BYTES * replica.layout.size * replica.reduces_once  # unsharded gradients, until workers sum them
         if not team.smallest(room > 2 * one):
-            return 1  # even a trial with two might not fit
+            return 1  # not even a trial with two windows is sure to fit
         fixed, each = fixed_and_each(one, taken(2))
         room = int(SHARE[team.device.type] * (room - fixed))
         fitting = team.smallest(min(room // each, piece))
         length = replica.window_length - 1
         at_once = positions_at_once(replica.model.config.vocab_size, team.device) // length
         if 1 < at_once < fitting:
-            # Further windows need no more logits, but the head's gradient is summed beside the other gradients.
+            # Windows beyond `at_once` need no more memory for logits, but the head's gradient is computed in pieces and
+            # summed.
             with in_pieces_of(length):
                 two, three = taken(2), taken(3)
             beyond = min(max(1, three - two), each)
@@ -336,8 +345,7 @@ other programs."""
 
 
 def enlarge_micro_batch(replica: ModelReplica, batch_size: int, team: Team) -> bool:
-    """Raise the micro-batch if more windows fit by the memory that training really uses: compiled, with the chosen
-    attention.
+    """Raise the micro-batch if more windows fit, measured in real training: compiled, with the chosen attention.
 
     Return False if a larger one was tried and does not work; the caller must then compile for the old size again. Only
     a single worker tries this. A worker that ran out of memory in a shared pass would leave the others waiting.
@@ -350,24 +358,26 @@ def enlarge_micro_batch(replica: ModelReplica, batch_size: int, team: Team) -> b
     while 2 * (more := _evenly(fitting, batch_size)) >= 3 * proven:
         at_stage(COMPILING_MORE)
         replica.micro_batch = more
-        torch.compiler.reset()  # else a second size would be compiled for any size, which is slower
+        torch.compiler.reset()  # otherwise torch would compile the second size for any size, which is slower
         fitting = _fitting_as_trained(replica, batch_size, more, team)
-        if fitting < more:  # moments come on top of the trial's memory
+        if fitting < more:  # the pass failed, or leaves no memory for moments
             replica.micro_batch = proven
             torch.compiler.reset()
-            gc.collect()  # remove the remains of a failed pass
+            gc.collect()  # free the memory of a failed pass
             return False
         proven = more
     return True
 
 
 def _evenly(fitting: int, batch_size: int) -> int:
-    """Return the size of the parts when a batch is cut into as few equal parts as fit."""
+    """Return the number of windows in a part when a batch is cut into as few equal parts as possible, of at most
+    `fitting` windows."""
     return math.ceil(batch_size / math.ceil(batch_size / fitting)) if fitting else 0
 
 
 def _fitting_as_trained(replica: ModelReplica, batch_size: int, at_once: int, team: Team) -> int:
-    """Return the number of windows that fit, or 0 if the gradient of two parts of `at_once` windows cannot be computed.
+    """Return the number of windows that fit in memory, computed from a pass over two parts of `at_once` windows, or 0
+    if the pass fails.
 
     Except for gradients, memory that does not grow with the windows is counted as if it did.
     """
@@ -375,7 +385,7 @@ def _fitting_as_trained(replica: ModelReplica, batch_size: int, at_once: int, te
     batch = np.tile(ids, (min(2 * at_once, batch_size), 1))
     try:
         with torch.random.fork_rng([team.device] if team.device.type == "cuda" else []):
-            replica.add_gradient(batch)  # libraries keep the memory that they allocate the first time
+            replica.add_gradient(batch)  # first pass: libraries allocate memory and keep it
             replica.model.zero_grad(set_to_none=True)
             room = _free_memory(team) - _taken_later(replica, team, trains=True)
             peak = peak_while(lambda: replica.add_gradient(batch), team.device)
@@ -389,8 +399,8 @@ def _fitting_as_trained(replica: ModelReplica, batch_size: int, at_once: int, te
 
 
 def _taken_later(replica: ModelReplica, team: Team, trains: bool) -> int:
-    """Return this worker's share of the bytes that are allocated only after the trial of windows: moments, if there is
-    training, and in main memory also the peer process's bytes."""
+    """Return this worker's share of the bytes that are allocated after the trial: moments if the replica `trains`, and
+    in main memory also the peer process's bytes."""
     trained, kept = replica.layout.size * trains // team.shards, replica.optimizer_state
     moments = moments_bytes(trained, kept)
     if team.device.type != "cpu":
@@ -402,8 +412,8 @@ def _taken_later(replica: ModelReplica, team: Team, trains: bool) -> int:
 
 @contextmanager
 def trying(replica: ModelReplica, team: Team, trains: bool = True) -> Iterator[Callable[[int], int]]:
-    """Yield a function that measures the memory of a number of windows: forward and backward, or without `trains` only
-    forward.
+    """Yield a function that returns the peak memory in bytes of a number of windows: forward and backward, or without
+    `trains` only forward.
 
     The weights have gradients during the measurement, as they do after a batch's first windows. Afterwards the replica
     is as before.
@@ -427,7 +437,7 @@ def trying(replica: ModelReplica, team: Team, trains: bool = True) -> Iterator[C
 
 
 def _free_memory(team: Team) -> int:
-    """Return the free bytes for this worker: of its GPU, or its share of the machine's."""
+    """Return the number of free bytes for this worker: of its GPU, or its share of the machine's main memory."""
     if team.device.type == "cpu":
         return available_memory() // team.size
     unused = torch.cuda.memory_reserved(team.device) - torch.cuda.memory_allocated(team.device)
@@ -435,7 +445,7 @@ def _free_memory(team: Team) -> int:
 
 
 def peak_while(work: Callable[[], object], device: torch.device) -> int:
-    """Return the peak of the bytes of tensors on this device that `work` makes."""
+    """Call `work`, and return the peak of the bytes of tensors that it allocates on this device."""
     if device.type == "cuda":
         forget_peak_memory(device)
         before: int = torch.cuda.memory_allocated(device)
@@ -448,7 +458,8 @@ def peak_while(work: Callable[[], object], device: torch.device) -> int:
 
 
 class _Noticing(TorchDispatchMode):
-    """A record of the tensors that operations return. It does not see memory that an operation uses internally."""
+    """A meter of the peak bytes of tensors that operations return. Memory that an operation uses internally is not
+    counted."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The present view of a run, shared by the volunteer's screen, `status`, `runs`, the dashboard and trackers.
+"""The current view of a run, shared by the volunteer's screen, `status`, `runs`, the dashboard and trackers.
 
 Other rooms import:
 amended: amendment_in_words, changed_values, changes_in_words, outer_steps_in_force, plain_amendment,

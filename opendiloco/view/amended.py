@@ -1,4 +1,5 @@
-"""The organiser's amendments of a run, in words and as JSON: those in force, those proposed, and their changes.
+"""The organiser's amendments of a run, in words and as JSON values: those in force, those proposed, and the values that
+they change.
 
 An amendment that this version does not understand is marked as such. `Overrides.of` keeps this version from training,
 following or checking entries under it.
@@ -24,15 +25,15 @@ NOT_UNDERSTOOD = "this version does not understand it: upgrade diloco-peer"
 @dataclass(frozen=True)
 class Amended:
     """The amendments of a run: the one `in_force` at the peer that has trained most, and a newer one that is
-    `proposed`: peers know it, but no entry of that peer's log contains it yet."""
+    `proposed`, which no entry of that peer's log contains yet."""
 
     in_force: Amendment | None
     proposed: Amendment | None
 
     @classmethod
     def seen_in(cls, run: Run, heartbeats: Iterable[Heartbeat], chronicle: Chronicle | None = None) -> Amended:
-        """Return the amendments that heartbeats name; if there is a log, the log decides which one is in force. An
-        amendment without the organiser's signature is ignored."""
+        """Return the amendments named in heartbeats. With a chronicle, the amendment in force is the log's. Amendments
+        without the organiser's signature are ignored."""
         beats = sorted(heartbeats, key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         organiser = run.manifest.organiser
         known = {
@@ -48,16 +49,16 @@ class Amended:
 
     @property
     def latest(self) -> Amendment | None:
-        """The newest amendment that peers know."""
+        """The newest amendment named by any peer."""
         return self.proposed or self.in_force
 
     def lines(self) -> list[str]:
-        """Return lines for people; nothing while the manifest's values are in force."""
+        """Return a line of text for the amendment in force and one for the proposed amendment, if there are any."""
         lines = [f"in force: {amendment_in_words(self.in_force)}"] if self.in_force else []
         return [*lines, f"waits for an entry: {amendment_in_words(self.proposed)}"] if self.proposed else lines
 
     def plain(self, config: RunConfig) -> dict[str, Any]:
-        """Return all values that amendments can change, and the amendments, as JSON values."""
+        """Return all values that amendments can change, and both amendments, as JSON values."""
         return values_in_force(config, self.in_force) | {
             "amendment": plain_amendment(self.in_force),
             "proposed": plain_amendment(self.proposed),
@@ -65,7 +66,7 @@ class Amended:
 
 
 def plain_amendment(amendment: Amendment | None) -> dict[str, Any] | None:
-    """Return an amendment as JSON values: its number, and the values that it sets."""
+    """Return an amendment's number and the values that it sets, as JSON values."""
     if amendment is None:
         return None
     overrides = _overrides(amendment)
@@ -74,25 +75,25 @@ def plain_amendment(amendment: Amendment | None) -> dict[str, Any] | None:
 
 
 def amendment_in_words(amendment: Amendment) -> str:
-    """Return an amendment in words: its number, and the values that it sets."""
+    """Return an amendment's number and the values that it sets, in words."""
     overrides = _overrides(amendment)
     return f"amendment {amendment.number} ({NOT_UNDERSTOOD if overrides is None else overrides})"
 
 
 def values_in_force(config: RunConfig, amendment: Amendment | None) -> dict[str, Any]:
-    """Return, as JSON values, all values that amendments can change, with this amendment in force."""
+    """Return all values that amendments can change, as JSON values, as they are with this amendment in force."""
     return (_overrides(amendment) or NO_OVERRIDES).values(config)
 
 
 def changed_values(config: RunConfig, old: Amendment | None, new: Amendment | None) -> dict[str, list[Any]]:
-    """Return the values that differ between two amendments in force, each as [old, new]. None stands for the manifest's
-    values."""
+    """Return the values that differ between two amendments in force, by name, each as [old, new]. None stands for the
+    manifest's values."""
     before, after = values_in_force(config, old), values_in_force(config, new)
     return {name: [before[name], value] for name, value in after.items() if value != before[name]}
 
 
 def changes_in_words(changed: Mapping[str, Sequence[Any]]) -> str:
-    """Return changed values in words."""
+    """Return the differences that `changed_values` returns in words."""
     words = (
         f"{value_in_words(name, new)} instead of {bare_in_words(name, old)}" for name, (old, new) in changed.items()
     )
@@ -100,13 +101,13 @@ def changes_in_words(changed: Mapping[str, Sequence[Any]]) -> str:
 
 
 def outer_steps_in_force(config: RunConfig, amendment: Amendment | None) -> int:
-    """Return the run's number of outer steps with this amendment in force. An amendment that this version does not
-    understand does not change it."""
+    """Return the run's number of outer steps with this amendment in force. An amendment that this version cannot read
+    changes nothing."""
     return (_overrides(amendment) or NO_OVERRIDES).total_outer_steps(config)
 
 
 def _overrides(amendment: Amendment | None) -> Overrides | None:
-    """Return the values that an amendment sets; None if this version does not understand it."""
+    """Return the values that an amendment sets, or None if this version of diloco-peer cannot read the amendment."""
     try:
         return Overrides.read(amendment)
     except AmendmentError:

@@ -1,5 +1,5 @@
-"""The history of a run from its log: who took part in each entry, who did not and why, who signed it, and each peer's
-contribution."""
+"""The history of a run, read from its log: for each entry its members, the absent peers with reasons, and the signers;
+and the contribution of each peer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from peers.values.manifest import Amendment
 
 SLICE_SECONDS = 0.02
 """Seconds for which one call reads. A long log must not hold up the process's other tasks."""
-KEPT = 240  # newest entries that are shown
-UNSIGNED = 8  # newest incomplete entries whose signatures or digest may still arrive
+KEPT = 240  # number of newest entries kept for display
+UNSIGNED = 8  # number of newest entries whose signatures or digest may still arrive
 
 
 class _Absence(NamedTuple):
-    """A peer that had a lease and most of whose work is missing in an entry. `kind` is one word for `why`."""
+    """A peer with a lease whose work is missing in an entry, wholly or for the most part. `kind` is one word for the
+    reason `why`."""
 
     peer: str
     kind: str
@@ -31,8 +32,8 @@ class _Absence(NamedTuple):
 
 @dataclass(frozen=True)
 class Signatures:
-    """The number of an entry's voters that have signed it. `certified` is True if they are a quorum, and False if a
-    minority made the entry alone. None: not known."""
+    """The signatures of an entry: how many of its voters have `signed`, and whether it is `certified` by a quorum
+    (True) or made by a minority alone (False). None: unknown."""
 
     signed: int | None = None
     voters: int | None = None
@@ -40,7 +41,8 @@ class Signatures:
 
 
 class Change(NamedTuple):
-    """The amendment that takes effect with an entry, and the one in force before; None: the manifest's values."""
+    """An amendment that takes effect with an entry, and the amendment in force `before`, or None for the manifest's
+    values."""
 
     amendment: Amendment
     before: Amendment | None
@@ -48,7 +50,7 @@ class Change(NamedTuple):
 
 @dataclass
 class Record:
-    """One entry, for display. A value that is not known yet is None."""
+    """One entry of the log, for display. None means that a value is not known yet."""
 
     index: int
     digest: bytes
@@ -65,7 +67,8 @@ class Record:
 
 @dataclass
 class PeerTotals:
-    """The contribution of one peer to the entries that were read; `last` is the newest entry with a part of it."""
+    """One peer's total contribution to the entries read so far. `last` is the index of the newest entry that includes
+    the peer."""
 
     tokens: int = 0
     entries: int = 0
@@ -74,8 +77,8 @@ class PeerTotals:
 
 @dataclass(frozen=True)
 class Standing:
-    """One peer's contribution beside those of the others: its tokens and rounds, its `share` of all tokens, and its
-    `rank` among `peers`, 1 for the largest. If the log begins in the middle of the run, they count from there."""
+    """One peer's contribution compared with all peers' contributions: tokens, rounds, `share` of all tokens, and `rank`
+    among `peers`, 1 for the largest. Only entries in this log count."""
 
     tokens: int
     rounds: int
@@ -85,8 +88,8 @@ class Standing:
 
 
 class Chronicle:
-    """The history of one lineage up to entry `next_index`. If the log changes to another lineage, the history is read
-    again from its beginning."""
+    """The history of one lineage of the log, up to entry `next_index`. If the log changes to another lineage, the
+    history is read again from the beginning."""
 
     def __init__(self) -> None:
         self._begin(0)
@@ -96,7 +99,7 @@ class Chronicle:
         """Index of the first entry of the log. A peer that joined in the middle may not have earlier entries."""
         self.records = deque[Record](maxlen=KEPT)
         self.contributions: dict[str, PeerTotals] = {}
-        self.tokens = 0  # of all contributions
+        self.tokens = 0  # sum of all peers' contributions
         self._end: LogState | None = None
         self._unsigned = deque[tuple[Record, LogState, Header]](maxlen=UNSIGNED)
 
@@ -106,14 +109,15 @@ class Chronicle:
 
     @property
     def amendment(self) -> Amendment | None:
-        """The amendment that is in force after the last entry that was read."""
+        """The amendment in force after the last entry that was read, or None."""
         return None if self._end is None else self._end.amendment
 
     def read(self, log: RunLog) -> bool:
-        """Read more entries, for `SLICE_SECONDS`. Return True if there may be more. Raises: LogError."""
+        """Read more entries of the log, for `SLICE_SECONDS` at most. Return True if more entries remain. Raises:
+        LogError."""
         at, end = self.next_index, self._end
         if end is None or log.first != self.first or log.heads_at([at]).get(at) != end.position.head:
-            self._begin(log.first)  # another lineage, or the log now has earlier entries
+            self._begin(log.first)  # another lineage, or earlier entries were added to the log
         deadline = time.monotonic() + SLICE_SECONDS
         for entry, state in log.states_after(self._end or log.empty_log):
             if state.last is not None:
@@ -125,7 +129,8 @@ class Chronicle:
         return self.next_index < log.next_index
 
     def standing(self, peer: str) -> Standing | None:
-        """Return the contribution of one peer beside the others; None if no entry has contributions."""
+        """Return one peer's contribution compared with all peers', or None if no entry read so far has
+        contributions."""
         if not self.tokens:
             return None
         own = self.contributions.get(peer, PeerTotals())
@@ -160,14 +165,14 @@ class Chronicle:
         self.tokens += record.tokens
 
     def _complete(self, log: RunLog) -> None:
-        """Fill in signatures and state digests that have arrived since their entries were read."""
+        """Add to records the signatures and state digests that have arrived since their entries were read."""
         for record, before, header in self._unsigned:
             record.signatures = record.signatures or _signatures(log.certificate_at(record.index), before, header)
             record.state_digest = record.state_digest or log.state_digest_at(record.index)
 
 
 def _signatures(certificate: Certificate | None, before: LogState, header: Header) -> Signatures | None:
-    """Return the signatures of a certificate, which was verified when it entered the log."""
+    """Return the numbers of signers and voters in an entry's certificate, which was verified before the log took it."""
     if certificate is None:
         return None
     proof = weigh(certificate, before, header)
@@ -176,7 +181,7 @@ def _signatures(certificate: Certificate | None, before: LogState, header: Heade
 
 
 def _absences(before: LogState, header: Header, certificate: Certificate | None) -> tuple[_Absence, ...]:
-    """Return the peers that had work for an entry and do not count in it."""
+    """Return the peers that had a lease but whose work for an entry is missing, wholly or for the most part."""
     faults = {fault.peer: fault.kind for fault in header.faults}
     gone, leases = set(before.gone_in(header)), {lease.peer for lease in header.leases}
     voters = electorate(before, header, certificate.group).voters if certificate else ()

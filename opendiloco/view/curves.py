@@ -1,4 +1,5 @@
-"""The curves of a peer beside its own training: values of each outer step, and held-out losses of other peers."""
+"""The curves that a peer records for trackers besides its own training: values of each outer step, and other peers'
+held-out losses."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ VERSIONED = ("diloco-peer", "torch", "transformers", "hivemind")
 
 
 class Curves:
-    """Sends outer steps and held-out losses to `telemetry`. `held_out` has the losses that were sent before."""
+    """The sender of outer steps' values and held-out losses to `telemetry`. `held_out` has the losses that were sent
+    before."""
 
     def __init__(self, telemetry: Telemetry, held_out: HeldOutCurve | None = None) -> None:
         self._telemetry = telemetry
@@ -30,7 +32,7 @@ class Curves:
         self._before = RoundCosts()
 
     def taken(self, step: OuterStepTaken, costs: RoundCosts) -> None:
-        """Send the values of an outer step. `costs` are the costs of all rounds until now."""
+        """Send the values of an outer step to telemetry. `costs` are the sums over all rounds so far."""
         statistics = step.statistics
         values = {
             "learning_rate": step.learning_rate,
@@ -50,7 +52,8 @@ class Curves:
         self._telemetry.outer_step(step.index, values)
 
     def heard(self, own: Heartbeat, view: RunView) -> None:
-        """Send the held-out losses that heartbeats claim: the first loss for each outer step, unverified."""
+        """Send to telemetry the held-out losses in heartbeats: the first loss reported for each outer step,
+        unverified."""
         if own.held_out is not None:  # telemetry already has this peer's own loss
             self.held_out.add(own.held_out.index, own.held_out.loss)
         for loss in view.held_out:
@@ -59,10 +62,11 @@ class Curves:
 
 
 def configuration_of(run: Run, peer_id: str, device: str, options: WorkerOptions | None = None) -> dict[str, Any]:
-    """Return the configuration that the curves belong to, as JSON values: the run's manifest and this machine."""
+    """Return the configuration behind the curves as JSON values: the run's manifest, this machine, and library
+    versions."""
     machine: dict[str, Any] = {"device": device, "python": sys.version.split()[0]}
     if options is not None:
-        machine["options"] = asdict(replace(options, compile_cache=None))  # a folder of this machine
+        machine["options"] = asdict(replace(options, compile_cache=None))  # omitted: a folder of this machine
     return {
         "run_id": run.run_id,
         "peer_id": peer_id,
@@ -73,7 +77,7 @@ def configuration_of(run: Run, peer_id: str, device: str, options: WorkerOptions
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the libraries that affect the training's numbers, if they are installed."""
+    """Return the installed versions of the libraries that affect the training's numbers, by library name."""
     found = {}
     for name in VERSIONED:
         with suppress(PackageNotFoundError):

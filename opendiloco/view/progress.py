@@ -1,5 +1,5 @@
-"""A volunteer's progress: its phase and figures as values, in words, and as `join` shows them, on a live screen or as
-log lines."""
+"""A volunteer's progress: its phase and figures as values, in words, and as `diloco-peer join` shows them, on a live
+screen or as log lines."""
 
 from __future__ import annotations
 
@@ -64,33 +64,33 @@ OF_STATES: Mapping[State, str] = {
     State.LEFT: LEAVING,
 }
 """The phase that each state of the protocol belongs to."""
-ROUTINE = frozenset({TRAINING, SYNCHRONISING, OF_STATES[State.READY]})  # phases of every outer step
+ROUTINE = frozenset({TRAINING, SYNCHRONISING, OF_STATES[State.READY]})  # phases that recur in every outer step
 ABOUT_DATA = ("tokenizing ", "downloading ", "checking ", "waiting for tokens")
 """Beginnings of the names of stages that prepare data."""
-LOSSES = 2000  # inner steps in the loss curve
-RATE_SECONDS = 5.0  # seconds over which a rate is averaged
-REASON_LENGTH = 78  # characters of a compiler's error, so that the line fits 80 columns
+LOSSES = 2000  # number of newest inner steps in the loss curve
+RATE_SECONDS = 5.0  # seconds over which a traffic rate is averaged
+REASON_LENGTH = 78  # characters of a compiler's error that fit into a line of 80 columns
 BARS = "▁▂▃▄▅▆▇█"
-CURVE_WIDTH = 40  # characters, so that the line fits 80 columns
+CURVE_WIDTH = 40  # characters of the loss curve, which fit into a line of 80 columns
 
 
 @dataclass(frozen=True)
 class _Work:
-    """The progress of one phase: `share` of it is done after `seconds`; None: not known."""
+    """The progress of one phase: the `share` of it that is done, from 0 to 1 or None if unknown, after `seconds`."""
 
     share: float | None = None
     seconds: float = 0.0
 
     @property
     def left(self) -> float | None:
-        """The estimated seconds to the end at the present speed; None: not known."""
+        """The estimated number of seconds until the phase ends, or None if unknown."""
         return self.seconds * (1 - self.share) / self.share if self.share else None
 
 
 @dataclass(frozen=True)
 class Fragments:
-    """The state of a run that streams: the number of fragments, those of this cycle that are being averaged and that
-    are done, and the inner steps after which an average is merged.
+    """The state of a streaming run's fragments: their `count`, the numbers of those that are being averaged and that
+    are `done` in this cycle, and the `overlap` in inner steps.
 
     Of the last training phase: the averages that it waited for, the share of its time spent waiting, and the seconds of
     the slowest average; None: none yet.
@@ -107,7 +107,7 @@ class Fragments:
 
 @dataclass(frozen=True)
 class OwnFacts:
-    """A volunteer's own knowledge of its run. The first of `heartbeats` is its own.
+    """The facts that a volunteer's own process knows about its run. The first of `heartbeats` is its own.
 
     `trains_on`: workers still train the last inner steps before the average that is under way. `reach` is the path to
     each other peer. `purposes` are the bytes sent and received by purpose. `download` is the last download of the
@@ -133,7 +133,7 @@ class OwnFacts:
 
 @dataclass(frozen=True)
 class ProgressReport:
-    """One volunteer at one moment.
+    """One volunteer's progress at one moment.
 
     `up` and `down` are bytes of bulk data a second. The volunteer is paused while there are `pause_reasons`, and leaves
     at `until`. `month` is the month's traffic with its limits, if there are any, and `machine` the temperature and
@@ -155,17 +155,18 @@ class ProgressReport:
 
     @property
     def own(self) -> Heartbeat:
-        """This machine's own heartbeat."""
+        """The newest heartbeat of this machine."""
         return self.facts.heartbeats[0]
 
     @property
     def others(self) -> list[Heartbeat]:
-        """The heartbeats of the other peers."""
+        """The newest heartbeats of the other peers."""
         return [beat for beat in self.view.peers if beat.peer != self.own.peer]
 
     @property
     def links(self) -> dict[str, int]:
-        """The number of other peers by the path to them, best path first, without peers whose path is unknown."""
+        """The numbers of other peers by kind of path to them, best kind first. Peers with an unknown path are not
+        counted."""
         reach = self.facts.reach
         counts = Counter(reach[beat.peer] for beat in self.others if beat.peer in reach)
         return {str(way): counts[way] for way in Reach if counts[way]}
@@ -194,8 +195,8 @@ class ProgressReport:
 
 
 class ProgressReader:
-    """Reads a volunteer's progress repeatedly. `pause_reasons` returns why the volunteer is paused; it leaves at
-    `until`."""
+    """A reader of a volunteer's progress, called repeatedly. `pause_reasons` returns the reasons why the volunteer is
+    paused; the volunteer leaves at the time `until`."""
 
     def __init__(
         self,
@@ -212,12 +213,12 @@ class ProgressReader:
         self._pause_reasons = pause_reasons
         self._chronicle = Chronicle()
         self._losses = deque[float](maxlen=LOSSES)
-        self._last_step = (0, 0)  # outer and inner step of the newest loss
+        self._last_step = (0, 0)  # outer and inner step of the newest loss in the curve
         self._phase, self._since = "", time.monotonic()
         self._up, self._down = _GrowthMeter(), _GrowthMeter()
 
     def read(self) -> ProgressReport:
-        """Return the progress at this moment."""
+        """Return a report of the volunteer's progress at this moment."""
         now, facts, config = time.monotonic(), self._facts(), self._run.config
         own, download, share = facts.heartbeats[0], facts.download, None
         phase = FINISHED if is_finished(own, config) else OF_STATES[facts.state]
@@ -248,7 +249,7 @@ class ProgressReader:
         )
 
     def _contribution(self, peer: str, log: RunLog) -> Standing | None:
-        """Return the contribution of this peer; None until the whole log has been read."""
+        """Return a peer's contribution, or None until the whole log has been read."""
         try:
             is_behind = self._chronicle.read(log)
         except DilocoPeerError as error:
@@ -258,13 +259,14 @@ class ProgressReader:
 
 
 class _GrowthMeter:
-    """A meter of the speed at which a count grows."""
+    """A meter of the growth of a count, in units a second."""
 
     def __init__(self) -> None:
         self._seen = deque[tuple[float, int]]()
 
     def rate(self, count: int, now: float) -> float:
-        """Record a count; return its growth a second over the last `RATE_SECONDS`."""
+        """Record a count at the time `now` (seconds). Return the count's growth a second over the last
+        `RATE_SECONDS`."""
         self._seen.append((now, count))
         while len(self._seen) > 2 and self._seen[1][0] <= now - RATE_SECONDS:
             self._seen.popleft()
@@ -273,7 +275,7 @@ class _GrowthMeter:
 
 
 def _phase_of_stage(stage: str) -> str:
-    """Return the phase that a stage of the start belongs to."""
+    """Return the name of the phase that contains a stage of the program's start."""
     if stage in (FINDING, CHECKING):
         return stage
     if stage in WITH_A_COMPILER:
@@ -283,13 +285,13 @@ def _phase_of_stage(stage: str) -> str:
 
 # In words --------------------------------------------------------------------------------------------------------
 def _stage_line(stage: str, work: _Work) -> str:
-    """Return one line for a stage of the start: its phase, its name and its progress."""
+    """Return a line of text for a stage of the program's start: its phase, its name and its progress."""
     phase = _phase_of_stage(stage)
     return f"{phase if stage == phase else f'{phase}: {stage}'} {_how_far(work)}".rstrip()
 
 
 def _how_far(work: _Work) -> str:
-    """Return the progress of a phase in words; empty if there is none to report."""
+    """Return a phase's progress in words: the share done and the time left, or the seconds so far, or an empty text."""
     if work.share is None:
         return f"({duration(work.seconds)})" if work.seconds >= 1 else ""
     left = f", about {duration(work.left)} left" if work.left is not None and work.share < 1 else ""
@@ -297,7 +299,7 @@ def _how_far(work: _Work) -> str:
 
 
 def _healthy_line(progress: ProgressReport) -> str:
-    """Return the progress as one log line."""
+    """Return a volunteer's progress as one line for the log."""
     own, facts, fragments = progress.own, progress.facts, progress.facts.fragments
     parts = [f"outer step {own.index}/{progress.view.outer_steps}", _activity(progress)]
     if own.loss is not None:
@@ -321,7 +323,7 @@ def _healthy_line(progress: ProgressReport) -> str:
 
 
 def _progress_lines(progress: ProgressReport) -> list[str]:
-    """Return the progress as a few lines of a terminal, with the loss curve."""
+    """Return a volunteer's progress as a few lines for a terminal, with the loss curve."""
     own, facts, fragments = progress.own, progress.facts, progress.facts.fragments
     lines = [f"outer step {own.index}/{progress.view.outer_steps} · {_activity(progress)}"]
     if progress.losses:
@@ -349,7 +351,8 @@ def _progress_lines(progress: ProgressReport) -> list[str]:
 
 
 def _explanations(progress: ProgressReport) -> list[str]:
-    """Return lines about the traffic by purpose and the commands that the owner may use."""
+    """Return lines for the owner: traffic by purpose, the time of leaving, and the commands that control the
+    volunteer."""
     moved = [f"{name} ↑{in_words(out)} ↓{in_words(back)}" for name, (out, back) in progress.facts.purposes.items()]
     lines = [" · ".join(moved)] if moved else []
     if progress.until is not None:
@@ -360,13 +363,13 @@ def _explanations(progress: ProgressReport) -> list[str]:
 
 
 def _sending(sending: Sending, codec: CodecSection) -> str:
-    """Return the format of the last contribution, with the uplink and the times that decided it."""
+    """Return the last contribution's format in words, with the uplink, and the sending time out of the time allowed."""
     kind, time = codec.contributions[sending.format], f"{duration(sending.seconds)} of {duration(sending.allowed)}"
     return f"uplink {8e-6 * sending.uplink:,.0f} Mbit/s: sending {kind}, {time}"
 
 
 def _activity(progress: ProgressReport) -> str:
-    """Return the volunteer's activity, its progress, and the time to the next round."""
+    """Return the volunteer's activity in words, with its progress and the time to the next round."""
     if progress.pause_reasons:
         return f"paused: {', '.join(progress.pause_reasons)}"
     if progress.phase == TRAINING:
@@ -381,7 +384,8 @@ def _activity(progress: ProgressReport) -> str:
 
 
 def _whether_to_stay(progress: ProgressReport) -> str:
-    """Return the advice to stay or leave after the run's end, by the other peers that have the model."""
+    """Return advice for the owner after the run's last outer step: to leave, if other machines have the model, or else
+    to stay."""
     present = holders(progress.others, progress.own.index)
     if present:
         return f"you may leave: the model is with {present}"
@@ -389,7 +393,7 @@ def _whether_to_stay(progress: ProgressReport) -> str:
 
 
 def _averages(fragments: Fragments) -> str:
-    """Return the time that averages take, and the share of training time spent waiting for them."""
+    """Return the seconds that averages take and the share of training time spent waiting for them, in words."""
     merged = f"merged after {counted(fragments.overlap, 'step')}"
     if fragments.longest is None:
         return f"averages {merged}"
@@ -398,24 +402,25 @@ def _averages(fragments: Fragments) -> str:
 
 
 def _reach(progress: ProgressReport) -> str:
-    """Return whether other peers can dial this machine, and the number of links by path."""
+    """Return in words how other peers reach this machine, and the numbers of its links by kind of path."""
     links = ", ".join(f"{count} {way}" for way, count in progress.links.items())
     return f"reachable: {reachability(progress.own)}" + (f" (links: {links})" if links else "")
 
 
 def _contributed(own: Standing) -> str:
-    """Return a peer's contribution in words."""
+    """Return a peer's tokens, rounds, share and rank in words."""
     tokens = in_words(own.tokens).removesuffix("B").rstrip() if own.tokens >= 1000 else own.tokens
     return f"{tokens} tokens in {counted(own.rounds, 'round')}: {own.share:.0%}, rank {own.rank} of {own.peers}"
 
 
 def _rate(rate: float, cap: float | None) -> str:
-    """Return a rate in bytes a second as megabits a second, with its cap."""
+    """Return a rate and its cap, both given in bytes a second, as a text in megabits a second."""
     return f"{rate / MEGABIT:.1f}{'' if cap is None else f' of {cap / MEGABIT:g}'} Mbit/s"
 
 
 def _curve(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
-    """Return a curve of values as bars. If there are more values than characters, each bar is the mean of several."""
+    """Return values as a line of bars. If there are more values than `width` characters, each bar is the mean of
+    several values."""
     count = min(width, len(values))
     means = [fmean(values[len(values) * at // count : len(values) * (at + 1) // count]) for at in range(count)]
     low, high = min(means), max(means)
@@ -425,9 +430,9 @@ def _curve(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
 
 
 # Screens of join ------------------------------------------------------------------------------------------------------
-SCREEN_SECONDS = 0.5  # between two updates of the screen
-HEALTHY_SECONDS = 60.0  # between two progress lines in the log
-MACHINE_SECONDS = 10.0  # between two reads of temperature and power, which change slowly
+SCREEN_SECONDS = 0.5  # seconds between two updates of the screen
+HEALTHY_SECONDS = 60.0  # seconds between two progress lines in the log
+MACHINE_SECONDS = 10.0  # seconds between two reads of temperature and power, which change slowly
 THIS_MACHINE = "this machine"
 STEERING = "Ctrl-C leaves; in another terminal: diloco-peer pause, resume, finish"
 LEGEND = "equal digests: equal models · reach open: others can dial this peer"
@@ -437,7 +442,7 @@ on explanations are shown."""
 
 
 class JoinView(ABC):
-    """The display of `join`. `phase` is the volunteer's present activity."""
+    """The display of `diloco-peer join`. `phase` is the volunteer's current activity in words."""
 
     def __init__(self) -> None:
         self.phase = "starting"
@@ -447,23 +452,23 @@ class JoinView(ABC):
 
     @abstractmethod
     def say(self, text: str) -> None:
-        """Show one line."""
+        """Show a message to the owner."""
 
     @abstractmethod
     def show_stage(self, is_new: bool) -> None:
-        """Show a stage before training. `is_new`: it belongs to another phase than the stage before."""
+        """Show the current stage before training. `is_new` is true if the stage begins another phase."""
 
     @abstractmethod
     async def show(self, reader: ProgressReader) -> None:
-        """Show the training's progress until cancelled."""
+        """Show the training's progress repeatedly, until cancelled."""
 
     def close(self) -> None:
-        """Restore the terminal."""
+        """End the display, and restore the terminal."""
         self.phase = "ended"
 
     def stage(self, stage: str, share: float | None) -> None:
-        """Record a stage before training, and the share of it that is done. While training, workers that restart report
-        to the log instead."""
+        """Record a stage before training and the share of it that is done, and show both. During training, do nothing:
+        restarting workers report to the log."""
         if self._is_training:
             return
         if stage != self._stage:
@@ -473,7 +478,7 @@ class JoinView(ABC):
 
     @asynccontextmanager
     async def showing(self, reader: ProgressReader) -> AsyncIterator[None]:
-        """Show the training's progress until the context ends."""
+        """Show the training's progress inside the `with` block."""
         self._is_training = True
         tasks = [start_task(self.show(reader)), start_task(_read_machine(reader))]
         try:
@@ -484,8 +489,8 @@ class JoinView(ABC):
 
 
 class Lines(JoinView):
-    """Log lines: one a minute with the progress, and one for each phase except those of every outer step. Messages for
-    a person are printed. With `is_json` they are log lines, so that programs can read the whole output."""
+    """The display as log lines: one line a minute with the progress, and one for each new phase that does not recur in
+    every outer step. Messages are printed; with `is_json` they are log lines, too."""
 
     def __init__(self, is_json: bool = False) -> None:
         super().__init__()
@@ -495,7 +500,7 @@ class Lines(JoinView):
         if self._is_json:
             logger.info("%s", text)
             return
-        with suppress(OSError):  # the reader of the output may have closed it
+        with suppress(OSError):  # the program that reads the output may have closed the pipe
             print(text, flush=True)
 
     def show_stage(self, is_new: bool) -> None:
@@ -518,7 +523,7 @@ class Lines(JoinView):
 
 
 class Screen(JoinView):
-    """A live picture at the bottom of a terminal, above which log lines scroll."""
+    """The display as a live picture at the bottom of a terminal, above which log lines scroll."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -541,14 +546,14 @@ class Screen(JoinView):
             with suppress(OSError):
                 self._starting.start()
         with suppress(OSError):
-            self._starting.refresh()  # shows even a short stage
+            self._starting.refresh()  # so that even a short stage is visible
 
     def close(self) -> None:
         self._stop_starting()
         super().close()
 
     def _stop_starting(self) -> None:
-        """Remove the line that shows the start."""
+        """Remove the line of the program's start from the terminal."""
         live, self._starting = self._starting, None
         if live is not None:
             with suppress(OSError):
@@ -567,7 +572,7 @@ class Screen(JoinView):
 
 
 async def _read_machine(reader: ProgressReader) -> None:
-    """Read the machine's temperature and power every `MACHINE_SECONDS` until cancelled."""
+    """Read the machine's temperature and power into `reader.machine` every `MACHINE_SECONDS`, until cancelled."""
     from opendiloco.owner.facts import machine_line
 
     while True:
@@ -576,7 +581,8 @@ async def _read_machine(reader: ProgressReader) -> None:
 
 
 def _volunteer_picture(progress: ProgressReport, height: int) -> Group:
-    """Return the screen of `join` for a terminal of this height: this machine's progress, and the peers that fit."""
+    """Return the screen of `diloco-peer join` for a terminal of `height` lines: this machine's progress, and as many
+    peers as fit."""
     from rich.console import Group
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""The view of a run at one moment, from its peers' heartbeats and its log, shared by everything that shows the run.
+"""The view of a run at one moment, computed from its peers' heartbeats and its log, for all displays of the run.
 
 Heartbeats are signed, but their claims may be false. So numbers are clamped, and less than half of the peers cannot
 change the outer step that is shown.
@@ -32,24 +32,25 @@ if TYPE_CHECKING:
 
 FINISHED = "finished"
 OPEN, BEHIND_NAT, UNKNOWN = "open", "NAT", "-"
-LARGEST_LOSS = 100.0  # limit for claimed losses
-LARGEST_RATE = 1e12  # limit for claimed tokens a second, so that the sum of all rates stays finite
-LARGEST_STEP = 2**50  # limit for outer steps, which JavaScript still counts exactly
+LARGEST_LOSS = 100.0  # limit for losses that peers report
+LARGEST_RATE = 1e12  # limit for reported tokens a second, so that the sum of all rates stays finite
+LARGEST_STEP = 2**50  # limit for outer steps, an integer that JavaScript represents exactly
 
 
 # One peer ---------------------------------------------------------------------------------------------------------
 def _shown_state(beat: Heartbeat, config: RunConfig) -> str:
-    """Return a peer's state in one word."""
+    """Return a peer's state in one word, which is "finished" after the run's last outer step."""
     return FINISHED if is_finished(beat, config) else str(beat.state)
 
 
 def is_finished(beat: Heartbeat, config: RunConfig) -> bool:
-    """Return True if the peer has taken the run's last outer step and stays to hand out the result."""
+    """Return True if the peer has taken the run's last outer step and stays to send the result to others."""
     return beat.state is PeerState.TRAINING and beat.index >= outer_steps_in_force(config, beat.amendment)
 
 
 def holders(beats: Iterable[Heartbeat], step: int) -> str:
-    """Return in words how many archives and other volunteers have reached an outer step; empty if none has."""
+    """Return the number of archives and of other volunteers that have reached an outer step, in words; an empty text if
+    there are none."""
     states = [beat.state for beat in beats if beat.index >= step]
     archives, volunteers = states.count(PeerState.ARCHIVING), sum(state in PARTICIPATING for state in states)
     parts = [counted(archives, "archive")] if archives else []
@@ -58,7 +59,7 @@ def holders(beats: Iterable[Heartbeat], step: int) -> str:
 
 
 def reachability(beat: Heartbeat) -> str:
-    """Return "open" if other peers can dial the peer, "NAT" if they reach it only through a relay, "-" if not known."""
+    """Return "open" if other peers can connect to the peer directly, "NAT" if only through a relay, "-" if unknown."""
     hosts = [parse_endpoint(endpoint)[0] for endpoint in beat.endpoints]
     if any(map(_is_on_the_internet, hosts)) or (
         hosts and not any(_is_on_the_internet(host_of(relay)) for relay in beat.relays)
@@ -68,12 +69,12 @@ def reachability(beat: Heartbeat) -> str:
 
 
 def _is_on_the_internet(host: str | None) -> bool:
-    """Return True if the host is a public address or a DNS name."""
+    """Return True if the host of an endpoint is a public IP address or a DNS name."""
     return host is not None and (is_public(host) or not is_numeric(host))
 
 
 def plain_peer(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
-    """Return a peer's claims about itself as JSON values, in the words that all displays share."""
+    """Return a peer's heartbeat as JSON values, unverified, in the words that all displays share."""
     return {
         "peer": beat.peer,
         "name": beat.name,
@@ -88,7 +89,7 @@ def plain_peer(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
 
 
 def _bounded(beat: Heartbeat, last_step: int) -> Heartbeat:
-    """Return the heartbeat with its numbers clamped, in a run of `last_step` outer steps."""
+    """Return a copy of a heartbeat with its numbers clamped; the run has `last_step` outer steps."""
     return beat.model_copy(
         update={
             "index": min(beat.index, last_step),
@@ -99,37 +100,38 @@ def _bounded(beat: Heartbeat, last_step: int) -> Heartbeat:
 
 
 def bounded_loss(loss: float) -> float:
-    """Return the loss clamped to ±LARGEST_LOSS."""
+    """Return a loss clamped to ±LARGEST_LOSS."""
     return max(-LARGEST_LOSS, min(loss, LARGEST_LOSS))
 
 
 # Agreement --------------------------------------------------------------------------------------------------------
 class Agreement:
-    """The digests that peers have named at each outer step. Two peers at one step must name the same digests."""
+    """The comparison of the log and state digests that peers report. Two peers at the same outer step must report the
+    same digests."""
 
     def __init__(self) -> None:
         self._digests: dict[int, dict[tuple[bytes, bytes], set[str]]] = defaultdict(lambda: defaultdict(set))
 
     def observe(self, heartbeats: Iterable[Heartbeat]) -> None:
-        """Record the digests of heartbeats."""
+        """Record the log and state digests in heartbeats."""
         for beat in heartbeats:
             if beat.state is not PeerState.ARCHIVING:  # an archive has no state to compare
                 self._digests[beat.index][beat.head, beat.state_digest].add(beat.peer)
 
     @property
     def compared(self) -> int:
-        """The number of outer steps at which more than one peer has been seen."""
+        """The number of outer steps at which at least two peers have reported digests."""
         return sum(len(set().union(*groups.values())) > 1 for groups in self._digests.values())
 
     @property
     def disagreements(self) -> tuple[int, ...]:
-        """The outer steps at which peers named different digests."""
+        """The outer steps at which peers have reported different digests, in ascending order."""
         return tuple(sorted(index for index, groups in self._digests.items() if len(groups) > 1))
 
     @property
     def minorities(self) -> set[str]:
-        """The peers whose digests differ from the majority's at their outer step. If there is no majority, both
-        sides."""
+        """The peers whose digests differ from the most frequent ones at an outer step. If two sides are equally large,
+        both."""
         found = set[str]()
         for index in self.disagreements:
             most, second, *others = sorted(self._digests[index].values(), key=len, reverse=True)
@@ -138,7 +140,8 @@ class Agreement:
 
     @property
     def verdict(self) -> bool | None:
-        """True if all peers agree, False if some disagree; None if no two have been seen at one outer step."""
+        """True if all reported digests agree, False if some disagree, None if no two peers have reported the same outer
+        step."""
         if self.disagreements:
             return False
         return True if self.compared else None
@@ -155,7 +158,7 @@ class Agreement:
 
 # The run ----------------------------------------------------------------------------------------------------------
 class RunView:
-    """A run at one moment.
+    """A run's peers, progress and amendments at one moment.
 
     `peers` are those that have not sent a farewell, in the order of the heartbeats, with numbers clamped. `chronicle`
     is the part of the log that was read, if there is a log; `step_before` is the outer step of the view before.
@@ -183,17 +186,18 @@ class RunView:
 
     @cached_property
     def trainers(self) -> tuple[Heartbeat, ...]:
-        """All peers except archives."""
+        """All peers except archives, including those not yet at work."""
         return tuple(beat for beat in self.peers if beat.state is not PeerState.ARCHIVING)
 
     @cached_property
     def working(self) -> tuple[Heartbeat, ...]:
-        """The peers that hold the run's state and work on the next entry."""
+        """The peers that have the run's state and work on the next entry."""
         return tuple(beat for beat in self.peers if beat.state in PARTICIPATING)
 
     @cached_property
     def outer_step(self) -> int:
-        """The lower median of the outer steps of peers at work; if none is at work, the largest known outer step."""
+        """The lower median of the outer steps of the peers at work. If no peer is at work, the largest outer step of
+        archives, the log and the view before."""
         if self.working:
             return statistics.median_low(beat.index for beat in self.working)
         archived = [beat.index for beat in self.peers if beat.state is PeerState.ARCHIVING]
@@ -201,7 +205,7 @@ class RunView:
 
     @property
     def outer_steps(self) -> int:
-        """The number of outer steps of the whole run."""
+        """The number of outer steps in the whole run."""
         return outer_steps_in_force(self.run.config, self.amended.in_force)
 
     @property
@@ -211,19 +215,19 @@ class RunView:
 
     @property
     def tokens_per_second(self) -> float:
-        """The sum of all peers' speeds."""
+        """The sum of all peers' speeds, in tokens a second."""
         return sum(beat.tokens_per_second for beat in self.trainers)
 
     @property
     def lineage_tokens(self) -> int:
-        """The tokens trained in the run until now."""
+        """The number of tokens trained in the run so far."""
         logged = self.chronicle.records[-1].lineage_tokens if self.chronicle and self.chronicle.records else 0
         return max(logged, statistics.median_low(beat.lineage_tokens for beat in self.working) if self.working else 0)
 
     @property
     def held_out(self) -> list[HeldOutLoss]:
-        """The last held-out losses that peers report, newest last. Only losses at outer steps that the manifest
-        evaluates and that the run has reached count, so that peers cannot claim more."""
+        """The newest held-out loss of each peer, in the order of outer steps. Losses at outer steps that the run does
+        not evaluate or has not reached are ignored."""
         every = self.run.config.evaluation.every
         claimed = [beat.held_out for beat in self.peers if beat.held_out is not None]
         due = [one for one in claimed if every and one.index % every == 0 and one.index <= self.outer_step]
@@ -231,13 +235,13 @@ class RunView:
 
     @property
     def model(self) -> str:
-        """The type of the run's model, or the path that the organiser gives for it."""
-        model = self.run.manifest.values["model"]  # as the organiser wrote it: defaults may be missing
+        """The model's type, or its path if the organiser gives a path in the manifest."""
+        model = self.run.manifest.values["model"]  # the manifest's values do not include defaults
         return model.get("path") or str((model.get("config") or {}).get("model_type", "unknown model"))
 
     @property
     def sources(self) -> list[str]:
-        """The sources of the run's text."""
+        """The names of the run's text sources."""
         return [source.source for source in self.run.config.data.all_sources]
 
 
@@ -252,12 +256,12 @@ STYLES = {
     PeerState.AVERAGING: "magenta",
     PeerState.LEAVING: "red",
 }
-LARGEST_EXPONENT = 100.0  # keeps the perplexity of a claimed loss finite
+LARGEST_EXPONENT = 100.0  # exponent of the largest perplexity shown, which keeps it finite
 
 
 @dataclass(frozen=True)
 class PeerRow:
-    """One peer's row of the table; `cells` may be fewer than the columns."""
+    """One peer's row in the table of peers. `cells` may be fewer than the columns."""
 
     name: str
     cells: tuple[str, ...]
@@ -265,12 +269,12 @@ class PeerRow:
 
 
 def _short_name(peer: str) -> str:
-    """Return the last 8 characters of a peer id; all ids begin alike."""
+    """Return the last 8 characters of a peer id, because all ids have the same beginning."""
     return f"…{peer[-8:]}"
 
 
 def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> PeerRow:
-    """Return a peer's row."""
+    """Return a peer's row in the table of peers. `name` replaces the peer's nickname."""
     cells = (
         _shown_state(beat, config),
         f"{beat.inner_step}/{config.training.inner_steps}",
@@ -286,7 +290,7 @@ def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> PeerR
 
 def peers_table(rows: Iterable[PeerRow], title: str | None = None) -> Table:
     from rich.markup import escape  # a nickname may contain rich's markup
-    from rich.table import Table  # a bootstrap node does not need rich
+    from rich.table import Table  # imported late, because a bootstrap node does not install rich
 
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:
@@ -297,8 +301,8 @@ def peers_table(rows: Iterable[PeerRow], title: str | None = None) -> Table:
 
 
 def held_out_lines(view: RunView, bytes_per_token: float | None = None) -> list[str]:
-    """Return a line with the newest held-out loss; nothing while no peer has measured one. It includes bits per byte if
-    `bytes_per_token` is known."""
+    """Return a line of text with the newest held-out loss, or no line if no peer has measured one. With
+    `bytes_per_token` the line includes bits per byte."""
     if not view.held_out:
         return []
     found = view.held_out[-1]
@@ -310,13 +314,13 @@ def held_out_lines(view: RunView, bytes_per_token: float | None = None) -> list[
 
 
 def plain_line(row: PeerRow) -> str:
-    """Return a row as one log line."""
+    """Return a row of the table of peers as one line for the log."""
     cells = ", ".join(f"{column} {cell}" for column, cell in zip(COLUMNS[1:], row.cells, strict=False))
     return f"{row.name}: {cells}"
 
 
 def reach_lines(heartbeats: Iterable[Heartbeat]) -> list[str]:
-    """Return a line for each peer that uses relays, cannot reach some peers, or whose work does not count."""
+    """Return a line of text for each peer that uses relays, cannot reach some peers, or reports a trouble."""
     lines = []
     for beat in heartbeats:
         parts = [f"relayed to {_count(beat.relayed)}"] if beat.relayed else []
@@ -328,17 +332,17 @@ def reach_lines(heartbeats: Iterable[Heartbeat]) -> list[str]:
 
 
 def _count(tails: Sequence[str]) -> str:
-    """Return a count of peers in words. A heartbeat names at most NAMED_PEERS, so that number means "or more"."""
+    """Return a count of peers in words, with "or more" at NAMED_PEERS, the most that a heartbeat can name."""
     return f"{len(tails)}{' or more' if len(tails) == NAMED_PEERS else ''}"
 
 
 def signed_lines(signed: SignedHeads) -> list[str]:
-    """Return a line about the newest head that archives have signed, if there is one."""
+    """Return a line of text about the newest head that archives have signed, or no line if there is none."""
     newest = signed.newest
     return [] if newest is None else [f"archives have signed outer step {newest.index} ({newest.head.hex()[:8]})"]
 
 
 def plain_signed(signed: SignedHeads) -> dict[str, object] | None:
-    """Return the newest signed head as JSON values."""
+    """Return the newest head that archives have signed as JSON values, or None."""
     newest = signed.newest
     return None if newest is None else {"outer_step": newest.index, "log_digest": newest.head.hex()}

@@ -1,4 +1,4 @@
-"""One machine as a volunteer: its session in a run, its admission, and the state that it follows or keeps.
+"""One machine as a volunteer: its session in a run, its admission to the run, and the run's state on this machine.
 
 Other rooms import:
 admission: GivenTickets, ask_for_signed_heads, enter, read_ticket

@@ -1,5 +1,5 @@
-"""Admission to a run: this machine's ticket, the signed heads that it knows, and the tickets that an organiser has
-given."""
+"""Admission to a run: this machine's ticket, the signed heads that it keeps, and the tickets that an organiser has
+issued."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK = 2.0  # seconds between two checks that the ticket is still valid
-ASK_LIMIT = 5.0  # seconds that a start may wait for nodes that do not answer
+ASK_LIMIT = 5.0  # seconds that the start waits for answers of nodes, at most
 TICKET_FILE, REVOCATIONS_FILE = "ticket", "revocations"
 GIVEN, GIVEN_REVOCATIONS = "given.tickets", "given.revocations"
-TEXT_LIMIT = 10_000  # characters of a file with a ticket
+TEXT_LIMIT = 10_000  # characters read from a ticket's file, at most
 
 
 def read_ticket(text: str) -> Ticket:
-    """Return a ticket from its text or from a file that contains it. Raises: AdmissionError."""
+    """Return the ticket in `text`, or in the file whose path is `text`. Raises: AdmissionError if there is no valid
+    ticket."""
     try:
         return Ticket.parse(Path(text).read_text()[:TEXT_LIMIT] if os.path.isfile(text) else text)
     except (OSError, UnicodeDecodeError) as error:
@@ -66,7 +67,7 @@ async def enter(
     folder: RunFolder | None = None,
     ticket: Ticket | None = None,
 ) -> RunAdmission | None:
-    """Show this machine's ticket in its heartbeats from now on. Return the admission, or None if the run needs no
+    """Add this machine's ticket to its heartbeats from now on. Return the run's admission, or None if the run needs no
     ticket.
 
     Without a `ticket`, the one kept in the `folder` is used. Nodes at the `addresses` are asked for revoked tickets.
@@ -92,18 +93,20 @@ async def enter(
 
 
 def _show_ticket(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket | None) -> None:
-    """Show the given ticket, or the `kept` one, in this machine's heartbeats. Raises: AdmissionError."""
+    """Add the given ticket, or else the one in the file `kept`, to this machine's heartbeats. Raises: AdmissionError if
+    the ticket does not admit the machine."""
     admission.ticket = _shown(admission, me, kept, ticket)
     if error := _refusal(admission, me):
         raise error
     if kept is not None and admission.ticket:
-        # If the disk is full, the volunteer still has the ticket and can give it again.
+        # A full disk is no error: the volunteer still has the ticket, and can give it again at the next start.
         with suppress(OSError), open(kept, "wb", opener=open_private) as file:
             file.write(admission.ticket)
 
 
 def _shown(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket | None) -> bytes:
-    """Return the ticket for this machine's heartbeats; empty for the organiser. Raises: AdmissionError."""
+    """Return the bytes of the ticket for this machine's heartbeats, empty for the organiser. Raises: AdmissionError if
+    there is no ticket for this run."""
     if me == admission.organiser:
         return b""
     if ticket is not None:
@@ -121,14 +124,14 @@ def _shown(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket |
 
 
 def _refusal(admission: RunAdmission, me: str) -> AdmissionError | None:
-    """Return the error to end with if the ticket does not admit this machine. By this machine's own clock it has no
-    grace."""
+    """Return an error if the ticket does not admit this machine, else None. For its own ticket, the machine adds no
+    grace for differing clocks."""
     reason = admission.refusal(me, admission.ticket, time.time() + GRACE)
     return refused(me, admission.run, reason) if reason else None
 
 
 async def wait_for_refusal(admission: RunAdmission, me: str) -> AdmissionError:
-    """Wait until this machine's ticket expires or is revoked. Return the error to end with."""
+    """Wait until this machine's ticket expires or is revoked. Return the error with which the volunteer must end."""
     while (error := _refusal(admission, me)) is None:
         await asyncio.sleep(LOOK)
     return error
@@ -137,8 +140,8 @@ async def wait_for_refusal(admission: RunAdmission, me: str) -> AdmissionError:
 async def ask_for_signed_heads(
     transport: HivemindTransport, run: Run, addresses: Sequence[str], folder: RunFolder | None = None
 ) -> None:
-    """Load the heads that a run's archives have signed from the folder, and ask the nodes at the `addresses` for newer
-    ones.
+    """Load the heads that the run's archives have signed from the folder, and ask the nodes at `addresses` for newer
+    signed heads.
 
     Heads that arrive later are kept in the folder, too.
     """
@@ -157,15 +160,16 @@ async def ask_for_signed_heads(
 
 
 def _keep(path: Path, run_id: str, run: str, packed: bytes) -> None:
-    """Write the newest list of a run into a file, if it is the run with this id."""
+    """Write the newest list (signed heads or revocations) of the run `run` to a file, if the run's id is `run_id`."""
     if run == run_id:
-        with suppress(OSError):  # other nodes have it, too
+        with suppress(OSError):  # other nodes keep a copy, so a full disk is no error
             write_whole(path, [packed])
 
 
 # An organiser's tickets ---------------------------------------------------------------------------------------
 class GivenTickets:
-    """An organiser's tickets for a run, and the newest list of revoked ones: two files in its folder."""
+    """An organiser's record of a run: the tickets issued, and the newest list of revoked tickets, in two files of a
+    folder."""
 
     def __init__(self, run: str, organiser: str, base: Path | None = None) -> None:
         self._run = run
@@ -174,24 +178,25 @@ class GivenTickets:
 
     @property
     def tickets(self) -> list[Ticket]:
-        """All given tickets, oldest first. Raises: MachineError."""
+        """All tickets issued, oldest first. Raises: MachineError if their file cannot be read."""
         with _readable(self._folder / GIVEN) as kept:
             return [Ticket.parse(line) for line in (kept or b"").decode().splitlines()]
 
     def add(self, ticket: Ticket) -> None:
-        """Write down a new ticket. Raises: MachineError when that fails."""
+        """Append a new ticket to the file of tickets. Raises: MachineError if the file cannot be written."""
         with self._writable(), open(self._folder / GIVEN, "a", opener=open_private) as file:
             file.write(f"{ticket}\n")
 
     @property
     def revocations(self) -> Revocations | None:
-        """The newest list that this machine has signed, or None. Raises: MachineError."""
+        """The newest list of revoked tickets that this machine has signed, or None. Raises: MachineError if its file
+        cannot be read."""
         with _readable(self._folder / GIVEN_REVOCATIONS) as kept:
             return None if kept is None else Revocations.unpack(kept, self._run, self._organiser)
 
     def revoke(self, ids: Sequence[str], organiser: Identity, published: Revocations | None = None) -> Revocations:
-        """Sign and keep a list with these tickets and those of the newest lists on this machine and in the run
-        (`published`).
+        """Sign, store and return a list of revoked tickets: those with these ids, those in this machine's newest list,
+        and those in the run's (`published`).
 
         Raises: AdmissionError, MachineError.
         """
@@ -209,7 +214,7 @@ class GivenTickets:
 
     @contextmanager
     def _writable(self) -> Iterator[None]:
-        """Make the folder for writing. Raises: MachineError, also for errors of the caller's writing."""
+        """Create the folder, and convert errors of writing inside the `with` block. Raises: MachineError."""
         try:
             make_private_folder(self._folder)
             yield
@@ -220,8 +225,8 @@ class GivenTickets:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[bytes | None]:
-    """Yield a file's content, or None if there is no file. Raises: MachineError when the file or its content is
-    unusable."""
+    """Yield a file's content, or None if the file does not exist. Raises: MachineError if the file cannot be read, or
+    the `with` block finds its content invalid."""
     try:
         kept = None
         with suppress(FileNotFoundError):
@@ -232,7 +237,7 @@ def _readable(path: Path) -> Iterator[bytes | None]:
 
 
 def _id(text: str) -> bytes:
-    """Return the id of a ticket. Raises: AdmissionError."""
+    """Return a ticket's id, given in hexadecimal, as bytes. Raises: AdmissionError if `text` is no such id."""
     with suppress(ValueError):
         if len(found := bytes.fromhex(text)) == ID_BYTES:
             return found

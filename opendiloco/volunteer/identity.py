@@ -1,5 +1,5 @@
-"""A machine's identity: the key file that makes it the same peer again, and the check that no other machine uses the
-key."""
+"""A machine's identity: the key file by which it is the same peer after a restart, and the check that no other machine
+uses the same key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def _default_path() -> Path:
 
 
 def usable_path(path: Path | None) -> Path:
-    """Return `path`, or the default path after making its folder. Raises: IdentityFileError."""
+    """Return `path`, or if it is None the default path, whose folder is created. Raises: IdentityFileError if that
+    fails."""
     if path is not None:
         return path
     path = _default_path()
@@ -46,7 +47,8 @@ def usable_path(path: Path | None) -> Path:
 
 
 def load_identity(path: Path | None) -> Identity:
-    """Return the identity in `path` for signing. A missing file is made. Raises: IdentityFileError."""
+    """Return the identity whose key is in the file `path`, for signing only. A missing file is created. Raises:
+    IdentityFileError."""
     path = usable_path(path)
     identity = Identity.load_or_create(path)
     if path.stat().st_mode & 0o077:
@@ -56,7 +58,8 @@ def load_identity(path: Path | None) -> Identity:
 
 @contextmanager
 def hold_identity(path: Path | None) -> Iterator[Identity]:
-    """Yield the identity in `path` for a peer, and lock the file meanwhile. A missing file is made.
+    """Yield the identity whose key is in the file `path`, for a peer, and lock the file inside the `with` block. A
+    missing file is created.
 
     Raises: InUseError when another process holds the lock; IdentityFileError when the file cannot be read or made.
     """
@@ -73,13 +76,14 @@ def hold_identity(path: Path | None) -> Iterator[Identity]:
         yield identity
 
 
-LOOK = 0.5  # seconds between two checks before this machine publishes anything
-LOOK_LATER = 2.0  # seconds between two checks afterwards
+LOOK = 0.5  # seconds between two checks for a copied key at the start
+LOOK_LATER = 2.0  # seconds between two checks for a copied key in the run
 
 
 @asynccontextmanager
 async def listening(transport: HivemindTransport, run_id: str) -> AsyncIterator[asyncio.Task[None]]:
-    """Listen for a copied key during other work. Yield the task to await before this machine publishes anything.
+    """Check in the background that no other machine uses this key. Yield the check's task, to await before this machine
+    publishes anything.
 
     The task raises CopiedKeyError.
     """
@@ -91,7 +95,8 @@ async def listening(transport: HivemindTransport, run_id: str) -> AsyncIterator[
 
 
 async def listen(transport: HivemindTransport, run_id: str) -> None:
-    """Listen until it is certain that no other machine has this key. Raises: CopiedKeyError when one has it."""
+    """Wait until it is certain that no other machine uses this key. Raises: CopiedKeyError if another machine uses the
+    key."""
     copies, has_logged = transport.discovery_of(run_id).copies, False
     await transport.heartbeats(run_id)
     while copies.may_live(now()):
@@ -105,7 +110,8 @@ async def listen(transport: HivemindTransport, run_id: str) -> None:
 
 
 async def wait_for_copy(transport: HivemindTransport, run_id: str, peer: Peer) -> DilocoPeerError:
-    """Wait until this process must end because another machine uses its key. Return the error to end with.
+    """Wait until another machine with the same key is heard and this process is the one that must end. Return the error
+    with which it ends.
 
     If two machines began at the same time, neither could hear the other before, so one must end, and both must choose
     the same one. The one without a vote on the log's next entry ends; if that does not decide, the one with the lower
@@ -123,7 +129,7 @@ async def wait_for_copy(transport: HivemindTransport, run_id: str, peer: Peer) -
 
 
 def _copied(me: str, other: Heartbeat) -> CopiedKeyError:
-    """Return the error to end with when another machine has this key."""
+    """Return the error with which this process ends, because the peer `other` has the same key on another machine."""
     where = f", reached at {other.addresses[0]}" if other.addresses else ""
     return CopiedKeyError(
         f"another machine{where} takes part in {other.run} with the key of this one ({me}).",

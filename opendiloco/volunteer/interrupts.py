@@ -1,5 +1,5 @@
-"""Ctrl-C and SIGTERM: the first signal asks to leave politely, the second one insists. A terminal that hangs up only
-asks.
+"""Handlers of Ctrl-C and SIGTERM: the first signal asks the program to leave politely, the second one cancels it.
+SIGHUP, from a terminal that closes, only asks.
 
 In a researcher's own program, that program and Python handle Ctrl-C; this module only makes sure that it is not lost.
 """
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Interrupts:
-    """The effect of signals on the main task of this process. Each signal first calls `heard`.
+    """A signal handler that acts on this process's main task. Each signal first calls `heard`.
 
     The first signal calls `polite`, or cancels the task if `polite` is not set. The second one cancels the task. Later
     ones do nothing, so that the task can clean up. A hang-up after another signal does nothing either: a closing
@@ -45,7 +45,7 @@ class Interrupts:
 
 
 class RememberedInterrupt:
-    """A context in which a lost Ctrl-C is remembered. It restores the former handler at its end.
+    """A context manager that remembers a Ctrl-C which Python loses. At its end it restores the former handler.
 
     Python loses a KeyboardInterrupt that is raised in a destructor or in some libraries' callbacks: it prints
     "Exception ignored in", and the program continues. The work in the context therefore calls `raise_again` now and
@@ -67,12 +67,12 @@ class RememberedInterrupt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        is_ours = signal.getsignal(signal.SIGINT) == self._heard  # false if another handler was set meanwhile
+        is_ours = signal.getsignal(signal.SIGINT) == self._heard  # False if the work has set another handler
         if is_ours and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._former)
 
     def raise_again(self) -> None:
-        """Raise the KeyboardInterrupt that was lost, if there was one."""
+        """Raise a new KeyboardInterrupt if one was lost since the last call."""
         was_raised, self._was_raised = self._was_raised, False
         if was_raised:
             raise KeyboardInterrupt
@@ -86,8 +86,8 @@ class RememberedInterrupt:
 
 
 def run_interruptible(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T | None:
-    """Run `main` and return its result, or None if the first signal cancelled it. Raises: KeyboardInterrupt after a
-    second one."""
+    """Run the coroutine of `main` and return its result, or None if the first signal cancelled it. Raises:
+    KeyboardInterrupt after a second signal."""
     interrupts: Interrupts | None = None
 
     async def with_signals() -> T:

@@ -1,4 +1,4 @@
-"""The training side as the swarm sees it: a trainer, and the kernels between it and the outer state.
+"""The training that a peer drives: a trainer of inner steps, and the outer state with its arithmetic.
 
 Heavy arithmetic runs in threads, so that the event loop never waits.
 """
@@ -46,7 +46,8 @@ NO_TEXT = replace(NO_TRAINING, reads=False)
 
 
 class InnerTrainer(Protocol):
-    """The object that takes the inner steps: the machine's workers, or a researcher's own loop."""
+    """The object that takes the inner steps: the machine's workers, or the training loop of a researcher's own
+    program."""
 
     vectors: SharedVectors
     fragments: Sequence[slice]
@@ -62,7 +63,8 @@ class InnerTrainer(Protocol):
         from_local: bool = False,
         goes_on: bool = False,
     ) -> Trained:
-        """Train, and leave the weights in `vectors.local`. See `peers.values.workload.Workload.run_inner_loop`.
+        """Train on a lease, and store the trained weights in `vectors.local`. See
+        `peers.values.workload.Workload.run_inner_loop`.
 
         The training begins from theta, from `vectors.local` if `from_local`, or from the end of the previous training
         if it `goes_on`.
@@ -71,16 +73,18 @@ class InnerTrainer(Protocol):
         """
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
-        """Go on with a captured fragment. If it `is_changed`, its new values are in `vectors.local`."""
+        """Continue training with a captured fragment. If an outer step has changed the fragment (`is_changed`), its new
+        values are in `vectors.local`."""
 
     def end_rest(self) -> None:
-        """Skip the inner steps that the last training still has to take, if any."""
+        """Skip the inner steps of the last training that remain to be taken, if any."""
 
     async def held_out(self, section: EvaluationSection) -> HeldOut | None:
-        """Return theta's loss on held-out text, or None if it cannot be computed. Not to be called during training."""
+        """Return theta's loss on held-out text, or None if the trainer cannot compute one. It must not be called during
+        training."""
 
     async def wait_for_death(self) -> DilocoPeerError:
-        """Wait until the trainer can no longer train, and return the error to raise."""
+        """Wait until the trainer can no longer train, and return the error for its caller to raise."""
 
 
 InnerTrainer_co = TypeVar("InnerTrainer_co", bound=InnerTrainer, covariant=True)
@@ -99,8 +103,8 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
         config: RunConfig,
         run_is_over: Callable[[int], object] = lambda outer_steps: None,
     ) -> None:
-        """Prepare the state and the fragments. `run_is_over` is called with the number of outer steps when training is
-        complete."""
+        """Prepare the outer state and the fragments. `run_is_over` is called with the run's number of outer steps when
+        the run's training is complete."""
         self.trainer = trainer
         vectors = trainer.vectors
         self._state = state = LocalState(vectors.theta, config, trainer.fragments)
@@ -114,9 +118,9 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
             )
             for part, codec in zip(state.outer.fragments, state.fragments, strict=True)
         ]
-        self._work = InnerLoop(0, (), 0, 0)  # the present training, or the last one
-        self._ended_at: int | None = None  # the outer step that took all of that training, or else the one it was for
-        self._index: int | None = None  # the outer step of that training, if workers may go on from its end
+        self._work = InnerLoop(0, (), 0, 0)  # the current training, or else the last one
+        self._ended_at: int | None = None  # outer step that applied the last training, or else the one it was for
+        self._index: int | None = None  # outer step of the last training, if workers can continue from its end
         self._state_lock = asyncio.Lock()  # held while theta changes or is copied
         self.is_our_turn: Callable[[], bool] = lambda: False
         self.on_evaluated: Callable[[HeldOutLoss], None] = lambda held_out: None
@@ -141,7 +145,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
         await self._state.copy_state(out)
 
     async def restore(self, state: Blocks, state_digest: bytes) -> None:
-        """Replace the state by a snapshot. Raises: SnapshotError, without a change."""
+        """Replace the state by a snapshot's bytes. Raises: SnapshotError, without changing the state."""
         async with self._state_lock:
             await self.measuring.finished()
             await self._state.restore(state, state_digest)
@@ -173,7 +177,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
             raise
 
     def _begin(self, index: int) -> bool:
-        """Begin a training. Return whether the workers go on from their present weights.
+        """Begin the training for outer step `index`. Return True if the workers continue from their present weights.
 
         They do so in a run that streams, if this training follows their last one and all of its fragments were handed
         over. Otherwise they begin with theta.
@@ -184,18 +188,18 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
             work.begin_training(from_theta=not goes_on)
         self._index = index
         if not goes_on:
-            self.trainer.end_rest()  # otherwise an evaluation would wait for it
+            self.trainer.end_rest()  # otherwise an evaluation would wait for the rest of the last training
         return goes_on
 
     def _end(self) -> None:
-        """Make the next training begin with theta."""
+        """End the current training, so that the next one begins with theta."""
         self._index = None
         self.trainer.end_rest()
 
     async def _train(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured, goes_on: bool
     ) -> Trained:
-        """Train, and repeat the training from the same bases each time that lost workers are replaced.
+        """Train on a lease. When workers are lost and replaced, train on the same lease again, from the same bases.
 
         In a run that streams, fragments of theta may change before the workers have loaded them. The workers therefore
         begin with the bases, unless they go on from their present weights.
@@ -213,14 +217,15 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
             for fragment in self._fragments:
                 fragment.begin_again()
             async with self._state_lock:
-                for fragment in self._fragments:  # the base is a copy if an entry was applied meanwhile
+                for fragment in self._fragments:  # the base is a copy if an outer step has changed theta since
                     await asyncio.to_thread(np.copyto, fragment.local, fragment.base)
             with suppress(WorkersRestartedError):
                 return await self.trainer.run_inner_loop(work, on_progress, captured, from_local=True)
 
     # An outer step ---------------------------------------------------------------------------------------------------
     async def contribution(self, fragment: int = 0, format: int = 0) -> Blocks:
-        """Encode a fragment's trained weights. Raises: WorkerError when they are not finite."""
+        """Encode and return this peer's contribution to a fragment. Raises: WorkerError when its trained weights are
+        not finite."""
         await self.measuring.finished()
         self.measuring.trained(fragment)
         work = self._fragments[fragment]
@@ -252,7 +257,8 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
         *,
         amendment: Amendment | None = None,
     ) -> None:
-        """Take an outer step of a fragment. Raises: BadBlocksError, AmendmentError, both without a change."""
+        """Take outer step `index` of a fragment with the average `payload`. Raises: BadBlocksError, AmendmentError,
+        both without changing the state."""
         work, overrides = self._fragments[fragment], Overrides.of(amendment, self._config)
         async with self._state_lock:
             await self.measuring.finished()
@@ -260,13 +266,14 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
             if counts:
                 await asyncio.to_thread(work.residual.take_back, work.payload, average)
                 self._ended_at = index if fragment == len(self._fragments) - 1 else self._ended_at
-            elif not keeps_work:  # else a later entry may include this peer's payload
+            elif not keeps_work:  # work that is kept may still be in a later entry
                 await asyncio.to_thread(work.residual.forget)
             self.measuring.taken(average, index, fragment, keeps_work, overrides)
             await self._decided(index, fragment, is_changed=True)
 
     def _apply(self, payload: Blocks, index: int, fragment: int, keeps_work: bool, overrides: Overrides) -> Payload:
-        """Take an outer step of a fragment, and keep or drop the base of its training. Return the average."""
+        """Take a fragment's outer step with an average, after keeping or dropping the base of its training. Return the
+        average."""
         work = self._fragments[fragment]
         average = work.codec.checked(payload)
         is_awaited = self._waits_for(index) and work.is_stored and work.is_changed is None
@@ -279,7 +286,7 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
 
     async def unchanged(self, index: int, fragment: int) -> None:
         work = self._fragments[fragment]
-        if not self._goes_on_with(work):  # else a later entry may include this peer's payload
+        if not self._goes_on_with(work):  # otherwise a later entry may include this peer's payload
             work.residual.forget()
         async with self._state_lock:
             await self._decided(index, fragment, is_changed=False)
@@ -289,14 +296,14 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
         return self._index is not None and index >= self._index
 
     def _goes_on_with(self, work: FragmentWork) -> bool:
-        """Return whether the workers go on with a fragment that they have stored.
+        """Return True if the workers have continued with a fragment after being informed of the fragment's outcome.
 
         From then on its theta is their base, even if a later outer step takes the stored weights.
         """
         return self._index is not None and work.is_handed_over
 
     async def _stored(self, fragment: int) -> None:
-        """Record that all workers have stored a fragment, and that it is encoded."""
+        """Record that all workers have stored a fragment, and that the fragment is encoded."""
         work = self._fragments[fragment]
         work.is_encoded = work.is_stored = True
         if work.is_changed is not None:
@@ -304,7 +311,8 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
                 await self._hand_over(fragment)
 
     async def _decided(self, index: int, fragment: int, is_changed: bool) -> None:
-        """Record that an outer step has changed a fragment or left it unchanged. The caller holds the lock."""
+        """Record that outer step `index` has changed a fragment, or has left the fragment unchanged. The caller must
+        hold the lock."""
         work = self._fragments[fragment]
         if self._streams and self._waits_for(index) and work.decide(is_changed) and work.is_stored:
             await self._hand_over(fragment)
@@ -315,19 +323,19 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
         if is_changed:
             await asyncio.to_thread(work.take_theta)
         if index != self._index or not work.is_stored:
-            return  # the training has ended meanwhile
+            return  # the training has ended, or lost workers must store the fragment again
         await self.trainer.take_average(fragment, is_changed)
         work.is_handed_over = True
 
     # Evaluating theta ------------------------------------------------------------------------------------------------
     def take_turns(self, driver: Driver, me: str) -> None:
-        """Evaluate theta whenever the log gives this peer the turn, and publish the loss."""
+        """Let this peer evaluate theta in each outer step for which the log chooses it, and publish the loss."""
         self.is_our_turn = lambda: is_our_turn(me, driver.peer.log, self._config.evaluation)
         self.on_evaluated = driver.evaluated
 
     async def _take_turn(self, index: int) -> None:
-        """Evaluate theta at outer step `index`, if it is this peer's turn. Only a loss on the run's own text is
-        published."""
+        """Evaluate theta after outer step `index`, if the log chooses this peer to do so. Publish the loss if it is on
+        the run's own text."""
         if not self.is_our_turn() or (found := await self.trainer.held_out(self._config.evaluation)) is None:
             return
         if not math.isfinite(found.loss):
@@ -345,7 +353,8 @@ LocalWorkload: TypeAlias = TrainerWorkload[WorkerGroup]
 
 @asynccontextmanager
 async def working(run: Run, options: WorkerOptions = NO_TRAINING) -> AsyncIterator[LocalWorkload]:
-    """Yield a run's workload in its initial state with new workers, which end with the context.
+    """Start workers, and yield a run's workload with them, in the run's initial state. The workers end with the `with`
+    block.
 
     Raises: see `WorkerGroup.start` and `check_initial_weights`.
     """

@@ -1,4 +1,4 @@
-"""A state of a run for viewing and exporting, without training: from its peers or from this machine's disk."""
+"""A run's state to view or export without training, fetched from the run's peers or loaded from this machine's disk."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Past:
-    """The history of a state. `last` is the entry that led to it, None for the initial state.
+    """The history of a state. `last` is the newest entry applied to it, or None for the initial state.
 
     `contributors` is the number of peers that have trained in the known entries; `is_whole` is true if all entries are
     known. `tokens` has the lineage's tokens by outer step, and `losses` the peers' losses on held-out text.
@@ -54,7 +54,7 @@ class Past:
 
     @classmethod
     def of(cls, log: RunLog, last: Header | None, losses: Mapping[int, float]) -> Past:
-        """Return a log's history of the state after the entry `last`."""
+        """Return the history of the state after the entry `last`, from a log and the losses by outer step."""
         if last is None:
             return cls(None, 0, True)
         contributors, tokens = set[str](), dict[int, int]()
@@ -68,7 +68,8 @@ class Past:
         return self.last.index + 1 if self.last else 0
 
     def curve(self, loss: float | None) -> tuple[CurvePoint, ...]:
-        """Return the losses in order up to this state, whose own loss is given if it was measured."""
+        """Return the points of the held-out loss curve up to this state, in order. `loss` is this state's own, if
+        measured."""
         losses = {step: found for step, found in self.losses.items() if step <= self.outer_steps}
         if loss is not None:
             losses[self.outer_steps] = loss
@@ -78,7 +79,7 @@ class Past:
 
 
 def command_line(*words: str | Sequence[str]) -> str:
-    """Return the words of a `diloco-peer` command as a line for a shell."""
+    """Return a shell command line that runs `diloco-peer` with these words."""
     flat = [word for part in words for word in ([part] if isinstance(part, str) else part)]
     return shlex.join(["diloco-peer", *flat])
 
@@ -99,7 +100,7 @@ async def newest_state(
         run = found.with_own(own)
         run, options = with_text(run, data)
         await ask_for_signed_heads(transport, run, invite.addresses)
-        if not await transport.heartbeats(run.run_id):  # checked before a worker is started
+        if not await transport.heartbeats(run.run_id):  # checked before workers start, which takes longer
             raise no_training_peer_error(run.run_id)
         async with working(run, options) as workload:
             following = await fetch_state(run, transport, workload)
@@ -107,7 +108,8 @@ async def newest_state(
 
 
 def with_text(run: Run, data: Sequence[Path] | None) -> tuple[Run, WorkerOptions]:
-    """Return the run with its local text in the folders `data`, and the options of a worker that evaluates on it.
+    """Return the run with its local text found in the folders `data`, and the options of a worker that evaluates on the
+    run's text.
 
     The worker reads no text if `data` is None, or names none of the run's local text. Raises: DataError, see
     `Run.with_data`.
@@ -122,21 +124,21 @@ def with_text(run: Run, data: Sequence[Path] | None) -> tuple[Run, WorkerOptions
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """Make a folder, as `make_folder` does, before work that takes minutes. If that fails, remove the folder if it is
-    empty."""
+    """Create a folder, as `make_folder` does, before the minutes of work in the `with` block. If the work fails, remove
+    the folder if it is empty."""
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     make_folder(folder)
     try:
         yield
     except BaseException:
         with suppress(OSError):
-            for one in missing:  # innermost first
+            for one in missing:  # innermost folder first
                 one.rmdir()
         raise
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder. Raises: MachineError when it cannot be made or written to, or is not empty."""
+    """Create a folder. Raises: MachineError if the folder cannot be created or written to, or is not empty."""
     remedy = "Give a new folder with --out."
     try:
         make_private_folder(folder)
@@ -149,26 +151,27 @@ def make_folder(folder: Path) -> None:
 
 
 async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWorkload) -> Following:
-    """Fetch the newest state into the workload. Return the follower that has done it. Raises: SwarmUnreachableError."""
+    """Fetch the run's newest state into the workload. Return the follower that has fetched the state. Raises:
+    SwarmUnreachableError."""
     following = Following(transport, workload, run.settings)
     await following.begin()
     while True:
         try:
             if await following.advance() is None:
                 return following
-        except CannotFollowError as error:  # perhaps no peer keeps the payload any more
+        except CannotFollowError as error:  # perhaps no peer keeps the next payload any more
             await following.begin(error.least)
 
 
 def past_of(run: Run, following: Following, losses: Mapping[int, float]) -> Past:
-    """Return the history of the state that `following` has reached. `losses` are locally known ones, added to the
-    peers'."""
+    """Return the history of the state that `following` has fetched. `losses`, known to this machine, override those
+    that peers report."""
     found = RunView(run, following.donors.heartbeats).held_out
     return Past.of(following.past, following.log.last, {one.index: one.loss for one in found} | dict(losses))
 
 
 def warn_of_other_text(found: HeldOut) -> None:
-    """Log a warning if a loss is on another text than the run's."""
+    """Log a warning if a loss was measured on other text than the run's."""
     if not found.is_runs_text:
         logger.warning(
             "this machine's held-out text is not the run's, so its loss does not compare with the run's curve"
@@ -178,7 +181,8 @@ def warn_of_other_text(found: HeldOut) -> None:
 async def export_state(
     run: Run, past: Past, workload: LocalWorkload, folder: Path, command: str = "", dtype: Dtype = "float32"
 ) -> RunFacts:
-    """Evaluate, if the workload reads text, and write its state. The model card names `command`, which repeats it."""
+    """Evaluate the workload's state, if its workers read text, and write the model to `folder`. Return the facts in its
+    model card, which include the `command` that repeats the export."""
     workers, last = workload.trainer, past.last
     found = await workers.held_out(run.config.evaluation) if workers.reads else None
     if found is not None:
@@ -205,7 +209,7 @@ async def export_state(
 
 @dataclass(frozen=True)
 class StateSource:
-    """The place of a state on the disk: a checkpoint, and the log in `folder`.
+    """The source of a state on the disk: a checkpoint, and the log in `folder`.
 
     The state is the one after `index` outer steps, or the last one to which the log leads if `index` is None.
     """
@@ -216,12 +220,12 @@ class StateSource:
     folder: RunFolder
 
     async def bring(self, workload: LocalWorkload) -> Past:
-        """Load that state into the workload. Return its history. Nothing on the disk is changed.
+        """Load the state into the workload, without changing files. Return the state's history.
 
         Raises: CheckpointError when the checkpoint is of another model, or the log does not lead that far.
         """
         empty_log, file = self.run.settings.empty_log, self.folder.log / ENTRIES
-        # Its peer may be writing to it, so errors at its end are ignored.
+        # A peer may be writing to the log, so errors at the log's end are ignored.
         chain = read_chain(file, empty_log)[0] if file.exists() else Chain(empty_log)
         log = LogFolder(self.folder.log, chain, block_bytes(self.run.config.codec))
         try:
@@ -240,7 +244,8 @@ class StateSource:
 
 @asynccontextmanager
 async def state_of(origin: StateSource, data: Sequence[Path] | None) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
-    """Yield the state at `origin`, as `newest_state` does. Raises: DataError; see `StateSource.bring` and `working`."""
+    """Yield the run, the state's history, and a workload with the state at `origin`. Raises: DataError; see
+    `StateSource.bring` and `working`."""
     run, options = with_text(origin.run, data)
     async with working(run, options) as workload:
         yield run, await origin.bring(workload), workload
@@ -249,8 +254,8 @@ async def state_of(origin: StateSource, data: Sequence[Path] | None) -> AsyncIte
 def find_origin(
     source: Path, index: int | None = None, manifest: Path | None = None, own: OwnFiles = NONE
 ) -> StateSource:
-    """Return the place of a state: from a checkpoint's file, a peer's folder of a run, or the folder of its
-    checkpoints.
+    """Return the source of the state that `source` names: a checkpoint's file, a peer's folder of a run, or the folder
+    of its checkpoints.
 
     Without an index, a file means its checkpoint, and a folder means its newest good checkpoint and the log after it.
     The manifest, if not given, lies beside the checkpoints or one folder above. A folder higher up, such as an
@@ -283,7 +288,8 @@ def find_origin(
 
 
 def _only_run(folder: Path) -> Path:
-    """Return the folder of a peer's run: this one, or the only one below it. Raises: CheckpointError for several."""
+    """Return the folder of a peer's run: `folder`, or the only such folder below it. Raises: CheckpointError if there
+    are several."""
     if (folder / MANIFEST).exists():
         return folder
     found = sorted(folder.glob(f"*/{MANIFEST}")) or sorted(folder.glob(f"*/*/{MANIFEST}"))

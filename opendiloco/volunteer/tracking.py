@@ -1,4 +1,5 @@
-"""Tracking of a live run: each state to which its log leads, in order, and the comparison with its peers' states.
+"""Tracking of a live run: yielding each state to which its log leads, in order, and comparing it with the states that
+peers report.
 
 A follower computes the run's states again, and thereby audits what all peers report about theirs.
 """
@@ -28,29 +29,30 @@ from peers.values.system import cancel_and_wait, start_task
 
 logger = logging.getLogger(__name__)
 
-POSITIONS = 1024  # remembered ones: as many for computed states as for reported ones
+POSITIONS = 1024  # positions remembered: as many computed states, and as many reported ones
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Reached:
-    """A state of the run that this machine has now, after an entry or from a snapshot."""
+    """A state of the run that this machine has computed from an entry, or fetched as a snapshot."""
 
     log: LogState
     state_digest: bytes
     is_snapshot: bool
-    agreeing: int  # number of peers that have so far reported this state at this position
+    agreeing: int  # number of peers that report this state so far
 
     @property
     def index(self) -> int:
-        """The number of outer steps taken."""
+        """The number of outer steps after which the run is in this state."""
         return self.log.position.index
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A peer's state after `index` outer steps as it reported it, and the state to which the log leads."""
+    """A peer's state after `index` outer steps that differs from the one to which the log leads: the digests of
+    both."""
 
     index: int
     peer: str
@@ -59,7 +61,7 @@ class Disagreement:
 
 
 class Audit:
-    """A comparison of the states that peers report with those computed here, in any order of arrival."""
+    """A comparison of the states that peers report with those that this machine computes, in any order of arrival."""
 
     def __init__(self) -> None:
         self.disagreements: list[Disagreement] = []
@@ -69,7 +71,7 @@ class Audit:
     def heard(self, heartbeats: Iterable[Heartbeat]) -> None:
         for beat in heartbeats:
             if beat.state is PeerState.ARCHIVING:
-                continue  # it has no state of its own
+                continue  # an archive has no state of its own
             position = Position(index=beat.index, head=beat.head)
             reports = _remembered(self._reported, position, {})
             if reports.get(beat.peer) != beat.state_digest:
@@ -83,12 +85,12 @@ class Audit:
             self._compare(position, peer)
 
     def agreeing(self, position: Position) -> int:
-        """Return the number of peers that have reported the state computed here."""
+        """Return the number of peers that have reported the same state at `position` as this machine has computed."""
         digests = self._reported.get(position, {}).values()
         return sum(digest == self._computed.get(position) for digest in digests)
 
     def check(self) -> None:
-        """Raise DisagreementError if there is any disagreement."""
+        """Raise DisagreementError if any peer has reported another state than the log leads to."""
         if self.disagreements:
             first, peers = self.disagreements[0], {one.peer for one in self.disagreements}
             raise DisagreementError(
@@ -106,8 +108,8 @@ class Audit:
 
 
 def _remembered(known: OrderedDict[Position, T], position: Position, value: T) -> T:
-    """Return the known value of a position, or store `value` for it and drop the oldest position if there are too
-    many."""
+    """Return the value stored for a position. If there is none, store `value`, and drop the oldest position when there
+    are more than POSITIONS."""
     if position not in known:
         known[position] = value
         if len(known) > POSITIONS:
@@ -118,7 +120,7 @@ def _remembered(known: OrderedDict[Position, T], position: Position, value: T) -
 async def states_until(
     last: Callable[[LogState], int], following: Following, audit: Audit, poll: float
 ) -> AsyncIterator[Reached | Disagreement]:
-    """Yield a snapshot, then each state up to the one after the `last` outer step, and each disagreement when it is
+    """Yield a snapshot of the run, then each later state until outer step `last` is taken, and each disagreement when
     found.
 
     `last` computes that outer step from the log so far. New entries are fetched every `poll` seconds. If an entry
@@ -127,12 +129,13 @@ async def states_until(
     """
 
     async def advance() -> bool | None:
-        """Return True if a snapshot was fetched, False if an entry was applied, None if there is nothing new."""
+        """Fetch and apply one entry. Return True if a snapshot was fetched instead, False if the entry was applied,
+        None if there is no new entry."""
         try:
             advanced = await following.advance()
         except CannotFollowError as error:
             await following.begin(error.least)
-            logger.info("%s Begun anew with a snapshot.", error.message)
+            logger.info("%s Tracking restarts from a new snapshot.", error.message)
             return True
         finally:
             audit.heard(following.donors.heartbeats)
@@ -141,7 +144,7 @@ async def states_until(
     await retrying(following.begin, poll)
     audit.heard(following.donors.heartbeats)
     is_snapshot: bool | None = True
-    named = 0  # disagreements already yielded
+    named = 0  # number of disagreements already yielded
     while True:
         position = following.log.position
         if is_snapshot is not None:
@@ -159,7 +162,8 @@ async def states_until(
 
 
 async def retrying(attempt: Callable[[], Awaitable[T]], seconds: float) -> T:
-    """Repeat an attempt at this interval while no peer is online. The log reports the wait once."""
+    """Call `attempt`, every `seconds` seconds while no peer is online, and return its result. The wait is logged
+    once."""
     is_waiting = False
     while True:
         try:
@@ -171,12 +175,13 @@ async def retrying(attempt: Callable[[], Awaitable[T]], seconds: float) -> T:
             await asyncio.sleep(seconds)
         else:
             if is_waiting:
-                logger.info("a peer is online: going on")
+                logger.info("a peer is online again")
             return result
 
 
 async def state_for(run: Run, transport: FollowTransport) -> LocalState:
-    """Return memory for the run's state, of the size that the run's configuration gives, or else most peers report.
+    """Return zeros as memory for the run's state. The size follows from the run's configuration, or else from most
+    peers' reports.
 
     Raises: SwarmUnreachableError when no peer reports it; MachineError when memory is too small.
     """
@@ -189,7 +194,7 @@ async def state_for(run: Run, transport: FollowTransport) -> LocalState:
 
 
 async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, Any, DilocoPeerError]) -> T:
-    """Return the result of `work`, unless `failure` returns an error before. Raises: that error."""
+    """Return the result of `work`, unless `failure` returns an error first. Raises: that error."""
     working, failing = start_task(work), start_task(failure)
     try:
         await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)

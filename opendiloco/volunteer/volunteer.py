@@ -62,23 +62,23 @@ from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
-RESUMABLE = 2  # newest checkpoints whose later payloads are kept, so that one may be damaged
+RESUMABLE = 2  # newest checkpoints from which this machine can resume: two, in case one is damaged
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 AT_WORK = frozenset({State.TRAINING, State.READY, State.AVERAGING, State.APPLYING})
-LOOK_SECONDS = 2.0  # between two checks for other peers' losses, and for the end of the run
+LOOK_SECONDS = 2.0  # seconds between two looks at the other peers' losses and the end of the run
 ALONE = (
     "no other peer and no archive of this run was found: this machine begins it at outer step 0. If others have "
     "trained in it before, leave (Ctrl-C) and join when one of them or an archive is online: if a run begins twice, "
     "only one beginning is kept"
 )
-HAND_OVER_SECONDS = 10.0  # that a leaving volunteer waits for another machine to have the newest outer step
-HAND_OVER_LOOK = 0.2  # seconds between two checks whether one has it
-LAST_SECONDS = 2.0  # in which the last volunteer hears of others that leave at the same time
+HAND_OVER_SECONDS = 10.0  # seconds that a leaving volunteer waits until another machine has the newest outer step
+HAND_OVER_LOOK = 0.2  # seconds between two checks for such a machine
+LAST_SECONDS = 2.0  # seconds in which the last volunteer receives news of others that leave at the same time
 
 
 @dataclass(frozen=True)
 class Session:
-    """One machine's time in a run, by its settings and its owner's limits."""
+    """One machine's session in a run, with the settings and limits that its owner has chosen."""
 
     settings: JoinSettings
     invite: Invite
@@ -89,7 +89,8 @@ class Session:
     journal: Journal | None = None
 
     async def take_part(self, view: JoinView, when_ready: Callable[[Volunteer, HivemindTransport], None]) -> None:
-        """Find the run, and take part in it until asked to leave. Raises: DilocoPeerError."""
+        """Find the run and train in it until the owner asks to leave. `when_ready` is called once the volunteer can
+        train. Raises: DilocoPeerError."""
         settings, invite, key = self.settings, self.invite, self.key
         cap_memory(settings.memory_limit)
         caps = Caps.of_megabits(settings.upload_limit, settings.download_limit)
@@ -181,7 +182,8 @@ async def volunteer_with(
     name: str = "",
     share: Callable[[], float] = lambda: 1.0,
 ) -> Volunteer:
-    """Return a volunteer whose workers are ready to train. With a folder, it continues from this machine's last state.
+    """Return a volunteer whose workers are ready to train. With a `folder`, the volunteer continues from the state that
+    the folder contains.
 
     `checkpointer` writes every snapshot, and `journal` every applied entry. Raises: DilocoPeerError.
     """
@@ -211,7 +213,7 @@ async def volunteer_with(
 
 
 def _prune_log(folder: RunFolder, log: LogFolder) -> None:
-    """Drop the entries before the oldest checkpoint that may still be resumed."""
+    """Delete entries older than the checkpoints from which this machine may resume."""
     try:
         newest = Checkpoints(folder.checkpoints, folder.run_id).indices()[:RESUMABLE]
         log.prune(min(newest, default=0))
@@ -220,7 +222,7 @@ def _prune_log(folder: RunFolder, log: LogFolder) -> None:
 
 
 async def _resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolder) -> LogState:
-    """Load the newest state that this machine has into the workload. Return its place in the log."""
+    """Load the newest state on this machine's disk into the workload. Return the state's place in the log."""
     checkpoint = Checkpoints(folder.checkpoints, folder.run_id).load_newest()
     try:
         position = await resume(workload, log, checkpoint)
@@ -233,7 +235,7 @@ async def _resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolde
 
 
 async def _recall_moments(folder: RunFolder, supervisor: Supervisor) -> None:
-    """Load the kept moments into the inner optimizer. Log that it continues with them, or that it begins anew."""
+    """Load the newest moments on this machine's disk into the inner optimizer. Log whether they were loaded."""
     path = newest_moments(folder.checkpoints, folder.peer_id)
     if path is None:
         logger.info("there are no moments beside the checkpoints: the inner optimizer begins anew, with smaller steps")
@@ -260,7 +262,7 @@ class Volunteer:
         admission: RunAdmission | None = None,
         remembered: RememberedPeers | None = None,
     ) -> None:
-        """Connect the parts. With an `admission`, the volunteer stays while its ticket is valid.
+        """Connect the volunteer's parts. With an `admission`, the volunteer leaves when its ticket is no longer valid.
 
         The addresses of other peers are kept in `remembered`, so that this machine finds the run again without its
         bootstrap nodes.
@@ -282,7 +284,7 @@ class Volunteer:
         workload.measuring.on_outer_step = lambda step: self._curves.taken(step, driver.rounds.costs)
 
     async def take_part(self) -> None:
-        """Take part until `leave` is called. Raises: the DilocoPeerError that makes going on impossible."""
+        """Train in the run until `leave` is called. Raises: the DilocoPeerError that ends the volunteer earlier."""
         driving = start_task(self._driver.run())
         keeping = start_task(keep_announced(self._transport, self.run.manifest, self.others, self._remembered))
         beside = [keeping, start_task(self._look_at_run())]
@@ -299,7 +301,7 @@ class Volunteer:
             done, _ = await asyncio.wait([driving, *failures], return_when=asyncio.FIRST_COMPLETED)
             broken: list[DilocoPeerError] = [end.result() for end in failures if end in done]
             if broken:
-                self._driver.leave(at_once=True)  # so that the others need not wait for this peer
+                self._driver.leave(at_once=True)  # without a hand-over, so that other peers need not wait for this one
             try:
                 await driving
             except LocalNetworkError as error:
@@ -307,13 +309,13 @@ class Volunteer:
             for failure in broken:
                 if self._leaving is None:
                     raise failure
-                # systemd, for example, ends all processes of a service at once.
+                # An error while leaving is only logged: systemd, for example, ends all processes of a service at once.
                 logger.debug("while leaving: %s", failure)
         finally:
             await cancel_and_wait(driving, *beside, *failures, *filter(None, [self._leaving]))
 
     async def _look_at_run(self) -> None:
-        """Record the other peers' losses, and stop training when the run is finished."""
+        """Repeatedly record the losses that other peers report, and stop training when the run is finished."""
         has_warned = False
         while True:
             if self._founds_alone and not has_warned:
@@ -333,7 +335,7 @@ class Volunteer:
 
     @property
     def outer_step(self) -> int:
-        """The number of outer steps in this machine's log."""
+        """The number of outer steps taken in this machine's log."""
         return self._driver.peer.log.position.index
 
     def facts(self) -> OwnFacts:
@@ -357,7 +359,7 @@ class Volunteer:
         )
 
     def _fragments(self) -> Fragments | None:
-        """Return the state of the fragments, or None in a run that does not stream."""
+        """Return the state of the fragments for displays, or None in a run that does not stream."""
         workers = self._workers
         if self.run.config.streaming.is_plain or workers is None:
             return None
@@ -376,22 +378,24 @@ class Volunteer:
 
     @property
     def is_at_work(self) -> bool:
-        """True if this machine takes part in an outer step that is under way."""
+        """True if this machine takes part in an outer step that is not finished."""
         outer_steps = outer_steps_in_force(self.run.config, self._driver.peer.log.amendment)
         return self._driver.peer.state in AT_WORK and self.outer_step < outer_steps
 
     def hold(self, held: bool) -> None:
-        """Pause the inner steps while `held`. The peer stays in the run, and others see a late member."""
+        """Pause the inner steps if `held`, else resume them. A paused peer stays in the run, and others see a late
+        member."""
         if self._workers is not None:
             self._workers.supervisor.hold(held)
 
     def leave(self) -> None:
-        """Leave politely: wait until another machine has the newest outer step, finish a round under way, and inform
-        the others. Then `take_part` returns."""
+        """Leave politely: wait until another machine has the newest outer step, finish the current round, and inform
+        the other peers. Then `take_part` returns."""
         self._leaving = self._leaving or start_task(self._hand_over())
 
     async def _hand_over(self) -> None:
-        """Leave once another machine has the newest outer step, or after some seconds. Pause training meanwhile."""
+        """Leave once another machine has the newest outer step, or after HAND_OVER_SECONDS. Training pauses
+        meanwhile."""
         began = now()
         self.hold(True)
         try:
@@ -399,12 +403,12 @@ class Volunteer:
                 if self._is_handed_over and not self._may_be_last:
                     break
                 await asyncio.sleep(HAND_OVER_LOOK)
-        finally:  # the owner wants to leave even after an error
+        finally:  # leave even after an error, because the owner wants to
             self._driver.leave()
 
     @property
     def _is_handed_over(self) -> bool:
-        """True if the newest outer step no longer depends on this machine.
+        """True if the newest outer step is safe without this machine, because enough other machines have it.
 
         Other volunteers suffice, unless this one's id is the highest. As all volunteers may leave at once, that one
         waits for an archive, if there is one.
@@ -418,15 +422,15 @@ class Volunteer:
 
     @property
     def _may_be_last(self) -> bool:
-        """True if no machine would have the newest outer step if all volunteers left now, and this one goes last: it
-        has the greatest id of those at work, and the run has no archive."""
+        """True if this volunteer must leave last when all leave at once: it has the greatest id of those at work, and
+        the run has no archive."""
         others, me = self.others(), self._driver.peer.me
         at_work = [beat.peer for beat in others if beat.state in PARTICIPATING]
         return bool(at_work) and max(at_work) < me and all(beat.state is not PeerState.ARCHIVING for beat in others)
 
     @property
     def farewell(self) -> str:
-        """A message that names the machines that have the newest outer step after this one has left."""
+        """The message for the owner after leaving, naming the machines that have the newest outer step."""
         step = self.outer_step
         having = holders(self.others(), step)
         if not step:
@@ -441,16 +445,16 @@ class Volunteer:
         return f"left the run; only this machine has outer step {step}: join again from it to continue the run there"
 
     def heartbeats(self) -> list[Heartbeat]:
-        """Return the newest heartbeat of each live peer, this one's first."""
+        """Return the newest heartbeat of each live peer, this peer's own first."""
         return [self._driver.heartbeat(), *self.others()]
 
     def others(self) -> list[Heartbeat]:
-        """Return the newest heartbeat of each other live peer."""
+        """Return the newest heartbeat of each live peer but this one."""
         return list(self._driver.peer.membership.live(now()).values())
 
 
 def _bytes_by_purpose(sent: int, received: int) -> dict[str, tuple[int, int]]:
-    """Return the sent and received bytes of bulk data by purpose."""
+    """Return the bytes of bulk data by purpose, each as (sent, received)."""
     counts = {"rounds": metrics.moved(metrics.ROUND_BYTES), "measuring": metrics.moved(metrics.MEASURING_BYTES)}
     known = [sum(directions) for directions in zip(*counts.values(), strict=True)]
     return counts | {"serving": (max(0, sent - known[0]), max(0, received - known[1]))}
@@ -466,8 +470,8 @@ async def connected(
     links: LinkSettings | None = None,
     remembered: Callable[[], Sequence[str]] = tuple,
 ) -> AsyncIterator[HivemindTransport]:
-    """Connect to the swarm, and disconnect at the end. Raises: SwarmUnreachableError, LocalNetworkError,
-    ManifestError."""
+    """Yield a transport connected to the swarm, and disconnect at the end of the `with` block. Raises:
+    SwarmUnreachableError, LocalNetworkError, ManifestError."""
     transport = await HivemindTransport.create(
         identity, initial_peers, listen, announce, client_mode, links=links, remembered=remembered
     )
@@ -479,7 +483,7 @@ async def connected(
 
 @asynccontextmanager
 async def reading(invite: Invite, identity: Path | None) -> AsyncIterator[tuple[Run, HivemindTransport]]:
-    """Connect to read a run's log and state, with the key in this file.
+    """Connect to read a run's log and state, with the key in the file `identity`. Yield the run and the transport.
 
     Without a file the key is a new one, but this machine's key in a run by invitation. Raises: AdmissionError when the
     run does not admit the key; see `connected` and `find_run`.
@@ -499,7 +503,8 @@ async def reading(invite: Invite, identity: Path | None) -> AsyncIterator[tuple[
 
 @contextmanager
 def _held_to_read(path: Path | None) -> Iterator[Identity]:
-    """Hold an identity as `hold_identity` does. A new key is no remedy where the run admits only known ones."""
+    """Yield the identity as `hold_identity` does, with another remedy in InUseError: a new key would not be admitted to
+    the run."""
     with ExitStack() as stack:
         try:
             key = stack.enter_context(hold_identity(path))

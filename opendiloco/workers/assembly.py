@@ -1,4 +1,4 @@
-"""The model of a worker: plain for a single worker, sharded for several; and the checks that its memory suffices."""
+"""The assembly of a worker's model, sharded if several workers share it; and checks that the model fits in memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHARE_OF_LOGITS = 0.25
 
 
 def in_fitting_precision(config: RunConfig, team: Team) -> RunConfig:
-    """Return the run's configuration with the precision in which these workers compute.
+    """Return the run's configuration in a precision that suits all workers' devices. For fp16, only set `team.half`.
 
     If the run asks for bf16 and one worker's device does not support it, all compute in fp16 if that is fast on all
     devices, and otherwise in fp32.
@@ -51,7 +51,8 @@ def in_fitting_precision(config: RunConfig, team: Team) -> RunConfig:
 def assemble_model(
     config: RunConfig, tokenizer: Tokenizer, team: Team, options: WorkerOptions, memory_descriptor: int | None
 ) -> Any:
-    """Return the worker's model on its device. If the model is sharded, the caller must load theta into it.
+    """Return the worker's model, on the worker's device. If the model is sharded, the caller must load theta into the
+    model afterwards.
 
     With a `memory_descriptor`, the first worker allocates that shared memory and writes the initial theta into it. Only
     the first worker builds a whole model, unless the model has tensors that only its constructor can fill; then all do.
@@ -71,7 +72,7 @@ def assemble_model(
         _check_memory(memory, team, options.trains, config.codec)
         reserve(memory_descriptor, layout.size)
     at_stage("building the model")
-    # If theta is already in the shared memory, no worker draws the initial weights again.
+    # Draw initial weights only if shared memory does not hold theta yet, or the model has tensors outside of theta.
     draws = memory_descriptor is not None or each_builds or not is_all_trained(skeleton)
     whole: Any = None
     if team.rank == 0 or each_builds:
@@ -84,7 +85,7 @@ def assemble_model(
         checkpoint_activations(model)
     if team.mesh is None:
         model.to(team.device)
-        model.tie_weights()  # moving to some kinds of device unties them
+        model.tie_weights()  # moving a model to some devices unties its weights
         if team.device.type == "cuda":
             _cast_embeddings(model)
     else:
@@ -93,13 +94,13 @@ def assemble_model(
             fill_untrained(model, whole, team)
     if _is_compiled(options, team.device):
         compile_blocks(model)
-    team.wait_for_all()  # the others map the shared memory next, which must have its full size by then
+    team.wait_for_all()  # the first worker must have sized the shared memory before others map it
     return model
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Let each block compute its activations again in the backward pass. Raises: MachineError when it cannot."""
-    # gradient_checkpointing_enable is the name before transformers 5.
+    """Make each block compute its activations again in the backward pass. Raises: MachineError if the model cannot."""
+    # transformers before version 5 names the method gradient_checkpointing_enable.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False})
@@ -108,7 +109,7 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def _cast_embeddings(model: torch.nn.Module) -> None:
-    """Make embeddings return autocast's type while autocast is on.
+    """Make the model's embedding layers return autocast's type, such as bf16, while autocast is on.
 
     Blocks add to this output. In half precision, the activations that they read and keep for the backward pass are half
     as large, as they are under FSDP2's precision policy.
@@ -124,8 +125,8 @@ def _cast_embeddings(model: torch.nn.Module) -> None:
 
 
 def _is_compiled(options: WorkerOptions, device: torch.device) -> bool:
-    """Return whether to compile the model's blocks: the owner's choice; by default only for training on a CUDA GPU that
-    can compile."""
+    """Return True if the model's blocks are to be compiled: by the owner's choice or, without one, for training on a
+    CUDA GPU for which torch can compile."""
     if options.compile is not None or device.type != "cuda" or not options.trains:
         return bool(options.compile)
     lacking = compiling_lacks(device)
@@ -135,9 +136,9 @@ def _is_compiled(options: WorkerOptions, device: torch.device) -> bool:
 
 
 def _check_memory(memory: WorkerMemory, team: Team, trains: bool, codec: CodecSection) -> None:
-    """Raise MachineError if main memory is too small for the model. Activations, whose size is unknown, come on top."""
+    """Raise MachineError if the machine has too little main memory for the model, not counting activations."""
     host = HostMemory.of(memory.trained, codec)
-    starting = host.shared + memory.evaluating  # the first worker's whole model
+    starting = host.shared + memory.evaluating  # bytes in use while the first worker builds the whole model
     replicas = team.size // team.shards
     needed = host.most + memory.on_host * replicas if trains else host.evaluating
     if team.device.type == "cpu":
@@ -147,7 +148,8 @@ def _check_memory(memory: WorkerMemory, team: Team, trains: bool, codec: CodecSe
 
 
 def _check_device(memory: WorkerMemory, team: Team, trains: bool) -> int:
-    """Return the bytes of a GPU that are left for activations. Raises: MachineError when the GPU is too small."""
+    """Return the bytes of the worker's GPU that its part of the model leaves free for activations. Raises: MachineError
+    if that part does not fit."""
     needed = (memory.training if trains else memory.evaluating) // team.shards
     free = torch.cuda.mem_get_info(team.device)[0]
     if needed > free:

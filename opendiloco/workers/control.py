@@ -1,4 +1,4 @@
-"""The control channel between the peer process and each of its workers, and the peer process's handle on a worker.
+"""The control channel between the peer process and a worker; and `WorkerProcess`, which starts and commands a worker.
 
 The channel is a socket pair that carries one message a line. This module imports no torch.
 
@@ -48,15 +48,15 @@ and compiles blocks."""
 LEAST_PATIENCE = 600.0
 """Least number of seconds for which a training may be silent after its first inner step, because other programs may
 slow the machine down for a while."""
-STEPS_OF_PATIENCE = 10  # times the slowest inner step so far
-ALIVE_SECONDS = 30.0  # between two reports of a worker that waits for other peers
-LINE_LIMIT = 16 * 2**20  # bytes of a reply; asyncio's default of 64 KiB is too small for long tracebacks and texts
-CLOSE_SECONDS = 2.0  # given to a worker to end by itself before it is killed
-KILLED_SECONDS = 60.0  # given to the kernel to free a killed worker's memory; a GPU's driver may hold it for good
-LOOK_SECONDS = 0.2  # between two checks of whether the process has ended
-LINES_KEPT = 60  # enough for a traceback through torch
-LINE_LENGTH = 500  # characters kept of a line, because a worker may print lines of any length
-IN_A_SENTENCE = 3  # last lines that an error message repeats; the log has all kept lines
+STEPS_OF_PATIENCE = 10  # a worker may be silent for 10 times the duration of its slowest inner step
+ALIVE_SECONDS = 30.0  # seconds between two `Alive` reports of a worker that waits for other peers
+LINE_LIMIT = 16 * 2**20  # most bytes of a reply; asyncio's default of 64 KiB is too small for long tracebacks and texts
+CLOSE_SECONDS = 2.0  # seconds that a worker has to exit before the peer process kills it
+KILLED_SECONDS = 60.0  # seconds to wait for a killed worker's end, which a GPU's driver may block for ever
+LOOK_SECONDS = 0.2  # seconds between two checks for the end of a worker's process
+LINES_KEPT = 60  # number of a worker's last printed lines to keep: enough for a traceback through torch
+LINE_LENGTH = 500  # characters to keep of each printed line, because a worker may print lines of any length
+IN_A_SENTENCE = 3  # number of last printed lines that an error message repeats; the log has all kept lines
 TERMINAL_COMMANDS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -64,7 +64,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 
 
 class ControlMessage(BaseModel):
-    """One line of the control channel: the name of its class, and its fields."""
+    """A message on the control channel. Its line holds the name of its class, and its fields as JSON."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
@@ -73,7 +73,8 @@ class ControlMessage(BaseModel):
 
     @classmethod
     def parse(cls, line: bytes) -> Self:
-        """Return the message of this kind in a line. Raises: ValueError."""
+        """Return the message that a line of the control channel encodes. Raises: ValueError if the message is not of
+        this class."""
         name, _, fields = line.decode().partition(" ")
         for kind in cls._kinds():
             if kind.__name__ == name:
@@ -96,7 +97,7 @@ class Reply(ControlMessage):
 
 
 class Report(Reply):
-    """A message that a worker sends while it carries out a command."""
+    """A message that a worker sends before its answer, while it carries out a command."""
 
 
 class CountDevices(Command):
@@ -104,8 +105,8 @@ class CountDevices(Command):
 
 
 class Configure(Command):
-    """Command to build model, data and optimizer as worker `rank` of `workers`. Each worker answers with `Configured`
-    once all workers have built theirs.
+    """Command to build model, data and optimizer, as worker `rank` of `workers` workers. Each worker answers with
+    `Configured` once all workers have built theirs.
 
     `memory` is the inherited descriptor of the `SharedVectors`. The workers connect to each other through the first
     worker's store on `port`; the first worker inherits the socket of that store as `listener`. If `fresh`, the first
@@ -148,7 +149,8 @@ class RunInnerLoop(Command):
 
     @classmethod
     def of(cls, work: InnerLoop, config: RunConfig, **fields: Any) -> Self:
-        """Return the command to train `work` in a run with this `config`. Raises: AmendmentError."""
+        """Return the command to train `work` in this run. Raises: AmendmentError if an amendment does not suit the
+        run."""
         overrides = Overrides.of(work.amendment, config)
         return cls(
             index=work.index,
@@ -162,7 +164,8 @@ class RunInnerLoop(Command):
 
 
 class EndInnerLoop(Command):
-    """Command to end training `number` after its present inner step, or after its first one. It has no reply.
+    """Command to end training `number` after the inner step in progress, but not before the first inner step is done.
+    The worker sends no reply.
 
     All workers end after the same inner step, as soon as one of them has received this command.
     """
@@ -171,7 +174,7 @@ class EndInnerLoop(Command):
 
 
 class Hold(Command):
-    """Command to pause (`held`) or to go on (not `held`). It has no reply.
+    """Command to pause training (if `held`) or to resume it. The worker sends no reply.
 
     Each worker pauses between two inner steps. Workers that share a model also wait for each other.
     """
@@ -180,8 +183,8 @@ class Hold(Command):
 
 
 class TakeAverage(Command):
-    """Command to go on with a fragment that training `number` has stored. If `is_changed`, `local` holds the fragment's
-    new values; otherwise the fragment keeps its values.
+    """Command to merge the average of a fragment that training `number` has stored. If `is_changed`, the shared vector
+    `local` holds the fragment's new values; otherwise there is nothing to merge.
 
     It has no reply. The peer process may send it at any time until the worker stores the fragment again.
     """
@@ -192,7 +195,7 @@ class TakeAverage(Command):
 
 
 class Evaluate(Command):
-    """Command to compute the held-out loss of theta over at most `windows` windows. The worker answers with
+    """Command to compute the held-out loss of theta over at most `windows` windows of text. The worker answers with
     `Evaluated`."""
 
     windows: int
@@ -209,7 +212,7 @@ class Generate(Command):
 
 
 class Export(Command):
-    """Command to write theta as a transformers model folder with weights of type `dtype`. The worker answers with
+    """Command to write theta to `folder` as a transformers model with weights of type `dtype`. The worker answers with
     `Exported`."""
 
     folder: str
@@ -218,15 +221,16 @@ class Export(Command):
 
 
 class AtStage(Reply):
-    """The stage that the worker has reached (see `opendiloco.stages`). `share` is the finished share of the stage, 0 to
-    1, or None if the worker does not know it."""
+    """Message: the stage that the worker has reached, such as "building the model". `share` is the finished share of
+    the stage, 0 to 1, or None if unknown."""
 
     stage: str
     share: float | None
 
 
 class MoveMoments(Command):
-    """Command to write the inner optimizer's state to a file, or to read it from one (see training/moments_file.py).
+    """Command to write the inner optimizer's moments to a file, or to load them from one (see
+    training/moments_file.py).
 
     A single worker carries it out between two inner steps; several workers carry it out between two trainings. When
     they write, they copy the state and go on; a thread writes the copy. The worker answers with `MomentsMoved`.
@@ -237,19 +241,19 @@ class MoveMoments(Command):
 
 
 class KeepMoments(MoveMoments):
-    """Command to write the file. Each worker writes its part; the file is complete when all workers have answered.
-    `index` is the number of outer steps taken."""
+    """Command to write the inner optimizer's moments to a file. Each worker writes its part; the file is complete when
+    all workers have answered. `index` is the number of outer steps taken."""
 
     index: int
 
 
 class RecallMoments(MoveMoments):
-    """Command to continue with the state in the file."""
+    """Command to load the inner optimizer's moments from a file, and to continue training with them."""
 
 
 class DevicesCounted(Reply):
-    """The number of GPUs that torch can use. If it cannot use GPUs that are present, `hidden` is the reason and
-    `remedy` the remedy."""
+    """Reply: the number of GPUs that torch can use. If the machine has GPUs but torch can use none, `hidden` is the
+    reason and `remedy` the remedy."""
 
     gpus: int
     hidden: str = ""
@@ -257,7 +261,7 @@ class DevicesCounted(Reply):
 
 
 class Configured(Reply):
-    """The worker is ready.
+    """Reply: the worker has built its model, data and optimizer.
 
     `parameters` is the length of theta: all trainable values, and the padding between fragments. `device_name` is
     torch's name of the GPU, or "cpu". `flops_per_token` is explained in model/utilisation.py. `micro_batch` windows go
@@ -281,14 +285,14 @@ class Configured(Reply):
 
 
 class Alive(Report):
-    """A sign of life. A worker sends it now and then while it waits for other peers, and after each skipped inner
-    step."""
+    """Report that the worker still runs. A worker sends it every `ALIVE_SECONDS` while it waits for other peers, and
+    after each skipped inner step."""
 
 
 class InnerStepDone(Report):
-    """The measurements of one inner step. `loss` is in nats per token. `gradient_norm` is the norm before clipping.
-    `learning_rate` is that of the first parameter group. `tokens_per_second` is the mean speed of this training so far.
-    `slowest_seconds` is the duration of its slowest inner step so far."""
+    """Report: the measurements of one inner step. `loss` is in nats per token. `gradient_norm` is the norm before
+    clipping. `learning_rate` is that of the first parameter group. `tokens_per_second` is the mean of this training so
+    far. `slowest_seconds` is the duration of this training's slowest inner step so far."""
 
     inner_step: int
     loss: float
@@ -299,7 +303,7 @@ class InnerStepDone(Report):
 
 
 class FragmentStored(Report):
-    """The worker has written its part of a fragment's weights to `local`, during training or at its end.
+    """Report: the worker has written its part of a fragment's weights to the shared vector `local`.
 
     `samples` (the lease, or a prefix of it) are the samples that the whole training will have used, and `tokens` is the
     number of tokens in them. If the training is stopped, they count what it has used so far. `loss` is the mean loss so
@@ -313,7 +317,7 @@ class FragmentStored(Report):
 
 
 class InnerLoopDone(Reply):
-    """The worker has taken all inner steps, and had stored each fragment before.
+    """Reply: the worker has stored all fragments and taken all inner steps of a training.
 
     `skipped` counts the inner steps that changed nothing, because their loss or gradient was not finite. `loss` and
     `gradient_norm` are means over the other steps. `learning_rate` is that of the last step. The worker waited for data
@@ -341,30 +345,31 @@ class InnerLoopDone(Reply):
 
 
 class Evaluated(Reply):
-    """The mean loss in nats per token over `tokens` predicted tokens."""
+    """Reply: the mean held-out loss, in nats per token, over `tokens` predicted tokens."""
 
     loss: float
     tokens: int
 
 
 class Generated(Reply):
-    """The continuation without the prompt."""
+    """Reply: the generated text, without the prompt."""
 
     text: str
 
 
 class Exported(Reply):
-    """The folder is complete."""
+    """Reply: the exported model folder is complete."""
 
 
 class MomentsMoved(Reply):
-    """The moments were moved, or `problem` is the reason why they were not. Training goes on in both cases."""
+    """Reply: the moments were written or loaded or, if there is a `problem`, were not. Training continues in both
+    cases."""
 
     problem: str | None = None
 
 
 class Failed(Reply):
-    """A command failed. `error` is the name of the error's class; `EXPECTED_ERRORS` has the expected ones."""
+    """Reply: a command failed. `error` is the class name of the worker's error, such as a key of `EXPECTED_ERRORS`."""
 
     error: str
     message: str
@@ -373,7 +378,7 @@ class Failed(Reply):
 
 
 def patience(slowest_seconds: float | None) -> float:
-    """Return the seconds for which a worker may be silent in a training, and its collectives may take.
+    """Return the seconds for which a worker may report nothing in training, and its collective operations may block.
 
     `slowest_seconds` is the duration of its slowest inner step so far, or None before the first one.
     """
@@ -392,14 +397,13 @@ class UnexpectedWorkerError(WorkerError):
 
 
 def _rebuild(failure: Failed) -> DilocoPeerError:
-    """Return the worker's error with its traceback as a note: an expected error as its own class, any other as an
-    `UnexpectedWorkerError`."""
+    """Return a worker's error, with its traceback as a note. An unexpected error becomes an `UnexpectedWorkerError`."""
     expected = EXPECTED_ERRORS.get(failure.error)
     error: DilocoPeerError
     if expected is not None:
         error = expected(failure.message, failure.remedy)
     else:
-        logger.error("in the worker:\n%s", failure.traceback.rstrip())
+        logger.error("unexpected error in the worker:\n%s", failure.traceback.rstrip())
         message = f"the worker failed: {failure.error}: {failure.message}."
         error = UnexpectedWorkerError(message, "This may be a bug; report it.")
     error.add_note(f"In the worker:\n{failure.traceback}")
@@ -411,14 +415,14 @@ Answer = TypeVar("Answer", bound=ControlMessage)
 
 
 class _LastWords:
-    """The last lines that a worker has printed, fit for a terminal: without colours, and with only the final state of
+    """The last lines that a worker has printed, cleaned for display: without colours, and with only the final state of
     each progress bar."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
 
     def heard(self, line: str) -> None:
-        """Add a line."""
+        """Clean a line that the worker has printed, and keep the result unless it is blank."""
         plain = TERMINAL_COMMANDS.sub("", line).rstrip().rpartition("\r")[2].replace("\t", "    ")[:LINE_LENGTH]
         shown = "".join(character if character.isprintable() else " " for character in plain)
         if shown.strip():
@@ -426,18 +430,18 @@ class _LastWords:
             logger.debug("the worker prints: %s", shown)
 
     def sentence(self) -> str:
-        """Return the last lines as the end of an error message; empty if there are none."""
+        """Return the last kept lines as a sentence for an error message, or "" if no line was kept."""
         lines = [line.strip() for line in self._lines][-IN_A_SENTENCE:]
         return f" It printed last: {' | '.join(lines)}" if lines else ""
 
     def device_failure(self) -> str:
-        """Return the last line that reports a device failure; empty if there is none. NCCL ends the process after such
-        a line."""
+        """Return the last kept line that reports a device failure, or "" if there is none. NCCL prints such a line
+        before it ends the process."""
         failures = (line.strip() for line in reversed(self._lines) if DEVICE_FAILURE.search(line))
         return next(failures, "")
 
     def log(self, name: str) -> None:
-        """Log all kept lines."""
+        """Log all kept lines as an error of the worker called `name`."""
         if self._lines:
             logger.error("%s printed last:\n%s", name, "\n".join(f"    {line}" for line in self._lines))
 
@@ -447,8 +451,8 @@ class WorkerDeathError(WorkerError):
 
 
 class WorkerProcess:
-    """A running worker. It carries out one request at a time, and moves moments at the same time. Create it with
-    `start`."""
+    """A worker process under the peer process's control. The worker carries out one command at a time; only a command
+    about moments may run beside it. Create the process with `start`."""
 
     def __init__(self, process: asyncio.subprocess.Process, on_stage: Watch) -> None:
         self.name = "the worker"
@@ -466,8 +470,8 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, inherited: Sequence[int], threads: int, on_stage: Watch = lambda stage, share: None) -> Self:
-        """Start a worker that inherits these descriptors. `on_stage` is called with each stage that the worker
-        reports."""
+        """Start a worker process with this many CPU `threads` that inherits the file descriptors in `inherited`.
+        `on_stage` is called with each stage that the worker reports."""
         ours, theirs = socket.socketpair()
         with theirs:
             worker = cls(await _spawn(theirs.fileno(), inherited, threads), on_stage)
@@ -481,15 +485,15 @@ class WorkerProcess:
         return worker
 
     def write(self, message: ControlMessage) -> None:
-        """Send a message. A message to a dead worker is lost without an error, because `death` reports the end."""
+        """Send a message to the worker. If the worker is dead, drop the message: `death` has the error."""
         if not self._writer.is_closing():
             self._writer.write(message.line())
 
     async def exchange(
         self, command: ControlMessage, answer: type[Answer], on_report: Callable[[Report], None]
     ) -> Answer:
-        """Send a command and return its answer. The caller must not cancel this, or the next command would get this
-        answer.
+        """Send a command and return the worker's answer. The caller must not cancel this call, because the next call
+        would then return the late answer.
 
         Raises: the worker's error, rebuilt as an error of this project; WorkerDeathError when the worker dies.
         """
@@ -506,8 +510,8 @@ class WorkerProcess:
                 raise WorkerError(f"the worker answered {command} with {reply}.", "This is a bug; report it.")
 
     async def move_moments(self, command: MoveMoments) -> None:
-        """Send a command to move moments and wait for its reply. The worker may be answering another command at the
-        same time, but moves moments for one caller at a time.
+        """Send a command to write or load moments, and wait for the reply. Another command may run at the same time,
+        but no other command about moments.
 
         Raises: SnapshotError when the worker cannot move them; WorkerDeathError when it dies.
         """
@@ -533,7 +537,7 @@ class WorkerProcess:
             self._process.kill()
 
     async def close(self) -> None:
-        """End the worker by closing its channel, and kill it if it does not end in time.
+        """End the worker by closing its control channel. Kill it if it does not exit within `CLOSE_SECONDS`.
 
         Afterwards no process is left, unless `is_running` is still true: the kernel cannot end a process that waits for
         a GPU's driver.
@@ -551,7 +555,7 @@ class WorkerProcess:
         self._end(self._describe_death())
 
     def _hear(self, line: bytes) -> None:
-        """Pass on one line from the worker. Raises: ValueError when it is no message of the protocol."""
+        """Handle one line from the worker's control channel. Raises: ValueError if it is not a control message."""
         reply = Reply.parse(line)
         if isinstance(reply, AtStage):
             self._on_stage(reply.stage, reply.share)
@@ -568,10 +572,10 @@ class WorkerProcess:
             self._moments_replies.put_nowait(None)
 
     async def _next(self, replies: asyncio.Queue[Reply | None]) -> Reply:
-        """Return the next reply. Raises: the error that describes the worker's death."""
+        """Wait for the next reply in a queue, and return it. Raises: the error that describes the worker's death."""
         reply = await replies.get()
         if reply is None:
-            replies.put_nowait(None)  # for the next caller that waits
+            replies.put_nowait(None)  # wakes the next caller that waits for a reply
             raise self.death.result()
         return reply
 
@@ -616,8 +620,8 @@ class WorkerProcess:
 
 
 async def _spawn(control: int, inherited: Sequence[int], threads: int) -> asyncio.subprocess.Process:
-    """Start a worker whose output goes to a pipe of this process."""
-    with signals_held_back():  # else Ctrl-C would end the worker before a leaving peer could finish its round
+    """Start a worker process, with its end of the control channel as descriptor `control`, and its output in a pipe."""
+    with signals_held_back():  # otherwise Ctrl-C would end the worker before a leaving peer could finish its round
         return await asyncio.create_subprocess_exec(
             *module_command("opendiloco.workers.worker", str(control)),
             pass_fds=(control, *inherited),
@@ -629,9 +633,9 @@ async def _spawn(control: int, inherited: Sequence[int], threads: int) -> asynci
 
 
 def _allocator() -> dict[str, str]:
-    """Return the environment that makes torch's GPU allocator grow its segments, so that tensors of many sizes leave no
-    gaps.
+    """Return environment variables that make torch's GPU allocator grow its segments, so that tensors of many sizes
+    leave no gaps.
 
-    It is empty if the volunteer has configured the allocator. Workers on a CPU ignore it.
+    There are none if the volunteer has configured the allocator. Workers on a CPU ignore them.
     """
     return {} if any(name in os.environ for name in ALLOCATOR) else {ALLOCATOR[0]: "expandable_segments:True"}

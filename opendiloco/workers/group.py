@@ -48,8 +48,8 @@ while."""
 
 
 class WorkerGroup:
-    """Running, configured workers. Create it with `start`; `close` ends them. It carries out requests one after the
-    other."""
+    """All workers of a volunteer, running and configured. They carry out requests one after the other. Create the group
+    with `start`, and end it with `close`."""
 
     vectors: SharedVectors
     fragments: Sequence[slice]
@@ -57,9 +57,9 @@ class WorkerGroup:
     telemetry: Telemetry
     held_out_digest: str
     reads_runs_text = True
-    reads = True  # False: it opens no text, and its held-out loss means nothing
+    reads = True  # False if the workers open no text; their held-out loss is meaningless then
     bytes_per_token: float
-    under_way: UnderWay | None = None  # the newest training
+    under_way: UnderWay | None = None  # the newest training, running or ended
 
     def __init__(self, config: RunConfig, options: WorkerOptions, reads_runs_text: bool) -> None:
         self.reads_runs_text = reads_runs_text
@@ -74,7 +74,8 @@ class WorkerGroup:
     async def start(
         cls, config: RunConfig, options: WorkerOptions | None = None, reads_runs_text: bool = True
     ) -> WorkerGroup:
-        """Start workers. For `reads_runs_text` see `Run.has_runs_text`. Raises: see `Supervisor.start`."""
+        """Start and configure the workers. `reads_runs_text` is true if they read the text that the run defines.
+        Raises: as `Supervisor.start`."""
         options = options or WorkerOptions()
         group = cls(config, options, reads_runs_text)
         supervisor = group.supervisor
@@ -100,8 +101,8 @@ class WorkerGroup:
         from_local: bool = False,
         goes_on: bool = False,
     ) -> Trained:
-        """Train, and write all fragments to `vectors.local`; see `Workload`. When cancelled, stop within one inner
-        step.
+        """Train `work`, write all fragments to `vectors.local`, and return the trained samples, their tokens and the
+        mean loss. If the call is cancelled, stop the workers within one inner step.
 
         In a run with an overlap, the workers still have inner steps to take when this returns. They take them before
         any other request.
@@ -124,7 +125,7 @@ class WorkerGroup:
 
         def on_step(step: InnerStepDone) -> None:
             self.telemetry.progressed(work.index, step)
-            number = 0 if under_way.is_known else step.inner_step  # 0: the training's outcome is known already
+            number = 0 if under_way.is_known else step.inner_step  # 0 marks a step after the training's outcome
             on_progress(Progress(number, step.loss, step.tokens_per_second))
 
         async def carry_out() -> InnerLoopDone:
@@ -150,43 +151,46 @@ class WorkerGroup:
         request = supervisor.requests.add(carry_out)
         stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
         if not self._has_rests:
-            await asyncio.shield(request)  # the last inner steps are taken then
+            await asyncio.shield(request)  # without overlap, return after the last inner step
         return Trained(stored.samples, stored.tokens, stored.loss)
 
     def end_rest(self) -> None:
-        """Stop the workers' last inner steps, which may wait for averages that never come."""
+        """Stop the inner steps left after the last training's outcome, because they may wait for averages that never
+        arrive."""
         if self.under_way is not None and self.under_way.has_rest:
             self._tell(EndInnerLoop(number=self._trainings))
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
-        """Let the workers go on with a stored fragment, with the new values in `vectors.local` if it `is_changed`."""
+        """Make the workers merge the average of a stored fragment. If `is_changed`, `vectors.local` holds the
+        fragment's new values; otherwise there is nothing to merge."""
         self._tell(TakeAverage(number=self._trainings, fragment=fragment, is_changed=is_changed))
 
-    def _tell(self, command: ControlMessage) -> None:  # a benchmark's worker in a thread overrides this
+    def _tell(self, command: ControlMessage) -> None:  # a benchmark with a worker thread overrides this method
         self.supervisor.tell(command)
 
     # The model -------------------------------------------------------------------------------------------------------
     async def evaluate(self, windows: int) -> Evaluated:
-        """Return the held-out loss of theta over at most this many windows."""
+        """Return theta's mean held-out loss, in nats per token, over at most this many windows of text."""
         return await self._insist(Evaluate(windows=windows), Evaluated)
 
     async def held_out(self, section: EvaluationSection) -> HeldOut:
-        """Return theta's loss on as many held-out windows as the manifest names."""
+        """Return theta's held-out loss, in nats per token, over `section.windows` windows, and whether these are from
+        the run's text."""
         is_runs_text = self.reads_runs_text and section.digest in (None, self.held_out_digest)
         return HeldOut((await self.evaluate(section.windows)).loss, is_runs_text)
 
     async def generate(self, prompt: str, tokens: int, seed: int = 0, temperature: float = TEMPERATURE) -> str:
-        """Return theta's continuation of a prompt. At temperature 0 it is the most likely one."""
+        """Return theta's continuation of a prompt, as text. At temperature 0 each token is the most likely one."""
         command = Generate(prompt=prompt, tokens=tokens, seed=seed, temperature=temperature)
         return (await self._insist(command, Generated, workers=1)).text
 
     async def export(self, folder: Path, facts: RunFacts, dtype: Dtype = "float32") -> None:
-        """Write theta as a model folder. Raises: MachineError when it cannot be written."""
+        """Write theta to a folder as a transformers model. Raises: MachineError when the folder cannot be written."""
         command = Export(folder=str(folder.absolute()), facts=facts, dtype=dtype)
         await self._insist(command, Exported, workers=1)
 
     async def _insist(self, command: ControlMessage, answer: type[Answer], workers: int | None = None) -> Answer:
-        """Give the workers a command in its turn, and again to replacements if they are lost. Return the answer."""
+        """Queue a command for the workers, and send it again if they are replaced. Return the first worker's answer."""
 
         async def ask() -> Answer:
             while True:
@@ -196,12 +200,12 @@ class WorkerGroup:
         return await asyncio.shield(self.supervisor.requests.add(ask))
 
     async def wait_for_death(self) -> DilocoPeerError:
-        """Wait until the workers are dead, and return the error to raise. Callers cancel this once they only wait for
-        `close`."""
+        """Wait until the workers are dead and not replaced, and return the error to raise. A caller that closes the
+        group must cancel this call."""
         return await asyncio.shield(self.supervisor.death)
 
     async def close(self) -> None:
-        """End the workers. Afterwards no process of theirs is left."""
+        """End the workers, and wait until their processes have ended."""
         await self.supervisor.close()
 
 
@@ -236,18 +240,18 @@ class UnderWay:
 
     @property
     def has_rest(self) -> bool:
-        """True while the outcome is known and the workers still have inner steps to take."""
+        """True if the training's outcome is known but the workers still have inner steps to take."""
         return self.is_known and self._request is not None and not self._request.done()
 
     def check_rest(self) -> None:
-        """Raise the error of the rest, if it is over and has failed."""
+        """Raise the error of the inner steps that were left after the outcome, if they have failed."""
         if self.is_known and self._request is not None:
             with suppress(asyncio.CancelledError):
                 self._request.result()
 
     def heard(self, report: Report) -> None:
-        """Handle a worker's report: a finished inner step, or a stored fragment. Capture a fragment once all workers
-        have stored it."""
+        """Handle a worker's report of a finished inner step or a stored fragment. Start a task that processes a
+        fragment once all workers have stored it."""
         if not self.is_wanted:
             return
         if isinstance(report, InnerStepDone):
@@ -258,8 +262,8 @@ class UnderWay:
                 self._captures.add(start_task(self._capture(report)))
 
     async def outcome(self, request: asyncio.Task[InnerLoopDone], stop: Callable[[], None]) -> FragmentStored:
-        """Return what the request has trained, once all captured fragments are processed. When this is cancelled or
-        fails, call `stop`, which stops the workers, and wait until they have stopped."""
+        """Wait until all stored fragments are processed, and return the report of the last fragment. On an error or a
+        cancellation, call `stop`, and wait until the workers have stopped."""
         self._request = request
         try:
             ended: list[asyncio.Future[Any]] = [request, self._news]
@@ -284,7 +288,7 @@ class UnderWay:
         try:
             if stored.fragment < self._fragments - 1:
                 await self._on_captured(stored.fragment)
-        except Exception as error:  # raised by `outcome`
+        except Exception as error:  # kept for `outcome`, which raises the error
             self._errors.append(error)
         if stored.fragment == self._fragments - 1:
             self._last = stored
@@ -302,7 +306,8 @@ class Overlap:
     """
 
     def __init__(self, config: RunConfig, own: str | None) -> None:
-        """Set the overlap. `own` is the owner's choice, if any. Raises: MachineError when the run does not allow it."""
+        """Set the overlap to `own`, the owner's choice, or to the run's if that is None or "auto". Raises: MachineError
+        when the run does not allow the owner's choice."""
         self.steps = config.streaming.overlap
         self._most = config.training.inner_steps - 1
         self._follows = own == AUTO and self.steps > 0
@@ -320,7 +325,7 @@ class Overlap:
         self.steps = chosen
 
     def learn(self, done: InnerLoopDone) -> None:
-        """Update `steps` with the times of a finished training."""
+        """Adapt `steps` to the time that averages took in a finished training, if the owner chose "auto"."""
         computed = done.seconds - done.average_wait_seconds
         if self._follows and done.inner_steps and computed > 0 and done.longest_average_seconds > 0:
             self._needed.append(math.ceil(done.longest_average_seconds * done.inner_steps / computed))

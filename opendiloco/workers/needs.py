@@ -1,4 +1,4 @@
-"""The needs of a machine that takes part in a run: memory, disk, bandwidth and time, computed before it starts.
+"""The memory, disk, bandwidth and time that a machine needs to take part in a run, computed before it joins.
 
 Memory follows the formula by which `join` checks the machine. Speeds are not measured: they are a share of a GPU's
 peak.
@@ -24,16 +24,16 @@ from opendiloco.workers.options import WorkerOptions
 from peers.log.settings import Timing
 from peers.protocol.planning import deadline, seconds_to_send
 
-UTILISATION = 0.4  # assumed share of its peak at which a GPU trains
-SHARE_OF_ROUNDS = 0.1  # of a peer's time that rounds may take; it determines the bandwidth that a link needs
-CHECKPOINTS = 3  # two kept ones, and one that is being written
-MOMENTS_FILES = 2  # a kept one, and one that is being written
+UTILISATION = 0.4  # assumed share of a GPU's peak speed that training reaches, 0 to 1
+SHARE_OF_ROUNDS = 0.1  # share of a peer's time that rounds may take, 0 to 1; determines the needed bandwidth
+CHECKPOINTS = 3  # number of checkpoints on disk: two kept ones, and one that is being written
+MOMENTS_FILES = 2  # number of moments files on disk: a kept one, and one that is being written
 SHORTEST_ROUND = 1.0  # rough number of seconds that the messages of a round take over the internet
 
 
 @dataclass(frozen=True)
 class _Machine:
-    """A machine with GPUs that people can rent. `gpu` is torch's name of each GPU, `memory` its bytes."""
+    """A machine with `gpus` equal GPUs that people can rent. `gpu` is torch's name of each GPU, `memory` its bytes."""
 
     name: str
     gpu: str
@@ -50,7 +50,7 @@ MACHINES = (
 
 @dataclass(frozen=True)
 class Needs:
-    """The needs of one peer of a run with this many GPUs, in bytes and tokens.
+    """The memory, disk and bandwidth that one peer with `gpus` GPUs needs in a run. Sizes are in bytes.
 
     Device memory does not include activations. `contributions` has the bytes of a contribution of the largest fragment
     in each format that the run allows. `overlap` is the share of an outer step for which training goes on during a
@@ -71,31 +71,32 @@ class Needs:
 
     @property
     def main_memory(self) -> int:
-        """The main memory of a machine that trains on GPUs, in bytes."""
+        """The main memory, in bytes, that a machine needs to train on GPUs."""
         return self.host.most + self.device.on_host
 
     @property
     def main_memory_on_cpu(self) -> int:
-        """The main memory of a machine that trains on its CPU, in bytes."""
+        """The main memory, in bytes, that a machine needs to train on its CPU."""
         return self.host.most + self.on_cpu.training + self.on_cpu.on_host
 
     @property
     def device_memory(self) -> int:
-        """The bytes of each GPU: its part of the model, and the memory of CUDA and NCCL."""
+        """The memory, in bytes, that each GPU needs for its part of the model, CUDA and NCCL. Activations come on
+        top."""
         return self.device.training // self.gpus + CONTEXT_BYTES + NCCL_BYTES * (self.gpus > 1)
 
     @property
     def disk(self) -> int:
-        """The bytes of checkpoints and AdamW's moments, as `join` keeps them. The log comes on top."""
+        """The disk space, in bytes, for the checkpoints and AdamW's moments that `join` keeps, not counting the log."""
         return CHECKPOINTS * STATE_BYTES * self.host.values + MOMENTS_FILES * MOMENTS_BYTES * self.host.values
 
     @property
     def tokens(self) -> int:
-        """The tokens that one peer trains from the first outer step to the last."""
+        """The number of tokens that one peer trains from the first outer step to the last."""
         return self.outer_steps * self.tokens_per_outer_step
 
     def plain(self) -> dict[str, Any]:
-        """Return the needs of a machine with one GPU or none, in bytes."""
+        """Return the needs by name, for JSON output: `parameters` is a count, all other values are in bytes."""
         return {
             "parameters": self.host.values,
             "gpu_memory": self.device_memory,
@@ -107,25 +108,25 @@ class Needs:
         }
 
     def days(self, machine: _Machine) -> float | None:
-        """Return the days for which a peer with such GPUs trains, or None if their speed is unknown or their memory too
-        small."""
+        """Return the days that the run takes a peer on `machine`, or None if a GPU's memory is too small or its speed
+        unknown."""
         if self.device_memory > machine.memory:
             return None
         peak = peak_tokens_per_second(machine.gpu, machine.gpus, self.precision, self.token_flops)
         return None if peak is None else self.tokens / (UTILISATION * peak) / SECONDS_A_DAY
 
     def link(self, days: float) -> tuple[float, float]:
-        """Return the seconds that a round may take, and the bits a second that a link must carry in each direction for
-        that.
+        """Return the seconds that a round may take if the run takes `days` days, and the bits per second that a peer's
+        link must then carry in each direction.
 
-        `days` is the length of the training. A member of a large round sends two payloads and receives two.
+        A member of a large round sends two payloads and receives two.
         """
         seconds = SECONDS_A_DAY * days / self.outer_steps * SHARE_OF_ROUNDS / (1 - SHARE_OF_ROUNDS)
         return seconds, 8 * 2 * self.host.payload / seconds
 
     def uplinks(self, days: float) -> tuple[float, dict[str, float]]:
-        """Return the seconds in which contributions should be sent, and the bytes a second that each format needs for
-        that.
+        """Return the seconds in which a peer should send its contribution and, for each format, the uplink that it
+        needs for that, in bytes per second.
 
         The other peers have links as `link` returns, and train for as many days.
         """
@@ -136,7 +137,7 @@ class Needs:
 
 
 def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1, options: WorkerOptions | None = None) -> Needs:
-    """Return the needs of a peer with this many GPUs, computed from the skeleton of the run's model."""
+    """Return the needs of a peer with this many GPUs. `skeleton` is the run's model without memory for its weights."""
     training, layout = config.training, layout_of(skeleton, config.streaming)
     host = HostMemory.of(layout.size, config.codec)
     largest = max(part.stop - part.start for part in layout.fragments)
@@ -156,7 +157,8 @@ def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1, options: WorkerOpt
 
 
 def needs_lines(needs: Callable[[int], Needs]) -> Iterator[str]:
-    """Yield the needs as lines of text, for peers with as many GPUs as each of `MACHINES` has."""
+    """Yield lines of text: the needs in general, and on each of `MACHINES`. `needs(n)` returns those of a peer with n
+    GPUs."""
     one = needs(1)
     beside, alone = in_words(one.main_memory), in_words(one.main_memory_on_cpu)
     yield f"{one.host.values:,} parameters; {one.outer_steps} outer steps, {one.tokens:,} tokens of each peer"
@@ -175,14 +177,14 @@ def needs_lines(needs: Callable[[int], Needs]) -> Iterator[str]:
 
 
 def _uplinks(needs: Needs, days: float) -> str:
-    """Return the uplink that each format needs, as text, for peers that train for this many days."""
+    """Return text with the uplink, in Mbit/s, that each format needs if the whole run takes this many days."""
     seconds, uplinks = needs.uplinks(days)
     each = ", ".join(f"{format} {float(f'{rate / MEGABIT:.2g}'):,g}" for format, rate in uplinks.items())
     return f"uplink in Mbit/s for a contribution in {duration(seconds)}: {each}"
 
 
 def _time_on(machine: _Machine, needs: Needs) -> str:
-    """Return the end of a sentence about a machine: its training time, and the link that it needs."""
+    """Return text to append to a machine's name and memory: its training time, and the link that it needs."""
     if needs.device_memory > machine.memory:
         return ": it is too small"
     if (days := needs.days(machine)) is None:
@@ -202,7 +204,8 @@ def worker_memory(
     options: WorkerOptions | None = None,
     is_shared: bool | None = None,
 ) -> WorkerMemory:
-    """Return the memory of a model on devices of one kind, for all workers together.
+    """Return the memory that a model needs on all workers together. `device` is the kind of their devices: "cuda" or
+    "cpu".
 
     Each worker of a shared model gathers two blocks, one in use and one ahead, and all values outside of blocks. With
     `whole_layers` it gathers the whole model; with `reduces_once` it also keeps all gradients. By default several
@@ -215,11 +218,11 @@ def worker_memory(
     gathered = sum(sizes) if options.whole_layers else sum(sizes) - sum(blocks) + sum(sorted(blocks)[-2:])
     head, embedding = skeleton.get_output_embeddings(), skeleton.get_input_embeddings()
     vocabulary, matrix = (head.out_features, head.weight.numel()) if isinstance(head, torch.nn.Linear) else (0, 0)
-    with in_pieces_of(max(1, LEAST_LOGITS // max(1, vocabulary))):  # a GPU with more free memory uses larger pieces
+    with in_pieces_of(max(1, LEAST_LOGITS // max(1, vocabulary))):  # more GPU memory allows larger pieces of logits
         positions = min(positions_at_once(max(1, vocabulary), torch.device(device)), training.sequence_length)
     is_tied = bool(matrix) and head.weight is embedding.weight
     copied = multiplied_weights(skeleton)
-    if positions < training.sequence_length:  # the loss is computed in pieces, which copy the head's matrix
+    if positions < training.sequence_length:  # in pieces, the loss copies the head's matrix, which `head` counts
         copied -= matrix
     return WorkerMemory(
         weights=sum(sizes),

@@ -14,7 +14,7 @@ AUTO = "auto"
 
 
 def parse_overlap(text: str) -> int | None:
-    """Return the number of inner steps, or None for "auto". Raises: ValueError."""
+    """Return the owner's overlap, parsed: a number of inner steps, or None for "auto". Raises: ValueError."""
     if text == AUTO:
         return None
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
@@ -75,17 +75,17 @@ class WorkerOptions:
 
     @property
     def reduces_once(self) -> bool:
-        """True if workers sum their gradients once an inner step instead of once a micro-batch."""
+        """True if workers sum their gradients once per inner step instead of once per micro-batch."""
         return self.whole_gradients or self.whole_layers
 
 
 def needs_gpu_count(options: WorkerOptions) -> bool:
-    """Return whether `choose_devices` needs the number of GPUs that torch sees."""
+    """Return True if `choose_devices` needs the number of GPUs that torch sees."""
     return options.device in ("auto", "cuda")
 
 
 def choose_threads(options: WorkerOptions, devices: Sequence[str], cores: int) -> int:
-    """Return the number of CPU threads of each worker.
+    """Return the number of CPU threads of each worker, on a machine with this many usable cores.
 
     A worker beside a GPU has one. Workers on the CPU share all cores but one, which the peer process needs to receive
     messages while they train.
@@ -97,7 +97,8 @@ def choose_threads(options: WorkerOptions, devices: Sequence[str], cores: int) -
 
 
 def choose_devices(options: WorkerOptions, gpus: int) -> list[str]:
-    """Return the device of each worker on a machine with this many GPUs. Raises: MachineError when it has too few."""
+    """Return the device of each worker, such as "cuda:0". Raises: MachineError if the machine has fewer `gpus` than
+    wanted, or the options contradict each other."""
     wanted = options.gpus or (gpus if needs_gpu_count(options) else 0)
     if options.gpus and not needs_gpu_count(options):
         raise MachineError(

@@ -66,12 +66,12 @@ Result = TypeVar("Result")
 
 
 class WorkersRestartedError(Exception):
-    """The workers of the request were lost or ran out of memory. New workers are running, which do not know the
-    request."""
+    """The workers died or failed during a request. Replacement workers run, but the caller must send the request
+    again."""
 
 
 class Supervisor:
-    """The running workers of a run. `start` starts them; `close` ends them. It carries out requests one after the
+    """The running workers of a volunteer. `start` starts the workers, `close` ends them. Requests run one after the
     other."""
 
     def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
@@ -88,42 +88,42 @@ class Supervisor:
         self.uncompiled = ""
         """The reason why the present workers train uncompiled blocks although compiled ones would be faster; else
         empty."""
-        self._lost: DilocoPeerError | None = None  # why the present workers must be replaced
+        self._lost: DilocoPeerError | None = None  # the error that lost the workers, until their replacement
         self._restarts = _Restarts(options.restarts)
-        self._moving = asyncio.Lock()  # held while moments are moved
+        self._moving = asyncio.Lock()  # lock that a task holds while workers write or load moments
         self._watchdog = _Watchdog(self._hung, lambda: self._is_held or self._moving.locked())
         self._is_closing = self._is_held = False
 
     @property
     def workers(self) -> list[WorkerProcess]:
-        """The present workers."""
+        """The running workers, in the order of ranks."""
         return self.pool.workers
 
     def tell(self, command: ControlMessage) -> None:
-        """Send all workers a command that has no reply."""
+        """Send a command that has no reply to all workers."""
         for worker in self.workers:
             worker.write(command)
 
     def hold(self, held: bool) -> None:
-        """Pause the workers, or let them go on. Replacement workers start paused, too."""
+        """Pause the workers (if `held`) or let them resume training. Replacement workers start paused, too."""
         self._is_held = held
         self._watchdog.heard()
         self.tell(Hold(held=held))
 
     async def close(self) -> None:
-        """End the workers. Afterwards no process of theirs is left."""
+        """End the workers, and wait until their processes have ended."""
         self._is_closing = True
         await self.pool.close()
         await self.requests.idle()
-        await self.pool.close()  # workers that a request has started meanwhile
+        await self.pool.close()  # ends workers that a request has started since the first close
         if self.memory_descriptor >= 0:
             os.close(self.memory_descriptor)
             self.memory_descriptor = -1
 
     # Starting and ending ---------------------------------------------------------------------------------------------
     async def start(self, fresh: bool = True) -> Configured:
-        """Start the workers and wait until each has built its model and data. If `fresh`, they write the initial theta
-        into the shared memory.
+        """Start the workers, wait until all have built their models and data, and return the first one's reply. If
+        `fresh`, the first worker writes the initial theta into the shared memory.
 
         Raises: MachineError, DataError or ManifestError; WorkerError when a worker dies meanwhile.
         """
@@ -137,14 +137,14 @@ class Supervisor:
                 self._lose(death.result())
 
         def heard_of_other(stage: str, share: float | None) -> None:
-            if stage in WITH_A_COMPILER:  # the limit begins anew with each stage
-                with suppress(RuntimeError):  # the start is over, and its limit cannot be moved any more
+            if stage in WITH_A_COMPILER:  # each stage that compiles has its own time limit
+                with suppress(RuntimeError):  # raised if the start is over, and with it the time limit
                     compiling.reschedule(asyncio.get_running_loop().time() + COMPILING_SECONDS)
 
         def heard_of_first(stage: str, share: float | None) -> None:
             log(stage, share)
             self._watchdog.heard()
-            at_stage(stage, share)  # the other workers are at the same stage
+            at_stage(stage, share)  # displays the first worker's stage, because all reach it together
             heard_of_other(stage, share)
 
         log = StageLog()
@@ -173,16 +173,15 @@ class Supervisor:
         return answers[0]
 
     def _report_compiling(self, answers: Sequence[Configured]) -> None:
-        """Record in the log and in metrics whether workers train compiled blocks, and the reason if they should but do
-        not."""
+        """Record in a metric whether workers train compiled blocks. Log the reason if they should but do not."""
         COMPILED.set(min(answer.is_compiled for answer in answers))
-        if self._options.compile is not False:  # else the owner turned compiling off, or the compiler did not finish
+        if self._options.compile is not False:  # False: the owner or a slow compiler ended compiling
             self.uncompiled = next((answer.uncompiled for answer in answers if answer.uncompiled), "")
         if self.uncompiled:
             logger.warning("this machine trains uncompiled, which takes longer: %s", self.uncompiled)
 
     async def _start_again(self) -> Configured:
-        """Start replacement workers. They do not write the initial theta, because the workers before them have."""
+        """Start replacement workers, which read theta from shared memory, and return the first one's reply."""
         await self.pool.close()
         if stuck := [worker.name for worker in self.workers if worker.is_running]:
             raise MachineError(f"a GPU's driver keeps killed workers running: {', '.join(stuck)}.", LOOK_AT_DEVICE)
@@ -190,7 +189,7 @@ class Supervisor:
         return await self.start(fresh=False)
 
     def _lose(self, error: DilocoPeerError) -> None:
-        """Kill the present workers. The next request starts others, unless no restarts are left."""
+        """Kill the running workers after an error. The next request replaces them, unless no restarts are left."""
         if self._lost is not None:
             return
         self._lost = error
@@ -200,7 +199,7 @@ class Supervisor:
             self._die(error)
 
     def _hung(self, seconds: float) -> None:
-        """Kill the workers, because they have finished no inner step for this long."""
+        """Kill the workers, because they have finished no inner step for this many seconds."""
         minutes = f"{seconds / 60:.0f} minutes"
         self._lose(WorkerDeathError(f"the workers have finished no inner step in {minutes}.", LOOK_AT_DEVICE))
 
@@ -217,7 +216,7 @@ class Supervisor:
         workers: int | None = None,
         on_report: Callable[[Report], None] = lambda report: None,
     ) -> Answer:
-        """Give a command to all workers, or to the first `workers` of them, and return the first one's answer.
+        """Send a command to all workers, or to the first `workers` of them, and return the first worker's answer.
 
         This is the one place that decides whether failed workers are replaced. It also replaces workers that died
         between two requests. The restarts count anew after each training that ends well or, if nothing is trained,
@@ -230,7 +229,7 @@ class Supervisor:
             await self._replace_after(self._lost)
         try:
             if isinstance(command, RunInnerLoop) and command.goes_on and not self.pool.has_trained:
-                raise WorkersRestartedError  # the workers that could go on were lost before this request
+                raise WorkersRestartedError  # the workers whose training was to continue are lost
             is_training = isinstance(command, RunInnerLoop)
             with self._watchdog.watching(on_report) if is_training else nullcontext(on_report) as hear:
                 [answered, *_] = await self._exchange([command] * (workers or len(self.workers)), answer, hear)
@@ -239,7 +238,7 @@ class Supervisor:
             raise WorkersRestartedError from error
         except DilocoPeerError as error:
             if len(self.workers) > 1 and workers is None:
-                self._die(error)  # the others wait for the failed worker
+                self._die(error)  # otherwise the other workers would wait forever for the failed worker
             raise
         self.pool.has_trained |= isinstance(answered, InnerLoopDone)
         if isinstance(answered, InnerLoopDone) or not self._options.trains:
@@ -247,8 +246,8 @@ class Supervisor:
         return answered
 
     async def _replace_after(self, error: DilocoPeerError) -> None:
-        """Start replacement workers, and again others if those are lost while they start. The moments of lost workers
-        are lost, too.
+        """Start replacement workers after an error, and others if those fail while they start. Load the kept moments
+        into them.
 
         Raises: the error that makes a replacement impossible; the workers are dead then.
         """
@@ -275,8 +274,8 @@ class Supervisor:
         answer: type[Answer],
         on_report: Callable[[Report], None] = lambda report: None,
     ) -> list[Answer]:
-        """Give each worker its command, in the order of ranks, and return their answers. The last workers may get no
-        command.
+        """Send each worker its command and return the answers, in the order of ranks. If there are fewer commands than
+        workers, the last workers get none.
 
         Raises: the reason why the workers are lost or, when a worker fails, the most probable cause.
         """
@@ -287,27 +286,26 @@ class Supervisor:
             await asyncio.wait(unfinished, timeout=EXPLANATION_SECONDS)
         errors = [error for task in tasks if task.done() and (error := task.exception())]
         if errors:
-            # Expected errors come first: a collective raises an unexpected one when another worker is gone.
+            # Prefer an expected error: a collective operation raises an unexpected one when another worker is gone.
             raise self._lost or min(errors, key=lambda error: isinstance(error, UnexpectedWorkerError)) from None
         return [task.result() for task in tasks]
 
     # The inner optimizer's state -------------------------------------------------------------------------------------
     async def keep_moments(self, path: Path, run: str, index: int) -> None:
-        """Write the workers' moments, which they have after `index` outer steps of a run, to a file.
+        """Write the inner optimizer's moments after `index` outer steps of a run to a file.
 
         Raises: SnapshotError when there are no moments, or the file cannot be written; WorkerError when a worker dies.
         """
         await self._move(KeepMoments(path=str(path.absolute()), run=run, index=index))
 
     async def recall_moments(self, path: Path, run: str) -> None:
-        """Load the inner optimizer's moments from a file, also into later replacement workers. Raises: as
-        `keep_moments`."""
+        """Load the inner optimizer's moments from a file into the workers, and into later replacement workers. Raises:
+        as `keep_moments`."""
         await self._move(RecallMoments(path=str(path.absolute()), run=run))
         self.kept_moments = path, run
 
     async def _recall_kept_moments(self) -> None:
-        """Load the kept moments into replacement workers during a request. If that fails, the inner optimizer begins
-        anew."""
+        """Load the kept moments into replacement workers. If that fails, the inner optimizer starts without moments."""
         if self.kept_moments is None:
             return
         path, run = self.kept_moments
@@ -319,7 +317,8 @@ class Supervisor:
             logger.info("the inner optimizer continues with the moments in %s", path)
 
     async def _move(self, command: MoveMoments) -> None:
-        """Send a command to move moments, one after another. Each runs to its end even if the caller is cancelled.
+        """Send the workers a command to write or load moments, once earlier ones are done, and wait until it is carried
+        out.
 
         A single worker moves moments during training. Several workers do so only between trainings, because they are
         not at the same step at the same time. Once all of them have the command, the next request may follow.
@@ -331,29 +330,30 @@ class Supervisor:
         await asyncio.shield(move)
 
     async def _begin_move(self, command: MoveMoments) -> asyncio.Task[None]:
-        """Return the move as a running task once all workers have the command."""
+        """Send all workers a command about moments, and return the running task that waits for their replies."""
         are_given = asyncio.Event()
         move = self.requests.keep(self._move_now(command, are_given))
         await are_given.wait()
         return move
 
     async def _move_now(self, command: MoveMoments, are_given: asyncio.Event | None = None) -> None:
-        """Move moments and wait until all workers have answered. Raises: the first worker's error."""
+        """Send all workers a command about moments, and wait for their replies. Raises: the error of the first worker
+        that failed."""
         async with self._moving:
             moves = [start_task(worker.move_moments(command)) for worker in self.workers]
-            await asyncio.sleep(0)  # each task sends the command now
+            await asyncio.sleep(0)  # lets each task send its command
             if are_given is not None:
                 are_given.set()
             moved = await asyncio.gather(*moves, return_exceptions=True)
         problems = [result for result in moved if isinstance(result, BaseException)]
         if problems and isinstance(problems[0], WorkerDeathError) and not self.death.done():
-            raise SnapshotError("the worker is gone")  # a replacement will start
+            raise SnapshotError("the worker is gone")  # a replacement worker will start
         if problems:
             raise problems[0]
 
 
 class _WorkerPool:
-    """The workers of a volunteer at one time, ordered by rank. The pool is empty until `start`."""
+    """The workers that a volunteer runs at one time, ordered by rank. The pool is empty until `start`."""
 
     def __init__(self, memory_descriptor: int) -> None:
         self.workers: list[WorkerProcess] = []
@@ -367,14 +367,15 @@ class _WorkerPool:
     async def start(
         self, config: RunConfig, options: WorkerOptions, fresh: bool, of_first: Watch, of_other: Watch
     ) -> list[Configure]:
-        """Start a worker for each device and return the command that configures each. The first worker counts the GPUs.
+        """Start a worker for each device, and return the commands to configure them. The first worker counts the GPUs.
 
         Raises: MachineError when the machine has too few GPUs, or torch cannot use them; WorkerError when a worker
         dies, or the pool is closed meanwhile.
         """
         with socket.create_server((LOOPBACK, 0)) as listener:
-            descriptor, port = listener.fileno(), listener.getsockname()[1]  # the workers connect to each other here
-            threads = choose_threads(options, ["cpu"] * options.cpu_workers, usable_cores())  # an upper limit
+            descriptor, port = listener.fileno(), listener.getsockname()[1]  # the workers connect to this port
+            # The first worker starts before the devices are known: it gets the threads of a worker on the CPU.
+            threads = choose_threads(options, ["cpu"] * options.cpu_workers, usable_cores())
             first = await WorkerProcess.start((self._memory, descriptor), threads, of_first)
         self.workers.append(first)
         if self.is_over:
@@ -412,7 +413,7 @@ class _WorkerPool:
 
     @property
     def device(self) -> str:
-        """The devices that the workers train on, as text."""
+        """The devices that the workers train on, as text, such as "2 x cuda"."""
         first, *others = self._devices
         return f"{len(self._devices)} x {first.partition(':')[0]}" if others else first
 
@@ -422,14 +423,13 @@ class _WorkerPool:
             worker.kill()
 
     async def close(self) -> None:
-        """End the workers. Afterwards no process of theirs is left."""
+        """End the workers, and wait until their processes have ended."""
         self.is_over = True
         await asyncio.gather(*(worker.close() for worker in self.workers))
 
 
 def _log_micro_batch(training: TrainingSection, workers: int, micro_batch: int) -> None:
-    """Log the number of windows that go through the model at once, if it is less than a worker's whole part of a
-    batch."""
+    """Log the number of windows that a worker computes at once, if its part of a batch has more."""
     piece = -(-training.batch_size // workers)
     if micro_batch < piece:
         reason = "as the run recommends" if micro_batch == training.micro_batch else "because memory is short"
@@ -440,7 +440,7 @@ def _log_micro_batch(training: TrainingSection, workers: int, micro_batch: int) 
 
 
 class _Watchdog:
-    """A watch over trainings for workers that hang: workers that are silent for longer than `patience` allows.
+    """A watchdog for workers that hang in training: they report nothing for longer than `patience` allows.
 
     It counts checks in a row without a report. Time in which this process was stopped or the machine asleep therefore
     does not count. `on_hang` gets the seconds of silence. Silence while `is_excused()` does not count.
@@ -449,17 +449,18 @@ class _Watchdog:
     def __init__(self, on_hang: Callable[[float], None], is_excused: Callable[[], bool]) -> None:
         self._on_hang = on_hang
         self._is_excused = is_excused
-        self._slowest: float | None = None  # seconds of the present workers' slowest inner step
+        self._slowest: float | None = None  # seconds of the running workers' slowest inner step
         self._silent = 0
         self._look: asyncio.TimerHandle | None = None
 
     def begin_anew(self) -> None:
-        """Begin to watch new workers, which have finished no inner step yet."""
+        """Reset the watchdog for new workers, which have finished no inner step yet."""
         self._slowest = None
 
     @contextmanager
     def watching(self, on_report: Callable[[Report], None]) -> Iterator[Callable[[Report], None]]:
-        """Watch a training. Yield the function that takes its reports and passes them on to `on_report`."""
+        """Watch for hung workers during a training. Yield a function that takes reports and passes them to
+        `on_report`."""
 
         def hear(report: Report) -> None:
             self.heard()
@@ -477,11 +478,11 @@ class _Watchdog:
                 self._look.cancel()
 
     def heard(self) -> None:
-        """Restart the count, because the workers have reported something."""
+        """Reset the watchdog's count of checks without a report."""
         self._silent = 0
 
     def _wait(self) -> None:
-        """Schedule the next check, in place of one that is already scheduled."""
+        """Schedule the watchdog's next check, in place of one that is already scheduled."""
         if self._look is not None:
             self._look.cancel()
         self._look = asyncio.get_running_loop().call_later(patience(self._slowest) / LOOKS, self._looked)
@@ -495,7 +496,7 @@ class _Watchdog:
 
 
 class _Restarts:
-    """Decisions about restarts: up to `allowed` in a row.
+    """The decision whether lost workers are restarted: up to `allowed` times in a row.
 
     After a device ran out of memory there are two extra restarts: one with as many windows at once as fit uncompiled,
     if these are fewer, and one with half as many.
@@ -507,15 +508,16 @@ class _Restarts:
         self._has_halved = False
 
     def begin_anew(self) -> None:
-        """Reset the count of restarts after a success."""
+        """Allow the full number of restarts again, after the workers have succeeded."""
         self.left = self._allowed
 
     def started(self, micro_batch: int, uncompiled: int) -> None:
-        """Record how many windows at once the new workers put through the model, and how many fit uncompiled."""
+        """Record how many windows each new worker computes at once, and how many would fit in memory without
+        compiling."""
         self._micro_batch, self._fewer = micro_batch, uncompiled
 
     def after(self, error: DilocoPeerError, is_starting: bool) -> int | None:
-        """Return the number of windows at once for the next workers, or None for as many as before.
+        """Return how many windows each replacement worker is to compute at once, or None for as many as before.
 
         The present workers failed with `error`, while they started if `is_starting`. Raises: `error`, when no restart
         is left.
@@ -538,14 +540,14 @@ class _Restarts:
 
 
 class _RequestQueue:
-    """A queue of requests that run one after the other. Each runs to its end even if its caller no longer waits."""
+    """A queue of requests that run one after the other. Each runs to its end even if its caller is cancelled."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()  # the event loop itself holds tasks only weakly
+        self._tasks: set[asyncio.Task[Any]] = set()  # keeps tasks alive: the event loop has only weak references
 
     def add(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> asyncio.Task[Result]:
-        """Run `work` after all requests that were added before. Wait for it with `asyncio.shield`."""
+        """Run `work` after all requests added before, and return its task. Await the task with `asyncio.shield`."""
 
         async def in_turn() -> Result:
             async with self._turn:
@@ -554,7 +556,7 @@ class _RequestQueue:
         return self.keep(in_turn())
 
     def keep(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """Run `work` now. If it fails while no caller waits for it, asyncio prints nothing."""
+        """Run `work` at once, and return its task. If it fails and no caller awaits it, asyncio logs no warning."""
         task = start_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._forget)

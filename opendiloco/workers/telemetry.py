@@ -65,11 +65,11 @@ COMPILED = Gauge("diloco_peer_training_is_compiled", "1 if workers train compile
 LABEL_LENGTH = 200
 """Characters kept of a configuration value, because a run's author may write values of any length."""
 for _gauge in (*GAUGES.values(), *OUTER_GAUGES.values(), BITS_PER_BYTE):
-    _gauge.set(math.nan)  # until the first training ends
+    _gauge.set(math.nan)  # each gauge is NaN until its first value is known
 
 
 def _values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dict[str, float]:
-    """Return the `VALUES` of one training; NaN for unknown ones."""
+    """Return the `VALUES` of one finished training by name; NaN for those that are unknown."""
     seconds = max(done.seconds, 1e-9)
     speed = done.tokens / seconds
     computed = max(seconds - done.average_wait_seconds, 0.0)
@@ -91,8 +91,8 @@ def _values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dic
 
 
 class Telemetry:
-    """The log, gauges and trackers of a machine's training. On the x-axis of trackers each outer step counts
-    `inner_steps`.
+    """The recorder of a machine's training in the log, gauges and trackers. On the x-axis of trackers an outer step
+    counts `inner_steps`.
 
     `bytes_per_token` is that of the held-out text, or None if unknown. If known, losses are also reported in bits per
     byte.
@@ -113,20 +113,21 @@ class Telemetry:
 
     @classmethod
     def of(cls, config: RunConfig, options: WorkerOptions, configured: Configured, workers: int) -> Telemetry:
-        """Return the telemetry of this many workers. `configured` is the first worker's description of itself."""
+        """Return the telemetry of a machine with this many workers. `configured` is the first worker's reply to
+        `Configure`."""
         precision = "tf32" if options.tf32 and config.training.precision == "fp32" else config.training.precision
         peak = peak_tokens_per_second(configured.device_name, workers, precision, configured.flops_per_token)
         return cls(config.training.inner_steps, peak, configured.bytes_per_token)
 
     def track_with(self, trackers: Iterable[Tracker], configuration: Mapping[str, Any]) -> None:
-        """Add these trackers. Give them and Prometheus the configuration."""
+        """Add trackers, and record the run's configuration in them and in Prometheus."""
         RUN.info(dict(_labels(configuration)))
         for tracker in trackers:
             self.trackers.append(tracker)
             self._tell(tracker, lambda tracker: tracker.configure(configuration))
 
     def progressed(self, index: int, progress: InnerStepDone) -> None:
-        """Record one inner step of outer step `index`."""
+        """Record one inner step of outer step `index` in the trackers."""
         values = {
             "inner_step/loss": progress.loss,
             "inner_step/gradient_norm": progress.gradient_norm,
@@ -135,7 +136,7 @@ class Telemetry:
         self._track(index * self._inner_steps + progress.inner_step, values)
 
     def trained(self, index: int, done: InnerLoopDone) -> None:
-        """Record this machine's training for outer step `index`."""
+        """Record this machine's finished training for outer step `index` in the log, the gauges and the trackers."""
         values = self.latest = _values_of(done, self._peak_tokens_per_second)
         if done.skipped:
             logger.warning(
@@ -151,15 +152,15 @@ class Telemetry:
         )
 
     def outer_step(self, index: int, values: Mapping[str, float]) -> None:
-        """Record the `OUTER_VALUES` of the outer step that follows `index` others."""
+        """Record the `OUTER_VALUES` of one outer step. `index` is the number of outer steps before it."""
         logger.debug("outer step %d: %s", index + 1, _outer_line_of(values))
         for name, value in values.items():
             OUTER_GAUGES[name].set(value)
         self._track((index + 1) * self._inner_steps, {f"outer_step/{name}": value for name, value in values.items()})
 
     def evaluated(self, held_out: HeldOutLoss, is_runs_text: bool = True) -> None:
-        """Record this machine's evaluation of theta, on the run's held-out text or on another text. `peers.metrics` has
-        the loss."""
+        """Record theta's held-out loss, as computed by this machine, in the log, the trackers and, in bits per byte, a
+        gauge. `is_runs_text` is false if the text is not the run's."""
         bits = self.heard(held_out, "held_out" if is_runs_text else "own_held_out")
         in_bits = "" if bits is None else f" ({bits:.4f} bits per byte)"
         BITS_PER_BYTE.set(math.nan if bits is None else bits)
@@ -167,7 +168,7 @@ class Telemetry:
         logger.info("held-out loss %.4f%s after outer step %d%s", held_out.loss, in_bits, held_out.index, other)
 
     def heard(self, held_out: HeldOutLoss, kind: str = "held_out") -> float | None:
-        """Record a held-out loss, by default another peer's on the run's text. Return it in bits per byte, or None if
+        """Record a held-out loss in the trackers, by default another peer's. Return it in bits per byte, or None if
         unknown."""
         values, bits = {f"{kind}/loss": held_out.loss}, None
         if self.bytes_per_token is not None:
@@ -181,16 +182,17 @@ class Telemetry:
             self._tell(tracker, lambda tracker: tracker.record(inner_step, known))
 
     def _tell(self, tracker: Tracker, say: Callable[[Tracker], None]) -> None:
-        """Call a tracker, and drop it if it fails, so that training goes on."""
+        """Call `say` with a tracker. If that fails, remove the tracker, so that training continues."""
         try:
             say(tracker)
-        except Exception as error:  # each library raises its own errors
+        except Exception as error:  # each tracker's library raises its own errors
             self.trackers.remove(tracker)
             logger.warning("%s takes no more values: %s", type(tracker).__name__, error)
 
 
 def _labels(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the set values of a configuration as labels. A label's name is the path to its value."""
+    """Yield a label's name and text for each value of a configuration. The name joins the keys that lead to the
+    value."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _labels(inner, f"{path}_{key}" if path else key)
@@ -200,7 +202,7 @@ def _labels(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _line_of(values: Mapping[str, float]) -> str:
-    """Return the text of `VALUES` for the log."""
+    """Return one training's `VALUES` as a line of text for the log."""
     known = {name: value for name, value in values.items() if not math.isnan(value)}
     norm = f"gradient norm {known['gradient_norm']:.3g}, " if "gradient_norm" in known else ""
     waiting = f"{known['data_wait_share']:.1%} waiting for data, " if "data_wait_share" in known else ""
@@ -217,7 +219,7 @@ def _line_of(values: Mapping[str, float]) -> str:
 
 
 def _outer_line_of(values: Mapping[str, float]) -> str:
-    """Return the text of the known `OUTER_VALUES` for the log."""
+    """Return the known `OUTER_VALUES` of one outer step as a line of text for the log."""
     known = {name: value for name, value in values.items() if not math.isnan(value)}
     parts = [f"learning rate {values['learning_rate']:.3g}, momentum {values['momentum']:.3g}"]
     if "pseudo_gradient_norm" in known:

@@ -1,4 +1,4 @@
-"""Curves of a volunteer's training in TensorBoard or Weights & Biases.
+"""The recording of a volunteer's training as curves in TensorBoard or Weights & Biases.
 
 Both packages are optional, and imported only on request. This module runs in the peer process, so it needs no torch.
 """
@@ -19,27 +19,28 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """A receiver of training values. It does not wait for a disk or a network."""
+    """A receiver of training values, such as TensorBoard. Recording does not wait for a disk or a network."""
 
     def configure(self, configuration: Mapping[str, Any]) -> None:
-        """Record the configuration of the values to come: the run's manifest and this machine, as JSON values."""
+        """Record the configuration, as JSON values: the run's manifest and this machine's options."""
 
     def record(self, inner_step: int, values: Mapping[str, float]) -> None:
-        """Record finite values by name at an inner step of the run. A step may come twice, because work can be lost."""
+        """Record finite values by name at an inner step. A step may be recorded twice, because lost work is done
+        again."""
 
     def close(self) -> None:
-        """Write all values that are still in memory."""
+        """Write all values that are still in memory, and close the tracker."""
 
 
 class TrackerSpec(NamedTuple):
-    """A value of `--track`: the kind of tracker, and its folder or project."""
+    """A value of the option `--track`: the kind of tracker, and its folder or project."""
 
     kind: str
     target: str
 
     @classmethod
     def parse(cls, text: str) -> TrackerSpec:
-        """Return the tracker that `tensorboard:FOLDER` or `wandb:PROJECT` names.
+        """Return the kind and target that the text `tensorboard:FOLDER` or `wandb:PROJECT` names.
 
         Raises: ValueError for another text.
         """
@@ -50,19 +51,19 @@ class TrackerSpec(NamedTuple):
 
 
 class TensorBoard:
-    """Event files in a folder, for `tensorboard --logdir FOLDER`. A thread writes them, at least every two minutes."""
+    """A tracker that writes event files for `tensorboard --logdir FOLDER`, in a thread, at least every two minutes."""
 
     remedy = "Name a folder that can be written."
 
     def __init__(self, folder: str, run_id: str, peer_id: str) -> None:
-        """Create the writer. Raises: ImportError, OSError."""
+        """Create the writer. Raises: ImportError if TensorBoard is not installed; OSError if the folder is unusable."""
         from tensorboard.summary import DirectoryOutput, Writer
 
         self._output: Any = DirectoryOutput(str(Path(folder).expanduser()))
         self._writer: Any = Writer(self._output)
 
     def configure(self, configuration: Mapping[str, Any]) -> None:
-        """Write the configuration as a Markdown text that belongs to the whole folder."""
+        """Write the configuration to the event files, as a Markdown text at step 0."""
         import numpy as np
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR
@@ -86,18 +87,18 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run in a project of Weights & Biases. All peers of a training run form a group, in which each has its peer id
-    as name."""
+    """A tracker that records to a project of Weights & Biases. The peers of a training run form a group, in which each
+    is named by its peer id."""
 
     remedy = "Run `wandb login` first, or set WANDB_MODE=offline and upload later with `wandb sync`."
 
     def __init__(self, project: str, run_id: str, peer_id: str) -> None:
-        """Log in and create the run. Raises: ImportError; wandb's errors without a login or network."""
+        """Log in and create this peer's record. Raises: ImportError; wandb's errors without a login or network."""
         import wandb
 
-        quiet = {"console": "off"}  # keep this process's output private
+        quiet = {"console": "off"}  # do not upload this process's printed output
         self._run: Any = wandb.init(project=project, group=run_id, name=peer_id, settings=quiet)
-        self._run.define_metric("*", step_metric="inner_step")  # wandb's own steps cannot go back; inner steps can
+        self._run.define_metric("*", step_metric="inner_step")  # wandb's own steps cannot decrease; inner steps can
 
     def configure(self, configuration: Mapping[str, Any]) -> None:
         self._run.config.update(dict(configuration), allow_val_change=True)
@@ -116,7 +117,7 @@ TRACKERS: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {
 
 
 def _open_tracker(choice: TrackerSpec, run_id: str, peer_id: str) -> Tracker:
-    """Return a new tracker. Raises: MachineError when its package is missing or it cannot be used."""
+    """Create the tracker that `choice` names. Raises: MachineError if its package is missing or it cannot be used."""
     try:
         return TRACKERS[choice.kind](choice.target, run_id, peer_id)
     except ImportError as error:
@@ -124,14 +125,14 @@ def _open_tracker(choice: TrackerSpec, run_id: str, peer_id: str) -> Tracker:
             f"--track {choice.kind}: the package for it cannot be imported: {first_line(error)}",
             f"Install it: pip install {choice.kind}",
         ) from error
-    except Exception as error:  # each library raises its own errors
+    except Exception as error:  # each tracker's library raises its own errors
         message = f"--track {choice.kind}:{choice.target} cannot be used: {first_line(error)}"
         raise MachineError(message, TRACKERS[choice.kind].remedy) from error
 
 
 @contextmanager
 def tracking(choices: Sequence[TrackerSpec], run_id: str, peer_id: str) -> Iterator[list[Tracker]]:
-    """Yield the trackers, and close them at the end. Raises: MachineError."""
+    """Create the trackers, yield them, and close them at the end. Raises: MachineError if a tracker cannot be used."""
     with ExitStack() as stack:
         trackers = []
         for choice in choices:

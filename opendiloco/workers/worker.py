@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from opendiloco.training.inner import InnerStep, InnerSteps, ModelReplica
     from opendiloco.training.team import Team
 
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # the folder in which inductor, PyTorch's compiler, keeps compiled code
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder in which PyTorch's compiler keeps compiled code
 COLLECTED_EVERY = 50
 """Number of inner steps between two collections of Python's garbage. All workers collect after the same step. A step
 leaves little garbage, and a collection takes milliseconds."""
-LOOK_SECONDS = 0.1  # between two checks, in a pause, for commands of the peer process
+LOOK_SECONDS = 0.1  # seconds between two checks for the peer process's commands during a pause
 
 
 def _serve(channel: ControlChannel) -> None:
-    """Carry out commands until the process ends."""
+    """Carry out the peer process's commands, and send the replies, until the worker's process ends."""
     worker: Worker | None = None
     device = "the device"
     while True:
@@ -69,8 +69,8 @@ def _serve(channel: ControlChannel) -> None:
 
 
 def _count_devices() -> control.DevicesCounted:
-    """Return the number of GPUs that torch can use. If it is 0 although a driver for GPUs is there, also return the
-    reason."""
+    """Return the number of GPUs that torch can use. If torch can use none although the machine has a GPU driver, also
+    return the reason."""
     import torch
 
     gpus, reason = usable_gpus()
@@ -82,7 +82,7 @@ def _count_devices() -> control.DevicesCounted:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether the error means that a device has no memory left.
+    """Return True if the error means that a device has no memory left.
 
     Torch has a class only for errors of its own allocator. Failures of CUDA's libraries and NCCL are recognised by
     their text.
@@ -94,7 +94,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _describe_failure(error: Exception, device: str = "the device") -> control.Failed:
-    """Return the message from which the peer process rebuilds this error."""
+    """Return the `Failed` message from which the peer process rebuilds an error of a worker on `device`."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, ImportError):
         error = MachineError(f"a library of the training stack cannot be imported: {error}.", "Install it with pip.")
@@ -117,8 +117,8 @@ def _describe_failure(error: Exception, device: str = "the device") -> control.F
 
 # The control channel -------------------------------------------------------------------------------------------------
 class _Average(NamedTuple):
-    """The newest `TakeAverage` for a fragment: its training, whether it has new values, and when it arrived
-    (monotonic)."""
+    """The newest `TakeAverage` for a fragment: the training's number, whether there are new values, and the command's
+    arrival in monotonic seconds."""
 
     number: int
     is_changed: bool
@@ -126,14 +126,14 @@ class _Average(NamedTuple):
 
 
 class ControlChannel:
-    """The worker's end of the control channel. A thread of its own reads it, so that the worker notices at once when it
-    closes."""
+    """The worker's end of the control channel. A separate thread reads the channel, so that the worker's process ends
+    as soon as the channel closes."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._sending = threading.Lock()
         self.stopped_number = 0
-        self._may_step = threading.Event()  # cleared while the owner wants a pause
+        self._may_step = threading.Event()  # cleared while the machine's owner pauses training
         self._may_step.set()
         self._averages: dict[int, _Average] = {}
         self._news = threading.Event()
@@ -143,21 +143,21 @@ class ControlChannel:
         threading.Thread(target=self._read, daemon=True).start()
 
     def is_held(self, number: int) -> bool:
-        """Wait a moment for a pause to end. Return whether the next step of training `number` must still wait."""
+        """Wait up to `LOOK_SECONDS` for a pause to end. Return True if training `number` is still paused."""
         return number > self.stopped_number and not self._may_step.wait(LOOK_SECONDS)
 
     def send(self, message: control.ControlMessage) -> None:
-        with self._sending:  # the thread that reads batches sends, too: it reports its progress in tokenizing
+        with self._sending:  # the thread that reads batches sends messages, too: its progress in tokenizing
             self._connection.sendall(message.line())
 
     def average_of(self, fragment: int, number: int) -> _Average | None:
-        """Return the outcome for a fragment that training `number` has stored, or None while it is not known."""
+        """Return the `TakeAverage` for a fragment that training `number` has stored, or None before its arrival."""
         average = self._averages.get(fragment)
         return average if average is not None and average.number == number else None
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Wait until `is_so()` is true, calling it again after each command that arrives. Send `Alive` now and then
-        meanwhile."""
+        """Wait until `is_so()` is true, and check after each command that arrives. After `ALIVE_SECONDS` without a
+        command, send `Alive`."""
         while True:
             self._news.clear()
             if is_so():
@@ -166,7 +166,8 @@ class ControlChannel:
                 self.send(control.Alive())
 
     def take(self, command: control.Command) -> None:
-        """Act on a command at once if it may come during training; otherwise put it into `commands`."""
+        """Carry out `EndInnerLoop`, `Hold` and `TakeAverage` at once; put any other command into the queue
+        `commands`."""
         match command:
             case control.EndInnerLoop():
                 self.stopped_number = command.number
@@ -179,8 +180,8 @@ class ControlChannel:
         self._news.set()
 
     def _read(self) -> None:
-        """Pass on commands until the channel closes; then end the process with `_exit`, because training cannot be
-        interrupted in any other way."""
+        """Receive commands until the channel closes. Then end the process with `_exit`, because nothing else interrupts
+        training."""
         try:
             for line in self._connection.makefile("rb"):
                 self.take(control.Command.parse(line))
@@ -194,14 +195,14 @@ class ControlChannel:
 
 # Commands ------------------------------------------------------------------------------------------------------------
 class Worker:
-    """A configured worker: model, data and shared vectors."""
+    """A configured worker, with its model, data and shared vectors. It carries out commands one after the other."""
 
     def __init__(self, command: control.Configure, channel: ControlChannel) -> None:
         os.nice(command.options.nice)
         self._cache = _own_cache(command.options.compile_cache)
         cap_memory(command.options.max_memory, os.getppid())
-        # These imports take seconds, so they come after the channel is being read. transformers takes the longest, so
-        # it comes last, when a device and data to train on have been found.
+        # These imports take seconds, so the thread that reads the channel starts before them. transformers takes the
+        # longest, so it is imported last, once the device and the data have been found.
         at_stage("importing torch")
         with _nothing_collected():
             import torch
@@ -284,14 +285,14 @@ class Worker:
         _freeze()
 
     def _try_what_is_compiled(self) -> str:
-        """Choose how attention is computed and whether blocks are compiled, by trying what works on this machine.
+        """Choose how attention is computed and whether blocks are compiled, by trying which ways work on this machine.
 
         Return the reason if blocks should be compiled but are not; otherwise an empty string.
         """
         from opendiloco.training.team import compiling_lacks
         from opendiloco.training.trials import document_attention, keep_compiled_if_it_works
 
-        self._replica.load(self._vectors.theta)  # before, shards are uninitialised memory, whose loss may be NaN
+        self._replica.load(self._vectors.theta)  # without theta, shards are uninitialised memory, whose loss may be NaN
         end = self._data.samples.document_end
         if end is not None and self._options.compile is not False:
             self._replica.attention = document_attention(self._replica, self._team, end, self._cache)
@@ -304,8 +305,8 @@ class Worker:
         return keep_compiled_if_it_works(self._replica, self._team, self._cache)
 
     def _choose_micro_batch(self) -> int:
-        """Return the micro-batch that this machine's owner has chosen; otherwise as many windows as fit, up to the
-        run's recommendation. A GPU's micro-batch may grow later, when its memory use in training is known."""
+        """Return the micro-batch, in windows: the owner's choice, or as many as fit, up to the run's recommendation. A
+        GPU's micro-batch may grow later, when its memory use in training is known."""
         from opendiloco.training.trials import fitting_micro_batch
 
         piece = self._team.largest_piece(self._config.training.batch_size)
@@ -315,7 +316,7 @@ class Worker:
         return fitting_micro_batch(self._replica, most, self._team, self._options.trains)
 
     def carry_out(self, command: control.Command) -> control.ControlMessage | None:
-        """Carry out one command and return the reply, or None for a command about moments whose reply comes later."""
+        """Carry out one command and return the reply, or None if a thread sends the reply later."""
         match command:
             case control.RunInnerLoop():
                 self._data.samples.mix(command.mixtures)
@@ -332,8 +333,8 @@ class Worker:
                 raise WorkerError(f"{type(command).__name__} is out of place here.", "This is a bug; report it.")
 
     def _carry_out_asides(self) -> None:
-        """Carry out commands about moments, the only ones that the peer process sends to a single worker during
-        training."""
+        """Carry out queued commands during training. The peer process then queues only commands about moments, and only
+        for a single worker."""
         if self._team.size > 1:
             return
         with suppress(queue.Empty):
@@ -342,7 +343,7 @@ class Worker:
                     self._channel.send(reply)
 
     def _move_moments(self, command: control.MoveMoments) -> control.MomentsMoved | None:
-        """Move moments and return the reply. If the moments were only copied, a thread writes them and sends the
+        """Write or load moments and return the reply, or return None if a thread writes them and then sends the
         reply."""
         write = None
         try:
@@ -367,8 +368,8 @@ class Worker:
         self._channel.send(control.MomentsMoved(problem=problem))
 
     def _evaluate(self, command: control.Evaluate) -> control.Evaluated:
-        """Return the held-out loss. Each worker reads its part of the windows, and all workers take part in each
-        forward pass."""
+        """Return the held-out loss of theta. Each worker reads its part of the windows, and all workers take part in
+        each forward pass."""
         from opendiloco.training.evaluation import held_out_loss
 
         windows, at_once = command.windows, self.description.uncompiled_micro_batch
@@ -409,14 +410,14 @@ class Worker:
 
 
 def _own_cache(folder: str | None) -> Path | None:
-    """Make PyTorch's compiler, and Triton, keep compiled code in this folder. Return the folder if it is in use.
+    """Make PyTorch's compiler and Triton keep compiled code in this folder. Return the folder, or None if it is unused.
 
     The folder is not used if the machine's owner has named another one or if it cannot be made private.
     """
     if folder is None or os.environ.get(CACHE_VARIABLE):
         return None
     try:
-        make_private_folder(Path(folder))  # libraries are loaded from it
+        make_private_folder(Path(folder))  # no other user may write here: compiled code is loaded from this folder
     except OSError:
         return None
     os.environ[CACHE_VARIABLE] = folder
@@ -425,7 +426,7 @@ def _own_cache(folder: str | None) -> Path | None:
 
 @contextmanager
 def _collected_by_hand() -> Iterator[None]:
-    """Turn Python's automatic garbage collection off. It takes long, and all workers wait for the one that collects."""
+    """Turn off Python's automatic garbage collection within a `with` block: all workers wait for one that collects."""
     gc.disable()
     try:
         yield
@@ -435,7 +436,7 @@ def _collected_by_hand() -> Iterator[None]:
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Turn garbage collection off during imports, and collect once at the end.
+    """Turn off Python's garbage collection during imports, and collect once at the end.
 
     Otherwise Python would search half a million objects for garbage again and again, which takes a tenth of the time.
     Objects that are in use at the end are never searched again.
@@ -455,7 +456,8 @@ def _freeze() -> None:
 
 # Training ------------------------------------------------------------------------------------------------------------
 class InnerLoops:
-    """Trainings, one after the other. `carry_out_asides` is called between inner steps and while this worker waits."""
+    """The trainings of a worker. Between inner steps and in waits, `carry_out_asides` carries out commands about
+    moments."""
 
     def __init__(
         self,
@@ -470,17 +472,17 @@ class InnerLoops:
         self._replica, self._team, self._vectors, self._channel = replica, team, vectors, channel
         self._carry_out_asides = carry_out_asides
         self._cycles = Cycles(self.store, self.merge, len(replica.layout.fragments), config.streaming)
-        self._stored: dict[int, tuple[int, float]] = {}  # the training that stored each fragment last, and when
+        self._stored: dict[int, tuple[int, float]] = {}  # by fragment: number of the last training, monotonic time
         self._number = 0
         self.idled = 0.0
         """Seconds for which the worker had nothing to do since its last training."""
 
     def run(self, command: control.RunInnerLoop) -> control.InnerLoopDone:
-        """Train, and return the results. If the training goes on from the previous one, the time that the worker has
-        waited for the last average of the previous cycle counts as waiting."""
+        """Carry out a training and return its results. If the training continues the previous one, the worker's idle
+        time before it counts as waiting for an average."""
         from opendiloco.training.team import forget_peak_memory, peak_memory
 
-        self._waited = self.idled if command.goes_on else 0.0  # seconds, as are those that follow
+        self._waited = self.idled if command.goes_on else 0.0  # seconds of waiting for averages
         self._held = self.idled = self._longest_average = 0.0
         self._number, self._began, self._late = command.number, time.monotonic() - self._waited, 0
         forget_peak_memory(self._team.device)
@@ -514,8 +516,7 @@ class InnerLoops:
         )
 
     def _pass_through(self, inner_steps: InnerSteps) -> None:
-        """Take all inner steps, and store each fragment on the way. The last fragment is stored also if the training is
-        stopped."""
+        """Take the inner steps, and store each fragment on time, the last one even if the training is stopped early."""
         last = len(self._replica.layout.fragments) - 1
         local = self._vectors.local
         is_whole = True
@@ -537,8 +538,8 @@ class InnerLoops:
         self._stored[fragment] = self._number, time.monotonic()
 
     def merge(self, theta: Vector, fragment: int, alpha: float) -> None:
-        """Wait for a fragment's average, and merge it. Merge nothing if the fragment did not change or the training is
-        stopped."""
+        """Wait for a fragment's average, and replace the fragment's weights w by alpha * w + (1 - alpha) * `theta`.
+        Merge nothing if the average changes nothing or the training is stopped."""
         (number, stored_at), began = self._stored[fragment], time.monotonic()
 
         def is_decided() -> bool:
@@ -558,20 +559,20 @@ class InnerLoops:
         return self._number <= self._channel.stopped_number
 
     def _wait_while_held(self) -> None:
-        """Wait while the owner wants a pause, unless this training is to end."""
+        """Wait while the machine's owner pauses training, unless this training is to end."""
         began = time.monotonic()
         while self._channel.is_held(self._number):
             self._carry_out_asides()
         self._held += time.monotonic() - began
 
     def _reported(self, inner_steps: InnerSteps) -> Iterator[InnerStep]:
-        """Yield the inner steps as they are taken. Report each step that changed the weights, and between two steps
-        carry out commands about moments, collect garbage and keep pauses."""
+        """Take and yield the inner steps, and report each to the peer process. Between two steps, carry out commands
+        about moments, collect garbage, and wait while training is paused."""
         began, slowest = time.monotonic(), 0.0
         for step in inner_steps.every():
             if (seconds := time.monotonic() - began) > slowest:
                 slowest = seconds
-                self._team.wait_at_most(control.patience(slowest))  # less than before the first step
+                self._team.wait_at_most(control.patience(slowest))  # a shorter limit than before the first step
             if step.number % COLLECTED_EVERY == 0:
                 gc.collect()
             if step.is_finite:
@@ -596,8 +597,8 @@ class InnerLoops:
 
 
 def main() -> None:
-    """Carry out commands from the control channel, whose descriptor is the only argument, until the process ends."""
-    faulthandler.enable()  # so that a crash in a library prints where it happened
+    """Carry out commands from the control channel until the process ends. The only argument is its file descriptor."""
+    faulthandler.enable()  # prints Python's traceback when a C library crashes
     channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     channel.start()
     with watched_by(lambda stage, share: channel.send(control.AtStage(stage=stage, share=share))):

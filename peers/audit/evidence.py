@@ -1,4 +1,4 @@
-"""One peer's evidence: the statements that it has heard from others, and the proofs that some of them lie (R9).
+"""One peer's evidence: statements received from other peers, and proofs that some of these peers lie (R9).
 
 The protocol uses it in two ways. It passes each statement that it hears to an `observe` method, which returns the
 faults that this statement proves. And it asks for the faults that the next entry may name, or checks that the faults in
@@ -49,20 +49,20 @@ LOOKED_AT = 16
 """Proofs and late certificates of one sender that are checked in one cycle, besides proofs that a header names. Each
 costs some signature checks."""
 WANTED = 16
-"""Digests of named proofs that are waited for: enough for four proposals."""
+"""Maximum digests of named proofs that are accepted from any sender: enough for four proposals."""
 SHOWN_BYTES = 1 << 24
 """Bytes that a leader may send to show one entry's proofs to all members. A fault that needs more is not named."""
 SHOWN_TO_EACH = 1 << 20
-"""Bytes of these for each member: one of the longest proofs."""
+"""Bytes of proofs that a leader may send to one member: one of the longest proofs."""
 
 
 class FalseProofError(ValueError):
-    """A proof that does not prove anything."""
+    """An error for a message with a proof that is malformed, or that does not show that the accused peer lies."""
 
 
-# ProofLimits ------------------------------------------------------------------------------------------------------
+# Limits on proofs -------------------------------------------------------------------------------------------------
 class Known(NamedTuple):
-    """A checked proof, with its packed bytes."""
+    """A checked proof: its fault, its position in the log, and its packed bytes."""
 
     fault: Fault
     position: Position
@@ -70,37 +70,37 @@ class Known(NamedTuple):
 
 
 class ProofLimits:
-    """Limits on the proofs checked and shown in one cycle, so that liars cost others a bounded time and bandwidth."""
+    """Limits on the proofs checked and shown in one cycle, so that liars cost a bounded time and bandwidth."""
 
     def __init__(self, pause: float) -> None:
-        """`pause`: seconds until a proof is shown to the same peer a second time."""
+        """Set the `pause` in seconds until a proof is shown to the same peer a second time."""
         self._pause = pause
-        self._looked_at = Counter[str]()  # checked proofs and late certificates, by sender
-        self._misled = set[str]()  # senders of false proofs
+        self._looked_at = Counter[str]()  # number of checked proofs and late certificates, by sender
+        self._misled = set[str]()  # senders of false proofs in this cycle
         self._wanted: dict[bytes, None] = {}
-        self._shown: dict[tuple[str, bytes], tuple[int, float]] = {}  # by peer and proof: how often, and the last time
+        self._shown: dict[tuple[str, bytes], tuple[int, float]] = {}  # by peer and proof: how often shown, and when
 
     def want(self, proofs: Iterable[bytes]) -> None:
-        """Accept the proofs with these digests from any sender."""
+        """Accept the proofs with these digests from any sender. Only the newest WANTED digests are kept."""
         self._wanted |= dict.fromkeys(proofs)
         for oldest in list(self._wanted)[:-WANTED]:
             del self._wanted[oldest]
 
     def is_due(self, sender: str, proof: bytes) -> bool:
-        """Return whether to check a sender's proof: always if its digest is wanted; else a few of each sender, and none
-        after a false one."""
+        """Return True if this peer should check a sender's proof: always if its digest is wanted; otherwise LOOKED_AT
+        proofs of each sender in a cycle, and none after a false one."""
         if proof in self._wanted:
             return True
         self._looked_at[sender] += 1
         return sender not in self._misled and self._looked_at[sender] <= LOOKED_AT
 
     def record_false(self, sender: str, proof: bytes) -> None:
-        """Record that the sender has shown a false proof."""
+        """Record that the sender has shown a false proof with this digest."""
         self._misled.add(sender)
         self._wanted.pop(proof, None)
 
     def may_show(self, peer: str, proof: bytes, now: float, again: bool) -> bool:
-        """Return whether to show a peer the proof with this digest now; if so, record it.
+        """Return True if this peer may show `peer` the proof with this digest now, and record that it shows the proof.
 
         Each peer is shown a proof once, since a proof may be as long as a chunk. It is shown `again` only after a pause
         that doubles each time.
@@ -113,41 +113,43 @@ class ProofLimits:
 
 
 class Evidence:
-    """The evidence of one peer, for as long as it runs.
+    """The evidence of lies that one peer collects for as long as it runs.
 
-    The `observe` methods return the faults of peers that are convicted by this statement, and were not before.
+    The `observe` methods return the faults that a statement proves of peers not convicted before.
     """
 
     def __init__(self, settings: RunSettings, verify: Verify, payloads: Sequence[PayloadKind]) -> None:
-        """`payloads` has the kind of each fragment's payloads."""
+        """Check proofs with `payloads`, the payload kind of each fragment."""
         self._verifier = Verifier(settings.run, verify, payloads)
         self._pause = settings.timing.heartbeat_expiry
         self._statements = Statements(self._verifier)
-        self._proven: OrderedDict[bytes, tuple[Fault, Position]] = OrderedDict()  # by the digest of the proof
-        self._proofs: OrderedDict[bytes, Known] = OrderedDict()  # for some of these
+        self._proven: OrderedDict[bytes, tuple[Fault, Position]] = OrderedDict()  # proven faults, by proof digest
+        self._proofs: OrderedDict[bytes, Known] = OrderedDict()  # stored proofs of some proven faults, by digest
         self._limits = ProofLimits(self._pause)
         self._position: Position | None = None
 
     # Statements -----------------------------------------------------------------------------------------------
     def observe_vote(self, peer: str, vote: Vote, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in a vote at any recent position."""
+        """Remember a vote at a recent position. Return the faults that it proves together with earlier statements."""
         if not self._may_matter(peer, vote.position, lineage):
             return ()
         signed = SignedChoice(vote.choice, vote.signature)
         return self._found(self._statements.vote(peer, vote.position, vote.incarnation, signed), lineage)
 
     def observe_certified(self, certified: Certified, log: LogState, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in a verified certificate of either phase. `log` is the log before its entry."""
+        """Remember the votes in a verified certificate of either phase. Return the faults that they prove. `log` is the
+        log before the certificate's entry."""
         before = log.of(certified.position.fragment)
         if certified.certificate is None or before.position != certified.position:
             return ()
         return self._observe_certificate(certified.certificate, before, lineage)
 
     def observe_late(self, sender: str, certified: Certified, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in a certificate for a recent position that is decided here. It is verified first.
+        """Verify a certificate for a recent position whose entry is already committed, and remember its votes. Return
+        the faults that they prove.
 
-        The certificate of our entry there is taken in, too, since a fork has two of them. A few of each sender are
-        checked in a cycle.
+        The votes for this peer's own entry at the position are remembered, too, since a fork has two certificates. In a
+        cycle a few certificates of each sender are checked.
         """
         self._follow(lineage)
         position, certificate = certified.position, certified.certificate
@@ -166,7 +168,7 @@ class Evidence:
         return ours + self._observe_certificate(certificate, before, lineage)
 
     def observe_split(self, one: Branch, other: Branch, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in the certificates of the entries at which two branches part. All of them have been verified."""
+        """Remember the verified votes for the entries at which two branches part. Return the faults that they prove."""
         faults: tuple[Fault, ...] = ()
         for fragment in sorted(one.certificates.keys() & other.certificates.keys()):
             for branch in (one, other):
@@ -174,8 +176,8 @@ class Evidence:
         return faults
 
     def _observe_certificate(self, certificate: Certificate, log: LogState, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in the votes and farewells of a certificate. The voters of a founding are its own members, which no
-        entry can name for these votes."""
+        """Remember the votes and farewells in a certificate. Return the faults that they prove. Votes for a founding
+        prove none, because no entry can name its voters, its own members, for them."""
         position, faults = log.position, list[Fault]()
         voters = committee(certificate.group, position.head) if certificate.group else log.electors
         for signer in certificate.signers:
@@ -192,7 +194,7 @@ class Evidence:
         return tuple(faults)
 
     def observe_farewell(self, peer: str, leaving: Leaving, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in a farewell of the incarnation that votes, since no other one has an effect."""
+        """Remember a farewell of the voting incarnation; no other counts. Return the faults that it proves."""
         if lineage.log.incarnations.get(peer) != leaving.incarnation:
             return ()
         run, incarnation, index = self._verifier.run, leaving.incarnation, leaving.departure
@@ -205,28 +207,28 @@ class Evidence:
         return self._found(self._statements.farewell(farewell), lineage) if is_known else ()
 
     def observe_average(self, round: Round, average: Averaged, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in an average that a reducer has signed in a round that this peer knows. The signature is verified."""
+        """Remember an average, with a verified signature, of a known round. Return the faults that it proves."""
         if not self._may_matter(average.origin.reducer, round.name.position, lineage):
             return ()
         return self._found(self._statements.average(round, average), lineage)
 
     def observe_commitment(self, author: Author, commitment: Commitment, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in a peer's commitment."""
+        """Remember a commitment to a contribution. Return the faults that it proves with earlier commitments."""
         if not self._may_matter(author.peer, author.position, lineage):
             return ()
         return self._found(self._statements.commitment(author, commitment), lineage)
 
     def observe_blocks(self, author: Author, chunk: CommittedChunk, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in a chunk that its author has committed to, and that is not a valid contribution."""
+        """Return the fault of a chunk's author, who committed to the chunk although it is no valid contribution."""
         if not self._may_matter(author.peer, author.position, lineage):
             return ()
         return self._found(BadContribution(author=author, evidence=chunk), lineage)
 
     def observe_proof(self, sender: str, shown: Proof, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in another peer's message with a proof.
+        """Check a proof that another peer sent. Return the faults that are newly proven.
 
-        It is ignored if no entry could name it: if it is too old, of another log, or about a peer without a lease,
-        which may be excluded already. The sender may not know that, so this is not held against it.
+        A proof that no entry could name is ignored: too old, of another log, or about a peer without a lease, which may
+        be excluded already. The sender may not know that, so such a proof does not count as false.
         Raises: FalseProofError.
         """
         self._follow(lineage)
@@ -243,12 +245,12 @@ class Evidence:
             raise FalseProofError(str(error)) from error
 
     def _may_matter(self, peer: str, position: Position, lineage: Lineage) -> bool:
-        """Return whether an entry might name the peer for a statement about this position."""
+        """Return True if an entry may still name the peer for a lie about this position."""
         self._follow(lineage)
         return peer in lineage.log.accountable and _is_timely(position, lineage)
 
     def _follow(self, lineage: Lineage) -> None:
-        """Drop evidence that no entry can name any more, once in a cycle."""
+        """Drop evidence that no entry can name any more, and reset the limits, if the log's position is new."""
         position = lineage.log.position
         if position == self._position:
             return
@@ -264,12 +266,12 @@ class Evidence:
 
     # Faults ---------------------------------------------------------------------------------------------------
     def has_convicted(self, peer: str) -> bool:
-        """Return whether the peer is proven to lie, and the log may still name it."""
+        """Return True if this peer has a proof that `peer` lies, and the log may still name the fault."""
         return any(fault.peer == peer for fault, _ in self._proven.values())
 
     def _found(self, proof: FaultProof | None, lineage: Lineage) -> tuple[Fault, ...]:
-        """File a proof that was found here, unless its peer is convicted already. A vote after a farewell may be of
-        another log by now, which has no effect."""
+        """Store a proof that this peer itself has found, unless the accused is convicted already, or the position is
+        too old or of another log. Return the newly proven faults."""
         if proof is None or self.has_convicted(proof.accused) or not _is_timely(proof.position, lineage):
             return ()
         try:
@@ -278,19 +280,19 @@ class Evidence:
             return ()
 
     def _file(self, proof: FaultProof) -> tuple[Fault, ...]:
-        """Check and remember a proof. Raises: FalseProofError."""
+        """Check and store a proof. Return the newly proven faults. Raises: FalseProofError if it convicts no peer."""
         if not proof.convicts(self._verifier):
             raise FalseProofError(f"it does not show that {proof.accused} lies")
         return self._remember(Known(proof.fault, proof.position, pack(proof)))
 
     def _remember(self, known: Known) -> tuple[Fault, ...]:
-        """Remember a checked proof. Return its fault, if it is the first one of its peer."""
+        """Store a checked proof. Return its fault if it is the first against its peer."""
         fault, is_first = known.fault, not self.has_convicted(known.fault.peer)
         self._proven[fault.proof] = fault, known.position
         self._proven.move_to_end(fault.proof)
         self._proofs.setdefault(fault.proof, known)
         of_one = [digest for digest, known in self._proofs.items() if known.fault.peer == fault.peer]
-        for digest in of_one[OF_ONE - 1 : -1]:  # keep the first, which this peer names, and the newest, for others
+        for digest in of_one[OF_ONE - 1 : -1]:  # keep the oldest three and the newest; this peer names the oldest
             del self._proofs[digest]
         while len(self._proofs) > KEPT or sum(len(known.data) for known in self._proofs.values()) > KEPT_BYTES:
             self._proofs.popitem(last=False)
@@ -303,8 +305,8 @@ class Evidence:
         self._proofs.pop(digest, None)
 
     def provable(self, log: LogState, lineage: Lineage, members: Collection[str]) -> tuple[Fault, ...]:
-        """Return the faults that the entry after `log` may name, if it has these members. All of them must be shown the
-        proofs. A member itself is not named, since it is needed for the entry; it is excluded later."""
+        """Return the faults that the entry after `log` may name, whose proofs are short enough to show to all members.
+        Members are not named, since the entry needs them; a later entry can name them."""
         self._follow(lineage)
         faults: dict[str, Fault] = {}
         room = min(SHOWN_TO_EACH, SHOWN_BYTES // max(1, len(members)))
@@ -315,26 +317,26 @@ class Evidence:
         return tuple(faults.values())[:FAULT_LIMIT] if log.closes else ()
 
     def missing_proofs(self, faults: Iterable[Fault], lineage: Lineage) -> tuple[bytes, ...]:
-        """Return the digests of named faults' proofs that are not here, and accept these from any sender."""
+        """Return the digests of these faults' missing proofs, and accept such proofs from any sender."""
         self._follow(lineage)
         missing = tuple(fault.proof for fault in faults if self._proven.get(fault.proof, (None,))[0] != fault)
         self._limits.want(missing)
         return missing
 
     def has(self, faults: Iterable[Fault], lineage: Lineage) -> bool:
-        """Return whether all of these are proven to this peer, and recent enough for the next entry."""
+        """Return True if this peer has a proof of each fault that is recent enough for the next entry."""
         return not self.missing_proofs(faults, lineage)
 
-    # Showing --------------------------------------------------------------------------------------------------
+    # Showing proofs -------------------------------------------------------------------------------------------
     def behind(self, faults: Iterable[Fault]) -> tuple[Known, ...]:
-        """Return the proofs of these faults whose bytes are here."""
+        """Return the proofs of these faults whose bytes this peer still has."""
         return tuple(self._proofs[fault.proof] for fault in faults if fault.proof in self._proofs)
 
     def show(
         self, peer: str, faults: Iterable[Fault], position: Position, now: float, again: bool = False
     ) -> tuple[Proof, ...]:
-        """Return the messages that show a peer the proofs of these faults. Each is sent once in a cycle,
-        and `again` after a doubling pause if the peer may not have received it."""
+        """Return the messages that show a peer the proofs of these faults: each proof once in a cycle, and `again`
+        after a pause that doubles each time, for a peer that may not have received it."""
         return tuple(
             Proof(position=position, fault=known.fault.kind, proof=known.data)
             for known in self.behind(faults)
@@ -343,7 +345,7 @@ class Evidence:
 
 
 def _is_timely(position: Position, lineage: Lineage) -> bool:
-    """Return whether a position is in our log, and so recent that the next entry may name a lie about it."""
+    """Return True if a position is in this peer's log, and so recent that the next entry may name a lie about it."""
     log = lineage.log
     is_recent = may_be_named(position.index, log.position.index, log.exclusion) and position.fragment < log.fragments
     return is_recent and lineage.head_at(position.index) == position.head

@@ -46,8 +46,8 @@ COMMITMENTS = 4
 
 @dataclass(frozen=True)
 class Verifier:
-    """The values that proofs are checked with: their run, the check of signatures, and the kind of each fragment's
-    payloads."""
+    """The data that checks of proofs need: the run's id, the function that verifies signatures, and the payload kind of
+    each fragment."""
 
     run: str
     verify: Verify
@@ -55,34 +55,34 @@ class Verifier:
 
 
 class Signed(NamedTuple):
-    """A statement, as the bytes that its peer has signed."""
+    """A statement as bytes, and its peer's signature."""
 
     text: bytes
     signature: bytes
 
 
 class FaultProof(Value):
-    """Statements of one peer that convict it."""
+    """A proof that one peer lies, made of statements that the peer has signed."""
 
     kind: ClassVar[Kind]
 
     @property
     @abstractmethod
     def accused(self) -> str:
-        """The peer that has signed them."""
+        """The peer that has signed the statements."""
 
     @property
     @abstractmethod
     def position(self) -> Position:
-        """The place in the log that they are about; of two places, the later one."""
+        """The place in the log that the statements are about; of two places, the later one."""
 
     @abstractmethod
     def convicts(self, verifier: Verifier) -> bool:
-        """Return whether they show that the accused lies."""
+        """Return True if the statements show that the accused lies."""
 
     @property
     def fault(self) -> Fault:
-        """The fault as an entry names it."""
+        """The fault that an entry names for this proof: the accused, the kind, and the proof's digest."""
         return Fault(peer=self.accused, kind=self.kind, proof=digest_of(pack(self)))
 
     def _is_signed(self, verifier: Verifier, *statements: Signed) -> bool:
@@ -91,7 +91,7 @@ class FaultProof(Value):
 
 # Votes -----------------------------------------------------------------------------------------------------------
 class TwoVotes(FaultProof):
-    """Two votes of one peer that no honest voter gives both."""
+    """A proof by two votes of one peer that no honest voter gives both."""
 
     kind: ClassVar[Kind] = "votes"
     peer: PeerId
@@ -112,7 +112,7 @@ class TwoVotes(FaultProof):
 
 
 class VoteAfterFarewell(FaultProof):
-    """A farewell from an index on, and a vote of the same incarnation at that index or later."""
+    """A proof by a peer's farewell from an index on, and a vote of the same incarnation at that index or later."""
 
     kind: ClassVar[Kind] = "votes"
     departure: Departure
@@ -128,7 +128,7 @@ class VoteAfterFarewell(FaultProof):
         return self.vote.position
 
     def convicts(self, verifier: Verifier) -> bool:
-        """Return whether the vote breaks the farewell. A farewell to another run does not count."""
+        """Return True if the vote contradicts the farewell. A farewell to another run does not count."""
         departure, vote = self.departure, self.vote
         is_broken = vote.incarnation == departure.incarnation and vote.position.index >= departure.index
         statements = Signed(departure.text, self.signature), Signed(vote.text, vote.signature)
@@ -136,13 +136,13 @@ class VoteAfterFarewell(FaultProof):
 
 
 def contradict(first: Vote, second: Vote) -> bool:
-    """Return whether no honest voter gives both votes. Their signatures are not checked here."""
+    """Return True if no honest voter gives both votes. Their signatures are not checked by this function."""
     is_one_voter = (first.position, first.incarnation) == (second.position, second.incarnation)
     return is_one_voter and are_exclusive(first.choice, second.choice)
 
 
 def are_exclusive(one: Choice, other: Choice) -> bool:
-    """Return whether no honest voter votes for both at one position.
+    """Return True if no honest voter makes both choices at one position.
 
     These are two choices in one phase of a ballot; or one in phase 2, and in a later ballot another header in phase 1
     without a certificate that is newer than the lock.
@@ -153,7 +153,8 @@ def are_exclusive(one: Choice, other: Choice) -> bool:
 
 
 def _breaks_lock(commit: Choice, prepare: Choice) -> bool:
-    """Return whether a vote 2 forbids a vote 1. A minority's votes break no lock, since they never certify an entry."""
+    """Return True if vote 2 for `commit` forbids vote 1 for `prepare`. A minority's votes forbid none, since they never
+    certify an entry."""
     if (commit.phase, prepare.phase) != (Phase.COMMIT, Phase.PREPARE) or commit.alone or prepare.alone:
         return False
     is_later = commit.ballot < prepare.ballot and commit.header != prepare.header
@@ -162,7 +163,7 @@ def _breaks_lock(commit: Choice, prepare: Choice) -> bool:
 
 # The exchange ----------------------------------------------------------------------------------------------------
 class TwoAverages(FaultProof):
-    """Two averages of one chunk in one round, signed by one reducer."""
+    """A proof by two different averages of one chunk in one round, signed by one reducer."""
 
     kind: ClassVar[Kind] = "averages"
     round: RoundName
@@ -198,7 +199,7 @@ class TwoAverages(FaultProof):
 
 
 class TwoCommitments(FaultProof):
-    """Two commitments of one peer to its contribution of one training."""
+    """A proof by two different commitments of one peer to its contribution of one training."""
 
     kind: ClassVar[Kind] = "commitments"
     author: Author
@@ -220,7 +221,7 @@ class TwoCommitments(FaultProof):
 
 
 class BadContribution(FaultProof):
-    """A chunk that is no contribution, or has another norm than its owner has committed to."""
+    """A proof by a committed chunk that no encoder makes, or whose norm differs from the commitment."""
 
     kind: ClassVar[Kind] = "contribution"
     author: Author
@@ -247,7 +248,7 @@ PROOFS: tuple[type[FaultProof], ...] = (TwoVotes, VoteAfterFarewell, TwoAverages
 
 
 def read_proof(kind: str, data: bytes) -> FaultProof:
-    """Return the proof of this kind in the bytes. Raises: WireError if they are none."""
+    """Return the proof of this kind that is packed in `data`. Raises: WireError if `data` is no such proof."""
     reason = f"there are no proofs of the kind {kind!r:.40}"
     for proof in PROOFS:
         if proof.kind == kind:
@@ -260,22 +261,22 @@ def read_proof(kind: str, data: bytes) -> FaultProof:
 
 # Statements -----------------------------------------------------------------------------------------------------
 class SignedChoice(NamedTuple):
-    """A vote without its position and incarnation."""
+    """A signed vote, without its position and incarnation."""
 
     choice: Choice
     signature: bytes
 
 
 class SignedDeparture(NamedTuple):
-    """A signed farewell."""
+    """A farewell and its signature."""
 
     departure: Departure
     signature: bytes
 
 
 class Statements:
-    """The recent signed statements of peers. Each method takes in one statement, and returns the proof that it gives
-    together with earlier ones.
+    """The recent signed statements of peers. Each method but `forget` stores a statement, and returns the proof of a
+    lie that it makes together with earlier ones, or None.
 
     The votes in certificates are remembered for 64 cycles. So after a fork with two commits, a peer that has seen the
     prepare certificates of the later ballot still has the votes that broke a lock.
@@ -292,8 +293,9 @@ class Statements:
     def vote(
         self, peer: str, position: Position, incarnation: int, vote: SignedChoice, is_checked: bool = False
     ) -> FaultProof | None:
-        """Take in a vote. `is_checked`: it is from a certificate with verified signatures. A minority's certificate has
-        no such privilege, since a single peer may make it."""
+        """Store a vote, and return the proof that it makes, or None. With `is_checked` the vote is from a certificate
+        with verified signatures, and is stored beyond the limits, unless it is a minority's: a single peer can make
+        such a certificate."""
         choice, text = vote.choice, vote.choice.text
         votes = self._votes.get(position, {}).get(peer, {})
         key = incarnation, choice.ballot.order, choice.phase
@@ -322,7 +324,8 @@ class Statements:
             self._drop(next(iter(self._votes)))
 
     def farewell(self, farewell: SignedDeparture) -> FaultProof | None:
-        """Take in a farewell. Of several of one incarnation the one with the lowest index is remembered."""
+        """Store a farewell, and return the proof that it makes with a stored vote, or None. Of one incarnation's
+        farewells the one with the lowest index is stored."""
         departure, peer = farewell.departure, farewell.departure.peer
         known = self._farewells.get(peer)
         if known and known.departure.incarnation == departure.incarnation and known.departure.index <= departure.index:
@@ -338,7 +341,7 @@ class Statements:
         return None
 
     def average(self, round: Round, average: Averaged) -> FaultProof | None:
-        """Take in an average whose signature has been checked."""
+        """Store an average whose signature is verified. Return the proof that it makes with another, or None."""
         reducer = average.origin.reducer
         incarnation = round.incarnations.get(reducer)
         if incarnation is None or average.chunk >= round.chunks:
@@ -351,7 +354,8 @@ class Statements:
         return TwoAverages(round=round.name, terms=round.terms, incarnation=incarnation, first=first, second=average)
 
     def commitment(self, author: Author, commitment: Commitment) -> FaultProof | None:
-        """Take in a commitment. Peers repeat it each second, so only a new one is checked."""
+        """Store a commitment, and return the proof that it makes with another one, or None. Peers repeat commitments
+        each second, so only a new one's signature is verified."""
         known = self._commitments.get(author.peer, {})
         first = known.get(author)
         if first is not None:

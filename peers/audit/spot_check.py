@@ -1,4 +1,5 @@
-"""Spot checks: after a round a member repeats one of its averages, from the blocks that all members committed to.
+"""Spot checks: after a round, a member computes another member's average of a chunk again, from the blocks to which all
+members committed.
 
 An average has the same bits on every machine. So if the repeated one differs, its reducer has averaged other blocks.
 This member then knows it, and warns its own operator. It cannot prove it to others in one message, since all blocks of
@@ -34,7 +35,7 @@ Reduce: TypeAlias = Callable[[Reduction], Awaitable[Blocks]]
 
 @dataclass(frozen=True)
 class Sample:
-    """An average that another member has signed, and the input that it should have been made of.
+    """An average that another member has signed, and the data with which to compute it again.
 
     `weights` are those of the members whose blocks are in it, in the order of the sum; `tokens` is the divisor of the
     sum. `committed` are these members' commitments, each to all of its `chunks`.
@@ -49,7 +50,7 @@ class Sample:
 
 
 def choose(averages: Sequence[Averaged], members: int, draw: Callable[[], float]) -> Averaged | None:
-    """Return the average to check after a round with so many members; None for no check.
+    """Return the average to check after a round with this number of members; None to check none.
 
     `averages` are those of other members; `draw` returns a number in [0, 1).
     """
@@ -59,8 +60,8 @@ def choose(averages: Sequence[Averaged], members: int, draw: Callable[[], float]
 
 
 async def is_refuted(sample: Sample, blocked: Blocked, ask: Ask, reduce: Reduce) -> bool:
-    """Return whether the repeated average differs. It is not refuted if a member does not show its blocks, which it may
-    have replaced since, or if averaging them fails, which the reducer should report."""
+    """Return True if the average, computed again, differs from the signed one. Return False if a member does not send
+    its blocks, which it may have replaced since, or if averaging them fails, which the reducer should report."""
     chunk, chunking = sample.average.chunk, Chunking(blocked.block_count)
     first, last = chunking.blocks(chunk)
     start, stop = blocked.byte_range(first, last)

@@ -1,4 +1,4 @@
-"""Driver of one peer's protocol on a real network: it carries out effects and hands in events.
+"""Driver of one peer's protocol on a real network: it passes events to the protocol, and carries out effects.
 
 Other rooms import:
 driver: CALL, CALL_TIMEOUT, Driver

@@ -1,5 +1,5 @@
-"""The driver of one peer on a real network. It hands in events from the network, the clock and the workers, and carries
-out the effects that the protocol returns.
+"""The driver of one peer on a real network. It passes events from the network, the clock and the workers to the
+protocol, and carries out the effects that the protocol returns.
 
 The table `Driver._table` names the handler of each effect. The handlers are in the parts: messages, data of rounds,
 training, the run's state, and logs for people.
@@ -65,36 +65,36 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CALL = "message"
-CALL_TIMEOUT = 10.0  # seconds in which a peer must take a message of the protocol
-TICK = 0.25  # seconds
-START_BITS = 61  # random bits that number a start; the wire has room for 62
-FAREWELL_TIMEOUT = 3.0  # seconds
-REFUSALS_LIMIT = 128  # maximum number of remembered refusals, so that each is logged once
+CALL_TIMEOUT = 10.0  # seconds for a peer to accept a protocol message, at most
+TICK = 0.25  # seconds between two Tick events
+START_BITS = 61  # random bits in the number of one start of this peer; a message has room for 62
+FAREWELL_TIMEOUT = 3.0  # seconds to send the farewell and the last heartbeat, at most
+REFUSALS_LIMIT = 128  # remembered refusals, at most, so that each is logged once
 READING_BURST, READING_SHARE = 5.0, 0.1
 """Processor seconds for reading one peer's messages: at once, and per second. Peers with neither a lease nor a vote
 share one such allowance."""
 
 
 class _Messenger:
-    """Sending of one peer's messages, and receiving of others'."""
+    """The sender and receiver of one peer's protocol messages."""
 
     def __init__(self, transport: HivemindTransport, host: Driver) -> None:
         self._transport = transport
         self._host = host
         self._packer = Packer(host.peer)
         self._reading = Allowances(READING_BURST, READING_SHARE, SENDERS_LIMIT)
-        self._refusals = deque[tuple[str, str]](maxlen=REFUSALS_LIMIT)  # the last ones: peer and reason
+        self._refusals = deque[tuple[str, str]](maxlen=REFUSALS_LIMIT)  # latest refusals: peer id and reason
 
     async def serve(self) -> None:
         await self._transport.on_call(CALL, self._receive)
 
     def send(self, send: Send) -> None:
-        """Start sending a message. One about a lineage that this peer has left meanwhile is dropped."""
+        """Start sending a message. A message whose position is no longer in this peer's recent log is dropped."""
         with suppress(LogError):
             self._host.start(self._send(send.to, self._packer.pack(send.message)))
 
     def farewells(self) -> list[Awaitable[object]]:
-        """Return the calls that send the farewell to all peers that are heard. Failures do not matter."""
+        """Return awaitable calls that send this peer's farewell to all live peers; none if there is no farewell."""
         peer = self._host.peer
         if peer.goodbye is None:
             return []
@@ -112,12 +112,11 @@ class _Messenger:
         except PeerUnreachableError as error:
             logger.debug("%s", error)
             self._host.handle(Undelivered(to))
-        except LocalProtocolError as error:  # the message is too large, maybe because of data that others sent
+        except LocalProtocolError as error:  # the message is too large, perhaps because of data from other peers
             logger.error("cannot send to %s: %s", to, error)
 
     async def _receive(self, sender: str, data: bytes) -> bytes:
-        """Handle an incoming message. The transport drops and counts messages of another run or version, of unknown
-        kinds, and with a field out of bounds.
+        """Unpack a received message, and pass it to the protocol. The transport drops and counts invalid messages.
 
         Raises:
             RemoteProtocolError: the message is invalid.
@@ -139,8 +138,8 @@ class _Messenger:
 
 
 class _VotesKeeper:
-    """The writer of one peer's voting records, one after another. Without a file they are in memory only, and each
-    start of the peer is another incarnation."""
+    """The writer of one peer's voting records, in order. Without a file, each start of the peer is a new
+    incarnation."""
 
     def __init__(self, file: VotesFile | None, host: Driver) -> None:
         self._file = file
@@ -149,7 +148,7 @@ class _VotesKeeper:
         self._thread = ThreadPoolExecutor(1, "votes")
 
     def keep(self, keep: KeepVotes) -> None:
-        """Start writing a record. Messages that depend on it wait for VotesKept."""
+        """Start writing a voting record. Messages that depend on the record wait for the event VotesKept."""
         if self._file is None:
             self._host.handle(VotesKept())
         else:
@@ -161,7 +160,8 @@ class _VotesKeeper:
             self._host.handle(VotesNotKept(trouble) if trouble else VotesKept())
 
     async def write(self, record: VotingRecord) -> str:
-        """Write a record, after the entries that it counts as known. Return the reason if that fails, otherwise ""."""
+        """Write a voting record, after the log entries that it depends on. Return the reason of a failure, otherwise
+        ""."""
         if self._file is None:
             return ""
         await self._host.replication.recorder.finish()
@@ -173,12 +173,12 @@ class _VotesKeeper:
         return ""
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread that writes voting records."""
         self._thread.shutdown(wait=False)
 
 
 def _remembered(file: VotesFile | None, run: str, peer: str) -> VotingRecord | None:
-    """Return the votes of this peer's earlier starts; None if there are none to go on with, and log the reason."""
+    """Return the voting record of this peer's earlier starts; None if there is no usable record, and log the reason."""
     if file is None:
         return None
     try:
@@ -197,7 +197,7 @@ def _note(effect: Note) -> None:
 
 
 def _dropped(effect: Dropped) -> None:
-    """Count and log something that breaks the rules, with its sender."""
+    """Count and log data that was dropped because its sender broke a rule."""
     metrics.DROPPED.labels(effect.what).inc()
     logger.info("dropped a %s of %s: %s", effect.what, effect.peer, effect.reason)
 
@@ -214,7 +214,8 @@ def _trouble(effect: Trouble) -> None:
 
 
 class Driver:
-    """One peer of one run. `run` returns when the peer has left, and raises the error that stopped it.
+    """The driver of one peer in one run. `run` returns when the peer has left, and raises the error that stopped the
+    peer.
 
     `entries` is the log, as far as it is on this machine.
     """
@@ -237,7 +238,7 @@ class Driver:
         name: str = "",
         share: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """Create a driver for the workload's state, which has this digest.
+        """Create a driver; `state_digest` is the digest of the workload's current state.
 
         Args:
             lineage: the log up to that state; by default before the first entry.
@@ -284,11 +285,11 @@ class Driver:
 
     @property
     def sending(self) -> Sending | None:
-        """The format of the last contribution; None before the first."""
+        """The format of the last contribution, and the reason for it; None before the first contribution."""
         return self._training.sending
 
     def _table(self) -> EffectTable:
-        """Return the handler of each effect."""
+        """Return the table that maps each effect to its handler."""
         return EffectTable(
             row(effects.Send, self._messenger.send),
             row(effects.KeepVotes, self._votes.keep),
@@ -311,12 +312,12 @@ class Driver:
 
     # Life cycle -------------------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Take part until asked to leave. Raises: DilocoPeerError, the first one of any task."""
+        """Take part in the run until this peer has left. Raises: DilocoPeerError, the first error of any task."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 living = self.start(self._live())
-                await self._stopped.wait()  # `_live` may never begin: libp2p's daemon may be dead, and not answer
-                living.cancel()  # nothing may follow the farewell
+                await self._stopped.wait()  # not a wait for `_live`, which hangs if libp2p's daemon is dead
+                living.cancel()  # no heartbeat or message may follow the farewell
                 await self._say_goodbye()
                 await self.replication.recorder.finish()
                 for task in self._running:
@@ -330,7 +331,7 @@ class Driver:
             HEALTH.over("heartbeat")
 
     async def _live(self) -> None:
-        """Serve other peers, and hand the protocol the time and the heartbeats."""
+        """Serve other peers, and pass the time and the heartbeats to the protocol, until cancelled."""
         for part in (self._messenger, self.rounds, self._scout, self.replication):
             await part.serve()
         async with asyncio.TaskGroup() as clocks:
@@ -344,7 +345,7 @@ class Driver:
             await asyncio.sleep(TICK)
 
     async def _keep_pulse(self) -> None:
-        """Publish this peer's heartbeats and read the others'. What fails is tried again at the next beat."""
+        """Publish this peer's heartbeats, and pass the others' to the protocol, once per heartbeat interval."""
         timing = self.peer.settings.timing
         while True:
             with suppress(TimeoutError):
@@ -357,8 +358,8 @@ class Driver:
             await asyncio.sleep(timing.heartbeat)
 
     async def _say_goodbye(self) -> None:
-        """Send the farewell to all peers that are heard, and a last heartbeat; then nothing more. If the disk does not
-        take the record of the farewell, none is sent, since this peer would vote after it when it restarts."""
+        """Send the farewell to all live peers, and a last heartbeat. If the voting record cannot be written, send
+        neither, since this peer might vote after its farewell when it restarts."""
         if trouble := await self._votes.write(self.peer.record):
             logger.warning("this peer leaves without a farewell: %s", trouble)
             return
@@ -368,18 +369,18 @@ class Driver:
                 await asyncio.gather(*last_words, return_exceptions=True)
 
     def leave(self, at_once: bool = False) -> None:
-        """Leave: after the round under way, or `at_once`. `run` then returns."""
+        """Leave the run: after the current round, or now if `at_once`. `run` then returns."""
         self.handle(LeaveRequested(at_once))
 
     def rest(self) -> None:
-        """Expect no training any more: the run has had its last outer step, and this peer serves the state to
+        """Stop expecting training: the run has had its last outer step, and this peer only serves the state to
         others."""
         self._training.rest()
         self.handle(NothingToTrain())
 
-    # For the parts ----------------------------------------------------------------------------------------------
+    # Services for the parts -------------------------------------------------------------------------------------
     def handle(self, event: Event) -> None:
-        """Hand an event to the protocol, and start the effects that it returns."""
+        """Pass an event to the protocol, and carry out the effects that the protocol returns."""
         for effect in self.peer.handle(event, now()):
             self._effects.carry_out(effect)
         self.rounds.follow()
@@ -389,14 +390,14 @@ class Driver:
                 waiter.set_result(None)
 
     def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Run a coroutine until it ends or this peer has left."""
+        """Run a coroutine as a task, which is cancelled when this peer leaves; return the task."""
         task = self._tasks.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
     async def until(self, condition: Callable[[Peer], bool]) -> None:
-        """Wait until a condition on the protocol's state holds. It is checked after every event."""
+        """Wait until a condition on the protocol's state holds, which is checked after every event."""
         while not condition(self.peer):
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
@@ -404,7 +405,7 @@ class Driver:
 
     # This peer's heartbeat ---------------------------------------------------------------------------------------
     def evaluated(self, held_out: HeldOutLoss) -> None:
-        """Publish this peer's held-out loss of theta from now on."""
+        """Publish `held_out`, this peer's held-out loss, in its heartbeats from now on."""
         self._pulse.held_out = held_out
         metrics.HELD_OUT_LOSS.set(held_out.loss)
 

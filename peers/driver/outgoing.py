@@ -1,4 +1,4 @@
-"""The chunks of rounds on their way out: one queue for each member, several streams that empty it, one link for all."""
+"""Sending of a round's chunks: a queue and several streams to each member, and one uplink for all."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ if TYPE_CHECKING:
 
 CHUNKS = "chunks"
 CLOSING_TIME = 5.0  # seconds for a stream to end properly, so that its connection can be used again
-LATE_FLIGHT = 2.0  # multiple of the usual time after which a chunk is late
-MEMORY = 0.25  # weight of the last chunk in the usual time
-LATE_CHUNK = 1.5  # multiple of a chunk's expected time after which it is sent on another stream, too
-LEAST_PATIENCE = 1.0  # minimum seconds before that
-PATIENCE = 5.0  # seconds for which a chunk waits for those of earlier rounds
-SECONDS_UNDER_WAY = 0.5  # data under way, in seconds of the link's rate
+LATE_FLIGHT = 2.0  # multiple of a member's usual answer time after which a chunk is late
+MEMORY = 0.25  # weight of the last chunk in the average answer time
+LATE_CHUNK = 1.5  # multiple of a chunk's expected time after which another stream sends the chunk again
+LEAST_PATIENCE = 1.0  # seconds before another stream sends a chunk again, at least
+PATIENCE = 5.0  # seconds for which a chunk waits for chunks of earlier rounds, at most
+SECONDS_UNDER_WAY = 0.5  # unconfirmed data on all streams together, in seconds of the uplink's rate
 LOOK = 0.25  # seconds between two checks for late chunks
-STREAMS = 512  # maximum number of streams to all members together, but at least FEWEST to each
+STREAMS = 512  # streams to all members together, at most; but FEWEST to each member in any case
 
 
 class StreamHeader(Value):
-    """The round that a stream's chunks belong to."""
+    """The header of a stream of chunks, which names the chunks' round."""
 
     round_name: RoundName
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A chunk that is not answered yet: when it was sent first and last, on which stream, and how often."""
+    """A chunk without an answer: the times in seconds of its first and last sending, its last stream, and its number of
+    streams."""
 
     first: float
     last: float
@@ -56,7 +57,7 @@ class _Flight:
 
 class _Flights:
     """The unanswered chunks to one member. If TCP waits for a lost packet, one of several connections may stand still
-    for seconds, while the others have nothing left to send.
+    for seconds, so another connection sends its chunks again.
 
     If all chunks take long, none of them hangs. Sending them again would only double the load of a link that is slow or
     shared by many.
@@ -66,17 +67,17 @@ class _Flights:
         self.usual = usual
         """Seconds from sending a chunk until its answer; 0 if unknown."""
         self._clock = clock
-        # By the chunk's number, and true for an average; the one that was sent first comes first.
+        # By chunk number, and True for an average; the chunk whose last sending is the oldest comes first.
         self._flights: dict[tuple[int, bool], _Flight] = {}
 
     def begin(self, send: SendChunk, stream: object) -> None:
-        """Record that a chunk is sent on a stream, maybe once more."""
+        """Record that a chunk is sent on this stream, for the first time or again."""
         now, before = self._clock(), self._flights.pop((send.chunk, send.reduced), None)
         first, times = (before.first, before.times + (before.stream is not stream)) if before else (now, 1)
         self._flights[send.chunk, send.reduced] = _Flight(first, now, stream, times, send)
 
     def end(self, send: SendChunk) -> bool:
-        """Remove a chunk that was answered. Return whether this is its first answer."""
+        """Remove an answered chunk. Return True if this is the chunk's first answer."""
         flight = self._flights.pop((send.chunk, send.reduced), None)
         if flight is None:
             return False
@@ -89,12 +90,12 @@ class _Flights:
         return not self._flights
 
     def forget_blocks(self) -> None:
-        """Wait for the answers of averages only."""
+        """Remove the chunks of contributions, so that only averages still await answers."""
         self._flights = {key: flight for key, flight in self._flights.items() if flight.send.reduced}
 
     def late(self, stream: object, patience: float) -> SendChunk | None:
-        """Return a chunk that has been under way on another stream for longer than `patience` seconds, and than usual.
-        The limit doubles each time, so that a link that has become slow is not filled with copies.
+        """Return a chunk that another stream sent more than `patience` seconds, and twice the usual answer time, ago;
+        None if there is none. The limit doubles with each stream, so that copies do not fill a slow link.
 
         The chunk counts as sent on this stream from now on, so that no other stream sends it, too.
         """
@@ -107,48 +108,49 @@ class _Flights:
 
 
 class Uplink:
-    """The uplink that the rounds of several fragments share. They take turns in the order in which they began, because
-    all of them would be late if they sent at once. `meter` measures confirmed bytes."""
+    """The uplink that the rounds of several fragments share. The rounds send in the order in which they began, because
+    all would be late if they sent at once. `meter` measures confirmed bytes."""
 
     def __init__(self) -> None:
         self.meter = RateMeter()
         self.lanes = Lanes(FEWEST_WITH_BBR, MOST_WITH_BBR) if has_bbr() else Lanes()
         self.sent_bytes = 0
-        self._rounds: dict[Outgoing, None] = {}  # in the order in which they began
+        self._rounds: dict[Outgoing, None] = {}  # the senders of the current rounds, oldest round first
         self._news = asyncio.Event()
 
     def begin_round(self, sending: Outgoing, others: int) -> None:
-        """Begin a round with this number of other members."""
+        """Register the round that `sending` sends, with `others` other members."""
         self.end_round(sending)
         self._rounds[sending] = None
         self.lanes.begin_round(others)
         self.meter.begin_round()
 
     def end_round(self, sending: Outgoing) -> None:
-        """End a round, if it is under way."""
+        """Remove the round that `sending` sends, and wake the rounds that wait for it."""
         self._rounds.pop(sending, None)
         self.moved()
 
     def passed(self, count: int, seconds: float) -> None:
-        """Count the bytes of a confirmed chunk, and the seconds that they took."""
+        """Count the bytes of a confirmed chunk, and the seconds from sending to confirmation."""
         self.meter.passed(count, seconds)
         self.sent_bytes += count
         metrics.ROUND_BYTES.labels("sent").inc(count)
 
     def under_way(self, streams: int) -> int:
-        """Return the most bytes that each of this number of streams may have under way. Bytes in buffers cannot be
-        recalled when another chunk becomes more urgent, or another stream has nothing to send."""
+        """Return the most unconfirmed bytes on each of `streams` streams. Bytes in buffers cannot be recalled for a
+        more urgent chunk, or for an idle stream."""
         rate = self.meter.rate
         return int(min(BYTES_UNDER_WAY, SECONDS_UNDER_WAY * rate / max(streams, 1))) if rate else BYTES_UNDER_WAY
 
     def patience(self, streams: int, chunk: int) -> float:
-        """Return the seconds after which a chunk of this many bytes, on one of this number of streams, should have
-        arrived."""
+        """Return the seconds after which a chunk of `chunk` bytes, on one of `streams` streams, should have arrived;
+        infinity if the rate is unknown."""
         rate = self.meter.rate
         return max(LEAST_PATIENCE, LATE_CHUNK * (SECONDS_UNDER_WAY + streams * chunk / rate)) if rate else math.inf
 
     async def turn(self, sending: Outgoing, to: str) -> None:
-        """Wait until no earlier round has chunks to send to a member, but not for a round that hangs."""
+        """Wait until no earlier round has chunks to send to a member, at most PATIENCE seconds; then mark it as
+        hanging."""
         try:
             async with asyncio.timeout(PATIENCE):
                 while self._earlier(sending, to):
@@ -158,19 +160,19 @@ class Uplink:
                 other.hangs_at.add(to)
 
     def _earlier(self, sending: Outgoing, to: str) -> list[Outgoing]:
-        """Return the earlier rounds that still send to a member."""
+        """Return the earlier rounds that still have chunks to send to a member, without those marked as hanging."""
         earlier = takewhile(lambda one: one is not sending, self._rounds)
         return [other for other in earlier if other.has_more(to) and to not in other.hangs_at]
 
     def moved(self) -> None:
-        """Wake the rounds that wait for their turn."""
+        """Wake the rounds that wait for their turn to send."""
         self._news.set()
         self._news = asyncio.Event()
 
 
 class Outgoing:
-    """The sending of chunks for one fragment. It sends those of the present round, and after it, until the next begins,
-    the averages that members still miss: most members decide a round, and the slowest need its payload, too."""
+    """The sender of one fragment's chunks. After a round, until the next begins, it sends the averages that members
+    still miss: most members decide a round, and the slowest need its payload, too."""
 
     def __init__(self, transport: HivemindTransport, buffers: PayloadBuffers, host: Driver, uplink: Uplink) -> None:
         self._transport = transport
@@ -181,12 +183,12 @@ class Outgoing:
         self._queues: dict[str, asyncio.Queue[SendChunk | None]] = {}
         self._senders: dict[str, list[asyncio.Task[None]]] = {}
         self._flights: dict[str, _Flights] = {}
-        self._usual: dict[str, float] = {}  # seconds that a chunk took to each member of the last round
+        self._usual: dict[str, float] = {}  # seconds from a chunk to its answer in the last round, by member
         self.hangs_at = set[str]()
         """Members to which no chunk was sent for long, although chunks wait. Later rounds do not wait for them."""
 
     def begin(self, round_name: RoundName, others: int) -> None:
-        """Send chunks of this round, which has this number of other members."""
+        """Start sending chunks of a round with `others` other members, and stop sending for the round before."""
         self._end()
         self._usual = {peer: flights.usual for peer, flights in self._flights.items()}
         self._round, self._flights = round_name, {}
@@ -194,7 +196,7 @@ class Outgoing:
         self._uplink.begin_round(self, others)
 
     def tidy(self, present: RoundName | None) -> None:
-        """Stop sending for rounds other than the `present` one. Averages of a finished round go on."""
+        """Stop sending for any round except `present`; of a finished round, only averages are still sent."""
         if self._round is None or self._round == present:
             return
         if not self._is_over:
@@ -210,14 +212,14 @@ class Outgoing:
         self._uplink.moved()
 
     def _end(self) -> None:
-        """Stop sending for the round."""
+        """Stop sending for the current round, and end its streams."""
         for peer in list(self._senders):
             self._end_streams_to(peer)
         self._round = None
         self._uplink.end_round(self)
 
     def _end_streams_to(self, peer: str) -> None:
-        """Stop sending to a member. Its streams get some time to end properly."""
+        """Drop the chunks that wait for a member, and end its streams within CLOSING_TIME seconds."""
         queue = self._queues.pop(peer)
         while not queue.empty():
             queue.get_nowait()
@@ -240,10 +242,10 @@ class Outgoing:
         self._senders[to] = tasks
 
     async def _carry(self, round_name: RoundName, to: str, queue: asyncio.Queue[SendChunk | None]) -> None:
-        """Run one stream to a member, from its first chunk until the stream breaks or the round is over."""
+        """Send chunks to a member on one stream, until the stream breaks or the round is over."""
         usual, stream = self._usual.get(to, 0.0), object()
         flights = self._flights.setdefault(to, _Flights(asyncio.get_running_loop().time, usual))
-        # until the stream is open, and it is this round's turn
+        # The first chunk waits in this list until the stream is open and this round may send.
         waiting = [await self._next(to, queue, flights, stream)]
         if waiting == [None]:
             return
@@ -267,19 +269,19 @@ class Outgoing:
         except PeerUnreachableError:
             unsent = [send for send in waiting if send] + list(sender.pending if sender else ())
             others = [task for task in self._senders.get(to, ()) if task is not asyncio.current_task()]
-            if all(task.done() for task in others):  # no other stream sends the chunks that wait for this member
+            if all(task.done() for task in others):  # no other stream can send the chunks that wait for this member
                 while not queue.empty():
                     if send := queue.get_nowait():
                         unsent.append(send)
                 self._uplink.moved()
             self._report_unsent(round_name, to, unsent)
         except KeyError:
-            pass  # the round is over
+            pass  # the round is over, and its buffers are gone
 
     async def _next(
         self, to: str, queue: asyncio.Queue[SendChunk | None], flights: _Flights, stream: object
     ) -> SendChunk | None:
-        """Return the next chunk to send; None ends the stream. If none waits, it is a chunk that hangs on another
+        """Return the next chunk to send on a stream, if none waits a chunk that hangs on another stream; None ends the
         stream."""
         while not (self._is_over and queue.empty() and flights.are_answered):
             with suppress(TimeoutError):
@@ -296,16 +298,16 @@ class Outgoing:
 
     @property
     def _is_over(self) -> bool:
-        """True once the round's payload is complete here, so that only averages for other members are left to send."""
+        """True once this peer has the round's payload, so that only averages for other members are left to send."""
         return self._round is not None and self._buffers.last(self._round) is not None
 
     def has_more(self, to: str) -> bool:
-        """Return whether a chunk waits to be sent to a member."""
+        """Return True if a chunk waits to be sent to this member."""
         return to in self._queues and not self._queues[to].empty()
 
     @property
     def _streams(self) -> int:
-        """The number of streams of this round."""
+        """The number of streams of the current round, to all members."""
         return sum(len(tasks) for tasks in self._senders.values())
 
     def _data(self, send: SendChunk) -> memoryview:
@@ -324,7 +326,8 @@ class Outgoing:
             self._host.handle(ChunksUnsent(send.round_name, send.to, (send.chunk,), send.reduced))
 
     def _widen(self, round_name: RoundName, count: int) -> None:
-        """Open more connections, if the present ones do not carry all waiting chunks."""
+        """Open more streams to each member if `count` newly confirmed bytes show that the present streams are too
+        few."""
         has_more = any(queue.qsize() for queue in self._queues.values())
         if self._uplink.lanes.passed(count, has_more) and round_name == self._round:
             for peer in list(self._senders):

@@ -1,4 +1,4 @@
-"""The pulse of a peer: it publishes its own heartbeats and beats, and collects those of others."""
+"""The pulse of a peer, which publishes its own heartbeats and beats, and collects those of other peers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from peers.driver.driver import Driver
     from peers.network.transport import HivemindTransport
 
-REFRESH_BEATS = 15  # heartbeats after which the peer asks again under which addresses others reach it
+REFRESH_BEATS = 15  # heartbeats between two updates of this peer's own addresses
 SHARE_FOR_SILENCE = 0.25
 """Share of a heartbeat's expiry for which a beat may wait for a silent DHT node. A beat has two such waits at most, and
 must still arrive in time: one frozen machine must not keep all others from hearing each other."""
 
 
 class Pulse:
-    """The heartbeats of one peer: it makes, signs and publishes its own, and collects the others'."""
+    """The maker of one peer's heartbeats, which signs and publishes them, and collects those of other peers."""
 
     def __init__(
         self, identity: Identity, transport: HivemindTransport, host: Driver, team: str = "", name: str = ""
@@ -45,8 +45,8 @@ class Pulse:
         transport.dht.expect_answers_within(SHARE_FOR_SILENCE * host.peer.settings.timing.heartbeat_expiry)
 
     def known(self) -> Iterator[Event]:
-        """Yield the heads that the run's archives have signed, an amendment that the organiser has given to this
-        machine, and, if the peer's lineage is short, earlier heads from its log."""
+        """Yield events for the heads that the run's archives have signed, for an amendment that this machine got from
+        the organiser, and, if the peer's lineage is short, for earlier heads of its log."""
         run, log, lineage = self._peer.settings.run, self._host.entries, self._peer.lineage
         signed = self._transport.runs.signed_heads_of(run)
         yield SignedHeadsSeen(signed, log.heads_at(signed.indices))
@@ -58,8 +58,8 @@ class Pulse:
             yield HeadsSeen(last, tuple(heads))
 
     async def beat(self) -> HeartbeatsSeen:
-        """Publish this peer's heartbeat, and begin to connect to new peers. Return the heartbeats of the peers that are
-        heard, and the names of those that only have fresh records."""
+        """Publish this peer's heartbeat, and start connecting to new peers. Return an event with the heartbeats of
+        peers heard lately, and the ids of training peers not heard within the expiry."""
         if self._beats % REFRESH_BEATS == 0:
             await self._transport.refresh_addresses()
         self._beats += 1
@@ -75,15 +75,15 @@ class Pulse:
         return HeartbeatsSeen(tuple(beat for beat in heartbeats if beat.peer in silences), silences, unheard)
 
     def _connect_to_new(self, heartbeats: Sequence[Heartbeat]) -> None:
-        """Begin to connect to new peers. In a large swarm that waits until there is a message to send."""
+        """Start connecting to new peers; in a large swarm do nothing, since peers connect at their first message."""
         self._connected &= {heartbeat.peer for heartbeat in heartbeats}
         for stranger in heartbeats if len(heartbeats) <= EAGER else ():
             if stranger.peer not in self._connected | {self._peer.me}:
                 self._connected.add(stranger.peer)
-                self._host.start(self._connect(stranger))  # takes long if the peer is gone
+                self._host.start(self._connect(stranger))  # a task, since connecting to a dead peer takes long
 
     async def publish(self) -> None:
-        """Publish a beat, or a signed heartbeat if its content has changed."""
+        """Publish a signed heartbeat if its content has changed, otherwise a beat."""
         run, heartbeat = self._peer.settings.run, self.heartbeat()
         discovery = self._transport.discovery_of(run)
         if discovery.is_news(heartbeat):
@@ -94,8 +94,7 @@ class Pulse:
         HEALTH.expect("heartbeat", self._peer.settings.timing.heartbeat_expiry, "no heartbeat was published")
 
     def heartbeat(self) -> Heartbeat:
-        """Return this peer's present heartbeat. No two are the same: the sequence number grows, also above those that
-        earlier starts with this key used."""
+        """Return a new heartbeat of this peer. Its sequence number is higher than any used before with this key."""
         before = self._transport.discovery_of(self._peer.settings.run).copies.highest
         self._sequence = next_sequence(self._sequence, before)
         peer, progress, log = self._peer, self._peer.trainer.progress, self._peer.settled

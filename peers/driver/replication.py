@@ -1,4 +1,5 @@
-"""The run's state on this machine: applied entries, records on the disk, fetched snapshots, and copies for others."""
+"""The run's state on this machine: applied entries, records on the disk, fetched snapshots, and copies for other
+peers."""
 
 from __future__ import annotations
 
@@ -44,14 +45,14 @@ if TYPE_CHECKING:
     from peers.driver.driver import Driver
 
 logger = logging.getLogger(__name__)
-FINISH_TIMEOUT = 10.0  # seconds
+FINISH_TIMEOUT = 10.0  # seconds to wait until all entries are on the disk, at most
 
 
 class _Recorder:
-    """The writer of entries and payloads to the disk, one after another, beside everything else."""
+    """The writer of entries and payloads to the disk, in order, in the background."""
 
     def __init__(self, log: RunLog, transport: PullTransport, buffers: Sequence[PayloadBuffers], host: Driver) -> None:
-        """`buffers` has one for each fragment; they learn which of their payloads are on the disk."""
+        """Create a recorder. `buffers` has an item for each fragment, in which payloads on the disk are marked."""
         self._log = log
         self._transport = transport
         self._buffers = buffers
@@ -63,12 +64,13 @@ class _Recorder:
         """The reason why the disk did not take the last entry; empty if it did."""
 
     def add(self, made: Apply, state_digest: bytes | None, payload: ChunkedPayload | None) -> None:
-        """Start writing an applied entry, with its certificate, its proofs and its annex. `state_digest` is that after
-        its cycle, if the entry is the last one of the cycle to be applied."""
+        """Start writing an applied entry with its certificate and proofs. `state_digest` is the digest of the state
+        after the entry's cycle, or None if the cycle has further entries to apply."""
         self._last = self._host.start(self._add(made, state_digest, payload))
 
     async def keep_payload(self, index: int, payload: ChunkedPayload) -> str:
-        """Write a payload before it is voted for. Return the reason if that fails, otherwise ""."""
+        """Write the payload of entry `index`, before this peer votes for it. Return the reason of a failure, otherwise
+        ""."""
         if self._log.is_on_disk:
             try:
                 await asyncio.to_thread(self._log.keep_payload, index, payload)
@@ -77,7 +79,7 @@ class _Recorder:
         return ""
 
     async def follow(self, chain: Chain, end: int) -> None:
-        """Keep the log up to a snapshot."""
+        """Write the entries of `chain`, the fetched log up to a snapshot, to the disk up to index `end`."""
         async with self._turn:
             try:
                 await asyncio.to_thread(self._log.follow, chain, end)
@@ -85,7 +87,7 @@ class _Recorder:
                 logger.warning("the entries before %d could not be written to the disk: %s", end, error)
 
     async def finish(self) -> None:
-        """Wait until all added entries are on the disk, for a limited time."""
+        """Wait until all added entries are on the disk, for at most FINISH_TIMEOUT seconds."""
         if self._last is not None:
             await asyncio.wait([self._last], timeout=FINISH_TIMEOUT)
 
@@ -96,7 +98,7 @@ class _Recorder:
                 await asyncio.to_thread(self._log.append, header, state_digest, payload, made.certificate)
                 if made.proofs:
                     await asyncio.to_thread(self._log.keep_proofs, made.proofs)
-            except LogFolderError as error:  # the run goes on without it
+            except LogFolderError as error:  # training continues without this entry on the disk
                 self._note(str(error), header.index)
             else:
                 self._note("", header.index)
@@ -108,7 +110,8 @@ class _Recorder:
         self._host.start(self._proofs.fetch(self._donors))
 
     def _note(self, trouble: str, index: int) -> None:
-        """Log why entries are not on the disk: once, again if the reason changes, and when it is over."""
+        """Log once why entries from `index` on are not on the disk; or that they are written again, if `trouble` is
+        empty."""
         if trouble == self._trouble:
             return
         self._trouble = trouble
@@ -129,7 +132,7 @@ class _Recorder:
 
 
 class Replication:
-    """theta and momentum, and the entries that led to them. See `Driver` for `on_entry` and `on_snapshot`."""
+    """The workload's θ and momentum, and the entries that led to them. `Driver` explains the callbacks."""
 
     def __init__(
         self,
@@ -142,7 +145,7 @@ class Replication:
         on_entry: Callable[[Header, bytes], None],
         on_snapshot: Callable[[FrozenSnapshot], None],
     ) -> None:
-        """`buffers` has one for each fragment."""
+        """Create the replication of a workload's state. `buffers` has an item for each fragment."""
         self.worker = asyncio.Lock()
         """Held while the workers train, and while another state is fetched, so that they do not train from the old
         state."""
@@ -172,7 +175,7 @@ class Replication:
         await serve_snapshots(self._transport, {run: self.snapshotter})
 
     def is_applying(self, fragment: int) -> bool:
-        """Return whether an entry of this fragment is still to be applied."""
+        """Return True while an entry of this fragment is still to be applied."""
         return fragment in self._applying
 
     def apply(self, apply: Apply) -> None:
@@ -183,7 +186,7 @@ class Replication:
         header = apply.header
         kept = self._buffers[header.fragment].kept.get(header.payload)
         async with self.snapshotter.changing():
-            if kept is None and header.payload != NO_PAYLOAD:  # the payload of an older vote may be on the disk only
+            if kept is None and header.payload != NO_PAYLOAD:  # a payload of an older vote may be on the disk only
                 kept = await asyncio.to_thread(self._buffers[header.fragment].find, header.payload)
                 if kept is None:
                     raise LocalProtocolError(f"entry {header.index} is to be applied, but its payload is not here")
@@ -196,11 +199,11 @@ class Replication:
                 await self._workload.apply(kept.data, *step, amendment=apply.amendment)
             self._applying.discard(header.fragment)
             metrics.ENTRIES_APPLIED.inc()
-            if header.fragment == len(self._buffers) - 1:  # each entry of a cycle has the cycle's tokens
+            if header.fragment == len(self._buffers) - 1:  # once a cycle, since all its entries count the same tokens
                 metrics.TOKENS_COUNTED.inc(header.tokens_of(me))
             self._host.handle(Applied(header))
             state_digest = None
-            if log.last is not None and not log.made:  # a cycle is whole
+            if log.last is not None and not log.made:  # all entries of the cycle are applied
                 state_digest = await self._workload.state_digest()
                 self._host.handle(Digested(log.last, state_digest))
         self.recorder.add(apply, state_digest, kept)
@@ -243,7 +246,7 @@ class Replication:
     async def fetch_snapshot(self, fetch: FetchSnapshot) -> None:
         donors = (fetch.donor, *fetch.others)
         size = self._workload.state_size
-        vouching: Compared  # the log that vouches for the snapshot
+        vouching: Compared  # the comparison with the donor's log, by which the snapshot is checked
 
         async def vouch() -> Vouched:
             nonlocal vouching
@@ -252,7 +255,7 @@ class Replication:
             return Vouched(vouching.theirs, trusted_digest, fetch.least)
 
         try:
-            async with self.worker:  # a stopped training needs a moment to end
+            async with self.worker:  # waits until a stopped training has ended
                 snapshot = await fetch_snapshot(
                     *(self._transport, donors, self._host.peer.log, fetch.least, vouch, self._storage, size),
                     on_download=self._downloads,
@@ -275,7 +278,7 @@ class Replication:
         self.download = download
 
     async def _vouching(self, fetch: FetchSnapshot) -> Compared:
-        """Return the believed part of the donor's log, which vouches for snapshots. Raises: LineageError."""
+        """Return the comparison with the donor's log, up to entries that this peer believes. Raises: LineageError."""
         peer = self._host.peer
         beat = peer.presence.live().get(fetch.donor)
         index = beat.index if beat is not None else fetch.least

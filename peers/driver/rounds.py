@@ -1,4 +1,4 @@
-"""The data of rounds: buffers, chunks under way, averages, and the final payload."""
+"""The data of rounds: buffers, the averaging of chunks, checks of other members' averages, and the final payload."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from peers.driver.driver import Driver
     from peers.network.transport import HivemindTransport
 
-REDUCERS = 2  # chunks averaged at once
+REDUCERS = 2  # chunks averaged at once, at most
 Shown: TypeAlias = Sequence[tuple[ChunkProof, Blocks] | None]
 
 
 class RoundCosts(NamedTuple):
-    """Costs of all rounds of one peer so far: seconds in them, and bytes of chunks. The peaks are the best rate in any
-    half second of the last rounds, in bytes a second (0 if not measured)."""
+    """The costs of all rounds of one peer so far: seconds, and bytes of chunks. Each peak is the best rate in any half
+    second of the last rounds, in bytes a second (0 if not measured)."""
 
     seconds: float = 0.0
     sent_bytes: int = 0
@@ -40,28 +40,28 @@ class RoundCosts(NamedTuple):
 
 
 class Rounds:
-    """One peer's rounds; for each fragment one is under way at a time."""
+    """One peer's rounds, at most one at a time for each fragment."""
 
     def __init__(
         self, transport: HivemindTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Driver
     ) -> None:
-        """`buffers` has one for each fragment."""
+        """Create the rounds. `buffers` has an item for each fragment."""
         self._transport = transport
         self._workload = workload
         self._buffers = buffers
         self._host = host
         self.traffic = Traffic(transport, workload, buffers, host)
         self._run = host.peer.settings.run
-        self._members: dict[int, frozenset[str]] = {}  # of each fragment's last round
+        self._members: dict[int, frozenset[str]] = {}  # members of each fragment's last round, by fragment
         self._reducing = asyncio.Semaphore(REDUCERS)
         self._assembling = asyncio.Lock()
-        self._rounds: dict[int, RoundName] = {}  # by fragment
+        self._rounds: dict[int, RoundName] = {}  # current rounds, by fragment
         self._began_at: float | None = None
         self._seconds = 0.0
 
     @property
     def costs(self) -> RoundCosts:
-        """The costs of all rounds until now, with the present one."""
+        """The costs of all rounds so far, including the current round."""
         present = 0.0 if self._began_at is None else now() - self._began_at
         traffic = self.traffic
         return RoundCosts(self._seconds + present, traffic.uplink.sent_bytes, traffic.received_bytes, *traffic.peaks)
@@ -92,7 +92,7 @@ class Rounds:
                 self._host.handle(event)
 
     async def assemble(self, assemble: AssemblePayload) -> None:
-        """Assemble a payload whose chunks are all here, and write it to the disk. Payloads of one round come in their
+        """Assemble a round's payload from its chunks, write it to the disk, and report it to the protocol, in call
         order."""
         round_name, exchange = assemble.round_name, self._host.peer.exchange_of(assemble.round_name)
         buffers = self._buffers_of(round_name)
@@ -108,7 +108,7 @@ class Rounds:
             self._host.start(self._check_an_average(exchange))
 
     async def _check_an_average(self, exchange: Exchange) -> None:
-        """Compute one of the other members' averages again, if chance picks this round."""
+        """Compute another member's average again, if chance picks this round, and report an error to the protocol."""
         average = choose(exchange.averages.of_others, len(exchange.contributions.commitments), random.random)
         if average is None:
             return
@@ -129,12 +129,12 @@ class Rounds:
             self._host.handle(AverageRefuted(exchange.name, average.reducer, average.chunk))
 
     def follow(self) -> None:
-        """Release the data of rounds that are no longer under way."""
+        """Release the data of rounds that are over, and mark the link as busy while a round exchanges data."""
         peer = self._host.peer
         if peer.is_exchanging:
             self._transport.no_round.rate = self.traffic.rate
             self._transport.no_round.clear()
-        else:  # a round may also wait long for peers to join
+        else:  # no data is exchanged, though a round may be open and wait long for peers
             self._transport.no_round.set()
         rounds = {fragment: round.exchange.name for fragment, round in peer.rounds.items() if round.exchange}
         before, self._rounds = self._rounds, rounds
@@ -147,7 +147,7 @@ class Rounds:
         self.traffic.tidy(rounds.values())
 
     def _end_clock(self) -> None:
-        """Count the time of ended rounds, if any was under way."""
+        """Add the seconds since rounds began to the total, if any round was under way."""
         if self._began_at is not None:
             seconds = now() - self._began_at
             self._began_at = None

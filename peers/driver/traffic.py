@@ -1,4 +1,4 @@
-"""The chunks of one peer's rounds on their way, in both directions, and the rates of the link."""
+"""The transfer of one peer's chunks in rounds, in both directions, and the measured rates of the link."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ADMISSION_TIMEOUT = 10.0  # seconds by which a member may begin a round before this peer
-AGAIN = 1800.0  # seconds after which a free link is measured again
-TRIES = 3  # peers with which the link is measured, if they are not busy
+ADMISSION_TIMEOUT = 10.0  # seconds that a stream waits for this peer to begin the stream's round, at most
+AGAIN = 1800.0  # seconds after which an idle link is measured again
+TRIES = 3  # peers with which the link is measured, at most
 
 
 class Traffic:
-    """The chunks of the present rounds, at most one round for each fragment: it sends this peer's, and receives those
-    that the protocol waits for."""
+    """The transfer of chunks in the current rounds, at most one for each fragment: it sends this peer's chunks, and
+    receives those that the protocol expects."""
 
     def __init__(
         self, transport: HivemindTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Driver
     ) -> None:
-        """`buffers` has one for each fragment."""
+        """Create the traffic of all fragments. `buffers` has an item for each fragment."""
         self.uplink = Uplink()
         self.received_bytes = 0
         """Bytes of chunks from other members, in all rounds."""
@@ -59,31 +59,31 @@ class Traffic:
 
     @property
     def peaks(self) -> tuple[float, float]:
-        """The best rates up and down that the link showed in rounds, in bytes a second; 0 if unknown."""
+        """The link's best upload and download rates in recent rounds, in bytes a second; 0 if unknown."""
         return self.uplink.meter.rate, self._downlink.rate
 
     @property
     def rate(self) -> int:
-        """The rate that the link showed each way in rounds, in bytes a second; 0 if unknown."""
+        """The link's rate in recent rounds, usable in both directions at once, in bytes a second; 0 if unknown."""
         return int(self._transport.caps.of_both(*self.peaks))
 
     @property
     def last_uplink(self) -> float:
-        """The last upload rate that the link showed, in bytes a second; 0 if unknown."""
+        """The link's latest upload rate, within the volunteer's cap, in bytes a second; 0 if unknown."""
         return self._transport.caps.of_upload(self.uplink.meter.last)
 
     @property
     def rates(self) -> dict[str, int]:
-        """The rates at which other members' data arrived in the last rounds, in bytes a second."""
+        """The rates at which other members' data arrived in recent rounds, in bytes a second, by peer id."""
         return {peer: int(meter.rate) for peer, meter in self._from.items() if meter.rate}
 
     def knows(self, upload: float, download: float) -> None:
-        """Take the link's rates that were measured outside a round, in bytes a second."""
+        """Record the link's upload and download rates, measured outside a round, in bytes a second."""
         self.uplink.meter.knows(upload)
         self._downlink.knows(download)
 
     def begin(self, round_name: RoundName, others: int) -> None:
-        """Move chunks of this round, which has this number of other members."""
+        """Start the transfer of chunks in a round with `others` other members."""
         self._outgoing[round_name.position.fragment].begin(round_name, others)
         for meter in (self._downlink, *self._from.values()):
             meter.begin_round()
@@ -92,7 +92,7 @@ class Traffic:
         self._outgoing[send.round_name.position.fragment].send(send)
 
     def tidy(self, present: Collection[RoundName]) -> None:
-        """End the streams of rounds other than the `present` ones."""
+        """End the streams of all rounds that are not in `present`."""
         of_fragment = {name.position.fragment: name for name in present}
         for fragment, outgoing in enumerate(self._outgoing):
             outgoing.tidy(of_fragment.get(fragment))
@@ -101,7 +101,7 @@ class Traffic:
                 asyncio.get_running_loop().call_later(CLOSING_TIME, self._cut, task, (round_name, peer))
 
     def _cut(self, receiver: asyncio.Task[None], of: tuple[RoundName, str]) -> None:
-        """End a stream of an earlier round, unless its task already serves another stream on the same connection."""
+        """Cancel the task of an earlier round's stream, unless it already serves another stream on its connection."""
         if self._receivers.get(receiver) == of:
             receiver.cancel()
 
@@ -114,7 +114,8 @@ class Traffic:
             self._receivers.pop(task, None)
 
     async def _admit(self, sender: str, packed: bytes) -> _StreamArrivals:
-        """Admit a stream as soon as this peer is in its round, too: the sender may have got the Begin first.
+        """Accept a stream once this peer is in the stream's round, and return its receiver. The sender may have begun
+        earlier.
 
         Raises:
             RefusalError: this peer does not enter the round in time, or there are too many streams.
@@ -131,7 +132,7 @@ class Traffic:
         except TimeoutError:
             raise RefusalError(f"this peer is not in round {round_name} with the sender") from None
         if list(self._receivers.values()).count((round_name, sender)) >= MOST:
-            raise RefusalError("more than {MOST} streams of one round")
+            raise RefusalError(f"more than {MOST} streams of one round")
         task = asyncio.current_task()
         assert task is not None
         self._receivers[task] = (round_name, sender)
@@ -141,7 +142,7 @@ class Traffic:
         return _StreamArrivals(self, sender, round_name)
 
     def take(self, sender: str, round_name: RoundName, header: ChunkHeader, data: bytearray, seconds: float) -> bool:
-        """Take a chunk that took this many seconds to arrive. Return whether the sender need not send it again."""
+        """Process a chunk that took `seconds` to arrive. Return True unless the sender must send the chunk again."""
         self._downlink.passed(len(data), seconds)
         self._from[sender].passed(len(data), seconds)
         self.received_bytes += len(data)
@@ -153,7 +154,7 @@ class Traffic:
 
 
 class _StreamArrivals:
-    """The chunks that arrive on one stream: the announced header, and the memory for the data."""
+    """The receiver of one stream's chunks: the header of the announced chunk, and memory for its data."""
 
     def __init__(self, traffic: Traffic, sender: str, round_name: RoundName) -> None:
         self._traffic = traffic
@@ -164,8 +165,7 @@ class _StreamArrivals:
         self._spare = bytearray()
 
     def expect(self, header: bytes, length: int) -> bytearray:
-        """Return the memory for an announced chunk. Raises: RemoteProtocolError unless it is a whole chunk of this
-        run."""
+        """Return memory for an announced chunk. Raises: RemoteProtocolError if it is no whole chunk."""
         self._header = unpack_from(self._sender, ChunkHeader, header)
         self._admission.check_size(self._sender, self._round, self._header, length)
         self._data = self._spare if len(self._spare) == length else self._buffers.room(length)
@@ -173,14 +173,14 @@ class _StreamArrivals:
         return self._data
 
     def arrived(self) -> bool:
-        # Averages are copied to their place in the payload; blocks to be averaged stay in this memory.
+        # Averages are copied into the payload, so their memory is reused; blocks to be averaged stay in their memory.
         self._spare = self._data if self._header.reduced else bytearray()
         return self._traffic.take(self._sender, self._round, self._header, self._data, now() - self._began)
 
 
 class Scout:
-    """The search for links, once in a heartbeat, and the measurement of this peer's own link, before any round and now
-    and then between rounds.
+    """The reporter of this peer's links at each heartbeat. It also measures the rate of this peer's own link, before
+    any round and now and then between rounds.
 
     Rounds show only the rate that they need: a peer that reduces little sends little, and would seem to have a slow
     link.
@@ -197,7 +197,7 @@ class Scout:
         await self._transport.on_stream(RATING, self._rater.answer)
 
     def look(self) -> None:
-        """Hand the protocol the present links to others, and the rate of this peer's link."""
+        """Report the links to other peers and this peer's rate to the protocol, and measure the rate when due."""
         links = self._transport.links
         reach = links.reach()
         self._host.handle(ReachSeen(reach, self._traffic.rates, links.sought()))
@@ -210,8 +210,8 @@ class Scout:
             self._measuring = self._host.start(self._measure(direct))
 
     async def _measure(self, peers: list[str]) -> None:
-        """Measure with some of these peers, one after another. Each direction's rate is the median, or the better of
-        two: a peer with a thin link shows only its own rate, and a liar cannot raise the median."""
+        """Measure the link with some of these peers, one after another. Each direction's rate is the median, or the
+        better of two: a peer with a slow link shows only its own rate, and a liar cannot raise the median."""
         rates = list[tuple[float, float]]()
         for peer in random.sample(peers, min(len(peers), TRIES)):
             try:
@@ -221,5 +221,5 @@ class Scout:
                 logger.debug("no measurement: %s", error)
         if rates:
             upload, download = (sorted(each)[len(each) // 2] for each in zip(*rates, strict=True))
-            logger.info("this machine's link carries %.0f Mbit/s up, %.0f down", 8e-6 * upload, 8e-6 * download)
+            logger.info("this machine's link carries %.0f Mbit/s up, %.0f Mbit/s down", 8e-6 * upload, 8e-6 * download)
             self._traffic.knows(upload, download)

@@ -1,4 +1,4 @@
-"""The training side of the driver: it lets the workers train, and quantizes the result."""
+"""The training part of the driver, which runs the workers and quantizes their pseudo-gradients."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from peers.values.workload import Progress, Trained, Workload
 if TYPE_CHECKING:
     from peers.driver.driver import Driver
 
-FIRST_STEP_LIMIT = 1800.0  # seconds; a compiler may be at work
-STEP_LIMIT = 600.0  # seconds from one inner step to the next
+FIRST_STEP_LIMIT = 1800.0  # seconds for the first inner step, at most; a compiler may run during it
+STEP_LIMIT = 600.0  # seconds from one inner step to the next, at most
 STUCK = "training has not gone on"
-USUAL_STEPS = 10  # a step may take this many times the longest step so far, if that exceeds the limits above
+USUAL_STEPS = 10  # an inner step may take this many times the longest so far, beyond FIRST_STEP_LIMIT and STEP_LIMIT
 
 
 class Sending(NamedTuple):
-    """The format of a contribution, its size in bytes, and the reason for the choice: the last upload rate in bytes a
-    second (0 if unknown), and the seconds allowed."""
+    """The format of a contribution, its size in bytes, and the reason for the format: the last upload rate in bytes a
+    second (0 if unknown), and the seconds allowed for the upload."""
 
     format: int
     bytes: float
@@ -40,12 +40,12 @@ class Sending(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The seconds that the upload takes; 0 if unknown."""
+        """The seconds that the upload of the contribution takes; 0 if the rate is unknown."""
         return self.bytes / self.uplink if self.uplink else 0.0
 
 
 class Training:
-    """The training of the workers, one lease at a time."""
+    """The training of this peer's workers, one lease at a time."""
 
     def __init__(
         self,
@@ -56,10 +56,12 @@ class Training:
         format: int | None = None,
         share: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """Args:
-        buffers: one for each fragment.
-        format: the format of all contributions; None for the first one that the uplink has time for.
-        share: returns the largest share of a whole contribution's bytes, if the run has such a format.
+        """Create the training of a workload's workers.
+
+        Args:
+            buffers: one for each fragment.
+            format: the format of all contributions; None for the first one that the uplink has time for.
+            share: returns the largest share of a whole contribution's bytes, if the run has such a format.
         """
         self._workload = workload
         self._buffers = buffers
@@ -68,7 +70,7 @@ class Training:
         self._training: asyncio.Task[None] | None = None
         self._loss = 0.0
         self._step_tokens: float | None = None
-        self._longest_step = 0.0  # seconds
+        self._longest_step = 0.0  # seconds of the longest inner step so far
         self._stepped_at: float | None = None
         self._is_watched = False
         self._format, self._share = format, share
@@ -83,15 +85,16 @@ class Training:
             self._training.cancel()
 
     async def _run(self, train: Train) -> None:
-        async with self._replication.worker:  # a stopped training needs a moment to end
+        async with self._replication.worker:  # waits until a stopped training has ended
             for buffers in self._buffers:
                 await asyncio.to_thread(buffers.prepare)
             trained = await self._watched(train)
-            root, format = await self._quantize(len(self._buffers) - 1)  # now, so that no round waits for it
+            root, format = await self._quantize(len(self._buffers) - 1)  # quantized now, so that no round waits
         self._host.handle(TrainingDone(replace(trained, contribution=root, format=format)))
 
     async def _watched(self, train: Train) -> Trained:
-        """Let the workers train, and report the health part "training" as failing if they are silent for long."""
+        """Run the workers' inner steps for a lease, and return their result. The health check "training" fails if the
+        workers are silent for long."""
         HEALTH.expect("training", max(FIRST_STEP_LIMIT, USUAL_STEPS * self._longest_step), STUCK)
         self._stepped_at, self._is_watched = None, True
         try:
@@ -101,25 +104,25 @@ class Training:
             HEALTH.over("training")
 
     def rest(self) -> None:
-        """Expect no inner steps any more."""
+        """Stop expecting inner steps in the health check."""
         self._is_watched = False
         HEALTH.over("training")
 
     def look(self) -> None:
-        """Allow for a worker that waits: while a round is under way or an average is being applied, the wait is normal.
-        A worker with late work waits for nothing."""
+        """Extend the health check's time limit while the workers wait for a round or for an average to be applied.
+        Workers whose work is late do not wait."""
         peer = self._host.peer
         is_late = peer.trainer.is_late(peer.log)
         are_open = all(round.state is RoundState.OPEN for round in peer.rounds.values())
         if self._is_watched and not is_late and not are_open:
             self._expect_a_step()
-            self._stepped_at = None  # a step that waited is no measure for the next ones
+            self._stepped_at = None  # a step that included a wait is not measured
 
     def _expect_a_step(self) -> None:
         HEALTH.expect("training", max(STEP_LIMIT, USUAL_STEPS * self._longest_step), STUCK)
 
     async def _captured(self, train: Train, fragment: int) -> None:
-        """Offer a fragment's pseudo-gradient to its round. If no round takes it any more, let the workers go on."""
+        """Quantize a fragment's pseudo-gradient for its round. If no round takes it any more, resume the workers."""
         root, format = await self._quantize(fragment)
         trained = Trained((), self._planned_tokens(train), self._loss, contribution=root, format=format)
         self._host.handle(Captured(fragment, trained))
@@ -127,8 +130,7 @@ class Training:
             await self._workload.unchanged(train.index, fragment)
 
     async def _quantize(self, fragment: int) -> tuple[Sum, int]:
-        """Quantize a fragment's pseudo-gradient for this peer's contribution. Return the root over its chunks, and its
-        format."""
+        """Quantize a fragment's pseudo-gradient. Return the Merkle root over its chunks, and the format used."""
         buffers = self._buffers[fragment]
         format = self._choose_format(fragment)
         async with self._replication.snapshotter.state_lock:
@@ -137,7 +139,7 @@ class Training:
         return await asyncio.to_thread(offer, own, buffers, inspect, format), format
 
     def _choose_format(self, fragment: int) -> int:
-        """Return the format of a fragment's contribution, and record it for the volunteer."""
+        """Choose and return the format of a fragment's contribution, and record the choice in `sending`."""
         size, uplink = self._buffers[fragment].size, self._host.rounds.traffic.last_uplink
         allowed = self._host.peer.seconds_to_send(fragment)
         format = self._format
@@ -148,8 +150,8 @@ class Training:
         return format
 
     def _planned_tokens(self, train: Train) -> int:
-        """Return the tokens of all inner steps of a training. A fragment counts with these in its round, which comes
-        before most of the steps. If the workers train less than the run's batch, it is proportionally less."""
+        """Return the expected tokens of all inner steps of a lease, since a fragment's round begins before most of the
+        steps. If the workers train less than the run's batch, the tokens are proportionally fewer."""
         settings = self._host.peer.settings
         batch = settings.samples_per_lease // settings.inner_steps
         tokens = min(sample_count(train.samples), train.steps * batch) * settings.tokens_per_sample
@@ -162,7 +164,7 @@ class Training:
         self._step_tokens = progress.step_tokens
         if self._stepped_at is not None:
             self._longest_step = max(self._longest_step, time.monotonic() - self._stepped_at)
-        self._stepped_at = time.monotonic()  # does not count the time in which the machine slept
+        self._stepped_at = time.monotonic()  # excludes the time in which the machine slept
         if self._is_watched:
             self._expect_a_step()
         self._host.handle(TrainingProgress(progress))

@@ -1,4 +1,4 @@
-"""The run's log: headers, the state that follows from them, and the log's files on the disk.
+"""The run's log: headers, the state of the log that follows from them, and the log's files on the disk.
 
 Other rooms import:
 certificate: Ballot, Certificate, CertificateError, Choice, Departure, Group, Phase, Support, certify, digest_of_group,

@@ -29,11 +29,12 @@ from peers.values.identity import Signature, Verify
 from peers.values.wire import Count, Digest, PeerId, RunId, Value, digest_of, pack, pack_plain
 
 VOTE_CONTEXT = b"diloco-peer vote\0"
-FAREWELL_CONTEXT = b"diloco-peer farewell\0"  # keeps signatures for other purposes from counting here
+# prefix of the signed bytes, so that no other signature is valid as a farewell
+FAREWELL_CONTEXT = b"diloco-peer farewell\0"
 
 
 class CertificateError(LogError):
-    """A certificate that proves nothing: a signature is false, or not of a voter, or there are too few."""
+    """An invalid certificate: a signature is false or not of a voter, or there are too few signatures."""
 
 
 # Signed data ----------------------------------------------------------------------------------------------------
@@ -43,7 +44,8 @@ class Phase(IntEnum):
 
 
 class Ballot(Value):
-    """The number of one proposal: the view, and the attempt of the view's leader. Ballots are ordered."""
+    """The number of one proposal for an entry: the view, and the attempt of the view's leader. Later ballots are
+    greater."""
 
     view: Count
     attempt: Count
@@ -67,15 +69,16 @@ Group = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=MEMBER_LIMI
 
 
 def _phase(plain: object) -> Phase:
-    """Return a checked phase. pydantic alone would also accept 1.0 and "1"."""
+    """Return a phase from the network, 1 or 2. pydantic alone would also accept 1.0 and "1". Raises: ValueError."""
     if type(plain) not in (int, Phase) or plain not in (1, 2):
         raise ValueError("a phase is 1 or 2")
     return Phase(plain)
 
 
 class Choice(Value):
-    """A header (by its digest) in one ballot and phase. `justify` is the ballot of the prepare certificate that the
-    proposal showed; None without one, and in phase 2. A minority's choice names the digest of its `group`."""
+    """The object of a vote: a header (by its digest), in one ballot and phase. `justify` is the ballot of the prepare
+    certificate that the proposal showed; None without one, and in phase 2. `group` is the digest of the peers of a
+    minority that votes alone; None if the whole run votes."""
 
     ballot: Ballot
     phase: Annotated[Phase, PlainValidator(_phase)]
@@ -85,22 +88,24 @@ class Choice(Value):
 
     @property
     def alone(self) -> bool:
-        """True if a minority goes on without the others, so that its entries are never certified."""
+        """True if a minority votes alone (R8), so that the entry does not count as certified."""
         return self.group is not None
 
     @property
     def weight(self) -> tuple[bool, int, int]:
-        """The order of locks: the whole run's before those of minorities, then the later ballot first."""
+        """The sort key of locks: a choice of the whole run is greater than a minority's; then the later ballot is
+        greater."""
         return not self.alone, *self.ballot.order
 
     def text(self, position: Position, incarnation: int) -> bytes:
-        """Return the bytes that a voter signs."""
+        """Return the bytes that a voter signs to vote for this choice, at a position and in an incarnation."""
         choice = [self.ballot, int(self.phase), self.header, self.group, self.justify]
         return VOTE_CONTEXT + pack_plain([position, incarnation, choice])
 
 
 class Departure(Value):
-    """The statement that a leaving peer signs: in this incarnation it has not voted from `index` on, and will not."""
+    """The statement that a leaving peer signs: in this incarnation it has not voted from entry `index` on, and will
+    not."""
 
     run: RunId
     peer: PeerId
@@ -113,7 +118,8 @@ class Departure(Value):
 
 
 def digest_of_group(group: Group) -> bytes | None:
-    """Return the digest by which a choice names a minority; None for the whole run."""
+    """Return the digest of a minority's peers, for `Choice.group`; None if `group` is empty, so that the whole run
+    votes."""
     return digest_of(pack_plain(group)) if group else None
 
 
@@ -125,20 +131,20 @@ def position_of(header: Header) -> Position:
 # Voters --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Electorate:
-    """The voters on one choice, as (peer, incarnation), and the share of them that decides."""
+    """The voters on one choice, as (peer, incarnation), and the quorum that decides among them."""
 
     voters: tuple[tuple[str, int], ...]
     quorum: Quorum
 
     def is_enough(self, signers: int, farewells: int = 0) -> bool:
-        """Return whether this number of votes decides, with this number of farewells of other voters."""
+        """Return True if `signers` votes are a quorum of the voters, not counting the `farewells` voters that have
+        left."""
         return self.quorum.is_enough(signers, len(self.voters) - farewells)
 
 
 def electorate(log: LogState, header: Header, group: Group = ()) -> Electorate:
-    """Return the voters on a header that follows this log. The log names them. A founding has the header's own members,
-    since no other peer can have a vote yet. A minority decides among its group, always by majority: the members of a
-    header that it takes over may be gone."""
+    """Return the voters on a header that follows `log`: those that the log names; for the run's first entry, its own
+    members; for a minority, its `group`, by majority, since members of a header that it takes over may be gone."""
     if group:
         return Electorate(committee(group, header.previous), Quorum.MAJORITY)
     if log.last is not None:
@@ -149,14 +155,14 @@ def electorate(log: LogState, header: Header, group: Group = ()) -> Electorate:
 
 # Certificates ----------------------------------------------------------------------------------------------------
 class Signer(Value):
-    """One voter's signature, with the voter's place in the electorate."""
+    """One voter's signature of a choice, with the voter's place in the electorate."""
 
     place: Count
     signature: Signature
 
 
 class Farewell(Value):
-    """A voter that has left: its place in the electorate, the index of its departure, and its signature."""
+    """The farewell of a voter that has left: its place in the electorate, its `Departure.index`, and its signature."""
 
     place: Count
     index: Count
@@ -164,7 +170,7 @@ class Farewell(Value):
 
 
 class Certificate(Value):
-    """Signatures of enough voters for one choice. It has farewells only if the votes alone are not enough."""
+    """The signatures of enough voters for one choice. It has farewells only if the votes alone are not enough."""
 
     choice: Choice
     group: Group
@@ -174,8 +180,8 @@ class Certificate(Value):
 
 @dataclass(frozen=True, order=True)
 class Support:
-    """The support of an entry, to compare entries at one place. A certified one comes first; among uncertified ones,
-    the one with more signatures of the log's voters."""
+    """The strength of an entry's certificate, to compare entries at one position: certified entries are greater, then
+    those with more signatures of the log's voters."""
 
     is_certified: bool
     signers: int
@@ -189,7 +195,7 @@ def certify(
     signatures: Mapping[tuple[str, int], bytes],
     farewells: Mapping[str, tuple[int, bytes]],
 ) -> Certificate | None:
-    """Return the certificate of a choice, or None while too few have voted for it.
+    """Return the certificate of a choice; None while too few voters have signed the choice.
 
     Args:
         group: the peers whose digest the choice names.
@@ -215,8 +221,8 @@ def certify(
 
 
 def shortened(certificate: Certificate, log: LogState, header: Header) -> Certificate:
-    """Return the certificate with just enough signatures, since they are long and are kept for ever. A minority's
-    certificate keeps all of them: between two minorities their number decides."""
+    """Return the certificate with only as many signatures as a quorum needs, to save space. A minority's certificate
+    keeps all signatures, since their number decides between two minorities."""
     voters = electorate(log, header, certificate.group)
     enough = voters.quorum.least(len(voters.voters))
     if certificate.choice.alone or len(certificate.signers) < enough:
@@ -227,8 +233,8 @@ def shortened(certificate: Certificate, log: LogState, header: Header) -> Certif
 def prove(
     certificate: Certificate, log: LogState, header: Header, verify: Verify, phase: Phase = Phase.COMMIT
 ) -> Support:
-    """Check that a certificate is one of this header in this phase, and return its support. `log` ends before the
-    entry.
+    """Check that a certificate is valid for this header and phase, and return the entry's support. `log` ends before
+    the entry.
 
     Raises:
         CertificateError: it is of another header or phase, a signature is false, or there are too few.
@@ -261,7 +267,7 @@ def prove(
 
 
 def weigh(certificate: Certificate, log: LogState, header: Header) -> Support:
-    """Return the support of a certificate whose signatures have been checked."""
+    """Return the support that a certificate with checked signatures gives to its entry."""
     voters = electorate(log, header, certificate.group).voters
     signed = [voters[signer.place] for signer in certificate.signers]
     counted = [voter for voter in signed if log.last is None or log.counts(*voter)]

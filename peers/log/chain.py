@@ -1,4 +1,4 @@
-"""Consecutive entries of a run, stored and sent in brief, as outcomes.
+"""Consecutive entries of a run, stored and sent in brief: as outcomes, without the data that follows from the log.
 
 A header repeats data that follows from the log: all names, the samples of each peer, and all next leases. With a
 thousand members that is 200 KB. A round decides little of it: which of the expected members are missing, which peers
@@ -27,14 +27,14 @@ from peers.values.wire import Count, Digest, PeerId, Value, pack, unpack
 
 FRAMES = 32
 """Number of cycles from one stored whole header to the next. A lookup follows fewer outcomes than this."""
-STRETCH_LIMIT = 256  # entries
-STRETCH_BYTES = 1 << 22  # bytes of outcomes after which a stretch ends
-HEADER_LIMIT = 1 << 20  # bytes of an entry's header or outcome
+STRETCH_LIMIT = 256  # maximum number of entries in a stretch
+STRETCH_BYTES = 1 << 22  # bytes of outcomes and certificates after which a stretch ends
+HEADER_LIMIT = 1 << 20  # maximum bytes of an entry's packed header or outcome
 
 
 class Turnout(Value):
-    """A roster in brief. Members with a lease that did what the log expects (`LogState.expected`) are runs of places
-    [first, last) among the lease holders (`LogState.lease_places`). All others, such as newcomers, are in full.
+    """A roster in brief. Members with a lease and the incarnation that the log expects are ranges [first, last) of
+    places in `LogState.lease_places`. All other members, such as newcomers, are in full.
 
     `less` has the members in runs that differ: they trained a beginning of their lease, were absent from some chunks,
     want other samples next, or sent another format. Each one has the places in the roster since the last one, the
@@ -46,7 +46,7 @@ class Turnout(Value):
 
     @classmethod
     def of(cls, log: LogState, roster: Sequence[Member]) -> Turnout:
-        """Return a roster in brief. Raises: LogError when a member's samples are not its own."""
+        """Return a roster in brief. Raises: LogError when a member's samples are not of its own lease or grant."""
         members, less, last = list[tuple[int, int] | Member](), list[tuple[int, int, int, int, int]](), 0
         for number, member in enumerate(roster):
             log.check_member(member)
@@ -67,7 +67,7 @@ class Turnout(Value):
         return cls(members=tuple(members), less=tuple(less))
 
     def roster(self, log: LogState) -> tuple[Member, ...]:
-        """Return the roster in full.
+        """Return the roster in full, given the log before the entry.
 
         Raises:
             LogError: it names places that do not exist, has too many members, or a member's samples are not its own.
@@ -94,9 +94,9 @@ class Turnout(Value):
 
 
 class Outcome(Value):
-    """The entry of a fragment that follows the head `previous`, in brief. `state` and `faults` are as in the header.
-    `gone` are the voters that lose their vote, and `amendment` is the one that the entry takes in. `leader` is named
-    only if it is not the leader of view 0."""
+    """A fragment's entry in brief, which follows the head `previous`. `state` and `faults` are as in the header. `gone`
+    are the voters that lose their vote, and `amendment` is the one that the entry adds to the log. `leader` is None if
+    the leader of view 0 made the entry."""
 
     previous: Digest
     fragment: Count
@@ -110,12 +110,13 @@ class Outcome(Value):
 
 
 def outcome_of(log: LogState, header: Header) -> Outcome:
-    """Return an entry of the log's present cycle in brief. Raises: LogError when it does not follow from the log."""
+    """Return the outcome of an entry of the log's present cycle. Raises: LogError when the entry does not follow from
+    the log."""
     return _outcome_of(log.opening(header.fragment), header)
 
 
 def header_of(log: LogState, content: Header | Outcome) -> Header:
-    """Return the header of an entry of the log's present cycle, given as a header or in brief.
+    """Return the header of an entry of the log's present cycle, given as a header or as an outcome.
 
     Raises:
         LogError: the outcome leads to no header. A header is returned unchecked.
@@ -129,13 +130,15 @@ def header_of(log: LogState, content: Header | Outcome) -> Header:
 
 
 def follow(log: LogState, content: Header | Outcome) -> LogState:
-    """Return the log with an entry, given as a header or in brief. Raises: LogError when it does not follow."""
+    """Return the log with an entry appended, given as a header or an outcome. Raises: LogError when the entry does not
+    follow."""
     return log.append(header_of(log, content))
 
 
 @lru_cache(maxsize=8)
 def _outcome_of(log: LogState, header: Header) -> Outcome:
-    """Return an entry in brief. Cached, because one entry is sent to all members and written to the disk."""
+    """Return the outcome of an entry. Cached, because a peer sends one entry to all members and writes it to the
+    disk."""
     log.append(header)
     return Outcome(
         previous=header.previous,
@@ -152,13 +155,13 @@ def _outcome_of(log: LogState, header: Header) -> Outcome:
 
 @lru_cache(maxsize=8)
 def _header_of(log: LogState, outcome: Outcome) -> Header:
-    """Return the header of an entry in brief. Cached, because many messages are about one entry."""
+    """Return the header of an outcome. Cached, because many messages are about one entry."""
     besides = outcome.leader or _first_leader(log), outcome.faults, outcome.gone, outcome.amendment
     return log.in_state(outcome.state).next_header(outcome.turnout.roster(log), outcome.payload, *besides)
 
 
 def _first_leader(log: LogState) -> str | None:
-    """Return the leader of view 0 of the next entry, if that closes a cycle."""
+    """Return the leader of view 0 of the next entry; None if that entry closes no cycle."""
     return log.leader_of(0) if log.closes else None
 
 
@@ -167,17 +170,18 @@ StretchEntry: TypeAlias = tuple[Annotated[Header | Outcome, Field(union_mode="le
 
 
 class Stretch(Value):
-    """Consecutive entries of whole cycles, as one peer sends them to another. Those of the first cycle are headers,
-    unless the reader must know the log before them. Each has its certificate; None if the sender does not know it."""
+    """Consecutive entries of whole cycles, as one peer sends them to another, each with its certificate; None if the
+    sender does not know it. Entries of the first cycle are headers, unless the reader is sure to know the log before
+    them."""
 
     contents: Annotated[tuple[StretchEntry, ...], Field(max_length=STRETCH_LIMIT)] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry as a log stores it. `packed` is a packed outcome, or a packed header if the log before it is unknown.
-    `digest` is the header's. `state_digest` is that after its cycle, if it is known and the entry closes the cycle.
-    `certificate` is packed, too: with many members it is larger than the entry."""
+    """An entry as a log stores it. `packed` is a packed outcome, or a packed header if the log before the entry is
+    unknown. `digest` is the header's. `state_digest` is the digest of the state after the cycle: only in its closing
+    entry, and None if unknown. `certificate` is packed, since with many members it is larger than the entry."""
 
     index: int
     digest: bytes
@@ -189,15 +193,15 @@ class Entry:
 
     @classmethod
     def whole(cls, header: Header, state_digest: bytes | None, certificate: Certificate | None = None) -> Entry:
-        """Return an entry that can be read by itself. Raises: LogError when it is too long."""
+        """Return an entry with its full header. Raises: LogError when the header has more than HEADER_LIMIT bytes."""
         proof, packed = None if certificate is None else pack(certificate), pack(header)
         if len(packed) > HEADER_LIMIT:
             raise LogError(f"entry {header.index} has {len(packed)} bytes, more than {HEADER_LIMIT}")
         return cls(header.index, header.digest, packed, True, state_digest, proof, header.fragment)
 
     def brief(self, log: LogState, header: Header) -> Entry:
-        """Return the entry in brief, for readers that know the log before it. Raises: LogError when it does not
-        follow."""
+        """Return the entry with its outcome in place of its header. Raises: LogError when it does not follow from
+        `log`."""
         return replace(self, packed=pack(outcome_of(log, header)), is_whole=False)
 
     @property
@@ -211,7 +215,8 @@ class Entry:
         )
 
     def after(self, log: LogState) -> LogState:
-        """Return the log with this entry. Whole entries of one cycle may be the first that are known of a log.
+        """Return `log` with this entry appended. If the log before the entry is unknown, its full header is accepted on
+        trust.
 
         Raises:
             LogError: the entry does not follow; the message names the most likely cause.
@@ -234,14 +239,14 @@ class Entry:
 
 
 def newest(log: LogState) -> Header:
-    """Return the last entry of a log that has one and whose cycles are made in the order of fragments."""
+    """Return the header of the log's last entry. The log must have entries, each cycle's in the order of fragments."""
     header = log.made[-1] if log.made else log.last
     assert header is not None
     return header
 
 
 def _on_trust(log: LogState, header: Header) -> LogState:
-    """Return the log with an unchecked entry of the first cycle that is known of it.
+    """Return `log` with an unchecked entry of its first known cycle, since earlier entries are unknown.
 
     Raises:
         LogError: it is not of one cycle with the entries before it, or names an amendment that is not signed.
@@ -256,18 +261,18 @@ def _on_trust(log: LogState, header: Header) -> LogState:
 
 
 class Chain:
-    """Consecutive entries of one lineage. Only those of the first cycle may be whole, if the log before them is
-    unknown. The last cycle may be incomplete while its entries are added."""
+    """Consecutive entries of one lineage. Those of the first cycle have full headers if the log before them is unknown;
+    all others are outcomes. The last cycle may be incomplete while its entries are added."""
 
     def __init__(self, empty_log: LogState) -> None:
         self.entries: list[Entry] = []
         self.end = empty_log
         """The log after the last entry."""
         self.empty_log = empty_log
-        self._frames: dict[int, tuple[bytes, tuple[bytes, ...]]] = {}  # packed closing headers, and cycles' `ends`
+        self._frames: dict[int, tuple[bytes, tuple[bytes, ...]]] = {}  # by cycle: closing header, `LogState.ends`
 
     def __len__(self) -> int:
-        """Return the number of whole cycles here."""
+        """Return the number of whole cycles in this chain."""
         return len(self.entries) // self.fragments
 
     @property
@@ -277,21 +282,22 @@ class Chain:
 
     @property
     def first(self) -> int:
-        """The index of the first cycle here; 0 without cycles."""
+        """The index of the chain's first cycle; 0 for an empty chain."""
         return self.entries[0].index if self.entries else 0
 
     @property
     def next_index(self) -> int:
-        """The index of the next cycle."""
+        """The index of the cycle after the chain's last whole one."""
         return self.first + len(self)
 
     def cycles(self, first: int, last: int) -> Sequence[Entry]:
-        """Return the entries of the cycles [first, last), as far as they are here."""
+        """Return the chain's entries in the cycles [first, last), without cycles that the chain does not have."""
         start, stop = max(0, first - self.first), max(0, min(last, self.next_index) - self.first)
         return self.entries[start * self.fragments : stop * self.fragments]
 
     def entry(self, index: int, fragment: int | None = None) -> Entry | None:
-        """Return the entry of a cycle for this fragment, by default the one that closes the cycle."""
+        """Return the entry of cycle `index` for this fragment, by default the closing entry; None if the chain has no
+        such cycle."""
         place = self._place(index, fragment)
         return None if place is None else self.entries[place]
 
@@ -301,12 +307,13 @@ class Chain:
         return (index - self.first) * self.fragments + (self.fragments - 1 if fragment is None else fragment)
 
     def head(self, index: int) -> bytes | None:
-        """Return the head of the log after a cycle, if it is here."""
+        """Return the head of the log after cycle `index`; None if the chain has no such cycle."""
         cycle = self.cycles(index, index + 1)
         return cycle_head([entry.digest for entry in cycle]) if cycle else None
 
     def add(self, entry: Entry) -> Entry:
-        """Add the next entry. Return it as it is stored: in brief if possible. Raises: LogError."""
+        """Append the next entry. Return it as stored: as an outcome if possible. Raises: LogError when it does not
+        follow."""
         end = entry.after(self.end)
         if entry.is_whole and entry.index == self.end.position.index:
             entry = entry.brief(self.end, newest(end))
@@ -317,8 +324,8 @@ class Chain:
         return entry
 
     def complete(self, entry: Entry) -> bool:
-        """Add the certificate of an entry that is here, and the state digest after its cycle, which any entry of the
-        cycle may bring. Return whether one of them is new."""
+        """Copy a certificate into the chain's equal entry, and a state digest into the closing entry of its cycle,
+        where the chain has none. Return True if either was copied."""
         place, closing = self._place(entry.index, entry.fragment), self._place(entry.index)
         assert place is not None
         assert closing is not None
@@ -329,13 +336,13 @@ class Chain:
         return known != (self.entries[place], self.entries[closing])
 
     def cut(self, index: int) -> None:
-        """Drop the cycles from this index on."""
+        """Remove the cycles with this index and later ones."""
         self.end = self.after(index - 1) or self.empty_log
         del self.entries[max(0, index - self.first) * self.fragments :]
         self._frames = {place: frame for place, frame in self._frames.items() if place < index}
 
     def after(self, index: int) -> LogState | None:
-        """Return the log after a cycle, if it is here. After cycle -1 it is the empty log."""
+        """Return the log after cycle `index`, for -1 the empty log; None if the chain has no such cycle."""
         if index == self.next_index - 1 and not self.end.made:
             return self.end
         if index == -1:
@@ -343,16 +350,15 @@ class Chain:
         return next((state for _, state in self.states(index, index + 1) if not state.made), None)
 
     def headers(self, first: int, last: int) -> Iterator[Header]:
-        """Yield the headers of the cycles [first, last), as far as they are here."""
+        """Yield the headers of the chain's entries in the cycles [first, last)."""
         yield from (newest(state) for _, state in self.states(first, last))
 
     def states(self, first: int, last: int) -> Iterator[tuple[int, LogState]]:
-        """Yield the log after each entry of the cycles [first, last), as far as they are here, with the entry's
-        index."""
+        """Yield each entry's index and the log after the entry, for the chain's entries in the cycles [first, last)."""
         first, last = max(first, self.first), min(last, self.next_index)
         if first >= last:
             return
-        start = first if self.fragments == 1 else first - 1  # a frame has no states within its cycle
+        start = first if self.fragments == 1 else first - 1  # frames have only the log after a whole cycle
         start -= start % FRAMES
         log = self.empty_log
         if start in self._frames:
@@ -367,9 +373,9 @@ class Chain:
                 yield entry.index, log
 
     def stretch(self, first: int, last: int, is_whole: bool) -> Stretch:
-        """Return the cycles from `first` on and before `last`, as many as one stretch may have; none if `first` is not
-        here. With `is_whole` the first cycle is in headers, for a reader that does not know the log before it; it also
-        is if this chain does not know that log."""
+        """Return the chain's cycles [first, last), as many as a stretch may have; none if the chain does not have
+        `first`. The first cycle is sent as headers if the reader does not know the log before it (`is_whole`), or this
+        chain does not."""
         entries = self.cycles(first, min(last, first + max(1, STRETCH_LIMIT // self.fragments)))
         if not entries or entries[0].index != first:
             return Stretch()
@@ -385,7 +391,8 @@ class Chain:
         return Stretch(contents=tuple(sent))
 
     def led_up_to(self, stretch: Stretch) -> Chain:
-        """Return this chain with earlier entries before it. Their digests prove them, so they may come from any peer.
+        """Return this chain with earlier entries put before it. Any peer may send them, since the chain's digests prove
+        them.
 
         Raises:
             LogError: they do not lead up to the chain, or a signature among them is false.
@@ -415,7 +422,8 @@ class Chain:
 
 
 def _proven(first: Entry, log: LogState) -> Entry:
-    """Return the first entry here, checked against the log before it. A false certificate is left out."""
+    """Return a chain's first entry, without its certificate if that is false, now that the log before the entry is
+    known."""
     header, certificate = first.content, first.proof
     if certificate is not None and isinstance(header, Header):
         try:

@@ -1,4 +1,4 @@
-"""The entries of a run that one peer has: to resume from, to serve to others, and to read later.
+"""The entries of a run that one peer stores: to resume from, to send to other peers, and to read later.
 
 On disk a log is a folder with `entries.jsonl` and `payloads/<index>-<digest>.payload`. Its beginning is missing if the
 peer joined in the middle of the run, and so are payloads that a checkpoint covers. The first line of the file names the
@@ -44,20 +44,21 @@ NO_RUN = LogState("", bytes(DIGEST_BYTES), samples_per_lease=1, tokens_per_sampl
 
 
 def _write_line(fields: dict[str, object]) -> bytes:
-    """Return one line of the file: these fields and their checksum."""
+    """Return one line of entries.jsonl: the fields as JSON, with their checksum."""
     checksum = digest_of(json.dumps(fields).encode()).hex()[:16]
     return json.dumps(fields | {"checksum": checksum}).encode() + b"\n"
 
 
 def _first_line(log: LogState) -> bytes:
-    """Return the first line: the settings that all entries of a run depend on, so that the file can be read by
-    itself."""
+    """Return the first line of entries.jsonl: the settings that all entries of a run depend on, so that the file can be
+    read without the manifest."""
     fields = {"run": log.run, "manifest": log.manifest_digest.hex()}
     return _write_line(fields | {name: getattr(log, name) for name in RULES})
 
 
 def _read_first_line(line: bytes) -> LogState:
-    """Return a run's log before its first entry. Raises: LogError unless `_first_line` has written the line."""
+    """Return a run's log before its first entry, from the first line of entries.jsonl. Raises: LogError unless
+    `_first_line` has written the line."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         fields = json.loads(line)
         rules = {name: fields[name] for name in RULES} | {"quorum": Quorum(fields["quorum"])}
@@ -68,7 +69,7 @@ def _read_first_line(line: bytes) -> LogState:
 
 
 def _entry_line(entry: Entry) -> bytes:
-    """Return the line of one entry, with bytes in hexadecimal."""
+    """Return an entry's line for entries.jsonl, with bytes in hexadecimal."""
     return _write_line(
         {
             "index": entry.index,
@@ -81,7 +82,8 @@ def _entry_line(entry: Entry) -> bytes:
 
 
 def _read_entry(line: bytes) -> Entry:
-    """Raises: LogError unless the line is one that `_entry_line` has written, to the last bit."""
+    """Return the entry in a line of entries.jsonl. Raises: LogError unless `_entry_line` has written exactly these
+    bytes."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         fields = json.loads(line)
         is_whole = "header" in fields
@@ -101,8 +103,8 @@ def read_chain(
     empty_log: LogState | None = None,
     see: Callable[[Entry, Header, LogState], None] = lambda entry, header, before: None,
 ) -> tuple[Chain, str | None]:
-    """Read the whole cycles of a file, up to the first line that is corrupt or does not follow. Return them, and what
-    is wrong with that line, if any.
+    """Read the whole cycles of entries.jsonl, up to the first line that is corrupt or does not follow. Return their
+    chain, and an error that names that line; None without one.
 
     The first cycle may be from the middle of the run; then only its headers vouch for the entries before it.
 
@@ -142,17 +144,19 @@ def read_chain(
 
 
 def payload_path(folder: Path, index: int, digest: bytes) -> Path:
-    """Return the path of an entry's payload, in the folder of payloads."""
+    """Return the path of an entry's payload, in the folder of payloads, given the entry's index and the payload's
+    digest."""
     return folder / f"{index}-{digest.hex()[:8]}{SUFFIX}"
 
 
 def proof_path(folder: Path, digest: bytes) -> Path:
-    """Return the path of a fault's proof, in a log's folder."""
+    """Return the path of a fault's proof in the log's folder, given the proof's digest."""
     return folder / PROOFS / f"{digest.hex()}{PROOF_SUFFIX}"
 
 
 def read_payload(path: Path, block_bytes: int) -> ChunkedPayload:
-    """Map a payload's file, and digest its chunks. The caller must check the digests.
+    """Return a payload that is mapped from its file, with the digests of its chunks. The caller must check the
+    payload's digest.
 
     Args:
         block_bytes: size of each block of the payload; the last one may be shorter.
@@ -170,14 +174,14 @@ logger = logging.getLogger(__name__)
 
 
 class LogFolderError(DilocoPeerError):
-    """The folder of a log cannot be used: it does not exist, or there is no permission or no space."""
+    """Error of a log's folder: it does not exist, or the process has no permission or no space to write there."""
 
     exit_code = 6
 
 
 class RunLog:
-    """Consecutive cycles of one lineage, from `first` on, in brief (see `Chain`), and entries of a cycle that is not
-    whole yet.
+    """One peer's log: consecutive cycles of one lineage from `first` on, as outcomes (see `Chain`), and entries of a
+    cycle that is still incomplete.
 
     This class keeps them in memory, with the newest payloads: `kept_bytes` of them, but at least a few. It keeps no
     proofs.
@@ -188,71 +192,73 @@ class RunLog:
     def __init__(self, empty_log: LogState, kept_bytes: int = KEPT_BYTES) -> None:
         self.empty_log, self._chain = empty_log, Chain(empty_log)
         self._payloads = KeptPayloads(kept_bytes)
-        self._made: dict[int, tuple[Entry, Header]] = {}  # entries of one cycle, by fragment
+        self._made: dict[int, tuple[Entry, Header]] = {}  # the incomplete cycle's entries, by fragment
 
     def __len__(self) -> int:
         return len(self._chain)
 
     @property
     def first(self) -> int:
-        """The index of the first cycle here; 0 without cycles."""
+        """The index of the first cycle in this log; 0 for an empty log."""
         return self._chain.first
 
     @property
     def next_index(self) -> int:
-        """The index of the next cycle."""
+        """The index of the cycle after this log's last whole one."""
         return self._chain.next_index
 
     def headers(self, first: int, last: int) -> list[Header]:
-        """Return the headers of the cycles [first, last), as far as they are here, in the order of fragments."""
+        """Return the headers of this log's entries in the cycles [first, last), in order of cycles and fragments."""
         return list(self._chain.headers(first, last))
 
     def heads(self, first: int, last: int) -> list[bytes]:
-        """Return the heads of the log after each of the cycles [first, last), as far as they are here."""
+        """Return the heads of the log after each of this log's cycles in [first, last)."""
         entries, fragments = self._chain.cycles(first, last), self._chain.fragments
         cycles = (entries[start : start + fragments] for start in range(0, len(entries), fragments))
         return [cycle_head([entry.digest for entry in cycle]) for cycle in cycles]
 
     def faults(self, first: int, last: int) -> list[Fault]:
-        """Return the faults that the entries of the cycles [first, last) name."""
+        """Return the faults named by this log's entries in the cycles [first, last)."""
         return [fault for entry in self._chain.cycles(first, last) for fault in entry.content.faults]
 
     def heads_at(self, indices: Iterable[int]) -> dict[int, bytes]:
-        """Return the heads of the log after these numbers of cycles, by number, as far as they are here."""
+        """Return the heads of the log after these numbers of cycles, by number, without those that this log does not
+        have."""
         found = {index: self._chain.head(index - 1) for index in indices}
         return {index: head for index, head in found.items() if head is not None}
 
     def header_at(self, index: int, fragment: int | None = None) -> Header | None:
-        """Return the header of a cycle's entry for this fragment, by default the one that closes the cycle."""
+        """Return the header of cycle `index`'s entry for this fragment, by default the closing entry; None if this log
+        has no such cycle."""
         headers = list(self._chain.headers(index, index + 1))
         return headers[-1 if fragment is None else fragment] if headers else None
 
     def state_digest_at(self, index: int) -> bytes | None:
-        """Return the digest of the state after a cycle, if it is known here."""
+        """Return the digest of the state after cycle `index`; None if this log does not know it."""
         entry = self._chain.entry(index)
         return None if entry is None else entry.state_digest
 
     def certificate_at(self, index: int, fragment: int | None = None) -> Certificate | None:
-        """Return the certificate of a cycle's entry for this fragment, by default of the closing one, if it is known
-        here."""
+        """Return the certificate of cycle `index`'s entry for this fragment, by default of the closing entry; None if
+        this log does not know it."""
         entry = self._chain.entry(index, fragment)
         return None if entry is None else entry.proof
 
     def log_after(self, index: int) -> LogState | None:
-        """Return the log after this number of cycles, if it is here."""
+        """Return the log after `index` cycles; None if this log does not have them."""
         return self._chain.after(index - 1)
 
     def states_after(self, log: LogState) -> Iterator[tuple[Entry, LogState]]:
-        """Yield the entries after a place in this log, each with the log after it; from the empty log, all entries.
-        Raises: LogError."""
+        """Yield this log's entries after the end of `log`, each with the log after it; all entries if `log` is empty.
+        Raises: LogError when an entry does not follow."""
         place = log.position.index - self.first if log.last else 0
         for entry in self._chain.entries[place:]:
             log = entry.after(log)
             yield entry, log
 
     def lineage(self, end: LogState) -> Lineage:
-        """Return the lineage of a peer that is at `end`, as far as it is here. It reads all certificates, since a
-        minority's entry may be old."""
+        """Return the lineage of a peer whose log ends at `end`, from this log's entries. All certificates are read,
+        since a minority's entry may be old."""
         lineage = Lineage(self.empty_log if self.first == 0 else end)
         for index, log in self._chain.states(self.first, end.position.index):
             header = newest(log)
@@ -264,7 +270,7 @@ class RunLog:
         return lineage if lineage.log.position == end.position else Lineage(end)
 
     def stretch(self, first: int, last: int, is_whole: bool) -> Stretch:
-        """Return entries to send to another peer: see `Chain.stretch`."""
+        """Return cycles to send to another peer: see `Chain.stretch`."""
         return self._chain.stretch(first, last, is_whole)
 
     def append(
@@ -274,8 +280,8 @@ class RunLog:
         payload: ChunkedPayload | None,
         certificate: Certificate | None = None,
     ) -> None:
-        """Add an entry that was applied, or complete one that is already here. `state_digest` is that after its cycle;
-        any entry of the cycle may bring it.
+        """Add an applied entry; if this log has the entry, add its certificate and state digest only. `state_digest` is
+        the digest of the state after the entry's cycle, and may be given with any entry of the cycle.
 
         A whole cycle of another lineage replaces all cycles from its index on. If the cycle before it is not here, the
         log begins anew with it.
@@ -294,7 +300,8 @@ class RunLog:
                 self.keep_payload(header.index, payload)
 
     def prepend(self, stretch: Stretch) -> None:
-        """Add cycles that lead up to `first`. Their digests prove them, so they may come from any peer.
+        """Put earlier cycles, which end where this log begins, before it. Any peer may send them, since this log's
+        digests prove them.
 
         Raises:
             LogError: they do not lead up to it; nothing is changed.
@@ -305,7 +312,8 @@ class RunLog:
             self._save()
 
     def follow(self, chain: Chain, end: int) -> None:
-        """Take over the checked entries of another peer's log up to `end`. Raises: LogFolderError."""
+        """Replace this log's entries by the checked ones of another peer's log, and end before cycle `end`. Raises:
+        LogFolderError."""
         for header in chain.headers(chain.first, end):
             entry = chain.entry(header.index, header.fragment)
             self.append(header, None, None, entry.proof if entry else None)
@@ -314,29 +322,32 @@ class RunLog:
             self._save()
 
     def payload(self, digest: bytes) -> ChunkedPayload | None:
-        """Return the payload with this digest, if it is here. May take the time of digesting it."""
+        """Return the payload with this digest; None if this log does not have it. A payload on the disk is digested,
+        which takes time."""
         return self._payloads.get(digest)
 
     def keep_payload(self, index: int, payload: ChunkedPayload) -> None:
-        """Keep the payload of an entry that is voted for or made. Thread-safe. Raises: LogFolderError."""
+        """Store the payload of an entry that this peer votes for or has applied. Thread-safe. Raises:
+        LogFolderError."""
         self._payloads.keep(payload)
 
     def prune(self, before: int) -> None:
-        """Drop the payloads on the disk of entries with an index less than `before`. Raises: LogFolderError."""
+        """Delete from the disk the payloads of entries with an index less than `before`. Raises: LogFolderError."""
 
     def keep_proofs(self, proofs: Iterable[bytes]) -> None:
-        """Keep the proofs of the faults in an entry's annex, if there is a disk. Raises: LogFolderError."""
+        """Store the proofs of the faults in an entry's annex, if this log is on a disk. Raises: LogFolderError."""
 
     def has_proof(self, digest: bytes) -> bool:
-        """Return whether the proof with this digest is here."""
+        """Return True if this log's folder has the proof with this digest."""
         return False
 
     def proof(self, digest: bytes) -> bytes | None:
-        """Return the proof with this digest, if it is here."""
+        """Return the proof with this digest; None if this log does not have it."""
         return None
 
     def _save(self, appended: Sequence[Entry] = ()) -> None:
-        """Write the changed entries to the disk. If `appended` is given, only these are new, at the end."""
+        """Write the changed entries to the disk, if this log is on one. Given `appended`, only those entries are new,
+        at the end."""
 
     def _add(self, entry: Entry, header: Header) -> None:
         known = self._chain.entry(header.index, header.fragment)
@@ -346,15 +357,15 @@ class RunLog:
             if is_known:
                 return
             self._made.clear()
-        self._made[header.fragment] = entry, header  # also a known one, because two lineages may split within a cycle
+        self._made[header.fragment] = entry, header  # even if the chain has it: two lineages may split within a cycle
         if len(self._made) == self._chain.fragments:
             made, self._made = [self._made[fragment] for fragment in sorted(self._made)], {}
             if self._chain.head(header.index) != cycle_head([entry.digest for entry, _ in made]):
                 self._add_cycle(header.index, [entry for entry, _ in made], [header for _, header in made])
 
     def _add_cycle(self, index: int, cycle: list[Entry], headers: Sequence[Header]) -> None:
-        """Add the entries of one cycle, in the order of fragments. The closing one gets the state digest that any of
-        them brought."""
+        """Add the entries of one cycle, in the order of fragments. The closing entry gets the state digest that any of
+        them has."""
         state_digest = next((entry.state_digest for entry in cycle if entry.state_digest), None)
         cycle = [replace(entry, state_digest=None) for entry in cycle]
         cycle[-1] = replace(cycle[-1], state_digest=state_digest)
@@ -367,7 +378,7 @@ class RunLog:
             return
         log = self._chain.after(index - 1)
         assert log is not None
-        for header in headers:  # before anything is dropped for them
+        for header in headers:  # check all entries before any cycle is dropped
             log = log.append(header)
         is_new = self._chain.entry(index) is None
         if not is_new:
@@ -377,7 +388,8 @@ class RunLog:
 
 
 class LogFolder(RunLog):
-    """The log in a folder. Only one process may open it. Not thread-safe, except `payload` and `keep_payload`."""
+    """One peer's log in a folder on the disk. Only one process may open it. Not thread-safe, except `payload` and
+    `keep_payload`."""
 
     is_on_disk = True
 
@@ -386,13 +398,14 @@ class LogFolder(RunLog):
         self._chain = chain
         self.path = path
         self._block_bytes = block_bytes
-        self._is_behind = False  # the file is incomplete, or ends in half a line
+        self._is_behind = False  # True while entries.jsonl has not all entries of the chain
         self._keeping = Lock()
 
     @classmethod
     def open(cls, path: Path, empty_log: LogState, block_bytes: int) -> LogFolder:
-        """Return the log in a folder, which is created if it is missing. A corrupt part is cut off, with a warning.
-        `block_bytes` is the size of each block of a payload but the last. Raises: LogFolderError."""
+        """Return the log in the folder `path`, which is created if missing. Entries from the first corrupt line on are
+        removed, with a warning. `block_bytes` is the size of each block of a payload except the last. Raises:
+        LogFolderError."""
         file = path / ENTRIES
         with _usable(path):
             make_private_folder(path / PAYLOADS)
@@ -410,7 +423,8 @@ class LogFolder(RunLog):
         return log
 
     def payload(self, digest: bytes) -> ChunkedPayload | None:
-        """Return a payload from the disk, with its chunks digested again. A corrupt file is removed, with a warning."""
+        """Return the payload with this digest from the disk, digested again; None without a valid file. A corrupt file
+        is removed, with a warning."""
         for path in (self.path / PAYLOADS).glob(f"*-{digest.hex()[:8]}{SUFFIX}"):
             try:
                 payload = read_payload(path, self._block_bytes)
@@ -442,7 +456,8 @@ class LogFolder(RunLog):
         return False
 
     def proof(self, digest: bytes) -> bytes | None:
-        """Return a proof from the disk. A corrupt file is removed, with a warning."""
+        """Return the proof with this digest from the disk; None without a valid file. A corrupt file is removed, with a
+        warning."""
         path = proof_path(self.path, digest)
         try:
             proof = path.read_bytes()
@@ -475,7 +490,7 @@ class LogFolder(RunLog):
                 try:
                     with file.open("ab") as lines:
                         lines.write(b"".join(map(_entry_line, appended)))
-                except OSError:  # part of a line is no entry, and would count as damage
+                except OSError:  # remove the part of a line that was written, since it would count as damage
                     os.truncate(file, before)
                     raise
         self._is_behind = False
@@ -483,7 +498,7 @@ class LogFolder(RunLog):
 
 @contextmanager
 def _usable(folder: Path) -> Iterator[None]:
-    """Raises: LogFolderError in place of an OSError inside."""
+    """Raise LogFolderError in place of an OSError raised in the context."""
     try:
         yield
     except OSError as error:

@@ -21,12 +21,12 @@ from peers.values.wire import WireError, pack, unpack
 
 SIGNED = "signed"
 """The name of the file, in an archive's folder of the run."""
-STRETCH = 256  # maximum number of cycles that are checked at once
+STRETCH = 256  # maximum number of cycles that one call of `sign` checks
 
 
 class SignedFileError(DilocoPeerError):
-    """The file with an archive's last signed head cannot be read or written, so that the archive must not sign any
-    more."""
+    """Error: the file with an archive's last signed head cannot be read or written, so that the archive must not sign
+    any more."""
 
     exit_code = 6
 
@@ -36,10 +36,10 @@ class CannotSignError(LogError):
 
 
 class HeadSigner:
-    """One archive of one run. Not thread-safe."""
+    """The archive of one run on this machine, which signs heads of the run's log. Not thread-safe."""
 
     def __init__(self, run: str, me: str, keys: Keys, folder: Path) -> None:
-        """Raises: SignedFileError when the archive's last signed head, in `folder`, cannot be read."""
+        """Read the archive's last signed head from `folder`. Raises: SignedFileError when it cannot be read."""
         self._run = run
         self._me = me
         self._keys = keys
@@ -48,7 +48,8 @@ class HeadSigner:
         """The furthest head that this archive has signed, as far as this machine knows."""
 
     def sign(self, log: RunLog, known: SignedHeads) -> SignedHead | None:
-        """Sign the newest head of `log` that may be signed. Return None if there is nothing new to sign.
+        """Sign the newest head of `log` that this archive may sign, and return it. Return None if there is nothing new
+        to sign.
 
         One call checks a limited number of entries, so many entries take several calls. If another archive has signed a
         different head at an index of this log, this archive signs its own head at that index, to show that the two keys
@@ -75,7 +76,7 @@ class HeadSigner:
         return signed
 
     def _check(self, log: RunLog, known: SignedHeads, own: Sequence[SignedHead], heads: Mapping[int, bytes]) -> None:
-        """Raises: CannotSignError if the log contradicts a signed head, or may prove to do so."""
+        """Raise CannotSignError if the log contradicts a head that an archive has signed, or ends before that head."""
         if self._me in known.disbelieved:
             step = known.disbelieved[self._me]
             raise CannotSignError(f"this key does not count any more: outer step {step} is signed twice")
@@ -88,12 +89,13 @@ class HeadSigner:
             return
         if (other := known.contradiction(heads)) is not None:
             raise CannotSignError(f"the archive {other.archive} has signed another outer step {other.index}")
-        if (newest := known.newest) is not None and newest.index > log.next_index:  # it may be a different log
+        # the signed head may be of another lineage
+        if (newest := known.newest) is not None and newest.index > log.next_index:
             raise CannotSignError(f"it ends before outer step {newest.index}, which {newest.archive} has signed")
 
     def _certified_until(self, log: RunLog, first: int, last: int) -> int:
-        """Return the index up to which entries are certified, from `first` on. Raises: CannotSignError when not even
-        the next one is."""
+        """Return the index up to which the entries of `log` from `first` on are certified, at most `last`. Raises:
+        CannotSignError when not even entry `first` is certified."""
         before = log.log_after(first)
         if before is None:
             raise CannotSignError(f"its entries before {first} are missing here")
@@ -121,7 +123,7 @@ class HeadSigner:
         return signed
 
     def _write(self, signed: SignedHead) -> None:
-        """Write the head to the disk, whole and durable. Raises: SignedFileError."""
+        """Write the head to the archive's file on the disk, whole and durable. Raises: SignedFileError."""
         try:
             make_private_folder(self._path.parent)
             write_whole(self._path, [pack(signed)], is_durable=True)

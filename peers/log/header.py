@@ -1,4 +1,4 @@
-"""The header of one entry, and places in the log.
+"""The header of an entry, and positions in the log.
 
 An entry is a header and a payload, the averaged pseudo-gradient. A header has everything that the next entry depends on
 (roster, leases, sample pool, tokens so far, leader), so that a peer needs only the last header and a snapshot to go on.
@@ -44,7 +44,7 @@ FAULT_AGE = 64
 
 
 class Member(Value):
-    """A peer's share in one entry.
+    """One peer in the roster of an entry.
 
     `tokens` is the number that counts: the tokens that it trained on these samples, less the share of the chunks from
     which its blocks are absent. If fewer than half of the samples' tokens count, the samples are trained again.
@@ -61,12 +61,13 @@ class Member(Value):
     format: Count = 0
 
     def __hash__(self) -> int:
-        """Hash the peer id only, since rosters are large and are looked up by their members."""
+        """Hash the peer id only, since caches with whole rosters as keys hash all their members."""
         return hash(self.peer)
 
 
 class Assignment(Value):
-    """The samples that a peer trains next. Entry `since` gave them, the last one with the peer in its roster.
+    """A lease: the samples that a peer trains next. `since` is the index of the entry that gave the lease, the last
+    entry with the peer in its roster.
 
     A peer that misses entries keeps its lease for as many entries as the manifest's staleness allows.
     """
@@ -77,14 +78,15 @@ class Assignment(Value):
 
 
 class Tenure(Value):
-    """The number of outer steps with a peer in the roster, as far as its probation needs it."""
+    """The number of outer steps with a peer in the roster, counted up to the end of its probation."""
 
     peer: PeerId
     served: Count
 
 
 class Bystander(Value):
-    """A voter that is not in an entry but votes on the next one, in the incarnation that it last had in an entry."""
+    """A voter that is not in an entry's roster but votes on the next entry, in the incarnation that the log last named
+    for it."""
 
     peer: PeerId
     incarnation: Count
@@ -96,7 +98,7 @@ or a commitment to data that is no contribution (R9)."""
 
 
 class Fault(Value):
-    """A peer's lie of this kind, and the digest of its proof."""
+    """A peer's proven lie: its kind, and the digest of its proof."""
 
     peer: PeerId
     kind: Kind
@@ -104,7 +106,7 @@ class Fault(Value):
 
 
 class Exclusion(Value):
-    """A peer, and the last cycle from which it is excluded."""
+    """A peer that is excluded from rosters and leases, and the index of the last cycle of its exclusion."""
 
     peer: PeerId
     until: Count
@@ -118,8 +120,8 @@ Index = Annotated[int, Field(strict=True, ge=0, lt=2**62 - 1)]
 
 
 class Header(Value):
-    """One link of the hash chain. `state` is the digest of theta and momentum when its cycle began; voters vouch for
-    it.
+    """One link of the log's hash chain. `state` is the digest of theta and momentum when the header's cycle began;
+    voters vouch for `state`.
 
     Only entries that close a cycle have the following. `leader` led the view in which the header was first proposed.
     `tenures` are those of the roster and of some earlier members; none in a run without probation. `faults` is the
@@ -168,7 +170,7 @@ class Header(Value):
         return self.amendments[-1].amendment if self.amendments else None
 
     def tokens_of(self, peer: str) -> int:
-        """Return the peer's tokens that count in this entry."""
+        """Return the number of the peer's tokens that count in this entry."""
         return sum(member.tokens for member in self.roster if member.peer == peer)
 
     @cached_property
@@ -177,15 +179,15 @@ class Header(Value):
 
 
 class Position(Value):
-    """A place in the log: `index` cycles are closed, and `head` names the log up to there (before the first entry: the
-    manifest's digest). The entry of one `fragment` is to be made there."""
+    """A place in the log for the next entry of a `fragment`. `index` is the number of closed cycles, and `head` is the
+    digest of the log up to there (before the first entry: the manifest's digest)."""
 
     index: Count
     head: Digest
     fragment: Count = 0
 
     def __hash__(self) -> int:
-        """Hash three fields only, since messages and attempts are often looked up by their position."""
+        """Hash the three fields directly, which is faster: messages and attempts are often looked up by position."""
         return hash((self.index, self.head, self.fragment))
 
     def __str__(self) -> str:
@@ -193,16 +195,17 @@ class Position(Value):
         return f"{self.index}{fragment}:{self.head.hex()[:8]}"
 
     def is_in_cycle_of(self, other: Position) -> bool:
-        """Return whether both are positions of entries in one cycle of one lineage."""
+        """Return True if both positions are in the same cycle of the same lineage."""
         return self is other or (self.index, self.head) == (other.index, other.head)
 
 
 def cycle_head(entries: Sequence[bytes]) -> bytes:
-    """Return the head of a lineage after a cycle, given the digests of its entries, one for each fragment, in order."""
+    """Return the head of a lineage after a cycle, given the digests of the cycle's entries in the order of
+    fragments."""
     return entries[0] if len(entries) == 1 else digest_of(b"".join(entries))
 
 
 def may_be_named(lied_at: int, index: int, exclusion: int) -> bool:
-    """Return whether a lie about entry `lied_at` may be named in entry `index`: it is so recent that a peer that was
-    already excluded for it still is. Signatures for the first entry exclude no peer (R9)."""
+    """Return True if entry `index` may name a lie about entry `lied_at`: at most FAULT_AGE cycles old, and so recent
+    that an exclusion for it could not have ended yet. Lies about the first entry exclude no peer (R9)."""
     return 0 < lied_at <= index < lied_at + min(FAULT_AGE, exclusion)

@@ -1,4 +1,5 @@
-"""Lineages: the end of one peer's own log, branches that split off from it, and the better one of two branches.
+"""Lineages (the recent entries of one peer's log), branches that split off from them, and the better one of two
+branches.
 
 Without liars no place has two certified entries. So of two branches that split, the one whose first own entry is
 certified is the run's, whatever the other one has trained. Otherwise the better branch is the one with more signatures
@@ -27,23 +28,24 @@ UNSUPPORTED = Support(is_certified=False, signers=0)
 
 
 class Lineage:
-    """The last entries of a peer's log. Of entries before the snapshot that it began with, it knows only the heads:
-    those that the peers that vouched for the snapshot knew, or that the log on this machine has (`recall`).
+    """The last entries of a peer's log. Of entries before the snapshot that the peer began with, only heads are known:
+    from the peers that vouched for the snapshot, or from the log on this machine (`recall`).
 
     `doubt` is the newest place in it from which a minority went on, according to the certificates.
     """
 
     def __init__(self, log: LogState) -> None:
-        """`log` ends where the lineage begins."""
+        """Create a lineage without entries that begins at the end of `log`."""
         self.doubt: LogState | None = None
         self._starts: OrderedDict[bytes, LogState] = OrderedDict({log.position.head: log})
-        self._followers: OrderedDict[tuple[bytes, int], tuple[Header, Certificate | None]] = OrderedDict()  # by place
+        # by head before the entry, and fragment
+        self._followers: OrderedDict[tuple[bytes, int], tuple[Header, Certificate | None]] = OrderedDict()
         self._end = log.position.index
         """Number of cycles in the log, up to the last of these heads."""
         self._heads: deque[bytes] = deque([log.position.head] if log.last else [], maxlen=RECENT_ENTRIES)
 
     def append(self, header: Header, log: LogState, certificate: Certificate | None = None) -> None:
-        """Add an entry; `log` ends after it. Without a certificate it is unknown which voters have signed it."""
+        """Add an entry; `log` ends after the entry. `certificate` is None if it is unknown which voters have signed."""
         before = self._starts.get(header.previous)
         if certificate is not None and certificate.choice.alone and before is not None:
             self.doubt = before
@@ -59,41 +61,42 @@ class Lineage:
 
     @property
     def log(self) -> LogState:
-        """The log after the last whole cycle."""
+        """The log after this lineage's last whole cycle."""
         return next(reversed(self._starts.values()))
 
     def after(self, position: Position) -> tuple[Header, Certificate | None] | None:
-        """Return the entry that was made at a position, and its certificate, if it is a recent one of this lineage."""
+        """Return the header of the entry made at a position, and its certificate; None if it is no recent entry of this
+        lineage."""
         return self._followers.get((position.head, position.fragment))
 
     def start(self, head: bytes) -> LogState | None:
-        """Return the log at the start of a recent cycle of this lineage."""
+        """Return the log that ends with this head, if a recent cycle of this lineage begins there; else None."""
         return self._starts.get(head)
 
     def lacks(self, index: int, head: bytes) -> bool:
-        """Return whether this lineage has another head after this number of cycles, or does not reach it."""
+        """Return True if this lineage has another head than `head` after `index` cycles, or has fewer cycles."""
         return index >= self.known_from and self.head_at(index) != head
 
     @property
     def known_from(self) -> int:
-        """The first number of cycles after which this lineage's head is known."""
+        """The smallest number of cycles after which this lineage's head is known."""
         return self._end - len(self._heads) + 1
 
     @property
     def is_short(self) -> bool:
-        """True if there are earlier heads that this lineage could keep but does not know."""
+        """True if this lineage has room for earlier heads that it does not know."""
         return self.known_from > 1 and len(self._heads) < RECENT_ENTRIES
 
     def recall(self, index: int, heads: Sequence[bytes]) -> None:
-        """Add the heads before the known ones. They are of consecutive cycles up to `index`, the first one that is
-        known. Heads that do not end in the known one are of another lineage, and change nothing."""
+        """Add heads before the first known one. `heads` are of consecutive cycles up to `index` cycles and must end
+        with the first known head; otherwise they are of another lineage and are ignored."""
         room = RECENT_ENTRIES - len(self._heads)
         leads_here = index == self.known_from and self._heads and heads and heads[-1] == self._heads[0]
         if leads_here and room:
             self._heads.extendleft(reversed(heads[:-1][-room:]))
 
     def head_at(self, index: int) -> bytes | None:
-        """Return this lineage's head after this number of cycles; None if it is too old, or not made yet."""
+        """Return this lineage's head after `index` cycles; None if the head is unknown, or not made yet."""
         place = index - self.known_from
         return self._heads[place] if 0 <= place < len(self._heads) else None
 
@@ -103,12 +106,12 @@ class Lineage:
 
     @property
     def heads(self) -> tuple[bytes, ...]:
-        """The lineage's heads after each cycle, oldest first."""
+        """This lineage's known heads, one after each cycle, oldest first."""
         return tuple(self._heads)
 
     def move(self, log: LogState, theirs: Sequence[bytes], doubt: LogState | None = None) -> tuple[Header, ...]:
-        """Go on from a snapshot at the end of `log`. The snapshot's lineage has the newest heads `theirs` and the
-        newest `doubt`.
+        """Replace this lineage by that of a snapshot at the end of `log`, whose newest heads are `theirs`. `doubt` is
+        the newest place of that lineage from which a minority went on alone.
 
         Return the entries that this peer gives up: its own, of cycles that are not among `theirs`. Older entries than
         `theirs` reaches may be in both lineages.
@@ -133,7 +136,8 @@ class Lineage:
 
 @dataclass(frozen=True)
 class Branch:
-    """The entries from `start`, which both sides have, to `end`.
+    """A part of a peer's log, to be compared with another peer's: the entries from `start`, which both logs have, to
+    `end`.
 
     `first` has the entries of the first cycle: by fragment, the digest and the support. `certificates` are theirs, with
     checked signatures. `heads` has the log's head after each cycle, from `start` on, by index. `states` has the digests
@@ -152,18 +156,18 @@ class Branch:
     certificates: Mapping[int, Certificate] = field(default_factory=dict)
 
     def doubt_before(self, index: int, ours: LogState | None = None) -> LogState | None:
-        """Return the last place before this index from which a minority went on. `ours` is that of this peer's own log;
-        the branch has it, too, if it starts later."""
+        """Return the log at the last place before `index` from which a minority went on alone; None without one. `ours`
+        is that place in this peer's own log, which the branch shares if it starts later."""
         is_in_both = ours is not None and ours.position.index < self.start.position.index
         doubts = (*((ours,) if is_in_both else ()), *self.doubts)
         return next((doubt for doubt in reversed(doubts) if doubt and doubt.position.index < index), None)
 
     def has(self, position: Position) -> bool:
-        """Return whether the branch starts at a position, or a cycle of it ends there."""
+        """Return True if the branch starts at a position, or one of its cycles ends there."""
         return self.heads.get(position.index) == position.head
 
     def followed_by(self, other: Branch) -> Branch:
-        """Return this branch up to the start of the other one, followed by the other one."""
+        """Return this branch up to the start of `other`, followed by `other`."""
         if other.start.position.index == self.start.position.index:
             return other
         before = self.until(other.start)
@@ -177,13 +181,13 @@ class Branch:
         )
 
     def preceded_by(self, first: int, heads: Sequence[bytes]) -> Branch:
-        """Return the branch with earlier places: those of `heads`, which begin at index `first`, that are before its
-        start."""
+        """Return the branch with the earlier ones of `heads` added: those before its start. `first` is the index of the
+        first head."""
         before = {index: head for index, head in enumerate(heads, first) if index < self.start.position.index}
         return replace(self, heads=before | dict(self.heads))
 
     def until(self, place: LogState) -> Branch:
-        """Return the branch up to one of its places."""
+        """Return the branch up to `place`, where one of its cycles ends."""
         last = place.position.index
         is_empty = last == self.start.position.index
         return replace(
@@ -199,16 +203,16 @@ class Branch:
 
     @property
     def is_certified(self) -> bool:
-        """True if a quorum has signed the entries that it begins with."""
+        """True if a quorum has signed the entries of the branch's first cycle."""
         return all(support.is_certified for _, support in self.first.values())
 
     def splits_from(self, other: Branch) -> bool:
-        """Return whether the branches have different entries at one place."""
+        """Return True if the two branches have different entries in their first cycle."""
         return self._split(other) is not None
 
     def is_better_than(self, other: Branch, signed: SignedHeads = NOTHING_SIGNED) -> bool:
-        """Return whether a peer on the other branch is to move to this one. Both start at one place. No peer moves to a
-        branch that contradicts an archive's signature."""
+        """Return True if a peer on the branch `other` must move to this branch; both have the same start. No peer moves
+        to a branch that contradicts an archive's signature."""
         fragment = self._split(other)
         if fragment is None:
             is_further = self.end.position.index > other.end.position.index
@@ -217,15 +221,18 @@ class Branch:
         return (ours, *self._weight(fragment)) > (theirs, *other._weight(fragment))
 
     def standing(self, signed: SignedHeads) -> int:
-        """Return the standing that the run's archives give to the branch's own entries."""
+        """Return the rank that the archives' signed heads give to the branch's own entries: see
+        `SignedHeads.standing`."""
         return signed.standing(self.heads, self.start.position.index)
 
     def contradiction(self, signed: SignedHeads) -> SignedHead | None:
-        """Return the head that an archive has signed at an index where the branch has a different one, if any."""
+        """Return the first head signed by an archive that differs from the branch's head at the same index; None
+        without one."""
         return signed.contradiction(self.heads)
 
     def _split(self, other: Branch) -> int | None:
-        """Return the first fragment whose entries differ between the branches."""
+        """Return the first fragment whose entries in the first cycle differ between the branches; None if all are
+        equal."""
         both = sorted(self.first.keys() & other.first.keys())
         return next((one for one in both if self.first[one][0] != other.first[one][0]), None)
 
@@ -238,7 +245,7 @@ class Branch:
 
 
 class Walk:
-    """A walk along a branch, entry by entry, that checks their signatures."""
+    """A check of a branch, entry by entry, including the entries' signatures."""
 
     def __init__(self, start: LogState, verify: Verify) -> None:
         self.end = self._start = self.whole = start
@@ -253,8 +260,8 @@ class Walk:
         self._certificates: dict[int, Certificate] = {}
 
     def take(self, content: Header | Outcome, certificate: Certificate | None) -> Header:
-        """Check and add one entry, and return its header. Raises: LogError when it does not follow, or its certificate
-        is not of it."""
+        """Check one entry, add it to the branch, and return its header. Raises: LogError when the entry does not
+        follow, or the certificate is not valid for it."""
         header = header_of(self.end, content)
         log = self.end.of(header.fragment)
         end = log.append(header)
@@ -276,7 +283,7 @@ class Walk:
         return header
 
     def branch(self) -> Branch:
-        """Return the branch that the walk has passed."""
+        """Return the branch of all entries checked so far."""
         return Branch(
             self._start,
             self.end,

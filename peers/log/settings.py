@@ -10,7 +10,7 @@ from peers.values.manifest import Amendment
 
 
 def follow_all(_: Amendment) -> str:
-    """Return "": every amendment can be followed."""
+    """Return "", which means that this peer can follow any amendment."""
     return ""
 
 
@@ -37,7 +37,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings of one run that a peer's protocol code uses."""
+    """The settings of one run, and of this peer in it, that the protocol code uses."""
 
     run: str
     manifest_digest: bytes
@@ -74,7 +74,7 @@ class RunSettings:
 
     @property
     def empty_log(self) -> LogState:
-        """The log before its first entry."""
+        """The run's log before its first entry."""
         return LogState(
             self.run,
             self.manifest_digest,

@@ -1,4 +1,4 @@
-"""The run's log: hash-chained headers, one for each fragment in each cycle, and what follows from them.
+"""The run's log: hash-chained headers, one for each fragment in each cycle, and the facts that follow from them.
 
 A cycle is one outer step, in which each fragment is synchronised once. Roster, leases and quorum of a cycle are fixed
 before it begins, so its entries can be made side by side, in any order. They follow from the *closing* entry of the
@@ -56,33 +56,34 @@ OPEN_CYCLE: dict[str, Any] = {"leases": (), "cursor": 0, "free": (), "lineage_to
 
 
 class LogError(ValueError):
-    """A header that does not follow from the log. The message names the rule that it breaks."""
+    """Error: a header does not follow from the log. The message names the rule that the header breaks."""
 
 
 class Quorum(StrEnum):
-    """The share of the voters that decides, as the manifest's `rounds.quorum` sets it."""
+    """The share of the voters that decides on an entry, as the manifest's `rounds.quorum` sets it."""
 
     MAJORITY = "majority"
     TWO_THIRDS = "two-thirds"
 
     def least(self, voters: int) -> int:
-        """Return the smallest number of these voters that decides."""
+        """Return the smallest number of votes that decides among this number of voters."""
         return (2 * voters // 3 if self is Quorum.TWO_THIRDS else voters // 2) + 1
 
     def is_enough(self, signers: int, voters: int) -> bool:
-        """Return whether this number of signers decides among these voters."""
+        """Return True if this number of signers decides among this number of voters."""
         return voters > 0 and signers >= self.least(voters)
 
 
 @lru_cache(maxsize=16)
 def _grants(pool: SamplePool, samples_per_lease: int) -> dict[int, Lease]:
-    """Return the leases that can be granted to peers without one, by their first sample."""
+    """Return the leases that can be granted to peers without one, by the number of their first sample."""
     return {lease[0].start: lease for lease in pool.deal([samples_per_lease] * MEMBER_LIMIT)[0]}
 
 
 @dataclass(frozen=True)
 class LogState:
-    """The log as seen from its end: all that the next entry depends on. Immutable; `append` returns the next state.
+    """The log as seen from its end: all that the next entry depends on. Immutable; `append` returns the log with one
+    more entry.
 
     `last` is the closing entry of the last cycle, whose entries have the digests `ends`. `made` are entries of the
     present cycle. The next entry is that of `fragment`; see `of`. `state` is the digest of theta and momentum when the
@@ -112,24 +113,26 @@ class LogState:
         return Position(index=self.last.index + 1, head=cycle_head(self.ends), fragment=self.fragment)
 
     def of(self, fragment: int) -> LogState:
-        """Return the log as seen from the position of this fragment's next entry."""
+        """Return the log with `fragment` as the fragment of the next entry."""
         return self if fragment == self.fragment else replace(self, fragment=fragment)
 
     def opening(self, fragment: int) -> LogState:
-        """Return the log before any entry of the present cycle was made, since none of them follows from the others."""
+        """Return the log without the entries made in the present cycle, since no entry of a cycle follows from another
+        one of it."""
         return replace(self.of(fragment), made=()) if self.made else self.of(fragment)
 
     def in_state(self, digest: bytes) -> LogState:
-        """Return the log with this digest of theta and momentum."""
+        """Return the log with `digest` as the digest of theta and momentum when the present cycle began."""
         return self if digest == self.state else replace(self, state=digest)
 
     @property
     def closes(self) -> bool:
-        """True if the next entry closes the cycle. Only that entry names the trained samples, and gives leases."""
+        """True if the next entry is of the last fragment. Only this closing entry names the trained samples, and gives
+        leases."""
         return self.fragment == self.fragments - 1
 
     def is_closing(self, header: Header) -> bool:
-        """Return whether a header is of the entry that closes its cycle."""
+        """Return True if the header is of the entry that closes its cycle."""
         return header.fragment == self.fragments - 1
 
     @property
@@ -145,12 +148,12 @@ class LogState:
     # Voters -------------------------------------------------------------------------------------------------------
     @property
     def roster(self) -> tuple[str, ...]:
-        """The peers of the last entry; empty before the first entry."""
+        """The peers in the roster of the last closing entry; empty before the first entry."""
         return self.last.peers if self.last else ()
 
     @cached_property
     def incarnations(self) -> dict[str, int]:
-        """The roster and the bystanders, each with the incarnation that it last had in an entry."""
+        """The incarnation of each peer of the last roster and each bystander, as the log last named it."""
         if self.last is None:
             return {}
         members = {member.peer: member.incarnation for member in self.last.roster}
@@ -158,8 +161,8 @@ class LogState:
 
     @cached_property
     def voters(self) -> tuple[str, ...]:
-        """The peers that may vote on the next entry: the members that are not on probation, in roster order, and then
-        the bystanders (R12)."""
+        """The peers that may vote on the next entry: the last roster without peers on probation, in order, then the
+        bystanders (R12)."""
         if self.last is None:
             return ()
         members = (peer for peer in self.roster if not self.is_on_probation(peer))
@@ -167,37 +170,38 @@ class LogState:
 
     @cached_property
     def voter_incarnations(self) -> dict[str, int]:
-        """The voters, each with the incarnation that votes."""
+        """The incarnation in which each voter votes, by peer id."""
         return {peer: self.incarnations[peer] for peer in self.voters}
 
     def counts(self, peer: str, incarnation: int) -> bool:
-        """Return whether the peer is a voter in this incarnation, and so remembers its votes (R12)."""
+        """Return True if the peer is a voter in this incarnation. In another incarnation it has no memory of its votes
+        (R12)."""
         return self.voter_incarnations.get(peer) == incarnation
 
     @cached_property
     def electors(self) -> tuple[tuple[str, int], ...]:
-        """The voters that decide on the next entry, each with the incarnation that votes; of many voters, a committee.
-        Empty before the first entry, on which its own members decide."""
+        """The voters that decide on the next entry, as (peer, incarnation): all voters, or a committee of many. Empty
+        before the first entry, on which its own members decide."""
         return committee(tuple(self.voter_incarnations.items()), self.last.previous) if self.last else ()
 
     def is_quorum(self, peers: Collection[tuple[str, int]]) -> bool:
-        """Return whether these peers, each in its incarnation, can decide on the next entry."""
+        """Return True if these peers, as (peer, incarnation), are a quorum for the next entry."""
         return self.quorum.is_enough(len(set(peers).intersection(self.electors)), len(self.electors))
 
     @cached_property
     def served(self) -> dict[str, int]:
-        """The number of outer steps with each peer in the roster, up to the manifest's `probation`."""
+        """The number of outer steps with each peer in the roster, counted up to the manifest's `probation`."""
         return {tenure.peer: tenure.served for tenure in self.last.tenures} if self.last else {}
 
     def is_on_probation(self, peer: str) -> bool:
-        """Return whether the peer neither counts nor votes yet (R17). Before the first entry no peer is on
-        probation."""
+        """Return True if the peer's tokens do not count and it does not vote yet (R17). Before the first entry no peer
+        is on probation."""
         return self.probation > 0 and self.last is not None and self.served.get(peer, 0) < self.probation
 
     @cached_property
     def ring(self) -> tuple[str, ...]:
         """The peers that lead the next entry's views, in turn (R1): the voters, starting with the last leader, or with
-        the one after it if its term is over; then the peers on probation. Empty before the first entry.
+        the voter after it if its term is over; then the peers on probation. Empty before the first entry.
 
         The log records failed views only by naming the leader that succeeded, so a leader that fails costs one entry of
         a term.
@@ -210,11 +214,12 @@ class LogState:
         return tuple(dict.fromkeys((*voters[first:], *voters[:first], *self.roster)))
 
     def leader_of(self, view: int) -> str | None:
-        """Return the leader of a view of the next entry; None before the first entry, when the log names none."""
+        """Return the leader of a view of the next entry; None before the first entry, when the log names no leader."""
         return self.ring[view % len(self.ring)] if self.ring else None
 
     def weighed(self, roster: Sequence[Member]) -> tuple[Member, ...]:
-        """Return the roster with the tokens that count: members on probation count nothing, unless all members are."""
+        """Return the roster without the tokens and samples of members on probation, unless all members are on
+        probation."""
         new = {member.peer for member in roster if self.is_on_probation(member.peer)}
         if not new or len(new) == len(roster):
             return tuple(roster)
@@ -222,34 +227,34 @@ class LogState:
         return tuple(member.model_copy(update=nothing) if member.peer in new else member for member in roster)
 
     def is_known(self, member: Member) -> bool:
-        """Return whether a member of the next entry does not become a new voter by it: it already votes in this
-        incarnation, or it stays on probation. All founders may become voters."""
+        """Return True if a member of the next entry does not become a new voter by it: the peer already votes in this
+        incarnation, or is on probation. Founders may become voters, so it is True of all of them."""
         return self.last is None or self.counts(member.peer, member.incarnation) or self.is_on_probation(member.peer)
 
     @cached_property
     def excluded(self) -> dict[str, int]:
-        """The peers that are excluded from the present cycle for a proven lie, each with the last cycle of its
-        exclusion."""
+        """The peers that are excluded from the present cycle for a proven lie, each with the index of the last cycle of
+        its exclusion."""
         return {exclusion.peer: exclusion.until for exclusion in self.last.excluded} if self.last else {}
 
     # Amendments ---------------------------------------------------------------------------------------------------
     @property
     def amendment(self) -> Amendment | None:
-        """The amendment in force in the present cycle; None if the manifest's values are."""
+        """The amendment in force in the present cycle; None if the manifest's own values are in force."""
         return self.last.amendment if self.last else None
 
     @property
     def amendments(self) -> tuple[LoggedAmendment, ...]:
-        """All amendments that the log has taken in; the last one is in force."""
+        """All amendments in the log, in order; the last one is in force."""
         return (self.last.amendments or ()) if self.last else ()
 
     def taken_in(self, header: Header) -> Amendment | None:
-        """Return the amendment that a next entry with this header takes in, if any."""
+        """Return the amendment that the next entry, with this header, adds to the log; None if it adds none."""
         return header.amendment if header.amendment != self.amendment else None
 
     def is_truly_amended(self, header: Header) -> bool:
-        """Return whether the organiser has signed all amendments in a header. This is all that can be checked in an
-        entry whose earlier log is unknown."""
+        """Return True if the organiser has signed all amendments in a header. While the earlier log is unknown, nothing
+        else about them can be checked."""
         return all(one.amendment.is_signed(self.run, self.organiser) for one in header.amendments or ())
 
     # Samples, leases and members ----------------------------------------------------------------------------------
@@ -263,12 +268,12 @@ class LogState:
 
     @cached_property
     def lease_holders(self) -> tuple[str, ...]:
-        """The peers with a lease: the last roster in its order, then peers that have kept an earlier lease."""
+        """The peers with a lease: the last roster in order, then other peers that have kept an earlier lease."""
         return tuple(self.leases)
 
     @cached_property
     def lease_places(self) -> dict[str, int]:
-        """The place of each peer in `lease_holders`, by which messages name it."""
+        """The place of each peer in `lease_holders`, by which messages name the peer."""
         return {peer: place for place, peer in enumerate(self.lease_holders)}
 
     @cached_property
@@ -277,7 +282,8 @@ class LogState:
         return frozenset({*self.leases, *self.voters})
 
     def expected(self, peer: str) -> Member:
-        """Return the member entry that the log expects of a peer: its whole lease, or nothing without a lease.
+        """Return the member that the log expects in the roster for a peer: with its whole lease trained, or without
+        samples if it has no lease.
 
         Raises:
             LogError: its samples are too many to count.
@@ -295,17 +301,17 @@ class LogState:
 
     @cached_property
     def _before(self) -> dict[str, tuple[int, int]]:
-        """The samples that members of the last cycle wanted, and the formats of their blocks."""
+        """The number of samples wanted, and the format, of each member of the last cycle, by peer id."""
         return {member.peer: (member.wants, member.format) for member in self.last.roster} if self.last else {}
 
     @cached_property
     def grants(self) -> tuple[Lease, ...]:
-        """The leases that can be granted at this position to peers without a lease, in the order in which to grant
-        them. Each has `samples_per_lease` samples, and they share none."""
+        """The leases that a leader can grant at this position to peers without one, in the order of granting. Each has
+        `samples_per_lease` samples, and no two share a sample."""
         return tuple(_grants(self.pool, self.samples_per_lease).values())
 
     def lease_of(self, peer: str, samples: Lease) -> Lease:
-        """Return the lease or grant that a peer's samples are a beginning of.
+        """Return the lease or grant whose first samples are these samples of the peer.
 
         Raises:
             LogError: they begin neither its lease nor a grant. Scattered samples would cost all peers, for ever.
@@ -320,24 +326,26 @@ class LogState:
         return lease
 
     def age(self, peer: str) -> int:
-        """Return how many cycles were closed without a peer since it got its lease; 0 for a peer without one."""
+        """Return the number of cycles that were closed without the peer since it got its lease; 0 for a peer without
+        one."""
         given = self._given_at.get(peer)
         return 0 if given is None else self.position.index - 1 - given
 
     @cached_property
     def _given_at(self) -> dict[str, int]:
-        """The index of the entry that gave each peer its lease."""
+        """The index of the entry that gave each peer its lease, by peer id."""
         return {lease.peer: lease.since for lease in self.last.leases} if self.last else {}
 
     def check_member(self, member: Member) -> None:
-        """Raises: LogError unless a member trained its own samples, and states no more tokens than they have."""
+        """Raise LogError if a member is excluded, trained samples of no lease or grant of its own, states more tokens
+        than they have, or wants more samples than a lease has."""
         if member.peer in self.excluded:
             raise LogError(f"{member.peer} is excluded up to cycle {self.excluded[member.peer]}")
         self.lease_of(member.peer, member.samples)
         if member.samples and not self.closes:
             raise LogError(f"{member.peer}: only the entry that closes a cycle names trained samples")
         count = sample_count(member.samples)
-        if not self.closes:  # the trained samples are not named: at most its lease, or a whole grant
+        if not self.closes:  # such an entry names no samples: the limit is the lease, or a whole grant
             lease = self.leases.get(member.peer)
             count = self.samples_per_lease if lease is None else sample_count(lease)
         tokens = count * self.tokens_per_sample
@@ -347,11 +355,12 @@ class LogState:
             raise LogError(f"{member.peer}: it wants {member.wants} samples; a lease has {self.samples_per_lease}")
 
     def has_trained(self, member: Member) -> bool:
-        """Return whether at least half of a member's trained tokens count. Otherwise its samples are trained again."""
+        """Return True if at least half of the tokens in a member's samples count; otherwise peers train the samples
+        again."""
         return 2 * member.tokens >= sample_count(member.samples) * self.tokens_per_sample
 
     def carried(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> tuple[Assignment, ...]:
-        """Return the leases of peers that are not in the roster and may contribute to a later entry (R7)."""
+        """Return the leases of peers outside the roster that may still contribute to a later entry (R7)."""
         if self.last is None:
             return ()
         besides = {member.peer for member in roster} | {fault.peer for fault in faults}
@@ -360,8 +369,8 @@ class LogState:
         return tuple(kept[:MEMBER_LIMIT])
 
     def pool_after(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> SamplePool:
-        """Return the pool after `roster` has trained its samples. The rest of their leases returns to the pool, and so
-        do leases that are not kept, and samples that have to be trained again (`has_trained`).
+        """Return the sample pool after `roster` has trained its samples. Untrained samples of its leases return to the
+        pool, and so do leases that are not kept (`carried`), and samples that peers must train again (`has_trained`).
 
         Raises:
             LogError: a member trained samples that are not its own, or states more tokens than they have.
@@ -387,41 +396,43 @@ class LogState:
         gone: Sequence[str] = (),
         amendment: Amendment | None = None,
     ) -> Header:
-        """Return the only header that may follow, given the members, the payload's digest, the leader (None unless the
-        entry closes its cycle), the proven faults, the voters that are gone, and the amendment that it takes in.
+        """Return the only valid next header, given the members, the payload's digest, the leader (None unless the entry
+        closes its cycle), the proven faults, the voters that lose their vote, and the amendment that the entry adds to
+        the log.
 
         Voters must check that it was the leader's turn, since that depends on the view. Raises: LogError.
         """
         return _next_header(self, tuple(roster), payload, leader, tuple(faults), tuple(gone), amendment)
 
     def gone_in(self, header: Header) -> tuple[str, ...]:
-        """Return the voters that lose their vote by the next entry."""
+        """Return the voters that lose their vote by the next entry, with this header."""
         here = {*header.peers, *(one.peer for one in header.bystanders), *(fault.peer for fault in header.faults)}
         return tuple(peer for peer in self.voters if peer not in here) if self.closes else ()
 
     def append(self, header: Header) -> LogState:
-        """Return the log with the next entry. Raises: LogError naming the first field that does not follow from the
-        log."""
+        """Return the log with the next entry appended. Raises: LogError naming the first field that does not follow
+        from the log."""
         return _append(self, header)
 
     def check_next(self, header: Header) -> None:
-        """Raises: LogError unless this may be the entry of `fragment`, for `state` if that is known. Entries of other
-        fragments follow from the log, too, but are refused here."""
+        """Raise LogError unless the header may be the next entry of this log's `fragment`, for its `state` if that is
+        known."""
         self.append(header)
         if self.state not in (UNKNOWN_STATE, header.state):
             raise LogError("it is for another state than this peer's")
         if header.fragment != self.fragment:
-            raise LogError("it is the entry of fragment {header.fragment}, not of {self.fragment}")
+            raise LogError(f"it is the entry of fragment {header.fragment}, not of {self.fragment}")
 
     def at(self, header: Header | None, ends: tuple[bytes, ...] = ()) -> LogState:
-        """Return the log after the cycle that `header` closes, without a check: peers vouch for the digest of a
-        snapshot. `ends` are the digests of the cycle's entries, which must be given if it has more than one."""
+        """Return the log after the cycle that `header` closes, unchecked: other peers vouch for a snapshot there.
+        `ends` are the digests of the cycle's entries, which must be given if it has more than one."""
         return replace(
             self, last=header, ends=ends or ((header.digest,) if header else ()), made=(), state=UNKNOWN_STATE
         )
 
     def may_end_with(self, header: Header | None, ends: Sequence[bytes]) -> bool:
-        """Return whether a cycle may be closed by this entry and have entries with these digests."""
+        """Return True if `header` may close a cycle whose entries have the digests `ends`; for the empty log both are
+        empty."""
         if header is None:
             return not ends
         is_all = (len(ends) == self.fragments and ends[-1] == header.digest) or (self.fragments == 1 and not ends)
@@ -432,9 +443,9 @@ class LogState:
 def _closing(
     log: LogState, roster: tuple[Member, ...], faults: tuple[Fault, ...], gone: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the fields that only a closing entry has: the next leases, the pool, the tokens so far, the excluded
-    peers, and the bystanders. Cached, since it is needed when a round begins, to see whether it can lead to an entry,
-    and again when the entry is known.
+    """Return the header fields that only a closing entry has: the next leases, the pool, the tokens so far, the
+    tenures, the excluded peers, and the bystanders. Cached, since a round needs them when it begins and when its entry
+    is made.
 
     Raises:
         LogError: a member trained samples that are not its own.
@@ -453,7 +464,7 @@ def _closing(
     excluded = _exclusions_after(before, faults, index, log.exclusion)
     liars, peers = {one.peer for one in excluded}, [member.peer for member in roster]
     silent = {*peers, *gone, *(fault.peer for fault in faults)}
-    standing_by = [peer for peer in log.voters if peer not in silent][:BYSTANDER_LIMIT]  # last members first
+    standing_by = [peer for peer in log.voters if peer not in silent][:BYSTANDER_LIMIT]  # last members, then bystanders
     return {
         "leases": (*fresh, *log.carried(roster, faults)),
         "cursor": pool.cursor,
@@ -475,8 +486,8 @@ def _next_header(
     gone: tuple[str, ...],
     amendment: Amendment | None,
 ) -> Header:
-    """Return the next header. Cached, since a round asks several times for the header of one outcome, which takes long
-    with many members."""
+    """Return the log's next header: see `LogState.next_header`. Cached, since a round needs the same header several
+    times, and many members make it slow."""
     has_trained, peers = any(member.tokens for member in roster), [member.peer for member in roster]
     if has_trained == (payload == NO_PAYLOAD) or (log.closes and not has_trained):
         raise LogError("its payload is missing" if has_trained else "no member of the roster has trained tokens")
@@ -519,7 +530,8 @@ def _next_header(
 
 @lru_cache(maxsize=8)
 def _append(log: LogState, header: Header) -> LogState:
-    """Return the log with the next entry. Cached, since each voter and each message about an entry needs the same."""
+    """Return the log with the next entry appended. Cached, since each vote and each message about an entry needs the
+    same result."""
     if header.fragment not in log.pending:
         raise LogError(f"entry {header.index}: its fragment does not follow from the log")
     if log.made and header.state != log.made[0].state:
@@ -537,8 +549,8 @@ def _append(log: LogState, header: Header) -> LogState:
 
 
 def _check_gone(gone: Sequence[str], voters: Sequence[str], named: Collection[str]) -> None:
-    """Check the voters that an entry calls gone. `named` are its members, and the peers in its annex. Raises:
-    LogError."""
+    """Raise LogError unless `gone` are voters in the voters' order, and none is in `named`: the entry's members, and
+    the peers in its annex."""
     chosen = set(gone)
     if tuple(gone) != tuple(peer for peer in voters if peer in chosen):
         raise LogError("the peers that it calls gone are not voters in the voters' order")
@@ -547,7 +559,7 @@ def _check_gone(gone: Sequence[str], voters: Sequence[str], named: Collection[st
 
 
 def _check_amendment(log: LogState, amendment: Amendment | None) -> None:
-    """Check an amendment that the next entry would take in. Raises: LogError."""
+    """Raise LogError unless the next entry may add this amendment to the log, or `amendment` is None."""
     if amendment is None:
         return
     if not log.closes:
@@ -561,7 +573,7 @@ def _check_amendment(log: LogState, amendment: Amendment | None) -> None:
 def _tenures_after(
     before: Sequence[Tenure], roster: Sequence[str], probation: int, excluded: Collection[str]
 ) -> tuple[Tenure, ...]:
-    """Return the tenures after an entry with this roster; none in a run without probation.
+    """Return the peers' tenures after an entry with this roster; none in a run without probation.
 
     Founders have served. If all members are on probation, they have served, too, since they found the run anew.
     Excluded peers begin anew (R17).
@@ -572,20 +584,20 @@ def _tenures_after(
     is_founding = all(served.get(peer, 0) < probation for peer in roster)
     present = {peer: probation if is_founding else min(probation, served.get(peer, 0) + 1) for peer in roster}
     absent = [tenure for tenure in before if tenure.peer not in present and tenure.peer not in excluded]
-    absent.sort(key=lambda tenure: -tenure.served)  # among equal ones, the latest stay first
+    absent.sort(key=lambda tenure: -tenure.served)  # longest tenures first; of equal ones, the latest members first
     return (*(Tenure(peer=peer, served=steps) for peer, steps in present.items()), *absent[:MEMBER_LIMIT])
 
 
 def take_order(roster: Sequence[str], members: Iterable[str]) -> list[str]:
-    """Return the members in roster order for the next entry: those of the last one in their old order, then newcomers
-    by id."""
+    """Return the members in roster order for the next entry: those of the last roster in its order, then newcomers by
+    id."""
     old = {peer: place for place, peer in enumerate(roster)}
     return sorted(members, key=lambda peer: (old.get(peer, len(old)), peer))
 
 
 def committee(voters: tuple[tuple[str, int], ...], seed: bytes) -> tuple[tuple[str, int], ...]:
-    """Return the voters, or if there are more than `COMMITTEE`, those with the lowest hashes with the seed, in the
-    voters' order. The seed is the head of two cycles ago, which no leader of the last cycle could choose."""
+    """Return the voters, or of more than COMMITTEE voters those with the lowest hashes of `seed` and id, in the voters'
+    order. `seed` is the head of two cycles ago, which no leader of the last cycle could choose."""
     if len(voters) <= COMMITTEE:
         return voters
     ranked = sorted(voters, key=lambda voter: digest_of(COMMITTEE_CONTEXT + seed + voter[0].encode()))
@@ -594,7 +606,8 @@ def committee(voters: tuple[tuple[str, int], ...], seed: bytes) -> tuple[tuple[s
 
 
 def _check_annex(faults: Sequence[Fault], known: Collection[str], roster: Collection[str]) -> None:
-    """Check an entry's annex. Raises: LogError.
+    """Raise LogError if an entry's annex names a peer twice, a member of the entry, or a peer with neither lease nor
+    vote.
 
     Only peers with a lease or a vote can be excluded, so that a liar cannot fill the log with peers that it has made
     up. Members of the entry cannot be excluded: a peer that is needed for it is excluded later.
@@ -612,8 +625,8 @@ def _check_annex(faults: Sequence[Fault], known: Collection[str], roster: Collec
 def _exclusions_after(
     before: Iterable[Exclusion], faults: Iterable[Fault], index: int, cycles: int
 ) -> tuple[Exclusion, ...]:
-    """Return the peers excluded from the cycle after entry `index`, with the last cycle of each. New exclusions last
-    for `cycles` cycles."""
+    """Return the exclusions from the cycle after entry `index`: earlier ones that have not ended, and new ones for
+    `faults`, which last for `cycles` cycles."""
     still = (exclusion for exclusion in before if exclusion.until > index)
     new = (Exclusion(peer=fault.peer, until=index + cycles) for fault in faults)
     return (*still, *new)[-EXCLUSION_LIMIT:]

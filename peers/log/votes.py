@@ -1,4 +1,5 @@
-"""The file of a peer's voting record, beside its log: `votes`, written whole before each vote is sent (R10).
+"""The file `votes` in the log's folder: a peer's record of its own votes, written whole before the peer sends each vote
+(R10).
 
 A copy of the file is no reliable memory of this machine's votes: the machine that it came from may have voted since, or
 this one, if the copy is a backup. So the file names the machine, and itself by its inode and the inode's generation,
@@ -21,18 +22,18 @@ from peers.values.wire import Digest, Value, WireError, digest_of, pack, unpack
 
 VOTES = "votes"
 MACHINE_ID = Path("/etc/machine-id")
-RECORD_LIMIT = 1 << 24  # bytes; a locked header of 1,000 members has some 200 KB
-ENVELOPE = 128  # maximum bytes beside the record
-GET_GENERATION = 0x80087601  # Linux's FS_IOC_GETVERSION, which ext4, XFS and Btrfs answer
+RECORD_LIMIT = 1 << 24  # maximum bytes of a record; a locked header of 1,000 members has some 200 KB
+ENVELOPE = 128  # maximum bytes in the file besides the record
+GET_GENERATION = 0x80087601  # Linux's ioctl FS_IOC_GETVERSION, which ext4, XFS and Btrfs support
 REMEDY = "make room there, or name a folder that this user may write to"
 
 
 class VotesFileError(Exception):
-    """A file of votes that cannot be read, used or written. The message says why."""
+    """Error: a file of votes cannot be read, used or written. The message gives the reason."""
 
 
 class _Envelope(Value):
-    """The record as it is written: `place` names the machine and the file."""
+    """The contents of the file: the record of votes, and `place`, a digest that names the machine and the file."""
 
     place: Digest
     record: Annotated[bytes, Field(strict=True, max_length=RECORD_LIMIT)]
@@ -42,12 +43,12 @@ class VotesFile:
     """The file of one peer's votes. Only one process may use it."""
 
     def __init__(self, folder: Path, machine_id: Path = MACHINE_ID) -> None:
-        """`folder` is the log's."""
+        """Create the object for the file `votes` in `folder`, the folder of the log."""
         self.path = folder / VOTES
         self._machine_id = machine_id
 
     def read(self) -> bytes | None:
-        """Return the record; None without a file. Raises: VotesFileError."""
+        """Return the record of votes; None if there is no file. Raises: VotesFileError."""
         try:
             with self.path.open("rb") as file:
                 packed, place = file.read(RECORD_LIMIT + ENVELOPE + 1), self._place(file.fileno())
@@ -64,7 +65,7 @@ class VotesFile:
         return envelope.record
 
     def write(self, record: bytes) -> None:
-        """Replace the record, and return once it is on the disk. Raises: VotesFileError."""
+        """Replace the record of votes, and return once it is on the disk. Raises: VotesFileError."""
         partial = self.path.with_name(self.path.name + PARTIAL)
         try:
             with open(partial, "wb", opener=open_private) as file:
@@ -77,12 +78,12 @@ class VotesFile:
             raise VotesFileError(f"{self.path} cannot be written: {error.strerror or error}; {REMEDY}") from error
 
     def _place(self, descriptor: int) -> bytes:
-        """Return a digest that names this machine and a file. Raises: OSError."""
+        """Return a digest that names this machine and an open file. Raises: OSError."""
         try:
             machine = self._machine_id.read_bytes().strip()
-        except OSError:  # some systems have none
+        except OSError:  # some systems have no machine id
             machine = b""
         generation = bytearray(8)
-        with suppress(OSError):  # some file systems have none, or never use an inode's number twice
+        with suppress(OSError):  # some file systems have no inode generation, or never reuse an inode's number
             fcntl.ioctl(descriptor, GET_GENERATION, generation)
         return digest_of(b"%d %s %s" % (os.fstat(descriptor).st_ino, generation, machine))

@@ -31,8 +31,8 @@ class Origin(Value):
 
 
 class Averaged(Value):
-    """A reducer's signed statement about one chunk: the digest of its average, and the members whose blocks are
-    absent."""
+    """A reducer's signed statement about one chunk: the digest of the chunk's average, and the members whose blocks are
+    absent from the average."""
 
     chunk: Count
     digest: Digest
@@ -46,7 +46,7 @@ class Averaged(Value):
 
 class Statement(Value):
     """The text that a reducer signs about an average. `terms` is a digest of all facts about the round that its members
-    must agree on. In one incarnation a reducer signs one statement about a chunk of a round."""
+    must agree on. In one incarnation a reducer signs only one statement about a chunk of a round."""
 
     round_name: RoundName
     terms: Digest
@@ -66,7 +66,7 @@ class Statement(Value):
 
 
 def statement(round: Round, reducer: str, chunk: int, digest: bytes, absent: tuple[str, ...]) -> Statement:
-    """Return the statement that a member of a round signs about an average."""
+    """Return the statement that the member `reducer` of a round signs about its average of a chunk."""
     return Statement(
         round_name=round.name,
         terms=round.terms,
@@ -79,5 +79,5 @@ def statement(round: Round, reducer: str, chunk: int, digest: bytes, absent: tup
 
 
 def statement_of(round: Round, averaged: Averaged) -> Statement:
-    """Return the full statement of a signed average."""
+    """Return the full statement that the reducer of a signed average has signed."""
     return statement(round, averaged.reducer, averaged.chunk, averaged.digest, averaged.absent)

@@ -1,4 +1,4 @@
-"""Sets of chunk numbers, as messages have them."""
+"""Sets of chunk numbers, as messages contain them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-CHUNK_SET_BYTES = 1 << 16  # half a million chunks
+CHUNK_SET_BYTES = 1 << 16  # maximum bytes of a set: half a million chunks
 
 ChunkSet = Annotated[bytes, Field(strict=True, max_length=CHUNK_SET_BYTES)]
 """Chunk numbers as a little-endian bit mask: chunk n is bit n % 8 of byte n // 8."""
@@ -18,7 +18,7 @@ BITS = tuple(tuple(bit for bit in range(8) if byte >> bit & 1) for byte in range
 
 
 def chunk_set(chunks: Iterable[int]) -> bytes:
-    """Return the mask with these bits."""
+    """Return the bit mask of a set of chunk numbers."""
     wanted = sorted(chunks)
     mask = bytearray(wanted[-1] // 8 + 1 if wanted else 0)
     for chunk in wanted:
@@ -27,5 +27,5 @@ def chunk_set(chunks: Iterable[int]) -> bytes:
 
 
 def chunks_in(mask: bytes) -> list[int]:
-    """Return the numbers of the set bits, in order."""
+    """Return the chunk numbers in a bit mask, in order."""
     return [8 * place + bit for place, byte in enumerate(mask) if byte for bit in BITS[byte]]

@@ -30,8 +30,8 @@ Path = Annotated[bytes, Field(strict=True, max_length=MOST_LEVELS * NODE.size)]
 
 
 class Author(Value):
-    """The author of a commitment: the peer, its incarnation, the position, and the number of its training there, since
-    a peer may train again at a position."""
+    """The author of a commitment: the peer, its incarnation, the position, and the number of its training at the
+    position, since a peer may train more than once at one position."""
 
     peer: PeerId
     incarnation: Count
@@ -40,7 +40,8 @@ class Author(Value):
 
 
 class _Pledge(Value):
-    """The text that a member signs: the contribution to which it commits. It signs one for each round."""
+    """The text that a member signs: the contribution to which it commits. A member signs one such text for each
+    round."""
 
     author: Author
     digest: Digest
@@ -53,8 +54,8 @@ class _Pledge(Value):
 
 
 class Contribution(Value):
-    """The root over a contribution's chunks and their squared norms. `number` counts its owner's trainings at the
-    position. `format` is the number of its format among those that the manifest allows."""
+    """A contribution, named by the Merkle root over its chunks' digests and squared norms. `number` counts its owner's
+    trainings at the position. `format` is the number of its format among those that the manifest allows."""
 
     digest: Digest
     squares: Squares
@@ -66,19 +67,19 @@ class Contribution(Value):
         return Sum(self.digest, self.squares)
 
     def author(self, peer: str, incarnation: int, position: Position) -> Author:
-        """Return the author of this contribution."""
+        """Return the author of the commitment to this contribution."""
         return Author(peer=peer, incarnation=incarnation, position=position, number=self.number)
 
     def signed(self, signature: bytes) -> Commitment:
-        """Return the commitment with this signature, which is not checked."""
+        """Return the commitment to this contribution with a signature, which is not checked."""
         return Commitment(
             digest=self.digest, squares=self.squares, number=self.number, format=self.format, signature=signature
         )
 
 
 class Norms(Value):
-    """The squared norms of all contributions to a round, in roster order, and a digest of the rest. A member that does
-    not average needs no more."""
+    """The squared norms of all contributions to a round, in roster order, and a digest of their other fields. A member
+    that averages no chunk needs no more."""
 
     squares: Annotated[tuple[Squares, ...], Field(max_length=MEMBER_LIMIT)]
     rest: Digest
@@ -92,12 +93,12 @@ class Norms(Value):
 
     @property
     def digest(self) -> bytes:
-        """The digest of the commitments of all members of a round."""
+        """The digest of all contributions to a round."""
         return digest_of(pack(self))
 
 
 def digest_of_all(contributions: Sequence[Contribution]) -> bytes:
-    """Return the digest of the commitments of all members of a round, in roster order."""
+    """Return the digest of all contributions to a round, given in roster order."""
     return Norms.of(contributions).digest
 
 
@@ -106,7 +107,7 @@ NOTHING = digest_of_all(())
 
 
 class Commitment(Contribution):
-    """A contribution, and its owner's signature of it."""
+    """A contribution, and its owner's signature, by which the owner commits to the contribution."""
 
     signature: Signature
 
@@ -115,24 +116,24 @@ class Commitment(Contribution):
         return Contribution(digest=self.digest, squares=self.squares, number=self.number, format=self.format)
 
     def text(self, author: Author) -> bytes:
-        """Return the bytes that the author signs."""
+        """Return the bytes that the author signs to commit to this contribution."""
         return _pledge(self.root, author, self.format).text
 
     def is_of(self, author: Author, verify: Verify) -> bool:
-        """Return whether the author has signed this commitment."""
+        """Return True if the author has signed this commitment."""
         return verify(author.peer, self.text(author), self.signature)
 
 
 class ChunkProof(Value):
-    """A Merkle proof that a chunk belongs to its sender's commitment: its squared norm and the sibling nodes up to the
-    root."""
+    """A Merkle proof that a chunk belongs to its sender's commitment: the chunk's squared norm, and the sibling nodes
+    up to the root."""
 
     squares: Squares
     path: Path
 
 
 class CommittedChunk(Value):
-    """A chunk with its owner's signed commitment and Merkle proof. Any peer can check it."""
+    """A chunk with its owner's signed commitment and Merkle proof, as evidence that any peer can check."""
 
     commitment: Commitment
     chunk: Count
@@ -140,7 +141,7 @@ class CommittedChunk(Value):
     data: Annotated[bytes, Field(strict=True, max_length=EVIDENCE_LIMIT)]
 
     def convicts(self, author: Author, chunks: int, verify: Verify, inspect: Inspect) -> bool:
-        """Return whether the author has committed to these bytes although they are no valid chunk."""
+        """Return True if the author has committed to these bytes although they are no valid chunk."""
         signed = self.commitment
         return (
             leads_to(signed.root, self.chunk, chunks, digest_of(self.data), self.proof)
@@ -150,19 +151,19 @@ class CommittedChunk(Value):
 
 
 def commit_to(root: Sum, author: Author, keys: Keys, format: int = 0) -> Commitment:
-    """Return the peer's own signed commitment."""
+    """Return the commitment that this peer signs, as the author, to a contribution with this root."""
     signature = keys.sign(_pledge(root, author, format).text)
     contribution = Contribution(digest=root.digest, squares=root.squares, number=author.number, format=format)
     return contribution.signed(signature)
 
 
 def leads_to(root: Sum, chunk: int, chunks: int, digest: bytes, proof: ChunkProof) -> bool:
-    """Return whether a chunk with this digest belongs to a commitment with this root."""
+    """Return True if a chunk with this digest and proof belongs to a commitment with this root."""
     return chunk < chunks and root_of(chunk, chunks, Sum(digest, proof.squares), proof.path) == root
 
 
 def fault_in(chunk: int, data: Blocks, proof: ChunkProof, inspect: Inspect, format: int = 0) -> str | None:
-    """Return what is wrong with committed bytes in a format; None if they are valid."""
+    """Return the reason why a chunk's committed bytes are invalid in a format; None if they are valid."""
     try:
         squares = inspect(chunk, data, format)
     except BadBlocksError as error:

@@ -1,4 +1,4 @@
-"""Control messages between peers: their fields and meaning. packing.py turns them into bytes.
+"""The messages between peers: their fields and meaning. packing.py turns messages into bytes.
 
 Every message names the position that it is about. A message about a position that the receiver has left is answered
 with `Certified` and the header that followed there, so the next message repairs a lost one.
@@ -65,7 +65,7 @@ class Refuse(Value):
 
 class Certified(Value):
     """Leader → all: this header is prepared (phase 1: a lock) or committed (phase 2: an entry), as the certificate
-    proves. The entry of a group whose members have all left has no certificate."""
+    proves. Without a certificate, it is the entry of a group whose members have all left."""
 
     kind: ClassVar[Literal["certified"]] = "certified"
     header: Header
@@ -77,7 +77,7 @@ class Certified(Value):
 
 
 class Ready(Value):
-    """Member → leader of its view, each second: my inner steps are done, and I take part.
+    """Member → leader of its view, each second: my inner steps are done, and I take part in the round at `position`.
 
     Its work: `commitment` is to its blocks, None if it has trained nothing. `wants` is the number of samples of its
     next lease; 0 is a whole one.
@@ -122,8 +122,7 @@ class Ready(Value):
 
 
 class Begin(Value):
-    """Leader → members: exchange your blocks in this round; or go on with it, with heirs for reducers that gave no
-    Part.
+    """Leader → members: exchange your blocks in this round; or continue it, with heirs for reducers that sent no Part.
 
     `seconds` is the time limit of the exchange; after six tenths of it a reducer averages the blocks that it has. The
     message to members that average has the `commitments` of all contributors, in roster order; the one to other voters
@@ -156,7 +155,8 @@ class Part(Value):
 
 
 class Want(Value):
-    """Member → member: send me your averages of these chunks, and your own blocks of those."""
+    """Member → member: send me your averages of the chunks in `averages`, and your own blocks of the chunks in
+    `blocks`."""
 
     kind: ClassVar[Literal["want"]] = "want"
     round: RoundName
@@ -189,7 +189,7 @@ class Propose(Value):
 
     @cached_property
     def choice(self) -> Choice:
-        """The choice of a voter that agrees in phase 1."""
+        """The choice for which a voter signs if it agrees with this proposal, in phase 1."""
         return Choice(
             ballot=self.ballot,
             phase=Phase.PREPARE,
@@ -200,7 +200,7 @@ class Propose(Value):
 
 
 class Vote(Value):
-    """Voter → leader, and among up to 16 members → all: I vote for this choice, in this incarnation."""
+    """Voter → leader, and in rounds of up to 16 members → all: I vote for this choice, in this incarnation."""
 
     kind: ClassVar[Literal["vote"]] = "vote"
     position: Position
@@ -224,14 +224,14 @@ class Proof(Value):
 
 
 class Inquire(Value):
-    """Peer → a peer whose heartbeat is further on: what followed `position`?"""
+    """Peer → a peer whose heartbeat shows a longer log: which entry followed `position`?"""
 
     kind: ClassVar[Literal["inquire"]] = "inquire"
     position: Position
 
 
 class Elsewhere(Value):
-    """Answer to Inquire: the position that you named is not in my recent log; mine is `position`."""
+    """Answer to Inquire: the position that you named is not in my recent log; my own position is `position`."""
 
     kind: ClassVar[Literal["elsewhere"]] = "elsewhere"
     position: Position
@@ -270,7 +270,7 @@ Message = (
 
 
 class Unread(Value):
-    """A message about a position where the receiver is not, so that the receiver cannot read the rest."""
+    """A message about another position than the receiver's, so that the receiver can read only the position."""
 
     position: Position
 

@@ -1,4 +1,4 @@
-"""Messages as bytes. They are short, since sender and receiver know the same log.
+"""Messages as bytes. The bytes are few, since sender and receiver have the same log.
 
 Members, rosters and entries are packed relative to the log at the message's own position (short_forms.py). A receiver
 at that position can read all of it. Any other receiver can read only the position, which is enough to answer with the
@@ -18,12 +18,12 @@ from peers.messages.messages import KINDS, Certified, Message, Ready, Unread
 from peers.messages.short_forms import FORMS, Form
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, decode, from_plain, pack_plain
 
-DEFLATED_FROM = 256  # a message's body of at least this many bytes is compressed
+DEFLATED_FROM = 256  # bytes of a message's body from which on it is compressed
 PLACE = len(Position.model_fields)  # number of values for the position, at the start of a body
 
 
 class HasLog(Protocol):
-    """A peer with a log, and with the lineage that led to it."""
+    """A peer with a log, and with the log's recent lineage."""
 
     @property
     def log(self) -> LogState: ...
@@ -32,7 +32,8 @@ class HasLog(Protocol):
 
 
 def _forms_of(kind: type[Message]) -> dict[str, Form | None]:
-    """Return the packed fields of a message, all but its position, each with its short form if it has one."""
+    """Return the fields of a kind of message, except its position, each with its short form; None for fields without
+    one."""
     hints = get_type_hints(kind, include_extras=True)
     fields = [name for name in kind.model_fields if hints[name] is not Position]
     return {name: next((form for hint, form in FORMS if hint == hints[name]), None) for name in fields}
@@ -65,8 +66,8 @@ def pack_message(run: str, message: Message, log: LogState | None) -> bytes:
 
 
 def open_envelope(run: str, data: bytes) -> tuple[type[Message], Position, list[object]]:
-    """Return what every receiver can read of a message: its kind and its position; and the values of its other fields,
-    still packed.
+    """Return the parts of a message that every receiver can read: its kind, its position, and the values of its other
+    fields, still packed.
 
     Raises:
         WireError: the bytes are no message of this protocol version and this run.
@@ -88,12 +89,12 @@ def open_envelope(run: str, data: bytes) -> tuple[type[Message], Position, list[
 
 
 def _shown(plain: object) -> str:
-    """Return a short form of a value for an error. A list may be nested too deeply to print."""
+    """Return a value in a short form for an error message. A list may be nested too deeply to print."""
     return f"{plain!r:.40}" if isinstance(plain, int | str) else type(plain).__name__
 
 
 def unpack_message(run: str, data: bytes, log: LogState | None) -> Message | Unread | None:
-    """Return the message in some bytes, as a peer with this log reads it.
+    """Return the message in these bytes, as a peer with this log reads it.
 
     A message about another position is returned as Unread, a certificate about one as None, since it is of no use.
 
@@ -107,17 +108,17 @@ def unpack_message(run: str, data: bytes, log: LogState | None) -> Message | Unr
 def _understand(
     kind: type[Message], position: Position, values: Sequence[object], log: LogState | None
 ) -> Message | Unread | None:
-    """Return the message with these values. `log` is the log at its position, if this peer is there. Raises:
-    WireError."""
+    """Return the message of this kind with these field values. `log` is the log at `position`; None if the receiver
+    does not have it. Raises: WireError."""
     if log is not None:
-        return _read(kind, log.position, values, log)  # the same position object as the log's, which compares faster
+        return _read(kind, log.position, values, log)  # the log's own position object, which compares faster
     if kind not in RELATIVE:
         return _read(kind, position, values, log)
     return None if kind is Certified else Unread(position=position)
 
 
 def _read(kind: type[Message], position: Position, values: Sequence[object], log: LogState | None) -> Message:
-    """Return the message with these values. Raises: WireError."""
+    """Return the message of this kind with these field values, short forms expanded. Raises: WireError."""
     fields: dict[str, object] = {}
     for (name, form), plain in zip(FIELDS[kind].items(), values, strict=True):
         value = plain
@@ -134,7 +135,8 @@ def _read(kind: type[Message], position: Position, values: Sequence[object], log
 
 
 def _inflate(data: bytes) -> bytes:
-    """Return the decompressed body. Raises: WireError unless it is complete, and within the limit."""
+    """Return a decompressed message body. Raises: WireError unless it is complete and has at most MESSAGE_LIMIT
+    bytes."""
     inflater = zlib.decompressobj()
     try:
         body = inflater.decompress(data, MESSAGE_LIMIT)
@@ -155,13 +157,13 @@ class Packer:
     def __init__(self, peer: HasLog) -> None:
         self._peer = peer
         self._run = peer.log.run
-        self._last: dict[type[Message], tuple[Message, bytes]] = {}  # the last message of each kind, with its bytes
+        self._last: dict[type[Message], tuple[Message, bytes]] = {}  # last packed message of each kind, with its bytes
         self._here = peer.log
-        self._read_here: dict[str, tuple[bytes, Message | Unread | None]] = {}  # each peer's last Ready
+        self._read_here: dict[str, tuple[bytes, Message | Unread | None]] = {}  # last Ready of each sender
 
     def pack(self, message: Message) -> bytes:
-        """Return the bytes of a message. Raises: LogError when its position is not in this peer's recent log any
-        more."""
+        """Return the bytes of a message. Raises: LogError when the message's position is no longer in this peer's
+        recent log."""
         last, packed = self._last.get(type(message), (None, b""))
         if message != last:
             packed = pack_message(self._run, message, self.log_at(message.position))
@@ -169,15 +171,15 @@ class Packer:
         return packed
 
     def unpack(self, sender: str, data: bytes) -> Message | Unread | None:
-        """Return the message as `unpack_message` does. A Ready that is repeated at the same place is not read again:
-        members repeat theirs until they are answered, and a leader may have a thousand of them. Raises: WireError."""
+        """Return the message in these bytes, as `unpack_message` does. A Ready with the same bytes as the sender's last
+        one is not read again, since members repeat theirs until they are answered. Raises: WireError."""
         if self._here is not self._peer.log:
             self._here, self._read_here = self._peer.log, {}
         last, read = self._read_here.get(sender, (b"", None))
         if data == last:
             return read
         kind, position, values = open_envelope(self._run, data)
-        # A certificate of an older position may be the other branch of a fork (R9).
+        # A certificate about an older position may show the other branch of a fork (R9).
         is_read = kind is Certified or position.is_in_cycle_of(self._peer.log.position)
         message = _understand(kind, position, values, self.log_at(position) if is_read else None)
         if kind is Ready and (sender in self._read_here or len(self._read_here) < MEMBER_LIMIT):
@@ -185,7 +187,8 @@ class Packer:
         return message
 
     def log_at(self, position: Position) -> LogState | None:
-        """Return the log at a recent position: a message may leave after the position's entry was made."""
+        """Return the log at a recent position, before any entry of its cycle; None if the position is not in this
+        peer's recent log."""
         log: LogState | None = self._peer.log
         if log is not None and not position.is_in_cycle_of(log.position):
             log = self._peer.lineage.start(position.head)

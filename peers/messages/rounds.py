@@ -1,4 +1,4 @@
-"""Rounds, which are exchanges of blocks: the members, and how many chunks each averages."""
+"""Rounds, which are exchanges of blocks: their members, and the number of chunks that each member averages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from peers.values.wire import Count, Digest, PeerId, Value, digest_of, pack
 
 
 class RoundName(Value):
-    """The name of an exchange: its position, the ballot that began it, and its leader. Later ballots may go on with
-    it."""
+    """The name of a round: its position, the ballot that began it, and its leader. Later ballots may continue the
+    round."""
 
     position: Position
     ballot: Ballot
@@ -32,7 +32,7 @@ class RoundName(Value):
 
 
 class Share(Value):
-    """A member's part in a round: its contribution, and how many chunks of the payload it averages."""
+    """A member's part in a round: its entry in the roster, and the number of chunks of the payload that it averages."""
 
     member: Member
     chunks: Count
@@ -77,11 +77,11 @@ class Round(Value):
         return digest_of(pack(self))
 
     def author(self, member: Member, contribution: Contribution) -> Author:
-        """Return the author of a member's contribution."""
+        """Return the author of the commitment to a member's contribution."""
         return contribution.author(member.peer, member.incarnation, self.name.position)
 
     def counted(self, absent: Mapping[str, int]) -> tuple[Member, ...]:
-        """Return the roster with the tokens that count, given from how many chunks each member is absent.
+        """Return the roster with the tokens that count, given the number of chunks from which each member is absent.
 
         A member without any tokens left is not in it. Founders all stay in it, since a minimum of them must found the
         run (R13).
@@ -102,9 +102,9 @@ class Round(Value):
         return tuple(counted)
 
     def counts_enough(self, absent: Mapping[str, int], view: int, ring: int) -> bool:
-        """Return whether at least half of the round's tokens count, given from how many chunks each member is absent.
-        If all peers of the ring have led a view in vain, any number is enough, since a link may be broken for good
-        (R5)."""
+        """Return True if at least half of the round's tokens count, given the number of chunks from which each member
+        is absent. Once all peers of the ring have led a view without success, any number is enough, since a link may be
+        broken for good (R5)."""
         if view >= (ring or len(self.roster)):
             return True
         counted = sum(member.tokens for member in self.counted(absent))
@@ -120,5 +120,6 @@ class Round(Value):
         gone: tuple[str, ...] = (),
         amendment: Amendment | None = None,
     ) -> Header:
-        """Return the header that the round leads to at this end of the log. Raises: LogError when it leads to none."""
+        """Return the header of the entry that the round produces after `log`. Raises: LogError when no valid entry
+        follows."""
         return log.next_header(self.counted(absent), payload, leader, faults, gone, amendment)

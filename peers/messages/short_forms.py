@@ -30,14 +30,15 @@ Named = Count | PeerId
 
 
 class _ShortName(Value):
-    """The name of a round at the message's position."""
+    """The short form of a round's name, at the message's position."""
 
     ballot: Ballot
     leader: Named
 
 
 class _ShortRound(Value):
-    """A round at the message's position, with the number of chunks that each member averages."""
+    """The short form of a round at the message's position. `chunks` has the number of chunks that each member
+    averages."""
 
     name: _ShortName
     turnout: Turnout
@@ -47,33 +48,33 @@ class _ShortRound(Value):
 
 
 class _ShortLock(Value):
-    """A prepared header at the message's position, and its certificate."""
+    """The short form of a lock: the outcome of a prepared header at the message's position, and its certificate."""
 
     outcome: Outcome
     certificate: Certificate
 
 
 class _ShortPeers(Value):
-    """Some peers: the places of those with a lease, and the ids of the others."""
+    """The short form of a set of peers: the places of those with a lease, and the ids of the others."""
 
     places: PeerSet
     others: Peers
 
 
 class _ShortCounts(Value):
-    """Numbers by peer."""
+    """The short form of numbers by peer."""
 
     counts: Annotated[tuple[tuple[Named, Count], ...], Field(max_length=MEMBER_LIMIT)]
 
 
 class _ShortPairs(Value):
-    """Pairs of peers."""
+    """The short form of pairs of peers."""
 
     pairs: Annotated[tuple[tuple[Named, Named], ...], Field(max_length=MEMBER_LIMIT)]
 
 
 class _ShortAverage(Value):
-    """A signed average."""
+    """The short form of a signed average."""
 
     chunk: Count
     digest: Digest
@@ -83,13 +84,14 @@ class _ShortAverage(Value):
 
 
 class _ShortAverages(Value):
-    """Several signed averages."""
+    """The short form of several signed averages."""
 
     averages: Annotated[tuple[_ShortAverage, ...], Field(max_length=1 << 16)]
 
 
 class Form(NamedTuple):
-    """A way to pack values of one type into plain lists and back, at a position of the log."""
+    """The two functions of a short form: `shorten` packs a value for a position of the log, and `lengthen` unpacks
+    it."""
 
     shorten: Callable[[Any, LogState], Value | None]
     lengthen: Callable[[object, LogState], object]
@@ -101,7 +103,7 @@ def _place(peer: str, log: LogState) -> int | str:
 
 
 def _named(peer: int | str, log: LogState) -> str:
-    """Return the id of a peer, given by its place or by its id. Raises: LogError when there is no such place."""
+    """Return the id of a peer, given its place or its id. Raises: LogError when there is no such place."""
     if isinstance(peer, str):
         return peer
     if peer >= len(log.lease_holders):
@@ -117,13 +119,13 @@ def _short_peers(peers: Iterable[str], log: LogState) -> _ShortPeers:
 
 
 def _peers(plain: object, log: LogState) -> tuple[str, ...]:
-    """Return the ids in order. The field is a set, so its order has no meaning."""
+    """Return the ids of the peers in a packed _ShortPeers, sorted, since the field is a set."""
     short = from_plain(_ShortPeers, plain)
     return tuple(sorted({*_at(log.lease_holders, short.places), *short.others}))
 
 
 def _at(peers: Sequence[str], places: bytes) -> list[str]:
-    """Return the peers at these places. Raises: LogError when a place is beyond the last peer."""
+    """Return the peers at the places in a bit mask. Raises: LogError when a place is beyond the last peer."""
     chosen = chunks_in(places)
     if chosen and chosen[-1] >= len(peers):
         raise LogError(f"there is no place {chosen[-1]} among {len(peers)} peers")
@@ -152,7 +154,7 @@ def _header(plain: object, log: LogState) -> Header:
 
 
 def _header_of(outcome: Outcome, log: LogState) -> Header:
-    """Return the header of an outcome. Raises: LogError when it is of another fragment than the message."""
+    """Return the header of an outcome. Raises: LogError when the outcome is of another fragment than the message."""
     if outcome.fragment != log.fragment:
         raise LogError(f"an entry of fragment {outcome.fragment} in a message about {log.position}")
     return header_of(log, outcome)
@@ -235,7 +237,7 @@ def _average(short: _ShortAverage, log: LogState) -> Averaged:
 
 
 def _optional(form: Form, empty: object) -> Form:
-    """Return a form for values that are often empty."""
+    """Return a form for values that are often empty: `empty` is packed as None."""
     return Form(
         lambda value, log: form.shorten(value, log) if value else None,
         lambda plain, log: empty if plain is None else form.lengthen(plain, log),

@@ -1,4 +1,4 @@
-"""All access to the network: hivemind and libp2p, by which a run is found; links between peers; home routers.
+"""Network access: hivemind and libp2p, by which peers find a run; links between peers; port mapping by home routers.
 
 Other rooms import:
 bootstrap: NodeTask, announce_manifest, keep_announced, listed_runs, run_bootstrap

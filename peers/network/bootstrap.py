@@ -1,4 +1,4 @@
-"""The bootstrap node: a node with a fixed address that remembers manifests.
+"""The bootstrap node: a public node with a fixed address, which keeps the manifests of runs.
 
 A DHT forgets. The node keeps every announced manifest in a directory, and puts all of them into the DHT when it starts
 and repeatedly afterwards. So runs can be found while none of their peers is there, and after the node's own restarts.
@@ -38,21 +38,22 @@ from peers.values.wire import printable
 
 logger = logging.getLogger(__name__)
 
-LIST_RUNS = "list-runs"  # name of the call; payload: how many runs to leave out, in decimals; answer: a run id a line
-PAGE = 200  # runs in one answer
+LIST_RUNS = "list-runs"  # name of a call; request: count of run ids to skip, decimal; answer: run ids, one per line
+PAGE = 200  # run ids in one answer to the call `list-runs`, at most
 RUNS_LIMIT = 1000
 """Runs that a caller asks for, at most."""
-ASK_TIMEOUT = 20.0  # seconds for a call to a bootstrap node, which may be busy with many
+ASK_TIMEOUT = 20.0  # seconds until a call to a bootstrap node times out; a busy node answers slowly
 NUMBER = re.compile(rb"[0-9]{1,6}")
-ANNOUNCE_MANIFEST = "announce-manifest"  # name of the call; payload: a packed SignedManifest, answer: its run id
-MANIFEST_LIFETIME = 3600.0  # seconds that the DHT keeps a manifest
-REPUBLISH_INTERVAL = 300.0  # seconds; several chances within a lifetime
-ANNOUNCEMENTS_BURST, ANNOUNCEMENTS_RATE = 30.0, 0.1  # announcements of one peer, or network: at once, and a second
-NETWORKS_TOGETHER = 20  # factor for all networks together
-MANY = 10**6  # factor for all peers together: in effect no limit, since keys cost nothing
-LIFE_SIGN_INTERVAL = 5.0  # seconds
-LIFE_SIGN_LIMIT = 30.0  # seconds without one, after which the node counts as hanging
-LOOK_INTERVAL = 10.0  # seconds between two checks whether an announcement is due
+ANNOUNCE_MANIFEST = "announce-manifest"  # name of a call; request: a packed SignedManifest; answer: the run's id
+MANIFEST_LIFETIME = 3600.0  # seconds for which the DHT keeps a manifest
+REPUBLISH_INTERVAL = 300.0  # seconds between two stores of each manifest in the DHT
+# Announcements that a node accepts from one peer, and from one network: at once, and per second.
+ANNOUNCEMENTS_BURST, ANNOUNCEMENTS_RATE = 30.0, 0.1
+NETWORKS_TOGETHER = 20  # all networks together may announce this many times as often as one network
+MANY = 10**6  # all peers together may announce this many times as often as one peer: in effect no limit
+LIFE_SIGN_INTERVAL = 5.0  # seconds between two reports that this process still runs its event loop
+LIFE_SIGN_LIMIT = 30.0  # seconds without a report from the event loop after which the node counts as hanging
+LOOK_INTERVAL = 10.0  # seconds between two checks whether a run's manifest is due to be stored in the DHT again
 NodeTask: TypeAlias = Callable[[HivemindTransport, Iterable[SignedManifest]], Coroutine[None, None, None]]
 """Work with the runs that a node remembers, until cancelled. The manifests may be iterated over repeatedly."""
 
@@ -70,7 +71,7 @@ async def run_bootstrap(
     links: LinkSettings | None = None,
     tickets: Sequence[Ticket] = (),
 ) -> None:
-    """Run a bootstrap node until `stop` is set.
+    """Run a bootstrap node until the event `stop` is set.
 
     `on_ready` is called with its multiaddrs when it can be used. `check` raises ManifestError for a manifest of no
     usable run. `beside` is further work with the announced runs; the `tickets` admit the node to those by invitation.
@@ -91,20 +92,20 @@ async def run_bootstrap(
 
 
 class _BootstrapNode:
-    """The runs that are announced to a node, kept in its store and in the DHT."""
+    """A bootstrap node, which keeps runs' manifests in its store and in the DHT, and answers calls."""
 
     def __init__(self, transport: HivemindTransport, store: ManifestStore, shown: Mapping[str, bytes]) -> None:
-        """`shown` has our tickets to runs by invitation, by run."""
+        """Create the runs of a node; `shown` maps the id of each run by invitation to the node's packed ticket."""
         self.transport = transport
         self.store = store
         self._shown = shown
         self._failures = RunFailures("publishing")
-        # Announcements are limited for each peer and for each network.
+        # Each peer, and each network, may announce only a limited number of runs.
         self._of_peers = Allowances(ANNOUNCEMENTS_BURST, ANNOUNCEMENTS_RATE, MANY)
         self._of_networks = Allowances(ANNOUNCEMENTS_BURST, ANNOUNCEMENTS_RATE, NETWORKS_TOGETHER)
 
     async def begin(self) -> None:
-        """Learn all runs in the store, answer peers, and put the manifests into the DHT."""
+        """Register all runs in the store and the handlers of calls, then store all manifests in the DHT."""
         self.transport.runs.admissions.on_revoked = partial(self.store.keep, REVOKED_SUFFIX)
         self.transport.runs.on_heads = partial(self.store.keep, SIGNED_SUFFIX)
         for manifest in self.store:
@@ -116,14 +117,15 @@ class _BootstrapNode:
         await self.publish()
 
     def _learn(self, manifest: SignedManifest) -> None:
-        """Learn a run's admission, our own ticket to it, and the heads that its archives have signed."""
+        """Register a run's manifest with the transport, and its signed heads, revoked tickets and our ticket, if
+        any."""
         run, runs = manifest.run_id, self.transport.runs
         self.transport.learn(manifest)
         try:
             if packed := self.store.kept(SIGNED_SUFFIX, run):
                 runs.take_heads(run, unpack_heads(packed))
         except SignedHeadsError as error:
-            logger.warning("the kept heads signed by the archives of %s are ignored: %s", run, error)
+            logger.warning("the stored heads that the archives of run %s signed are ignored: %s", run, error)
         admission = runs.admissions.of(run)
         if admission is None:
             return
@@ -132,10 +134,10 @@ class _BootstrapNode:
             try:
                 admission.revoke(revoked)
             except TicketError as error:
-                logger.warning("the kept list of revoked tickets of %s is ignored: %s", run, error)
+                logger.warning("the stored list of revoked tickets of run %s is ignored: %s", run, error)
 
     async def on_announcement(self, sender: str, payload: bytes) -> bytes:
-        """Remember an announced run. Raises: RefusalError."""
+        """Store an announced manifest on disk and in the DHT. Return the run's id. Raises: RefusalError."""
         _spend(self._of_peers, sender, "you have")
         network = await self.transport.daemon.network_of(sender)
         _spend(self._of_networks, network, f"your network, {network}, has")
@@ -149,16 +151,16 @@ class _BootstrapNode:
         except ManifestError as error:
             raise RefusalError(printable(error.message)) from error
         except LocalNetworkError as error:
-            logger.error("run %s is not kept: %s", manifest.run_id, error)
+            logger.error("the manifest of run %s cannot be stored on disk: %s", manifest.run_id, error)
             raise RefusalError("the node's disk takes no manifest now; its operator can see why") from error
         self._learn(manifest)
         metrics.KNOWN_RUNS.set(len(self.store.run_ids()))
         await self._publish_one(manifest)
-        logger.info("run %s was announced by %s, from %s", manifest.run_id, sender, network)
+        logger.info("run %s was announced by peer %s, from network %s", manifest.run_id, sender, network)
         return manifest.run_id.encode()
 
     async def on_list(self, sender: str, payload: bytes) -> bytes:
-        """Return a page of the open runs, the newest first. Those by invitation are not listed."""
+        """Return one page of run ids, the newest run first, one id per line. Runs by invitation are left out."""
         if not NUMBER.fullmatch(payload):
             raise RefusalError("the number of runs to leave out is malformed")
         first, admissions = int(payload), self.transport.runs.admissions
@@ -171,7 +173,7 @@ class _BootstrapNode:
             await self.publish()
 
     async def publish(self) -> None:
-        """Put every manifest into the DHT again, and find out which of the runs are in use."""
+        """Store every manifest in the DHT again, and count the live peers of each run."""
         manifests = list(self.store)
         metrics.KNOWN_RUNS.set(len(manifests))
         _is_publishing()
@@ -191,19 +193,20 @@ class _BootstrapNode:
 
 
 def _spend(allowances: Allowances, name: str, who: str) -> None:
-    """Count an announcement. Raises: RefusalError if there were too many."""
+    """Count one announcement of a peer or a network. Raises: RefusalError if its allowance is used up."""
     if not allowances.has_some(name, now()):
         raise RefusalError(f"{who} announced many runs lately; try again in {1 / ANNOUNCEMENTS_RATE:.0f} seconds")
     allowances.spend(name, 1.0)
 
 
 def _is_publishing() -> None:
-    """Give a sign of life after each run, since publishing a thousand takes longer than the limit."""
+    """Report to the health check that this node is storing manifests in the DHT."""
     HEALTH.expect("publishing", 3 * REPUBLISH_INTERVAL, "no manifest was put into the DHT again")
 
 
 async def _work_until_stopped(node: _BootstrapNode, beside: Sequence[NodeTask], stop: asyncio.Event) -> None:
-    """Publish the runs, and do the work beside that, until `stop` is set. Raises: LocalNetworkError."""
+    """Store the manifests in the DHT repeatedly, and run the tasks `beside`, until `stop` is set. Raises:
+    LocalNetworkError if libp2p's daemon dies."""
     stopped, failed = start_task(stop.wait()), start_task(node.transport.daemon.failure())
     publishing, living = start_task(node.keep_publishing()), start_task(_give_life_signs())
     others = [start_task(work(node.transport, node.store)) for work in beside]
@@ -223,14 +226,14 @@ async def _work_until_stopped(node: _BootstrapNode, beside: Sequence[NodeTask], 
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:
-    """Report work that has ended, although it should last as long as the node."""
+    """Log the error with which a background task of the node ended, and report the error to the health check."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("a part of this node has failed: restart it", exc_info=error)
         HEALTH.failing("bootstrap", f"a part of this node has failed: {error}")
 
 
 async def _give_life_signs() -> None:
-    """Show that this process still comes to its work."""
+    """Report to the health check every few seconds that the event loop runs, until cancelled."""
     try:
         while True:
             HEALTH.expect("bootstrap", LIFE_SIGN_LIMIT, "this node has not come to its work")
@@ -243,7 +246,7 @@ async def _give_life_signs() -> None:
 async def announce_manifest(
     transport: HivemindTransport, manifest: SignedManifest, bootstrap_addresses: Sequence[str]
 ) -> tuple[str, ...]:
-    """Put a manifest into the DHT, and ask bootstrap nodes to remember it. Return the addresses of those that do."""
+    """Store a manifest in the DHT, and send it to bootstrap nodes. Return the addresses of the nodes that keep it."""
     await transport.store_manifest(manifest, MANIFEST_LIFETIME)
     kept = []
     for address in bootstrap_addresses:
@@ -252,12 +255,12 @@ async def announce_manifest(
             if answer == manifest.run_id.encode():
                 kept.append(address)
         except PeerUnreachableError as error:
-            logger.warning("the manifest is not kept at %s: %s", address, error)
+            logger.warning("the bootstrap node at %s does not keep the manifest: %s", address, error)
     return tuple(kept)
 
 
 async def listed_runs(transport: HivemindTransport, addresses: Sequence[str], limit: int = RUNS_LIMIT) -> list[str]:
-    """Return the ids of at most `limit` runs that the nodes at these addresses remember, each once.
+    """Return the ids, without duplicates, of at most `limit` runs that the bootstrap nodes at these addresses keep.
 
     Raises: SwarmUnreachableError when none of the nodes lists any runs.
     """
@@ -278,7 +281,7 @@ async def listed_runs(transport: HivemindTransport, addresses: Sequence[str], li
 
 
 async def _list_of(transport: HivemindTransport, peer_id: str, limit: int) -> list[str]:
-    """Return the runs that one node lists. Raises: PeerUnreachableError, also for a malformed answer."""
+    """Return the ids of one bootstrap node's runs. Raises: PeerUnreachableError, also for a malformed answer."""
     run_ids: list[str] = []
     while len(run_ids) < limit:
         answer = await transport.call(peer_id, LIST_RUNS, str(len(run_ids)).encode(), ASK_TIMEOUT)
@@ -297,7 +300,7 @@ async def keep_announced(
     others: Callable[[], Iterable[Heartbeat]],
     remembered: RememberedPeers | None = None,
 ) -> None:
-    """Put the manifest into the DHT repeatedly, and remember the addresses of the `others`, until cancelled.
+    """Store a run's manifest in the DHT every few minutes, and remember other peers' addresses, until cancelled.
 
     So a run is found without its bootstrap nodes.
     """
@@ -307,7 +310,7 @@ async def keep_announced(
             repeated_at = time.monotonic()
             try:
                 await network.store_manifest(manifest, MANIFEST_LIFETIME)
-            except NETWORK_ERRORS as error:  # other code reports a broken network to the user
+            except NETWORK_ERRORS as error:  # logged at debug level, since the health check reports a broken network
                 logger.debug("the manifest is not in the DHT: %r", error)
         if remembered is not None:
             wall = time.time()

@@ -1,4 +1,4 @@
-"""A byte stream between two peers: framing, permission before data, confirmation after it.
+"""Byte streams between two peers: framing, the receiver's acceptance or refusal, and confirmation of received data.
 
 A stream starts with a prelude (magic, version, header length, data length) and the header. The other side reads data
 only after it has answered with a verdict, so that no memory is allocated for data that it did not ask for:
@@ -30,33 +30,33 @@ from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, Buffer, printable
 Serve: TypeAlias = Callable[[str, bytes], AbstractAsyncContextManager[tuple[bytes, Buffer]]]
 """(sender, header) -> header and data of the answer, while they are sent; RefusalError refuses."""
 MAGIC = b"DLCP"
-VERSION = 1  # of streams; it goes up when the bytes after the prelude change
-PRELUDE = struct.Struct(">4sBIQ")  # magic, version, header length, data length
-HEADER_LIMIT = MESSAGE_LIMIT  # bytes; a snapshot's header contains the log's last header
-FRAME = struct.Struct(">IQ")  # header length, data length
-LAST_FRAME = 0xFFFFFFFF  # instead of a header's length: no frame follows
-FRAME_HEADER_LIMIT = 1 << 17  # bytes; enough to list the absent members of a chunk, of 1,000 peers
-BYTES_UNDER_WAY = 768 << 10  # unconfirmed, on one stream: with more, one stream could end long after the others
-FRAMES_UNDER_WAY = 64  # sent and not confirmed, on one stream
+VERSION = 1  # version of the stream format; increased when the bytes after the prelude change
+PRELUDE = struct.Struct(">4sBIQ")  # magic, version, header length in bytes, data length in bytes
+HEADER_LIMIT = MESSAGE_LIMIT  # bytes of a stream's header, at most; a snapshot's header contains a log header
+FRAME = struct.Struct(">IQ")  # a frame's header length and data length, in bytes
+LAST_FRAME = 0xFFFFFFFF  # value of a frame's header length that marks the end of the frames
+FRAME_HEADER_LIMIT = 1 << 17  # bytes of a frame's header, at most; enough to list 1,000 absent members of a chunk
+BYTES_UNDER_WAY = 768 << 10  # unconfirmed bytes on one stream, at most; with more, some streams end long after others
+FRAMES_UNDER_WAY = 64  # frames sent and not confirmed on one stream, at most
 ACCEPTED, REFUSED = b"\x01", b"\x00"
 REASON_LENGTH = struct.Struct(">H")
-REASON_BYTES = 500  # of a refusal's reason, at most; `printable` shows no more characters of it
-STALL_TIMEOUT = 30.0  # seconds without a byte after which the other side counts as gone
-ANSWER_TIMEOUT = 600.0  # seconds; a slow peer must first receive all frames under way; dead peers are noticed otherwise
-DISCARDED_AT_ONCE = 1 << 16  # bytes
-CLOSE_TIMEOUT = 5.0  # seconds in which the other side should close
+REASON_BYTES = 500  # bytes of a refusal's reason, at most; `printable` shows no more characters
+STALL_TIMEOUT = 30.0  # seconds without a byte after which the other peer counts as gone
+ANSWER_TIMEOUT = 600.0  # seconds to wait for a frame's confirmation; a slow peer first receives all frames before it
+DISCARDED_AT_ONCE = 1 << 16  # bytes of a refused stream that are read and discarded at once, at most
+CLOSE_TIMEOUT = 5.0  # seconds to wait for the other peer to close the stream
 
 Item = TypeVar("Item")
 Frame: TypeAlias = tuple[Item, bytes, Buffer]
 """A chunk for a stream: the sender's own key for it, header and data."""
 
-PLACE_WAIT = 20.0  # seconds that a peer may wait for a place
-FEW_PLACES = 2  # of a peer while they are scarce: one, and one that it has given up, whose end is not noticed here yet
-LONGEST_HELD = 600.0  # seconds for which a place may be held; readers wait no longer for their data either
+PLACE_WAIT = 20.0  # seconds that a pull waits for a free place, at most
+FEW_PLACES = 2  # places for each peer while few are free: one in use, and one of a pull that the peer has abandoned
+LONGEST_HELD = 600.0  # seconds for which a pull may hold its place, and for which its reader waits for the data
 
 
 class PeerUnreachableError(DilocoPeerError):
-    """A peer gave no usable answer: it is dead, cut off or too slow, or its answer is malformed."""
+    """The error for a peer that gave no usable answer: dead, cut off or too slow, or with a malformed answer."""
 
     exit_code = 4
     what_happened = "did not answer"
@@ -68,17 +68,17 @@ class PeerUnreachableError(DilocoPeerError):
 
 
 class PeerRefusedError(PeerUnreachableError):
-    """A live peer refused our data or our request; `reason` is its own text."""
+    """The error for a live peer that refused our data or our request; `reason` is the peer's own text."""
 
     what_happened = "refused"
 
 
 class RefusalError(Exception):
-    """Raised by our own handlers to refuse a caller; the message is the reason."""
+    """The exception with which our own handlers refuse a caller; its message is the reason sent to the caller."""
 
 
 class Channel:
-    """One end of a stream to `peer`. Reading raises RemoteProtocolError, TimeoutError, EOFError or OSError."""
+    """One end of a stream to `peer`. Its reads raise RemoteProtocolError, TimeoutError, EOFError or OSError."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class Channel:
         stays_open: bool = False,
         opening: bytes = b"",
     ) -> None:
-        """With `stays_open` another conversation follows on the same connection, so neither end waits for its close.
-        `opening` is sent together with the prelude, before it: see `ChunkSender._write`."""
+        """Create one end of a stream. With `stays_open` the connection is used again, so neither end waits for it to
+        close. `opening` has bytes to send just before the prelude: see `ChunkSender._write`."""
         self.peer = peer
         self._upload = upload
         self._gives_way_to: LinkTime | None = None
@@ -111,8 +111,8 @@ class Channel:
         await self._send(opening + PRELUDE.pack(MAGIC, VERSION, len(header), length) + header)
 
     async def read_prelude(self) -> tuple[bytes, int]:
-        """Read the prelude. Return the header, and the length of the data in bytes."""
-        async with asyncio.timeout(STALL_TIMEOUT):  # for all of it, not for each byte
+        """Read the stream's prelude. Return the stream's header, and the length of its data in bytes."""
+        async with asyncio.timeout(STALL_TIMEOUT):  # limits the whole prelude, not each byte
             magic, version, header_length, length = PRELUDE.unpack(await self._read(PRELUDE.size))
         if magic == MAGIC and version != VERSION:
             raise RemoteProtocolError(self.peer, f"its streams are of version {version}; ours are of version {VERSION}")
@@ -124,7 +124,7 @@ class Channel:
         await self._send(ACCEPTED)
 
     async def refuse(self, reason: str) -> None:
-        """Send a refusal. These are the last bytes that we send."""
+        """Send a refusal with this reason, then wait for the peer to close the stream."""
         await self._send_refusal(reason)
         await self.wait_closed()
 
@@ -133,7 +133,7 @@ class Channel:
         await self._send(REFUSED + REASON_LENGTH.pack(len(text)) + text)
 
     async def refuse_all(self, reason: str) -> None:
-        """Refuse a stream whose data comes all the same. The connection cannot be used again.
+        """Refuse a stream, and discard the data that the sender still sends. The connection cannot be used again.
 
         Raises: EOFError when the other side has closed it, or has not closed it in time.
         """
@@ -146,7 +146,7 @@ class Channel:
         raise EOFError("a refused stream is over")
 
     async def read_verdict(self) -> None:
-        """Return if the verdict accepts. Raises: PeerRefusedError if it refuses."""
+        """Wait for the peer's verdict, and return if the peer accepts. Raises: PeerRefusedError if the peer refuses."""
         verdict = await self._read(1)
         if verdict == ACCEPTED:
             return
@@ -164,11 +164,11 @@ class Channel:
         await self.send_data(data)
 
     async def send_message(self, header: bytes, data: bytes) -> None:
-        """Send a small frame in one piece, so that a caller that gives up waiting leaves no half of one behind."""
+        """Send a small frame in one write, so that a cancelled caller never leaves half a frame in the stream."""
         await self._send(FRAME.pack(len(header), len(data)) + header + data)
 
     async def read_frame_header(self) -> tuple[bytes, int] | None:
-        """Wait for the next frame, and return its header and data length; None after the last one."""
+        """Wait for the next frame. Return its header, and its data length in bytes; None after the last frame."""
         try:
             header_length, length = FRAME.unpack(await self._reads.read(FRAME.size, None))
         except asyncio.IncompleteReadError as error:
@@ -196,7 +196,7 @@ class Channel:
         return answer == ACCEPTED
 
     async def send_digest(self, digest: bytes) -> None:
-        """Confirm the received data. These are the last bytes that we send."""
+        """Send the digest of the received data to confirm it, then wait for the peer to close the stream."""
         await self._send(digest)
         await self.wait_closed()
 
@@ -205,7 +205,8 @@ class Channel:
             raise RemoteProtocolError(self.peer, "it confirmed other bytes than we sent")
 
     async def wait_closed(self) -> None:
-        """Give the other side time to read our last bytes and close, unless the connection stays open."""
+        """Wait a few seconds for the peer to read our last bytes and close the stream, unless the connection is
+        reused."""
         if self._stays_open:
             return
         with suppress(TimeoutError, asyncio.IncompleteReadError):
@@ -213,12 +214,11 @@ class Channel:
             raise RemoteProtocolError(self.peer, "it sent more than its prelude announced")
 
     def give_way(self, link: LinkTime) -> None:
-        """Send data at full rate only while the link is free, from now on; else slowly."""
+        """Slow down this stream's data from now on, whenever a round uses the link."""
         self._gives_way_to = link
 
     def close(self) -> None:
-        """Close the stream. Written bytes that are not sent yet are dropped: from Python 3.12 on they are the caller's
-        own memory."""
+        """Close the stream. Unsent bytes are dropped: from Python 3.12 on, they lie in the caller's own memory."""
         if self._writer.transport.get_write_buffer_size():
             self._writer.transport.abort()
         else:
@@ -236,7 +236,7 @@ class Channel:
                 hasher.update(piece)
 
     async def read_data(self, buffer: bytearray | memoryview, hasher: blake3 | None = None) -> None:
-        """Fill the buffer, as fast as our bandwidth caps allow."""
+        """Fill the buffer with the stream's data, no faster than our download cap allows."""
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), self._download.reading_piece):
             piece = view[start : start + self._download.reading_piece]
@@ -255,11 +255,11 @@ class Channel:
     async def _send(self, data: bytes | memoryview) -> None:
         self._writer.write(data)
         async with asyncio.timeout(STALL_TIMEOUT):
-            await self._writer.drain()  # it raises if the connection is gone; write() does not
+            await self._writer.drain()  # unlike write(), drain() raises if the connection is gone
 
 
 async def pull(channel: Channel, header: bytes, max_bytes: int) -> tuple[bytes, bytearray]:
-    """Send a request. Return the header and data of the answer. Raises also: PeerRefusedError."""
+    """Send a request. Return the answer's header and data. Raises: PeerRefusedError, and errors of reading."""
     await channel.send_prelude(header, 0)
     await channel.read_verdict()
     answer, length = await channel.read_prelude()
@@ -273,7 +273,7 @@ async def pull(channel: Channel, header: bytes, max_bytes: int) -> tuple[bytes, 
 
 
 async def serve_pull(channel: Channel, serve: Serve) -> None:
-    """Answer a `pull`, as its other end."""
+    """Answer one `pull` of the peer: refuse the request, or send the header and data that `serve` yields."""
     header, length = await channel.read_prelude()
     if length != 0:
         raise RemoteProtocolError(channel.peer, f"it announced {length} bytes of data with a request")
@@ -291,21 +291,22 @@ async def serve_pull(channel: Channel, serve: Serve) -> None:
 
 
 class ChunkSender(Generic[Item]):
-    """The sending end of a stream of chunks. Chunks that have arrived count, even if the stream breaks later."""
+    """The sending end of a stream of chunks. Confirmed chunks count, even if the stream breaks later."""
 
     def __init__(self, channel: Channel, under_way: Callable[[], int] = lambda: BYTES_UNDER_WAY) -> None:
-        """`under_way` returns a limit on the bytes sent and not confirmed. Two frames may be under way in any case,
-        since with one the stream would stand still until its confirmation."""
+        """Create a sender. `under_way` returns the most bytes sent and not confirmed. Two frames are always allowed,
+        since with only one the stream would idle until each confirmation."""
         self._channel = channel
         self._under_way = under_way
-        self._sent: deque[tuple[Item, int, float]] = deque()  # items, their bytes, and when the writing of each began
+        # Chunks written and not confirmed: item, size in bytes, and the time in seconds when writing began.
+        self._sent: deque[tuple[Item, int, float]] = deque()
         self._has_room = asyncio.Event()
         self._has_room.set()
-        self._written = asyncio.Semaphore(0)  # one for each frame, and one for the end of the stream
+        self._written = asyncio.Semaphore(0)  # released once for each written frame, and once at the end of the stream
 
     @property
     def pending(self) -> list[Item]:
-        """The items that were written and not confirmed."""
+        """The items whose chunks were written and not confirmed."""
         return [item for item, _, _ in self._sent]
 
     async def run(
@@ -314,7 +315,8 @@ class ChunkSender(Generic[Item]):
         following: Callable[[], Awaitable[Frame[Item] | None]],
         answered: Callable[[Item, bool, float], None],
     ) -> None:
-        """Send the frames that `following` returns until it returns None, and wait until all of them are answered.
+        """Send the chunks that `following` returns until it returns None, and wait until the receiver has answered all
+        of them.
 
         `answered` is called with each item, whether it is taken, and the seconds of the stream that it took. The first
         frames follow the header at once: on a long link, waiting for the verdict would take as long as they do.
@@ -333,7 +335,7 @@ class ChunkSender(Generic[Item]):
             await cancel_and_wait(reading, writing)
 
     async def _write(self, header: bytes, following: Callable[[], Awaitable[Frame[Item] | None]]) -> None:
-        """Write the frames, the first one with the prelude in one packet.
+        """Write the prelude, then all frames. The prelude and the first frame go into one packet.
 
         If BBR has not measured a delay for ten seconds, and the first packet is a small one, whose answer may have been
         delayed, it stops for 0.2 seconds to measure.
@@ -356,7 +358,7 @@ class ChunkSender(Generic[Item]):
         try:
             await self._channel.read_verdict()
         except PeerRefusedError as error:
-            self._channel.is_finished = False  # frames are under way, so the connection cannot be used again
+            self._channel.is_finished = False  # frames are already sent, so the connection is not reusable
             raise PeerUnreachableError(error.peer, error.reason) from error
         answered_at = 0.0
         while True:
@@ -378,17 +380,17 @@ class ChunkSender(Generic[Item]):
 
 
 class _Arrivals(Protocol):
-    """The receiver of one stream's chunks."""
+    """The receiver of one stream's chunks, which supplies memory for each chunk, and accepts or rejects the chunk."""
 
     def expect(self, header: bytes, length: int) -> bytearray:
-        """Return memory of this length for the next frame's data. Raises: RemoteProtocolError to end the stream."""
+        """Return memory of this length for the next chunk's data. Raises: RemoteProtocolError to end the stream."""
 
     def arrived(self) -> bool:
-        """Take in the filled memory. Return whether the sender need not send the chunk again."""
+        """Process the chunk in the filled memory. Return True unless the sender must send the chunk again."""
 
 
 async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitable[_Arrivals]]) -> None:
-    """Receive chunks, until the sender has sent its last frame or closes the stream.
+    """Receive the chunks of one stream, and answer each, until the sender ends or closes the stream.
 
     `admit` is called with the sender and the stream's header, and returns when the sender may begin; RefusalError
     refuses.
@@ -405,7 +407,7 @@ async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitab
 
 
 class Places:
-    """Limits on the pulls served at once: `count` places in all, `each` for one peer.
+    """Limits on the pulls served at once: `count` in all, and `each` for one peer.
 
     While less than half of them are free, a peer may have only `FEW_PLACES`: otherwise a few slow peers would hold all
     of them for long.
@@ -419,8 +421,8 @@ class Places:
 
     @asynccontextmanager
     async def one_for(self, peer: str) -> AsyncIterator[None]:
-        """Hold a place. Raises: RefusalError when the peer has its share, or none is free in time; TimeoutError if held
-        too long."""
+        """Hold a place while serving one pull of a peer. Raises: RefusalError if the peer holds its share of places, or
+        no place becomes free in time; TimeoutError if the place is held for too long."""
         is_scarce = 2 * (self._count - self._taken.total()) < self._count
         if self._taken[peer] >= (min(FEW_PLACES, self._each) if is_scarce else self._each):
             raise RefusalError("other parts are being sent to you; ask again when one has ended")
@@ -437,4 +439,4 @@ class Places:
             finally:
                 self._free.release()
         finally:
-            self._taken -= Counter({peer: 1})  # drops a peer whose count is zero
+            self._taken -= Counter({peer: 1})  # `-=` also removes a peer whose count is zero

@@ -1,4 +1,4 @@
-"""One TLS connection with a peer, which proves the peer's id. One of the two ends opens conversations on it.
+"""One TLS connection between two peers, which proves each peer's id. Only one of the two ends opens streams on it.
 
 A peer id contains the peer's Ed25519 public key, and a peer's certificate is that key, signed by itself. So the peer id
 alone decides whether a certificate is valid: there is no authority, and nothing to exchange beforehand.
@@ -32,26 +32,26 @@ from peers.network.sockets import closed_on_failure, endpoint_of_peer, parse_end
 from peers.values.identity import Identity, peer_id_of_bytes
 from peers.values.wire import Reach
 
-CONTEXTS = 1024  # kept, one per peer
+CONTEXTS = 1024  # TLS contexts kept for accepting connections, one per peer, at most
 NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "diloco-peer")])
-EVER = (datetime(2000, 1, 1), datetime(9999, 1, 1))  # always valid, since clocks of peers are never compared
+EVER = (datetime(2000, 1, 1), datetime(9999, 1, 1))  # certificates never expire, since peers' clocks may differ
 
-HANDSHAKE_TIMEOUT = 10.0  # seconds
-CIPHERTEXT = 1 << 18  # bytes that are taken from the kernel at once
-HANDSHAKE_BYTES = 1 << 14  # bytes that are taken at once during the handshake
-TO_SEND = 1 << 16  # bytes that are encrypted at once, and sent while they are in the processor's cache
-HIGH_WATER = 1 << 19  # bytes that wait for the kernel, at most
-_ciphertext = memoryview(bytearray(CIPHERTEXT))  # the last bytes from the kernel; all connections share it in turn
+HANDSHAKE_TIMEOUT = 10.0  # seconds for one TLS handshake, at most
+CIPHERTEXT = 1 << 18  # encrypted bytes read from the kernel at once, at most
+HANDSHAKE_BYTES = 1 << 14  # bytes read from the kernel at once during the TLS handshake, at most
+TO_SEND = 1 << 16  # bytes encrypted and sent at once, few enough to stay in the processor's cache
+HIGH_WATER = 1 << 19  # encrypted bytes waiting to be sent, above which writers are paused
+_ciphertext = memoryview(bytearray(CIPHERTEXT))  # a read buffer, which all connections use in turn
 
-READ_AHEAD = 4096  # bytes; most headers fit in
+READ_AHEAD = 4096  # bytes that are received before a caller asks for them; enough for most headers
 LOW_WATER = 1 << 17
 """Bytes that must have come before we are woken, within a long read: on a long link they come in thousands of small
 pieces, and waking for each would cost more than decrypting them."""
-RECORD = 17 << 10  # bytes that TLS may hold back: one record, with its overhead
+RECORD = 17 << 10  # bytes that TLS may hold back: one incomplete record, with its overhead
 
 
 class Credentials:
-    """One peer's certificate, and the key that proves it. Each instance has another certificate: see `Link.add`."""
+    """One peer's TLS certificate and private key. Each instance makes a new certificate: see `Link.add`."""
 
     def __init__(self, identity: Identity) -> None:
         key = identity.private_key
@@ -72,7 +72,7 @@ class Credentials:
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=certificate)
-        context.num_tickets = 0  # sessions are not resumed, so that each connection proves its peer
+        context.num_tickets = 0  # no session resumption, so that each connection proves the peer's id
         return context
 
     def _context(self, protocol: int) -> ssl.SSLContext:
@@ -80,7 +80,7 @@ class Credentials:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-        # The ssl module reads keys from files only, so the key goes into a file in memory that is closed at once.
+        # The ssl module loads keys only from files, so the key is written to a file in memory, which is closed at once.
         with closing(os.fdopen(os.memfd_create("credentials"), "wb")) as file:
             file.write(self._pem)
             file.flush()
@@ -89,7 +89,8 @@ class Credentials:
 
 
 class Connection:
-    """A connection with a peer. With `is_ours`, this end opens conversations on it. `reach` is the way of its bytes.
+    """A TLS connection with a peer. With `is_ours`, this end opens the streams on it. `reach` is how the bytes travel:
+    directly, through NATs, or by a relay.
 
     `certificate` (DER) is the other end's, which changes at each start and in each network.
     """
@@ -115,12 +116,12 @@ class Connection:
         return not (self.reads.has_ended or self.writer.is_closing())
 
     def close(self) -> None:
-        """End it at once; bytes that were not sent are dropped, since no conversation needs them any more."""
+        """Close the connection at once, and drop unsent bytes, since no stream needs them any more."""
         self.writer.transport.abort()
 
 
 async def greet(sock: socket.socket, credentials: Credentials, peer: str, is_ours: bool, reach: Reach) -> Connection:
-    """Begin a connection as the end that speaks first. Take the socket over.
+    """Send a Hello to `peer` over a socket, make the TLS handshake, and return the connection, which owns the socket.
 
     Raises: OSError; RemoteProtocolError when another peer answers.
     """
@@ -131,7 +132,7 @@ async def greet(sock: socket.socket, credentials: Credentials, peer: str, is_our
 
 
 async def welcome(sock: socket.socket, credentials: Credentials, hello: Hello, reach: Reach) -> Connection:
-    """Begin a connection as the end that is greeted. Take the socket over. Raises: OSError, RemoteProtocolError."""
+    """Make the TLS handshake after a Hello, and return the connection. Raises: OSError, RemoteProtocolError."""
     with closed_on_failure(sock):
         if hello.to != credentials.peer_id:
             raise RemoteProtocolError("unknown", f"it wants to connect to {hello.to}, not to this peer")
@@ -144,7 +145,7 @@ async def welcome(sock: socket.socket, credentials: Credentials, hello: Hello, r
 
 
 async def _handshake(sock: socket.socket, peer: str, context: ssl.SSLContext, opening: bytes = b"") -> TlsTransport:
-    """Make the TLS handshake with this peer and no other; the dialling end sends the opening first.
+    """Make a TLS handshake with `peer` and no other, and return the transport. The dialling end first sends `opening`.
 
     Raises: OSError, also when it takes too long; RemoteProtocolError.
     """
@@ -161,12 +162,12 @@ async def _handshake(sock: socket.socket, peer: str, context: ssl.SSLContext, op
 
 
 def _peer_of(certificate: bytes) -> str:
-    """Return the id of the peer whose key a certificate (DER) has. Raises: RemoteProtocolError."""
+    """Return the id of the peer that owns a certificate's (DER) public key. Raises: RemoteProtocolError."""
     if len(certificate) > CERTIFICATE_BYTES:
         raise _unproven(f"a certificate of {len(certificate)} bytes exceeds {CERTIFICATE_BYTES}")
     try:
         key = x509.load_der_x509_certificate(certificate).public_key()
-    except Exception as error:  # the parser raises many kinds of errors on a stranger's bytes
+    except Exception as error:  # the parser raises many kinds of errors for malformed bytes
         raise _unproven(f"not a certificate: {error}") from error
     if not isinstance(key, Ed25519PublicKey):
         raise _unproven("its certificate is not of an Ed25519 key")
@@ -177,9 +178,9 @@ def _unproven(reason: object) -> RemoteProtocolError:
     return RemoteProtocolError("unknown", f"it does not prove its peer id: {reason}")
 
 
-# TLS without copies --------------------------------------------------------------------------------------------------
+# TLS over a socket ---------------------------------------------------------------------------------------------------
 async def start_tls(sock: socket.socket, context: ssl.SSLContext, server_side: bool) -> TlsTransport:
-    """Make the TLS handshake, and take the socket over. Raises: OSError, which includes ssl.SSLError."""
+    """Make a TLS handshake on a socket, and return the transport. Raises: OSError, which includes ssl.SSLError."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(incoming, outgoing, server_side=server_side)
     loop = asyncio.get_running_loop()
@@ -193,7 +194,7 @@ async def start_tls(sock: socket.socket, context: ssl.SSLContext, server_side: b
             incoming.write(data)
         except ssl.SSLError:
             with suppress(OSError):
-                sock.send(outgoing.read())  # the TLS alert that names the error, if there is one
+                sock.send(outgoing.read())  # the TLS alert that names the error, if any
             raise
         else:
             await loop.sock_sendall(sock, outgoing.read())
@@ -201,8 +202,8 @@ async def start_tls(sock: socket.socket, context: ssl.SSLContext, server_side: b
 
 
 class TlsTransport(asyncio.Transport):
-    """The transport of a TLS connection for asyncio's streams and protocols. It is closed without a TLS farewell, since
-    frames have an end of their own.
+    """A TLS connection as a transport for asyncio's streams and protocols. It closes without TLS's closing alert, since
+    frames mark the end of the data themselves.
 
     It has no protocol at first, and reads nothing until `resume_reading`.
     """
@@ -216,7 +217,7 @@ class TlsTransport(asyncio.Transport):
         self.tls = tls
         self._incoming, self._outgoing = incoming, outgoing
         self._protocol = asyncio.BufferedProtocol()
-        self._unsent = memoryview(b"")  # taken from `outgoing`
+        self._unsent = memoryview(b"")  # encrypted bytes that the kernel has not accepted yet
         self._is_reading = self._is_watched = False
         self._is_to_send = self._is_waiting_to_send = self._has_paused_writer = False
         self._is_closed = False
@@ -225,12 +226,12 @@ class TlsTransport(asyncio.Transport):
         return self._protocol
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Set the protocol. It must be a BufferedProtocol when reading is resumed."""
+        """Set the protocol that gets received data, which must be a BufferedProtocol when reading is resumed."""
         self._protocol = cast(asyncio.BufferedProtocol, protocol)
 
     # Receiving ------------------------------------------------------------------------------------------------
     def pause_reading(self) -> None:
-        """Stop reading. The socket is watched until bytes come, since most pauses are over before."""
+        """Stop reading. The event loop still watches the socket until bytes arrive, since most pauses end before."""
         self._is_reading = False
 
     def resume_reading(self) -> None:
@@ -240,7 +241,7 @@ class TlsTransport(asyncio.Transport):
         if not self._is_watched:
             self._is_watched = True
             self._loop.add_reader(self._socket, self._take_in)
-        if self._incoming.pending or self.tls.pending():  # left over from the pause
+        if self._incoming.pending or self.tls.pending():  # bytes read from the socket before the pause
             self._loop.call_soon(self._decrypt)
 
     def _take_in(self) -> None:
@@ -260,10 +261,10 @@ class TlsTransport(asyncio.Transport):
         else:
             self._incoming.write_eof()
         self._decrypt()
-        self._send_now()  # an answer of TLS itself
+        self._send_now()  # sends the answer that TLS itself may have produced
 
     def _decrypt(self) -> None:
-        """Give the protocol all whole records that are here, until it pauses reading."""
+        """Decrypt all complete TLS records received so far for the protocol, until the protocol pauses reading."""
         while self._is_reading:
             memory = memoryview(self._protocol.get_buffer(-1))
             count, end = 0, None
@@ -289,7 +290,7 @@ class TlsTransport(asyncio.Transport):
     # Sending --------------------------------------------------------------------------------------------------
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._is_closed:
-            return  # as in asyncio: draining the writer raises the error
+            return  # as in asyncio, StreamWriter.drain() raises the error, not write()
         view = memoryview(data).cast("B")
         try:
             for start in range(0, len(view), TO_SEND):
@@ -299,7 +300,7 @@ class TlsTransport(asyncio.Transport):
         except ssl.SSLError as error:
             self._end(error)
         if self._outgoing.pending and not (self._is_to_send or self._is_waiting_to_send):
-            self._is_to_send = True  # together with other writes of this turn of the event loop
+            self._is_to_send = True  # sent later, together with other writes of this turn of the event loop
             self._loop.call_soon(self._send_now)
         if not self._has_paused_writer and self.get_write_buffer_size() > HIGH_WATER:
             self._has_paused_writer = True
@@ -311,7 +312,7 @@ class TlsTransport(asyncio.Transport):
             self._send()
 
     def _send(self) -> None:
-        """Send the encrypted bytes; those that the kernel does not take follow when it has room again."""
+        """Send the encrypted bytes. The kernel accepts the remaining bytes when the socket is writable again."""
         try:
             while self._unsent or self._outgoing.pending:
                 self._unsent = self._unsent or memoryview(self._outgoing.read())
@@ -333,12 +334,12 @@ class TlsTransport(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         return len(self._unsent) + self._outgoing.pending
 
-    # The end --------------------------------------------------------------------------------------------------
+    # Closing --------------------------------------------------------------------------------------------------
     def is_closing(self) -> bool:
         return self._is_closed
 
     def abort(self) -> None:
-        """End it at once: bytes that the kernel does not take now are lost."""
+        """Close the connection at once; bytes that the kernel does not accept now are lost."""
         self._send_now()
         self._end(None)
 
@@ -362,7 +363,8 @@ class TlsTransport(asyncio.Transport):
 
 
 class DirectReads(asyncio.BufferedProtocol):
-    """The reading end of a connection, which it takes over for good; the StreamWriter stays. One read at a time.
+    """The reader of a connection, in place of its StreamReader; the StreamWriter stays in use. Only one read may wait
+    at a time.
 
     Reads raise asyncio.IncompleteReadError when the stream ends before, TimeoutError when no byte comes for `patience`
     seconds (within a long read, twice as many), and OSError when the connection breaks.
@@ -374,24 +376,24 @@ class DirectReads(asyncio.BufferedProtocol):
         self._ahead = memoryview(bytearray(max(READ_AHEAD, len(early))))
         self._ahead[: len(early)] = early
         self._ahead_count = len(early)
-        self._memory = memoryview(b"")  # of the read under way
+        self._memory = memoryview(b"")  # the buffer that the current read fills
         self._count = 0
         self.on_lost: Callable[[], None] = lambda: None
         self._ready: asyncio.Future[None] | None = None
         self._watch: asyncio.TimerHandle | None = None
-        self._last_at = 0.0  # when the last byte came, or the read began
+        self._last_at = 0.0  # time in seconds of the last received byte, or of the current read's start
         self._error = reader.exception()
         self.has_ended = reader.at_eof() or self._error is not None
         self._transport: asyncio.Transport = writer.transport  # type: ignore[assignment]  # it reads, too
         self._writing = self._transport.get_protocol()
         self._transport.set_protocol(self)
-        self._is_tls = self._transport.get_extra_info("sslcontext") is not None  # over TCP, that is
+        self._is_tls = self._transport.get_extra_info("sslcontext") is not None
         self._low_water = 1
         self._take(0)
 
     @property
     def has_unread(self) -> bool:
-        """True if bytes have come that were not read."""
+        """True if bytes have arrived that no caller has read yet."""
         return self._ahead_count > 0
 
     async def read(self, count: int, patience: float | None) -> bytes:
@@ -400,7 +402,7 @@ class DirectReads(asyncio.BufferedProtocol):
         return bytes(data)
 
     async def fill(self, memory: memoryview, patience: float | None) -> None:
-        """Fill the memory, whose items are single bytes."""
+        """Fill `memory` (one-byte items) with the next received bytes; `patience` is in seconds, None for no limit."""
         early = self._take(min(self._ahead_count, len(memory)))
         memory[: len(early)] = early
         if len(early) < len(memory):
@@ -413,7 +415,8 @@ class DirectReads(asyncio.BufferedProtocol):
                 self._choose_low_water()
 
     def _choose_low_water(self) -> None:
-        """Set the count of bytes to be woken for: as many as are certain to come, or one."""
+        """Set the number of received bytes that wake the read: the missing bytes less one TLS record, but at least
+        one."""
         self._wake_after(max(1, min(LOW_WATER, len(self._memory) - self._count - RECORD)))
 
     def _wake_after(self, wanted: int) -> None:
@@ -424,7 +427,7 @@ class DirectReads(asyncio.BufferedProtocol):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
     def _take(self, count: int) -> bytes:
-        """Return and remove so many of the bytes that were put aside."""
+        """Remove `count` bytes from the read-ahead buffer, and return them."""
         taken = bytes(self._ahead[:count])
         self._ahead_count -= count
         self._ahead[: self._ahead_count] = bytes(self._ahead[count : count + self._ahead_count])
@@ -434,7 +437,7 @@ class DirectReads(asyncio.BufferedProtocol):
             self._transport.pause_reading()
         return taken
 
-    # Waiting --------------------------------------------------------------------------------------------------
+    # Waiting for bytes ----------------------------------------------------------------------------------------
     async def _wait(self, patience: float | None) -> None:
         if self.has_ended:
             raise self._error or self._incomplete()
@@ -453,7 +456,7 @@ class DirectReads(asyncio.BufferedProtocol):
     def _check_patience(self, patience: float) -> None:
         loop = asyncio.get_running_loop()
         if (silent := loop.time() - self._last_at) >= patience and self._low_water > 1:
-            self._wake_after(1)  # too few bytes to wake us may have come; the next one will
+            self._wake_after(1)  # fewer bytes than the low-water mark may have arrived; the next byte wakes the read
             self._last_at, silent = loop.time(), 0.0
         if silent < patience:
             self._watch = loop.call_later(patience - silent, self._check_patience, patience)
@@ -461,7 +464,7 @@ class DirectReads(asyncio.BufferedProtocol):
             self._end(TimeoutError(f"no byte came for {patience:g} s"))
 
     def _end(self, error: Exception | None = None) -> None:
-        """End the read under way, if there is one."""
+        """End the waiting read, if any: successfully, or with this error."""
         if self._ready is None or self._ready.done():
             return
         if error is None:
@@ -489,7 +492,8 @@ class DirectReads(asyncio.BufferedProtocol):
                 self._transport.pause_reading()
 
     def eof_received(self) -> bool:
-        """Return whether writing may go on. With TLS it may not, since TLS has no half-closed connections."""
+        """End the waiting read, because the peer sends no more. Return True if writing may continue: not with TLS,
+        which has no half-closed connections."""
         self.has_ended = True
         self._end(self._incomplete())
         return not self._is_tls

@@ -1,4 +1,4 @@
-"""Contacts of other peers, from their heartbeats: their endpoints, and the nodes that introduce them."""
+"""Contacts of other peers, read from heartbeats: their endpoints, and the nodes that introduce them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from peers.network.sockets import endpoint_of, parse_endpoint
 from peers.presence.heartbeat import Heartbeat, PeerState
 
-INTRODUCING_VOLUNTEERS = 2  # volunteers that a peer keeps linked for introductions, besides the invite's nodes
+INTRODUCING_VOLUNTEERS = 2  # volunteers that each peer keeps linked for introductions, besides the invite's nodes
 
 
 @dataclass(frozen=True)
 class Contact:
-    """A peer's contact: `endpoints` accept connections; `relays` are multiaddrs of nodes that introduce it."""
+    """The contact of one peer: `endpoints` at which the peer accepts connections, and `relays`, the multiaddrs of nodes
+    that introduce the peer."""
 
     peer: str
     endpoints: tuple[str, ...] = ()
@@ -22,7 +23,7 @@ class Contact:
 
 
 def contacts_of(heartbeats: Iterable[Heartbeat]) -> dict[str, Contact]:
-    """Return the contacts of the peers that are not leaving, by peer."""
+    """Return a contact for each peer that is not leaving and names endpoints or relays, by peer id."""
     return {
         beat.peer: Contact(beat.peer, beat.endpoints, beat.relays)
         for beat in heartbeats
@@ -31,7 +32,7 @@ def contacts_of(heartbeats: Iterable[Heartbeat]) -> dict[str, Contact]:
 
 
 def open_volunteers(heartbeats: Iterable[Heartbeat], me: str) -> tuple[str, ...]:
-    """Return multiaddrs of volunteers with public addresses, which introduce others where no bootstrap node does.
+    """Return the multiaddrs of a few volunteers with public addresses, which introduce peers if no bootstrap node does.
 
     They are the same few for every peer, so that any two peers have one in common.
     """
@@ -47,18 +48,18 @@ def open_volunteers(heartbeats: Iterable[Heartbeat], me: str) -> tuple[str, ...]
 
 
 def may_be_dialled(contact: Contact) -> bool:
-    """Return whether a peer claims to accept connections from the internet."""
+    """Return True if a peer names an endpoint outside private networks, which others may dial."""
     return any(map(_is_outside, contact.endpoints))
 
 
 def host_of(address: str) -> str | None:
-    """Return the host in a multiaddr: an IP address or a name; None if it has none."""
+    """Return the host in a multiaddr, an IP address or a DNS name; None if the multiaddr has no host."""
     parts = address.split("/")
     return parts[2] if len(parts) > 2 and parts[1] in ("ip4", "ip6", "dns", "dns4", "dns6") else None
 
 
 def own_endpoints(addresses: Sequence[str], port: int, seen: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the endpoints at which others may dial our data port, the most useful first.
+    """Return at most eight endpoints at which other peers may dial our data port, the most useful first.
 
     `addresses` are our multiaddrs, `seen` endpoints at which a peer outside has reached the port. Loopback addresses
     are included only if there are no others.
@@ -70,7 +71,7 @@ def own_endpoints(addresses: Sequence[str], port: int, seen: Sequence[str] = ())
 
 
 def public_only(endpoints: Sequence[str], node: str) -> tuple[str, ...]:
-    """Return the endpoints without those of private networks, if they come from a node on the internet.
+    """Return the endpoints, without those of private networks if a node on the internet sent them.
 
     Such a node must not make us dial machines of our own network.
     """
@@ -78,35 +79,35 @@ def public_only(endpoints: Sequence[str], node: str) -> tuple[str, ...]:
 
 
 def is_local(endpoint: str) -> bool:
-    """Return whether an endpoint is on this machine."""
+    """Return True if an endpoint's host is this machine itself."""
     return is_loopback(parse_endpoint(endpoint)[0])
 
 
 def is_loopback(host: str | None) -> bool:
-    """Return whether a host is this machine."""
+    """Return True if a host is localhost or a loopback address."""
     ip = _ip(host)
     return host == "localhost" or (ip is not None and ip.is_loopback)
 
 
 def is_public(host: str) -> bool:
-    """Return whether a host is a public IP address."""
+    """Return True if a host is a public IP address."""
     ip = _ip(host)
     return ip is not None and ip.is_global
 
 
 def is_numeric(host: str) -> bool:
-    """Return whether a host is an IP address, and not a name."""
+    """Return True if a host is an IP address, False if the host is a name."""
     return _ip(host) is not None
 
 
 def _is_outside(endpoint: str) -> bool:
-    """Return whether an endpoint is not one of a private network."""
+    """Return True if an endpoint's host is a public IP address or a name."""
     ip = _ip(parse_endpoint(endpoint)[0])
     return ip is None or ip.is_global
 
 
 def _ip(host: str | None) -> IPv4Address | IPv6Address | None:
-    """Return the host's IP address; None if the host is a name."""
+    """Return a host as an IP address object; None if the host is a name."""
     try:
         return ip_address(host or "")
     except ValueError:

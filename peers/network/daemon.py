@@ -1,4 +1,4 @@
-"""Starting and stopping libp2p's daemon (hivemind's p2pd), with checks before it, and with its failures as our errors.
+"""Start and stop of libp2p's daemon (hivemind's p2pd), checks before its start, and its failures as our own errors.
 
 The daemon's sockets, and its key during the start, lie in a folder that no other user may enter. The daemon ends by
 itself soon after this process dies for any reason, since its control connection breaks. After a SIGKILL only the folder
@@ -45,20 +45,21 @@ logger = logging.getLogger(__name__)
 
 HIVEMIND = load_hivemind()
 P2P: Any = HIVEMIND.p2p.P2P
-# Errors of the other side, or of the daemon on the way to it.
+# The errors of a request to a remote peer, whether the peer fails or the daemon that forwards the request.
 NETWORK_ERRORS = (OSError, EOFError, TimeoutError, HIVEMIND.p2p.P2PDaemonError, HIVEMIND.p2p.P2PHandlerError)
-TEMPORARY_LENGTH = 50  # the path of a unix socket has at most 107 bytes
+TEMPORARY_LENGTH = 50  # characters of the temporary folder's path, at most: a unix socket's path has at most 107 bytes
 TEMPORARY = Path(folder if len(folder := tempfile.gettempdir()) <= TEMPORARY_LENGTH else "/tmp")
 SOCKETS = "diloco-peer-p2p-"
 """The first part of the names of the sockets' folders."""
-START_TIMEOUT = 30.0  # seconds; 0.2 on an idle machine
-STOP_TIMEOUT = 5.0  # seconds
-REQUEST_TIMEOUT = 5.0  # seconds for one request to the daemon
-ADDRESS_LIMIT = 8  # own addresses: as many as a heartbeat has room for
+START_TIMEOUT = 30.0  # seconds for the daemon to start; on an idle machine it needs 0.2
+STOP_TIMEOUT = 5.0  # seconds for the daemon to end, before it is killed
+REQUEST_TIMEOUT = 5.0  # seconds for one request to the daemon, at most
+ADDRESS_LIMIT = 8  # addresses of this node in its heartbeats, at most
 LISTENER = re.compile(r"/(?P<family>ip4|ip6)/(?P<host>[^/]+)/(?P<kind>tcp|udp)/(?P<port>\d+)")
 IN_USE = re.compile(r"listen (?:tcp|udp)\d? (?P<where>\S+): bind: address already in use")
 NOT_RUNNABLE = re.compile(r"binary|No such file|Permission denied|Exec format error")
-AS_CID, AS_HASH = bytes.fromhex("a503280172 00240801"), bytes.fromhex("a50326 00240801")  # prefixes of a peer id
+# The bytes before a peer id in a multiaddr: as hivemind writes them, and as p2pd reads them.
+AS_CID, AS_HASH = bytes.fromhex("a503280172 00240801"), bytes.fromhex("a50326 00240801")
 GO_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 """Threads that p2pd computes on. The other cores are for training; on two cores two threads take a third more time."""
 IN_OWN_SESSION = (
@@ -73,7 +74,7 @@ which would end it before we can say goodbye. Blocking or ignoring these signals
 
 
 class Exposure(StrEnum):
-    """The place of a daemon, as seen by peers that want to reach it."""
+    """A daemon's reachability for other peers."""
 
     LOCAL = "local"
     """On the same machine as all others: no NAT is in between."""
@@ -90,7 +91,7 @@ _starting: ContextVar[list[Daemon]] = ContextVar("_starting")
 
 
 class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
-    """hivemind's P2P in a session of its own."""
+    """hivemind's P2P, which runs p2pd in a session of its own."""
 
     opened: ExitStack
     """The folder of its sockets, to be removed at the end."""
@@ -103,7 +104,7 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
 
     @staticmethod
     def _make_process_args(*args: object, **options: object) -> list[str]:
-        # With discovery on, libp2p looks for relays among strangers, and asks the trusted ones only minutes later.
+        # With relayDiscovery, libp2p looks for relays among unknown nodes, and asks trusted relays only minutes later.
         return [*IN_OWN_SESSION, *P2P._make_process_args(*args, **options, relayDiscovery=False)]
 
     @property
@@ -111,12 +112,12 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
         return self._child.returncode is None
 
     async def failure(self) -> LocalNetworkError:
-        """Wait until the daemon has died, and return the error to end with."""
+        """Wait until the daemon's process has ended, and return a LocalNetworkError for the caller to raise."""
         status = await self._child.wait()
         return LocalNetworkError(f"libp2p's daemon ended unexpectedly (status {status}).", "Start the peer again.")
 
     async def register(self, registering: Awaitable[object]) -> None:
-        """Wait until the daemon has accepted a handler. Raises: LocalNetworkError if it is dead or does not answer."""
+        """Await a handler's registration with the daemon. Raises: LocalNetworkError if the daemon is dead or silent."""
         try:
             async with asyncio.timeout(START_TIMEOUT):
                 await registering
@@ -125,18 +126,20 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
             raise LocalNetworkError(f"libp2p's daemon takes no handler: {reason}.", "Start the peer again.") from error
 
     async def refresh_addresses(self) -> None:
-        """Ask the daemon for our present addresses, loopback last. Raises: LocalNetworkError, NETWORK_ERRORS."""
+        """Fetch our addresses from the daemon into `addresses`, loopback last. Raises: LocalNetworkError,
+        NETWORK_ERRORS."""
         try:
             visible = [str(address) for address in await self.get_visible_maddrs(latest=True)]
         except ValueError as error:
             raise LocalNetworkError(
                 "libp2p's daemon listens at no address.", "Check the listening addresses and the firewall."
             ) from error
-        speakable = [address for address in visible if len(address) <= ADDRESS_LENGTH]  # a relay's may be too long
+        # An address through a relay may be longer than a heartbeat allows.
+        speakable = [address for address in visible if len(address) <= ADDRESS_LENGTH]
         self.addresses = tuple(sorted(speakable, key=lambda address: is_loopback(host_of(address)))[:ADDRESS_LIMIT])
 
     async def connect(self, peer_id: str, addresses: Sequence[str], timeout: float = 10.0) -> bool:
-        """Connect to a peer at one of its addresses. Return False if they are malformed or do not answer."""
+        """Connect to a peer. Return False if no address answers in `timeout` seconds or one is malformed, else True."""
         try:
             suffix = HIVEMIND.multiaddr.Multiaddr(f"/p2p/{peer_id}")
             parsed = parse_addresses(addresses, needs_peer_id=False)
@@ -149,7 +152,7 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
         return True
 
     async def drop_connection(self, peer_id: str) -> None:
-        """End the connection to a peer that does not answer, so that the next request dials again.
+        """Close the daemon's connection to a peer that does not answer, so that the next request dials the peer again.
 
         The daemon itself needs half a minute to notice that this machine, or the peer, is in another network.
         """
@@ -158,7 +161,7 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
                 await self._client.disconnect(to_peer_id(peer_id))
 
     async def connections(self) -> dict[str, list[str]]:
-        """Return the peers that the daemon has connections to, dead ones included, and their addresses."""
+        """Return the addresses of all peers connected to the daemon, including dead peers, by peer id."""
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT):
                 return {str(peer.peer_id): list(map(str, peer.addrs)) for peer in await self.list_peers()}
@@ -167,19 +170,19 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
             return {}
 
     async def network_of(self, peer_id: str) -> str:
-        """Return the network from which a peer has connected to us; "unknown" if it came through a relay."""
+        """Return the network (address prefix) from which a peer is connected to us; "unknown" if through a relay."""
         networks = map(network_at, (await self.connections()).get(peer_id, ()))
         return min(filter(None, networks), default="unknown")
 
 
 def _encode(address: Any) -> Any:
-    """Return a multiaddr as p2pd reads it: hivemind encodes a relay's peer id inside as a CID, p2pd wants a hash."""
+    """Return an object whose `to_bytes` gives p2pd a multiaddr: a relay's id as a hash, not as hivemind's CID."""
     encoded = address.to_bytes().replace(AS_CID, AS_HASH)
     return SimpleNamespace(to_bytes=lambda: encoded)
 
 
 def parse_addresses(addresses: Sequence[str], needs_peer_id: bool) -> list[Any]:
-    """Return the addresses as Multiaddr objects of hivemind. Raises: ManifestError naming the malformed address."""
+    """Return addresses as hivemind's Multiaddr objects. Raises: ManifestError naming the first malformed address."""
     parsed = []
     for address in addresses:
         try:
@@ -187,8 +190,8 @@ def parse_addresses(addresses: Sequence[str], needs_peer_id: bool) -> list[Any]:
             if needs_peer_id and not is_peer_id(multiaddress["p2p"]):
                 raise ValueError("its peer id is not that of an Ed25519 key")
         except ImportError:
-            raise  # a broken installation, not a malformed address
-        except Exception as error:  # the parser raises a dozen kinds
+            raise  # an ImportError means a broken installation, not a malformed address
+        except Exception as error:  # the parser raises a dozen kinds of errors for malformed addresses
             example = "/ip4/203.0.113.5/tcp/31337" + ("/p2p/12D3KooW…" if needs_peer_id else "")
             raise ManifestError(
                 f"{quoted(address, 200)} is not a multiaddress.", f"It looks like {example}."
@@ -198,12 +201,12 @@ def parse_addresses(addresses: Sequence[str], needs_peer_id: bool) -> list[Any]:
 
 
 def peer_id_of(address: str) -> str:
-    """Return the peer at the end of a multiaddr that `parse_addresses` has accepted; it may end in a slash."""
+    """Return the peer id at the end of a multiaddr that `parse_addresses` has accepted; a slash may follow the id."""
     return address.rstrip("/").rpartition("/")[2]
 
 
 def to_peer_id(peer_id: str) -> Any:
-    """Return hivemind's object for a peer id. Raises: PeerUnreachableError when it is not valid."""
+    """Return a peer id as hivemind's PeerID object. Raises: PeerUnreachableError if the id is invalid."""
     if not is_peer_id(peer_id):
         raise PeerUnreachableError(peer_id, "it is not a peer id")
     return HIVEMIND.p2p.PeerID.from_base58(peer_id)
@@ -211,7 +214,7 @@ def to_peer_id(peer_id: str) -> Any:
 
 @contextmanager
 def peer_errors(peer_id: str) -> Iterator[None]:
-    """Raise errors on the way to a peer as PeerUnreachableError."""
+    """Turn a network error in the `with` block into a PeerUnreachableError for this peer."""
     try:
         yield
     except RemoteProtocolError as error:
@@ -222,7 +225,7 @@ def peer_errors(peer_id: str) -> Iterator[None]:
 
 
 def _message_of(error: Exception) -> str:
-    """Return the text of one of NETWORK_ERRORS."""
+    """Return a text for users that describes one of NETWORK_ERRORS."""
     return "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
 
 
@@ -234,7 +237,7 @@ async def start_daemon(
     client_mode: bool,
     exposure: Exposure,
 ) -> Daemon:
-    """Start p2pd as `identity` and connect it to at least one of the initial peers.
+    """Start p2pd with this identity, connect it to at least one of the initial peers, and return the daemon.
 
     Raises: ManifestError for a malformed address; LocalNetworkError when a port is in use or the daemon does not start;
     SwarmUnreachableError when no initial peer answers.
@@ -249,7 +252,7 @@ async def start_daemon(
     with ExitStack() as opened:
         try:
             folder = opened.enter_context(temporary_folder(TEMPORARY, SOCKETS))
-            key_file = folder / "key"  # deleted when the daemon has read it
+            key_file = folder / "key"  # deleted once the daemon has read the key
             with open(key_file, "wb", opener=open_private) as file:
                 file.write(identity.libp2p_private_key())
         except OSError as error:
@@ -271,43 +274,44 @@ async def start_daemon(
             nat_port_map=not is_local,
             auto_nat=not is_local,
             trusted_relays=relays,
-            force_reachability=exposure.value,  # which hivemind ignores unless it is public or private
+            force_reachability=exposure.value,  # hivemind ignores values other than public and private
         )
         key_file.unlink()
         daemon.opened = opened.pop_all()
     control = daemon._client.control
     for task in (control._read_task, control._write_task):
-        # Otherwise asyncio prints a traceback for a failed task whose exception is never retrieved.
+        # Retrieve a failed task's exception, or asyncio prints a traceback.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     control._handler = _until_it_breaks(control._handler)
     return daemon
 
 
 async def _start(folder: Path, initial_peers: list[str], **options: Any) -> Daemon:
-    """Start p2pd with its sockets in `folder`. Raises: LocalNetworkError, SwarmUnreachableError."""
-    place: Any = type("Daemon", (Daemon,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})  # hivemind reads it of the class
+    """Start p2pd with its sockets in `folder`, and return it. Raises: LocalNetworkError, SwarmUnreachableError."""
+    # hivemind reads the prefix of the sockets' paths from the class.
+    place: Any = type("Daemon", (Daemon,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
     _starting.set(attempts := list[Daemon]())
-    # Signals that ask us to leave reach our children, too. They are held back until p2pd has its own session.
+    # Signals that ask this process to leave also reach its children: hold them back until p2pd has its own session.
     with signals_held_back():
         starting = start_task(place.create(initial_peers=initial_peers, **options))
         try:
             daemon: Daemon = await asyncio.shield(starting)
-            attempts.clear()  # or our context would keep the daemon, and all that has listened to it, for good
+            attempts.clear()  # otherwise this context variable would keep the daemon in memory for ever
             return daemon
         except asyncio.CancelledError:
             await _uninterrupted(_give_up(starting))
             raise
         except (HIVEMIND.p2p.P2PDaemonError, OSError, ValueError) as error:
             for attempt in attempts:
-                # Otherwise its end is reported to a closed event loop. It ends by itself. Asked to end just then, it
-                # would have asyncio (before 3.12.8) warn of an unknown child.
+                # A failed daemon ends by itself. Wait for its end, or asyncio reports the end to a closed event loop. A
+                # request to end would make asyncio (before 3.12.8) warn of an unknown child.
                 if attempt._child is not None:
                     await _uninterrupted(_end(attempt, attempt._child.wait()))
             raise _start_error(str(error), initial_peers) from error
 
 
 def _until_it_breaks(handler: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """Return the handler without asyncio's traceback for a stream that breaks before it begins."""
+    """Return a handler that calls `handler`, but closes a broken stream without asyncio's traceback."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -320,20 +324,20 @@ def _until_it_breaks(handler: Callable[..., Awaitable[None]]) -> Callable[..., A
 
 
 async def _give_up(starting: asyncio.Future[Daemon]) -> None:
-    """Await a daemon whose start was cancelled, and end it, since hivemind loses it."""
+    """Wait for a daemon whose start was cancelled, and end it, since hivemind does not."""
     with suppress(Exception):
         daemon = await starting
         await _end(daemon, daemon.shutdown())
 
 
 async def stop_daemon(daemon: Daemon) -> None:
-    """End p2pd, and wait until it is gone, even when cancelled meanwhile. Remove its sockets."""
+    """End p2pd, wait for its process to exit even if this call is cancelled, and remove the daemon's sockets."""
     with daemon.opened:
         await _uninterrupted(_end(daemon, daemon.shutdown()))
 
 
 async def _end(daemon: Daemon, ending: Awaitable[object]) -> None:
-    """Wait until the process is gone; kill it when that takes too long."""
+    """Wait until the daemon's process has exited; kill the process after STOP_TIMEOUT seconds."""
     try:
         async with asyncio.timeout(STOP_TIMEOUT):
             await ending
@@ -344,7 +348,7 @@ async def _end(daemon: Daemon, ending: Awaitable[object]) -> None:
 
 
 async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:
-    """Run the work to its end. A cancellation meanwhile is raised afterwards."""
+    """Run a coroutine to its end, even if this call is cancelled meanwhile; then raise the cancellation."""
     task = start_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -358,12 +362,12 @@ async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:
 
 
 def sweep_sockets() -> None:
-    """Remove the folders that killed processes of ours left behind."""
+    """Remove the socket folders that killed processes of diloco-peer have left behind."""
     sweep_folders(TEMPORARY, SOCKETS)
 
 
 def require_free_port(address: str) -> None:
-    """Raise LocalNetworkError unless the port of a multiaddr is free.
+    """Raise LocalNetworkError unless the port in a multiaddr to listen at is free.
 
     libp2p shares ports (SO_REUSEPORT), and accepts that only one of several addresses works, so it reports no conflict.
     """
@@ -376,7 +380,7 @@ def require_free_port(address: str) -> None:
         if family == socket.AF_INET6:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         if is_tcp:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no conflict
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lingering old connections do not matter
         try:
             probe.bind((listener["host"], int(listener["port"])))
         except (OSError, OverflowError) as error:
@@ -389,7 +393,7 @@ def require_free_port(address: str) -> None:
 
 
 def _start_error(message: str, initial_peers: Sequence[str]) -> DilocoPeerError:
-    """Return the error for p2pd's last line, or for a failed attempt to run it."""
+    """Return the error for a failed start of the daemon; `message` is p2pd's last line, or the reason it cannot run."""
     in_use = IN_USE.search(message)
     if in_use is not None:
         host, _, port = in_use["where"].rpartition(":")
@@ -409,7 +413,7 @@ def _port_in_use(port: str, host: str) -> InUseError:
 
 
 def unreachable(initial_peers: Sequence[str]) -> SwarmUnreachableError:
-    """Return the error for bootstrap nodes that do not answer. It names them."""
+    """Return the error that no bootstrap node answers, which names the nodes' addresses."""
     return SwarmUnreachableError(
         f"no bootstrap node answered at {', '.join(initial_peers)}.",
         "The address of another node will do, too, or that of a volunteer that others can dial: --initial-peer.",

@@ -1,4 +1,4 @@
-"""The data port: the opening of each TCP connection, limits on connections, probes, and the relaying of bytes.
+"""The data port, a TCP port for links: each connection's opening message, limits on connections, probes, and relaying.
 
 An opening is sent in the clear, and shows the purpose of the connection:
 
@@ -44,45 +44,45 @@ from peers.values.wire import Count, PeerId, Value, pack, unpack_from
 
 logger = logging.getLogger(__name__)
 
-LINK_INFO = "links"  # name of the call
+LINK_INFO = "links"  # name of the call that returns a node's LinkInfo
 MAGIC = b"DLLK"
-VERSION = 1  # of openings; it goes up when their bodies change
-START = struct.Struct(">4sBBH")  # magic, version, kind, length of the body
-BODY_BYTES = 2048  # of an opening, at most: a Hello with the largest certificate has about 1,100
-TOKEN_BYTES = 16  # random, so that a token cannot be guessed while it is valid
-CERTIFICATE_BYTES = 1024  # at most; ours have about 200
-PROBED_PORTS = 4  # ports that one request may have dialled: a node must not scan ports for others
+VERSION = 1  # version of the opening messages; increased when their fields change
+START = struct.Struct(">4sBBH")  # magic, version, kind, body length in bytes
+BODY_BYTES = 2048  # bytes of an opening's body, at most; a Hello with the largest certificate has about 1,100
+TOKEN_BYTES = 16  # bytes of a random token, too many for a peer to guess a valid token
+CERTIFICATE_BYTES = 1024  # bytes of a certificate, at most; ours have about 200
+PROBED_PORTS = 4  # ports that a node dials for one probe, at most: a node must not scan ports for others
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 Token = Annotated[bytes, Field(strict=True, min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 LENGTH = struct.Struct(">H")
-ANSWER_BYTES = 1024  # of the answer to a probe, at most: an address and a few ports
-PROBE_TIMEOUT = 8.0  # seconds
+ANSWER_BYTES = 1024  # bytes of the answer to a probe, at most: an address and a few ports
+PROBE_TIMEOUT = 8.0  # seconds for one probe and its answer, at most
 
-OPENING_TIMEOUT = 10.0  # seconds
-STRANGERS = 256  # connections at once without an opening yet
-STRANGERS_OF_ONE_NETWORK = 80  # of these: a peer may widen its link to 64, and many may live behind one address
-PAUSE = 1.0  # seconds before connections are accepted again, when there are too many open files
-UNKNOWN_OF_ONE_NETWORK = 160  # peers without a heartbeat: a swarm of 128 on one machine, or a lab behind one NAT
-NEWCOMERS_PER_SECOND = 2.0  # of one network, once so many have come
-ALL_NETWORKS = 10**6  # factor for all networks together: in effect no limit
+OPENING_TIMEOUT = 10.0  # seconds to wait for the opening of a new connection
+STRANGERS = 256  # connections at once that have not sent an opening yet, at most
+STRANGERS_OF_ONE_NETWORK = 80  # connections without an opening from one network, at most; a link may open 64
+PAUSE = 1.0  # seconds without accepting connections, after too many files were open
+UNKNOWN_OF_ONE_NETWORK = 160  # linked peers of one network without a known heartbeat, at most; a NAT may hide many
+NEWCOMERS_PER_SECOND = 2.0  # linked peers of one network per second, after the first UNKNOWN_OF_ONE_NETWORK
+ALL_NETWORKS = 10**6  # all networks together may link this many times the peers of one: in effect no limit
 
-TOKEN_LIFETIME = 30.0  # seconds within which both peers must connect
-TOKENS = 1024  # valid tokens at once
-TOKENS_OF_ONE_PEER = 128  # as many as a newcomer meets others at once
-MEETING_CONNECTIONS = 16  # pairs of connections for one token, at most
-SPLICED_CONNECTIONS = 2048  # connections at once that are joined, or wait for it
-SPLICED_PIECE = 1 << 16  # bytes
+TOKEN_LIFETIME = 30.0  # seconds for which a token is valid; both peers must connect within them
+TOKENS = 1024  # valid tokens at once, at most
+TOKENS_OF_ONE_PEER = 128  # valid tokens of one peer, at most: a new peer may meet this many others at once
+MEETING_CONNECTIONS = 16  # joined pairs of connections for one token, at most
+SPLICED_CONNECTIONS = 2048  # connections at once that a relay has joined, or keeps waiting, at most
+SPLICED_PIECE = 1 << 16  # bytes that a relay reads from a connection at once, at most
 
 
 class LinkInfo(Value):
-    """The port at which a node accepts connections; 0: it accepts none."""
+    """The TCP port of a node's data port; 0 if the node accepts no connections."""
 
     port: Count
 
 
 class Hello(Value):
-    """The opening of a connection from the certificate's peer to the peer `to`.
+    """The opening with which the owner of `certificate` (DER) asks the peer `to` for a TLS connection.
 
     Only one of the two opens conversations on it; with `is_yours`, the peer `to` does.
     """
@@ -93,14 +93,14 @@ class Hello(Value):
 
 
 class Splice(Value):
-    """The opening of a connection to be joined with the one that shows the same token and `number`."""
+    """The opening that asks a relay to join this connection with another of the same token and `number`."""
 
     token: Token
     number: Annotated[int, Field(strict=True, ge=0, lt=64)]
 
 
 class _Probe(Value):
-    """A request for the address that the node sees, and for dialling these ports there."""
+    """The opening that asks a node to report the sender's endpoint, and to dial these ports at the sender's address."""
 
     ports: Annotated[tuple[Port, ...], Field(max_length=PROBED_PORTS)]
 
@@ -117,7 +117,7 @@ def pack_opening(opening: Opening) -> bytes:
 
 
 async def read_opening(sock: socket.socket, sender: str) -> Opening:
-    """Read exactly an opening, and nothing after it. Raises: RemoteProtocolError, OSError."""
+    """Read one opening from a socket, and not a byte more; return the opening. Raises: RemoteProtocolError, OSError."""
     magic, version, kind, length = START.unpack(await _read_exactly(sock, START.size))
     if magic != MAGIC or version != VERSION or kind >= len(KINDS) or length > BODY_BYTES:
         raise RemoteProtocolError(sender, "its connection does not begin with a valid opening")
@@ -127,7 +127,7 @@ async def read_opening(sock: socket.socket, sender: str) -> Opening:
 
 
 async def _read_exactly(sock: socket.socket, count: int) -> bytes:
-    """Read so many bytes. Raises: OSError, also when the other end closes the connection before."""
+    """Read and return `count` bytes. Raises: OSError, also if the other end closes the connection first."""
     loop, data = asyncio.get_running_loop(), b""
     while len(data) < count:
         piece = await loop.sock_recv(sock, count - len(data))
@@ -138,14 +138,14 @@ async def _read_exactly(sock: socket.socket, count: int) -> bytes:
 
 
 class ProbeAnswer(Value):
-    """The answer to a probe: the `endpoint` that the connection came from, and the ports that are `open` there."""
+    """The answer to a probe: the sender's `endpoint`, as the node sees it, and the requested ports that are `open`."""
 
     endpoint: Endpoint
     open: Annotated[tuple[Port, ...], Field(max_length=PROBED_PORTS)]
 
 
 async def probe(endpoint: str, ports: tuple[int, ...] = (), local_port: int = 0) -> ProbeAnswer:
-    """Send a probe to the node at `endpoint`. Raises: OSError; RemoteProtocolError for an invalid answer."""
+    """Send a probe to the node at `endpoint`; return the answer. Raises: OSError; RemoteProtocolError if invalid."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT):
             with await dial(endpoint, PROBE_TIMEOUT, local_port) as sock:
@@ -159,7 +159,7 @@ async def probe(endpoint: str, ports: tuple[int, ...] = (), local_port: int = 0)
 
 
 async def _answer_probe(sock: socket.socket, request: _Probe) -> None:
-    """Answer, and close the connection. Only the address of the sender is dialled. Raises: OSError."""
+    """Dial the requested ports at the sender's own address, send the result, and close `sock`. Raises: OSError."""
     with sock:
         endpoint, ports = endpoint_of_peer(sock), set(request.ports)
         host, _ = parse_endpoint(endpoint)
@@ -169,14 +169,14 @@ async def _answer_probe(sock: socket.socket, request: _Probe) -> None:
 
 
 class Listener:
-    """The data port, listening on all of these addresses. Without a `splicer` this node relays for no peer."""
+    """The data port, listening at all of these hosts. Without a `splicer`, this node does not relay."""
 
     def __init__(self, hosts: Sequence[str], port: int, accept: Accept, splicer: Splicer | None) -> None:
-        """Raises: LocalNetworkError when the port cannot be used."""
+        """Listen. Each socket with a Hello goes to `accept`. Raises: LocalNetworkError if the port cannot be used."""
         self._listeners = listen(hosts, port)
         self._accept = accept
         self._splicer = splicer
-        self._strangers: dict[asyncio.Task[None], str] = {}  # the network of each, the oldest first
+        self._strangers: dict[asyncio.Task[None], str] = {}  # network of each task's connection, oldest first
         self.port: int = self._listeners[0].getsockname()[1]
         for listener in self._listeners:
             self._watch(listener)
@@ -191,16 +191,16 @@ class Listener:
             await self._splicer.close()
 
     def _watch(self, listener: socket.socket) -> None:
-        # sock_accept is not used: if it is cancelled at the wrong moment, an accepted socket stays open.
-        if listener in self._listeners:  # not closed meanwhile
+        # loop.sock_accept is not used: if cancelled at the wrong moment, it leaves an accepted socket open.
+        if listener in self._listeners:  # False if the listener was closed meanwhile
             asyncio.get_running_loop().add_reader(listener, self._accept_one, listener)
 
     def _accept_one(self, listener: socket.socket) -> None:
         try:
             sock, (host, port, *_) = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # it is gone already
+        except (BlockingIOError, ConnectionAbortedError):  # the connection is closed already
             return
-        except OSError as error:  # too many open files
+        except OSError as error:  # for example, too many open files
             logger.warning("cannot accept a connection: %s", error)
             asyncio.get_running_loop().remove_reader(listener)
             asyncio.get_running_loop().call_later(PAUSE, self._watch, listener)
@@ -210,7 +210,7 @@ class Listener:
         if list(self._strangers.values()).count(network) >= STRANGERS_OF_ONE_NETWORK:
             sock.close()
             return
-        if len(self._strangers) >= STRANGERS:  # the oldest has to go, so that a flood locks no other peer out
+        if len(self._strangers) >= STRANGERS:  # drop the oldest connection, so that a flood cannot lock out other peers
             next(iter(self._strangers)).cancel()
         task = start_task(self._welcome(sock, endpoint_of(host, port)))
         self._strangers[task] = network
@@ -234,7 +234,7 @@ class Listener:
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("connection").inc()
             logger.debug("dropped a connection of %s: %s", sender, error)
-        except OSError as error:  # also a TimeoutError, when no opening came
+        except OSError as error:  # includes a TimeoutError, if no opening arrived
             logger.debug("a connection of %s broke: %r", sender, error)
         except Exception:
             logger.exception("cannot handle a connection of %s", sender)
@@ -242,21 +242,21 @@ class Listener:
 
 
 class Strangers:
-    """Linked peers without a known heartbeat. Their number is limited, since identities cost nothing.
+    """The linked peers whose heartbeats are unknown. Their number is limited, since new peer ids cost nothing.
 
     Each network may have a few of them, and add a few at once. If there are too many, the network that has most loses
     the one that was silent for longest.
     """
 
     def __init__(self, most: int, end: Callable[[str], None]) -> None:
-        """`end` closes the link with a peer."""
+        """Create a register of at most `most` peers. `end` closes the link with a peer."""
         self._most = most
         self._end = end
-        self._networks: dict[str, str] = {}  # by peer, the one silent for longest first
+        self._networks: dict[str, str] = {}  # network of each peer, by peer id; the longest silent peer first
         self._newcomers = Allowances(UNKNOWN_OF_ONE_NETWORK, NEWCOMERS_PER_SECOND, together=ALL_NETWORKS)
 
     def come(self, peer: str, network: str, now: float) -> bool:
-        """Count one more peer. Return whether it may stay."""
+        """Register a new peer. Return False if its network adds peers too fast, and the caller must close the link."""
         if not self._newcomers.has_some(network, now):
             return False
         self._newcomers.spend(network, 1.0)
@@ -273,7 +273,7 @@ class Strangers:
             self._networks[peer] = self._networks.pop(peer)
 
     def went(self, peer: str) -> None:
-        """Stop counting a peer, since its link is down, or its heartbeat is known."""
+        """Remove a peer, because its link is down or its heartbeat is known."""
         self._networks.pop(peer, None)
 
     def _make_room(self, network: str) -> None:
@@ -285,7 +285,7 @@ class Strangers:
 # Relaying -----------------------------------------------------------------------------------------------------------
 @dataclass
 class _Meeting:
-    """Two peers that were asked to connect here. The first connection of each pair waits for the second."""
+    """Two peers' connections to this relay with the same token: the first of each pair waits for the second."""
 
     asker: str
     waiting: dict[int, socket.socket] = field(default_factory=dict)
@@ -293,7 +293,7 @@ class _Meeting:
 
 
 class Splicer:
-    """Relays bytes between two peers that cannot dial each other. `limit` is in bytes a second, over all.
+    """A relay of bytes between peers that cannot dial each other. `limit` is in bytes a second, for all peers together.
 
     The two speak TLS with each other, so the relay cannot read their data.
     """
@@ -305,7 +305,7 @@ class Splicer:
         self._pumps: set[asyncio.Task[None]] = set()
 
     def expect(self, asker: str) -> bytes | None:
-        """Return the token with which the connections of two peers are joined; None when there is no room."""
+        """Return a new token for connections to this relay by `asker` and another peer; None if the relay is full."""
         of_asker = sum(meeting.asker == asker for meeting in self._meetings.values())
         if len(self._meetings) >= TOKENS or of_asker >= TOKENS_OF_ONE_PEER or self._load >= self._connections:
             logger.warning("this relay is at its limit of meetings or connections: it refuses another meeting")
@@ -316,13 +316,13 @@ class Splicer:
         return token
 
     def cancel(self, token: bytes) -> None:
-        """Make a token invalid, and close the connections that wait for it."""
+        """Make a token invalid, and close the connections that wait with this token."""
         meeting = self._meetings.pop(token, None)
         for sock in meeting.waiting.values() if meeting else ():
             sock.close()
 
     def arrived(self, sock: socket.socket, opening: Splice) -> None:
-        """Take the socket over, and join it with the other one of the same token and number, once that is here."""
+        """Join a new socket with the waiting socket of the same token and number; if there is none, keep it waiting."""
         meeting = self._meetings.get(opening.token)
         if meeting is None or meeting.joined >= MEETING_CONNECTIONS:
             sock.close()

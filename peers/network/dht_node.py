@@ -1,4 +1,4 @@
-"""This machine's node of hivemind's DHT, in which runs are found: its records, searches, and its place in the DHT.
+"""This machine's node of hivemind's DHT, through which peers find runs: its records, searches, and place in the DHT.
 
 Everything runs in the caller's asyncio loop. Only records that prove themselves are stored by this node, or accepted
 from others.
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DHT_WAIT = 5.0  # seconds for one request to one DHT node
-LOOK_INTERVAL = 3.0  # seconds between two checks whether the DHT still has us
-GREETING_WAIT = 3.0  # seconds for an answer over a connection that exists
+DHT_WAIT = 5.0  # seconds to wait for one DHT node's answer, at most
+LOOK_INTERVAL = 3.0  # seconds between two checks whether this node is still in the DHT
+GREETING_WAIT = 3.0  # seconds to wait for a ping's answer over an existing connection
 DHT_OPTIONS = {
     "wait_timeout": DHT_WAIT,
     # No caches, since only the latest heartbeat of a peer is useful.
@@ -41,7 +41,7 @@ DHT_OPTIONS = {
 
 
 class DhtNode:
-    """One node of the DHT. Made by `create`; `close` ends it."""
+    """A node of the DHT on this machine, created by `create` and ended by `close`."""
 
     def __init__(self, node: Any) -> None:
         self._node = node
@@ -50,7 +50,8 @@ class DhtNode:
 
     @classmethod
     async def create(cls, daemon: Daemon, contacts: Sequence[str], client_mode: bool, admissions: Admissions) -> Self:
-        """Join the DHT of `contacts`, or begin one. A client stores nothing for others.
+        """Join the DHT of the nodes at `contacts`, or start a new DHT if there are none. Return this machine's node. A
+        client stores no records of others.
 
         Raises: LocalNetworkError when the clock is wrong or the contacts cannot reach us; SwarmUnreachableError.
         """
@@ -80,7 +81,7 @@ class DhtNode:
         return created
 
     async def close(self) -> None:
-        """Leave the DHT. If that takes too long, or the daemon is dead, leave without a farewell."""
+        """Shut down the DHT node. Give up after DHT_WAIT seconds, or if the daemon is dead."""
         try:
             async with asyncio.timeout(DHT_WAIT):
                 await self._node.shutdown()
@@ -88,12 +89,12 @@ class DhtNode:
             logger.debug("the DHT node did not shut down: %r", error)
 
     def expect_answers_within(self, seconds: float) -> None:
-        """Skip, for a while, a DHT node that takes longer to answer. The limit is never above the default."""
+        """Set the seconds after which a silent DHT node is skipped for a while, at most DHT_WAIT."""
         self.protocol.wait_timeout = min(seconds, DHT_WAIT)
 
     async def clock_of(self, peer_id: str) -> tuple[float, float]:
-        """Return the seconds that a node's clock is ahead of ours, and the seconds of the measuring round trip. The
-        error is at most half of the round trip. Raises: PeerUnreachableError."""
+        """Ping a DHT node. Return the seconds that its clock is ahead of ours, and the seconds of the round trip; the
+        error is at most half a round trip. Raises: PeerUnreachableError."""
         stub, request = self.protocol.get_stub(to_peer_id(peer_id)), HIVEMIND.protocol.dht_pb2.PingRequest()
         asked, began = time.time(), time.monotonic()
         try:
@@ -103,13 +104,13 @@ class DhtNode:
         took = time.monotonic() - began
         return answer.dht_time - asked - took / 2, took
 
-    # Records --------------------------------------------------------------------------------------------------
+    # Records in the DHT ---------------------------------------------------------------------------------------
     def keep_places(self, run_id: str, peers: Collection[str]) -> None:
-        """Never replace the heartbeats of these peers of a run by those of other peers."""
+        """Protect these peers' heartbeats in a run from replacement by other peers' heartbeats."""
         self._storage.name(HIVEMIND.protocol.DHTID.generate(heartbeats_key(run_id)), peers)
 
     def forget(self, run_id: str) -> None:
-        """End the special treatment of a run's records: they get no more room than those of other runs."""
+        """End the protection of a run's records: they get no more room than the records of other runs."""
         self.keep_places(run_id, ())
         for key in (manifest_key(run_id), heartbeats_key(run_id)):
             self._storage.disfavour(HIVEMIND.protocol.DHTID.generate(key))
@@ -123,25 +124,25 @@ class DhtNode:
         await self._node.store(key, manifest.pack(), expiration)
 
     async def search_manifest(self, run_id: str) -> SignedManifest | None:
-        """Return the run's manifest, fully checked; None if it is not found."""
+        """Return a run's manifest from the DHT, after checking its signature; None if there is no valid manifest."""
         found = await self._node.get(manifest_key(run_id))
         if found is None or not isinstance(found.value, bytes):
             return None
         try:
             return SignedManifest.unpack(found.value, run_id)
         except ManifestError as error:
-            logger.info("dropped a manifest for %s: %s", run_id, error)
+            logger.info("dropped an invalid manifest of run %s: %s", run_id, error)
             return None
 
     async def store_heartbeat(self, heartbeat: Heartbeat, signed: bytes) -> bool:
-        """Store a signed heartbeat in the DHT until it expires. Return whether any node took it."""
+        """Store a signed heartbeat in the DHT until it expires. Return True if any DHT node stored it."""
         key = heartbeats_key(heartbeat.run)
         self._storage.favour(HIVEMIND.protocol.DHTID.generate(key))
         stored: bool = await self._node.store(key, signed, heartbeat.expires, subkey=heartbeat.peer)
         return stored
 
     async def find_heartbeats(self, run_id: str) -> list[bytes]:
-        """Return heartbeats of a run's peers from the DHT: of all of them, or in a large run of some.
+        """Return signed heartbeats of a run's peers from the DHT: of all peers, or in a large run of some.
 
         The caller must verify their signatures.
         """
@@ -151,7 +152,7 @@ class DhtNode:
 
 
 class DhtMembership:
-    """Keeps a node's place in the DHT: finds it again when it is lost, and serves the DHT once others can dial us.
+    """The task that reconnects this node when the DHT has dropped it, and makes it a DHT server if others can dial it.
 
     Unless it `may_serve`, the node stays a client or a server as it began.
     """
@@ -176,7 +177,7 @@ class DhtMembership:
         await cancel_and_wait(self._keeping)
 
     def network_changed(self) -> None:
-        """Start again, since existing connections are dead, and no answer that is waited for will come."""
+        """Drop all connections and join the DHT again, because this machine's network has changed."""
         self._network.links.drop_all()
         self._keeping.cancel()
         self._keeping = start_task(self._restart(self._keeping))
@@ -191,7 +192,7 @@ class DhtMembership:
         await self._keep()
 
     async def _keep(self) -> None:
-        """Greet lost initial peers when they are back, and remembered peers when we are alone in the DHT.
+        """Reconnect to initial peers that the DHT has dropped, and to remembered peers if no other DHT node is known.
 
         The DHT drops a node at its first failure. So a restarted bootstrap node would stay alone with the newcomers
         that it welcomes.
@@ -202,7 +203,7 @@ class DhtMembership:
             lost = {address for address in self._initial_peers if to_peer_id(peer_id_of(address)) not in table}
             others = set() if table.uid_to_peer_id else await which_answer(self._remembered())
             await self._greet(lost | others)
-            # Serve the DHT only if others can dial us. A server that they cannot dial would cost each of them seconds.
+            # Serve the DHT only if others can dial this node: an unreachable server costs each of them seconds.
             if not self._is_settled and (can_be_dialled := await self._network.can_be_dialled()) is not None:
                 self._is_settled = True
                 await self._serve(can_be_dialled)
@@ -214,7 +215,7 @@ class DhtMembership:
         await asyncio.gather(*(self._greet_peer(peer, known) for peer, known in by_peer.items()))
 
     async def _greet_peer(self, peer: str, addresses: Sequence[str]) -> None:
-        """Ask a peer for an answer over its existing connection, else over a new one."""
+        """Ping a peer over its existing connection, or else over a new one, so that the DHT knows the peer again."""
         peer_id = to_peer_id(peer)
         if peer in await self._daemon.connections():
             with suppress(TimeoutError):
@@ -222,18 +223,18 @@ class DhtMembership:
                     if await self._protocol.call_ping(peer_id) is not None:
                         return
             await self._daemon.drop_connection(peer)
-        # After each failure the daemon waits longer, up to minutes, so it dials only when the peer is known to answer.
+        # After each failed dial the daemon waits longer, up to minutes, so only addresses that answer are dialled.
         silent = {address for address in addresses if endpoint(address)} - await which_answer(addresses)
         answering = [address for address in addresses if address not in silent]
         if answering and await self._daemon.connect(peer, answering):
             await self._protocol.call_ping(peer_id)
 
     async def _serve(self, is_server: bool) -> None:
-        """Become a server of the DHT, or a client, which other nodes never ask."""
+        """Make this node a DHT server, or a client, to which other nodes never send requests."""
         protocol = self._protocol
         if protocol.client_mode is not is_server:
             return
-        logger.info("others can%s dial this machine", "" if is_server else "not")
+        logger.info("other peers can%s dial this machine", "" if is_server else "not")
         protocol.client_mode = not is_server
         service = HIVEMIND.protocol.AuthRPCWrapper(protocol, HIVEMIND.protocol.AuthRole.SERVICER, protocol.authorizer)
         if is_server:

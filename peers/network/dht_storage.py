@@ -1,4 +1,4 @@
-"""The records that a node of hivemind's DHT stores, in a limited number of bytes: manifests, and heartbeats of peers.
+"""The bounded storage of a node of hivemind's DHT, and the check of each record: manifests, and peers' heartbeats.
 
 A node refuses every record that does not prove itself. A manifest must lie under the key of its own digest. A heartbeat
 must be signed by the peer of its subkey, and lie under the key of its run. If the node has the manifest of a run by
@@ -22,15 +22,15 @@ from peers.presence.heartbeat import SIZE_LIMIT, Heartbeat
 from peers.values.manifest import SignedManifest
 from peers.values.wire import WireError, decode
 
-MANIFEST_LIFETIME_LIMIT = 24 * 3600.0  # seconds
-RECORD_OVERHEAD = 1000  # bytes that Python needs for any record, however small
+MANIFEST_LIFETIME_LIMIT = 24 * 3600.0  # seconds for which a DHT node keeps a manifest, at most
+RECORD_OVERHEAD = 1000  # bytes of memory that Python needs for any record, besides its value
 SLACK = 64
 """Heap entries of dropped records that may wait for their expiry, besides twice the number of stored records."""
 CLOCK_TOLERANCE = 60.0  # seconds that a peer's clock may be ahead of ours
 
 
 def manifest_key(run_id: str) -> bytes:
-    """Return the DHT key of a run's manifest; its value is the packed SignedManifest."""
+    """Return the DHT key of a run's manifest; the value under it is the packed SignedManifest."""
     return f"diloco-peer/manifest/{run_id}".encode()
 
 
@@ -40,14 +40,15 @@ def heartbeats_key(run_id: str) -> bytes:
 
 
 def _key_digest(key: bytes) -> bytes:
-    """Return hivemind's DHT id of a key: its SHA-1 is a place on the ring, and proves nothing."""
+    """Return hivemind's DHT id of a key, its SHA-1 digest, which places the key on the ring and proves nothing."""
     return hashlib.sha1(key, usedforsecurity=False).digest()
 
 
 def _record_is_valid(
     key: bytes, subkey: bytes, value: bytes, expiration: float, now: float, admissions: Admissions
 ) -> bool:
-    """Return whether a node may store a record.
+    """Return True if a DHT node may store a record: a signed manifest or heartbeat under its own key, for a limited
+    time.
 
     key: digest of the DHT key, 20 bytes; subkey, value: as hivemind packs them (msgpack; a record without subkey has
     None); times in seconds since the epoch.
@@ -65,26 +66,27 @@ def _record_is_valid(
         heartbeat = Heartbeat.verify(data)
     except (WireError, DilocoPeerError):
         return False
-    # The DHT prefers records that expire later, so an expiration after the signed one could displace a newer heartbeat.
+    # The DHT prefers records that expire later, so one that outlasts its signed time could displace a newer heartbeat.
     is_timely = expiration <= heartbeat.expires <= now + CLOCK_TOLERANCE + heartbeat.lifetime
     is_its_own = key == _key_digest(heartbeats_key(heartbeat.run)) and owner == heartbeat.peer
     return is_its_own and is_timely and admissions.admits(heartbeat, now)
 
 
 class _RecordBudget:
-    """Memory for records until they expire, of at most `limit` bytes."""
+    """A memory budget of `limit` bytes for records. A record's bytes become free when the record expires."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._total = 0
-        self._kept: dict[Hashable, tuple[float, int]] = {}  # expiration, bytes
+        self._kept: dict[Hashable, tuple[float, int]] = {}  # by record: expiration (seconds since the epoch), bytes
         self._order = count()
         self._expiring: list[tuple[float, int, Hashable]] = []
 
     def admit(
         self, record: Hashable, size: int, expiration: float, now: float, instead_of: Hashable | None = None
     ) -> bool:
-        """Return whether a record of `size` bytes may be stored; times are in seconds since the epoch.
+        """Reserve memory for a record of `size` bytes. Return False if too little is free, or the record is not newer
+        than the stored one. Times are in seconds since the epoch.
 
         A record is replaced only by a newer one of the same name. The record that it is stored `instead_of` is dropped.
         """
@@ -108,13 +110,13 @@ class _RecordBudget:
 
 
 DHTLocalStorage: Any = HIVEMIND.protocol.DHTLocalStorage
-RECORDS = 256  # under one key; a node sends all of them in one answer, and a sample of a run's peers is enough
-OWN_BYTES = RECORDS * (SIZE_LIMIT + RECORD_OVERHEAD)  # for each key that this node uses itself
-OTHERS_BYTES = 64 << 20  # for all other keys together
+RECORDS = 256  # records under one key, at most: one answer contains them all, and a sample of a run's peers is enough
+OWN_BYTES = RECORDS * (SIZE_LIMIT + RECORD_OVERHEAD)  # bytes for each key that this node uses itself, at most
+OTHERS_BYTES = 64 << 20  # bytes for all other keys together, at most
 
 
 class RecordValidator(HIVEMIND.validation.RecordValidatorBase):  # type: ignore[misc,name-defined]  # no types
-    """A check that keeps records without a proof out of this node's part of the DHT."""
+    """hivemind's hook that rejects records without a valid signature before this node stores them."""
 
     def __init__(self, admissions: Admissions) -> None:
         self._admissions = admissions
@@ -126,7 +128,7 @@ class RecordValidator(HIVEMIND.validation.RecordValidatorBase):  # type: ignore[
 
 
 class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
-    """Storage that refuses new records beyond its memory.
+    """hivemind's DHT storage with limited memory, which replaces or refuses records beyond the limits.
 
     Records under a favoured key have room of their own, which strangers with made-up runs cannot fill. If a key has all
     the records that it may, a new one replaces another, so that the first ones cannot lock all others out. The replaced
@@ -145,11 +147,11 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
         self._favoured.setdefault(key, _RecordBudget(OWN_BYTES))
 
     def disfavour(self, key: Any) -> None:
-        """Give a key no more room than other keys have. Its records stay until they expire."""
+        """End a key's reserved memory. The key's records stay until they expire."""
         self._favoured.pop(key, None)
 
     def name(self, key: Any, subkeys: Collection[Any]) -> None:
-        """Never replace the records of these subkeys under a key. Earlier names for the key are dropped."""
+        """Protect the records of these subkeys of a key from replacement, instead of the subkeys protected before."""
         if subkeys:
             self._named[key] = frozenset(subkeys)
         else:
@@ -172,7 +174,7 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
             return False
         if leaving is not None:
             del records[leaving]
-            # hivemind would keep a heap entry of each dropped record until it had expired.
+            # hivemind keeps a heap entry of each dropped record until its expiration, so a long heap is rebuilt.
             if len(records.expiration_heap) > 2 * len(records.key_to_heap) + SLACK:
                 records.expiration_heap[:] = records.key_to_heap.values()
                 heapq.heapify(records.expiration_heap)
@@ -180,13 +182,13 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
         return is_stored
 
     def _leaving(self, key: Any, records: Any) -> Any:
-        """Return the subkey whose record a new one replaces. hivemind keeps records in the order in which they came."""
+        """Return a random unprotected subkey to replace, from the newer half. hivemind's order is that of arrival."""
         newer = [subkey for subkey, _ in records.items()][RECORDS // 2 :]
         return self._chance.choice([one for one in newer if one not in self._named.get(key, ())])
 
 
 def bounded(storage: Any) -> _BoundedStorage:
-    """Return a bounded storage with the same records, as far as there is room."""
+    """Return a bounded storage with the records of `storage`, as far as there is room."""
     bounded_copy = _BoundedStorage()
     for key, (value, expiration) in list(storage.items()):
         if isinstance(value, HIVEMIND.protocol.DictionaryDHTValue):

@@ -1,4 +1,4 @@
-"""Discovery of a run's peers: in the DHT, where a newcomer finds the first few, and then by beats among the peers."""
+"""Discovery of a run's peers: a new peer finds the first few in the DHT, and the others by calls to these."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SHARE = 0.3  # fraction of a heartbeat's expiry within which a peer must answer
-FIRST_LIMIT = 2.0  # seconds that a newcomer waits for the first answers
-LOOK_LIMIT = 5.0  # seconds that a node outside the run spends on asking for its peers
+ANSWER_SHARE = 0.3  # fraction of the heartbeat expiry within which a peer must answer a call
+FIRST_LIMIT = 2.0  # seconds that a new peer waits for its first answers, at most
+LOOK_LIMIT = 5.0  # seconds for which a node outside the run asks peers for more peers, at most
 ASK_SHARE, LOOK_SHARE = 0.5, 0.1
 """Fraction of a heartbeat's lifetime between two requests for more peers: of a peer of the run, which also hears others
 itself; and of a node outside it."""
-ASKED_FIRST = 3  # peers asked by the first request
-PAGES_LIMIT = 32  # pages from one peer in answer to one request
+ASKED_FIRST = 3  # number of peers asked by the first request for more peers
+PAGES_LIMIT = 32  # pages of heartbeats requested from one peer in a row, at most
 NO_NODE = "no node of the DHT takes this peer's heartbeats, so newcomers cannot find it; check its internet connection"
 
 
 class PeerDiscovery:
-    """The known peers of one run, and the calls by which they become known."""
+    """The known peers of one run, and the calls that send them beats and ask them for more peers."""
 
     def __init__(self, run: str, network: HivemindTransport) -> None:
         self._network = network
@@ -56,30 +56,30 @@ class PeerDiscovery:
 
     @property
     def copies(self) -> Copies:
-        """The heartbeats heard with our own key that are of other processes."""
+        """The record of heartbeats that other processes have signed with this peer's own key."""
         return self.beats.copies
 
     @property
     def is_member(self) -> bool:
-        """True for a peer of the run, False for a node that only looks."""
+        """True for a peer of the run; False for a node that only looks for the run's peers."""
         return self.beats.own is not None
 
-    # Our own messages -----------------------------------------------------------------------------------------
+    # Our own heartbeats ---------------------------------------------------------------------------------------
     def is_news(self, heartbeat: Heartbeat) -> bool:
-        """Return whether our new heartbeat must be signed and published, because a beat is not enough."""
+        """Return True if our new heartbeat must be signed and published; False if a beat is enough."""
         is_to_be_stored = self.meeting_place.is_to_be_stored(now(), time.time())
         return is_to_be_stored or self.beats.is_news(heartbeat, now())
 
     def beat(self, heartbeat: Heartbeat, voters: Collection[str] = ()) -> None:
-        """Begin to send the others a beat; in a large swarm these voters first. Before our first published heartbeat
-        nothing is sent."""
+        """Start sending a beat to other peers, in a large swarm to these voters first; never before our first
+        heartbeat."""
         self.beats.go_on(heartbeat, now())
         self._voters = voters
         self._call_due()
 
     async def publish(self, signed: bytes) -> bool:
-        """Send our signed heartbeat to the others, and now and then to the DHT. A farewell has been sent when this
-        returns. Return False if the DHT should have stored it, and no node of it did.
+        """Send our signed heartbeat to other peers and, when due, store it in the DHT. Return False if the storing
+        failed. If this peer is leaving, wait until all calls are made.
 
         Raises: LocalProtocolError when the heartbeat is no newer than the one before.
         """
@@ -101,12 +101,12 @@ class PeerDiscovery:
                 HEALTH.failing(f"dht {self._run}", NO_NODE)
         if is_farewell:
             await asyncio.gather(*self._calling)
-            self._call_due()  # peers that had another call under way
+            self._call_due()  # calls the peers that were busy with an earlier call
             await asyncio.gather(*self._calling)
         return is_stored
 
     def _call_due(self) -> None:
-        """Begin to call the peers that are due."""
+        """Start calls to all peers that are due for a call."""
         self.beats.choose(self._voters, now())
         for peer in self.beats.audience.due(now()):
             task = start_task(self._call_one(peer))
@@ -114,7 +114,7 @@ class PeerDiscovery:
             task.add_done_callback(self._calling.discard)
 
     async def _call_one(self, peer: str) -> None:
-        if self._network.links.port:  # there will be many calls to this peer
+        if self._network.links.port:  # open a link, since many calls to this peer will follow
             self._network.links.prepare(peer)
         timeout = ANSWER_SHARE * self.beats.lifetime / 2
         try:
@@ -123,14 +123,14 @@ class PeerDiscovery:
                 if not self.beats.answered(peer, call, answer, now(), time.time()):
                     break
         except asyncio.CancelledError:
-            self.beats.failed(peer, now())  # else a call would seem to be under way for ever
+            self.beats.failed(peer, now())  # otherwise the cancelled call would count as under way for ever
             raise
         except PeerUnreachableError as error:
             logger.debug("%s", error)
             self.beats.failed(peer, now())
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("heartbeat").inc()
-            logger.info("dropped the answer to a beat: %s", error)
+            logger.info("dropped an invalid answer to a beat: %s", error)
 
     async def close(self) -> None:
         HEALTH.over(f"dht {self._run}")
@@ -138,7 +138,7 @@ class PeerDiscovery:
 
     # Known peers ----------------------------------------------------------------------------------------------
     async def heartbeats(self) -> list[Heartbeat]:
-        """Return the newest heartbeat of every known peer, ours included, by peer id."""
+        """Return the newest heartbeat of every known peer, including our own, sorted by peer id."""
         if self.meeting_place.is_search_due(now()):
             await self._search()
         if self.beats.others(now()):
@@ -147,11 +147,11 @@ class PeerDiscovery:
         return self.beats.heartbeats(now())
 
     def silences(self) -> dict[str, float]:
-        """Return the seconds since each other peer was heard, for peers that were heard lately."""
+        """Return the seconds since each other peer was last heard, by peer id, without peers silent for long."""
         return self.beats.silences(now())
 
     async def _search(self) -> None:
-        """Take in the heartbeats of the run's peers in the DHT."""
+        """Search the DHT for heartbeats of the run's peers, and store the valid heartbeats."""
         self.meeting_place.searched(now())
         self.beats.store.forget(time.time())
         for signed in await self._network.dht.find_heartbeats(self._run):
@@ -159,12 +159,12 @@ class PeerDiscovery:
                 self.beats.found(signed, now(), time.time())
             except RemoteProtocolError as error:
                 metrics.DROPPED.labels("heartbeat").inc()
-                logger.info("dropped a heartbeat: %s", error)
+                logger.info("dropped an invalid heartbeat from the DHT: %s", error)
 
     # Requests for more peers ----------------------------------------------------------------------------------
     async def _ask_around(self) -> None:
-        """Ask some of the known peers for more of them. The first answers are awaited, since the DHT has only a few
-        peers, and a newcomer should choose the donor of its state from all."""
+        """Ask some known peers for more peers. A new peer waits for the first answers, since the DHT has only a few
+        peers, and a joiner should choose its donor from all."""
         if not self.is_member:
             await self._look(1 if self._asked_at > 0.0 else ASKED_FIRST)
         elif not self._has_met:
@@ -177,7 +177,7 @@ class PeerDiscovery:
         return now() - self._asked_at >= share * self.beats.lifetime
 
     async def _look(self, count: int) -> None:
-        """Ask as a node outside the run, which has to connect first."""
+        """Ask peers for more peers as a node outside the run, which must first connect to them."""
         if not self._is_due(LOOK_SHARE):
             return
         with suppress(TimeoutError):
@@ -190,7 +190,7 @@ class PeerDiscovery:
                 await self._ask(count)
 
     async def _meet(self) -> None:
-        """Call the first peers, ask them for all others, and call these."""
+        """Call the first known peers, ask them for all other peers, and call these, in FIRST_LIMIT seconds at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_LIMIT):
                 self._call_due()
@@ -200,20 +200,20 @@ class PeerDiscovery:
                     await asyncio.wait(self._calling)
 
     def _sample(self, count: int) -> list[str]:
-        """Return so many of the others at random, of those that we hear, if there are any."""
+        """Return up to `count` other peers at random, if possible of those heard lately."""
         others, silences = self.beats.others(now()), self.silences()
         among = [peer for peer in others if peer in silences] or others
         return random.sample(among, min(count, len(among)))
 
     async def _ask(self, count: int) -> None:
-        """Ask so many peers for the heartbeats that they have. A node outside the run asks for all of them again."""
+        """Ask `count` peers for heartbeats of peers unknown to us; a node outside the run asks for all heartbeats."""
         known = self.beats.others(now()) if self.is_member else ()
         answers = await asyncio.gather(*(self._ask_one(peer, {*known}) for peer in self._sample(count)))
         if any(answers):
             self._asked_at = now()
 
     async def _ask_one(self, peer: str, known: set[str]) -> bool:
-        """Ask a peer for page after page. Return whether it has answered."""
+        """Ask a peer, page after page, for heartbeats of peers that are not `known`. Return True if it answered."""
         timeout = ANSWER_SHARE * self.beats.lifetime / 2
         try:
             for _ in range(PAGES_LIMIT):
@@ -229,6 +229,6 @@ class PeerDiscovery:
             return False
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("heartbeat").inc()
-            logger.info("dropped a peer's page of heartbeats: %s", error)
+            logger.info("dropped an invalid page of heartbeats from a peer: %s", error)
             return False
         return True

@@ -1,4 +1,4 @@
-"""First addresses: those of peers that a file remembers, and the choice of those at which a libp2p node answers now.
+"""First contacts of a starting peer: addresses remembered in a file, and a test for a libp2p node at each address.
 
 Addresses come from signed heartbeats. A remembered address is still only a place to try, and proves nothing. libp2p's
 daemon tries addresses one after another, for five seconds each; here all are tried at once.
@@ -30,17 +30,17 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "diloco-peer remembered peers, version 1"
 FILE_NAME = "peers.json"
-PEER_LIMIT = 32  # peers that are remembered; the next start needs one that still answers
-ADDRESS_LIMIT = 4  # of one peer
-FILE_LIMIT = 256 * 1024  # bytes; 32 peers with four addresses of 256 characters are 40 KB
-SAVE_INTERVAL = 60.0  # seconds
-HOUR = 3600  # seconds; peers last seen within the same hour count as seen at the same time
-Seconds = Annotated[int, Field(strict=True, ge=0, lt=10**12)]  # since the epoch
+PEER_LIMIT = 32  # remembered peers, at most; the next start needs one that still answers
+ADDRESS_LIMIT = 4  # remembered addresses of one peer, at most
+FILE_LIMIT = 256 * 1024  # bytes of the file of peers, at most; 32 peers with four addresses of 256 characters are 40 KB
+SAVE_INTERVAL = 60.0  # seconds between two writes of the file of peers, at least
+HOUR = 3600  # seconds; two peers last seen within the same hour count as seen at the same time
+Seconds = Annotated[int, Field(strict=True, ge=0, lt=10**12)]  # seconds since the epoch
 T = TypeVar("T")
 
 
 class _Known(BaseModel):
-    """A peer, its addresses, and the first and the last time that it was seen, in seconds since the epoch."""
+    """A remembered peer: its addresses, and when it was first and last seen, in seconds since the epoch."""
 
     peer: str
     addresses: tuple[str, ...]
@@ -49,7 +49,7 @@ class _Known(BaseModel):
 
     @property
     def usefulness(self) -> tuple[bool, int, float]:
-        """A sort key; the most useful peer has the largest. Among peers seen lately, older ones go before newcomers."""
+        """The sort key of a peer, largest for the most useful: has a public address, seen lately, known for long."""
         return any(map(_is_on_the_internet, self.addresses)), self.seen // HOUR, -self.since
 
     @model_validator(mode="after")
@@ -60,7 +60,7 @@ class _Known(BaseModel):
 
 
 class _File(BaseModel):
-    """The file of a run's remembered peers, as JSON."""
+    """The content of the JSON file of a run's remembered peers."""
 
     format: Annotated[str, Field(pattern=f"^{FORMAT}$")] = FORMAT
     run: str
@@ -71,7 +71,7 @@ class RememberedPeers:
     """The peers of one run that others can dial, in memory and in a file. Times are in seconds since the epoch."""
 
     def __init__(self, path: Path, run_id: str) -> None:
-        """Read the peers in the file. An unreadable file, or another run's, is ignored with a warning."""
+        """Read the remembered peers from the file. An unreadable or other run's file is ignored with a warning."""
         self._path = path
         self._run_id = run_id
         self._peers: dict[str, _Known] = {}
@@ -85,12 +85,12 @@ class RememberedPeers:
             logger.warning("the remembered peers in %s are ignored: %s", path, error)
 
     def addresses(self) -> tuple[str, ...]:
-        """Return multiaddrs that end in /p2p/<peer id>, the most useful first."""
+        """Return the remembered multiaddrs, which end in /p2p/<peer id>; those of the most useful peer come first."""
         ordered = sorted(self._peers.values(), key=lambda known: known.usefulness, reverse=True)
         return tuple(address for known in ordered for address in known.addresses)
 
     def observe(self, heartbeats: Iterable[Heartbeat], now: float) -> None:
-        """Take in the addresses in other peers' heartbeats, and those of the nodes that introduce them."""
+        """Remember the addresses in other peers' heartbeats, and the addresses of nodes that introduce these peers."""
         for beat in heartbeats:
             if beat.state is PeerState.LEAVING:
                 continue
@@ -101,7 +101,7 @@ class RememberedPeers:
         self._peers = {known.peer: known for known in best}
 
     def save_when_due(self, now: float) -> None:
-        """Write the file if it was not written within the last minute."""
+        """Write the remembered peers to the file, unless it was written within the last minute."""
         if not self._peers or 0 <= now - self._saved_at < SAVE_INTERVAL:
             return
         self._saved_at = now
@@ -120,13 +120,13 @@ class RememberedPeers:
 
 
 def _is_on_the_internet(address: str) -> bool:
-    """Return whether a multiaddr is a public IP address, or a name."""
+    """Return True if a multiaddr's host is a public IP address or a name."""
     kind, host = address.split("/")[1:3]
     return is_public(host) if kind in ("ip4", "ip6") else True
 
 
 def _usable(peer: str, addresses: Iterable[str]) -> tuple[str, ...]:
-    """Return the addresses at which this very peer can be dialled without a relay, public ones first."""
+    """Return at most four addresses at which this peer can be dialled without a relay, public addresses first."""
     dialled = [
         address
         for address in addresses
@@ -139,7 +139,7 @@ def _usable(peer: str, addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 def _read(path: Path, run_id: str) -> list[_Known]:
-    """Return the peers in a file. Raises: OSError; ValueError for invalid content."""
+    """Return the peers in the file of a run's remembered peers. Raises: OSError; ValueError for invalid content."""
     with path.open("rb") as file:
         text = file.read(FILE_LIMIT + 1)
     if len(text) > FILE_LIMIT:
@@ -153,20 +153,20 @@ def _read(path: Path, run_id: str) -> list[_Known]:
     return content.peers
 
 
-ANSWER_SECONDS = 5.0  # for the first node that answers: TCP repeats a lost SYN after 1 and 3
-MORE_SECONDS = 1.0  # for the others, once one has answered
-CONTACT_LIMIT = 8  # nodes that a peer begins with
-GREETING = b"\x13/multistream/1.0.0\n"  # the first bytes of every libp2p node on every TCP connection
-TLS = b"\x0b/tls/1.0.0\n"  # announces TLS; a node that agrees answers the same
+ANSWER_SECONDS = 5.0  # seconds to wait for the first node that answers: TCP repeats a lost SYN after 1 and 3 seconds
+MORE_SECONDS = 1.0  # seconds to wait for further nodes, once the first has answered
+CONTACT_LIMIT = 8  # nodes that a starting peer connects to, at most
+GREETING = b"\x13/multistream/1.0.0\n"  # the first bytes that a libp2p node sends on every TCP connection
+TLS = b"\x0b/tls/1.0.0\n"  # proposes TLS; a node that agrees answers with the same bytes
 KEY_EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
 """The extension of a libp2p node's certificate that contains its key."""
-PUBLIC_KEY, KEY_BYTES = b"\x08\x01\x12\x20", 32  # the bytes before an Ed25519 key there, and the key's length
-KEY_SECONDS = 3.0  # for an answering node to show its key
+PUBLIC_KEY, KEY_BYTES = b"\x08\x01\x12\x20", 32  # bytes before an Ed25519 key in KEY_EXTENSION; bytes of the key
+KEY_SECONDS = 3.0  # seconds to wait for an answering node to prove its key
 TCP = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<port>\d{1,5})/p2p/[^/]+/?")
 
 
 async def first_contacts(initial_peers: Sequence[str], remembered: Sequence[str] = ()) -> list[str]:
-    """Return the addresses to begin with: those at which a node answers now, the `initial_peers` first.
+    """Return the addresses at which a node answers now, at most CONTACT_LIMIT, those of `initial_peers` first.
 
     If none answers, return `initial_peers`, so that libp2p finds out why. Addresses that are not plain TCP are not
     tried here.
@@ -182,7 +182,8 @@ async def first_contacts(initial_peers: Sequence[str], remembered: Sequence[str]
 
 
 async def reach(start: Callable[[], Awaitable[T]], contacts: Sequence[str]) -> T:
-    """Await `start`, which must reach one of these nodes. If it fails, although a node answers, await it once more.
+    """Return the result of `start`, which connects to one of these nodes; call it again if it fails although one
+    answers.
 
     libp2p's daemon tries only once, for five seconds, and the node or this machine may be busy.
 
@@ -200,7 +201,7 @@ async def reach(start: Callable[[], Awaitable[T]], contacts: Sequence[str]) -> T
 
 
 async def _why_silent(address: str) -> str:
-    """Return the reason why no node is reached at an address; empty if the right one answers."""
+    """Return the reason, for users, why the node at an address cannot be reached; empty if the node answers."""
     if (where := endpoint(address)) is None:
         return "no answer"
     peer, (host, port) = address.rstrip("/").rpartition("/")[2], where
@@ -226,9 +227,9 @@ async def _why_silent(address: str) -> str:
 
 
 async def _key_shown(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str | None:
-    """Return the peer id that a libp2p node's TLS certificate proves; None if it proves none."""
+    """Return the peer id that a libp2p node proves by its TLS certificate; None if the node proves no id."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the key inside the certificate is checked
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # only the key inside the certificate counts
     context.set_alpn_protocols(["libp2p"])
     try:
         async with asyncio.timeout(KEY_SECONDS):
@@ -248,7 +249,7 @@ async def _key_shown(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 
 
 async def which_answer(addresses: Sequence[str]) -> set[str]:
-    """Return the addresses at which a libp2p node answers, soon after the first one does."""
+    """Return the addresses at which a libp2p node answers, at the latest MORE_SECONDS after the first answer."""
     tasks = [start_task(_answering(address)) for address in addresses]
     found: set[str] = set()
     try:
@@ -266,16 +267,16 @@ async def which_answer(addresses: Sequence[str]) -> set[str]:
 
 
 def endpoint(address: str) -> tuple[str, int] | None:
-    """Return the host and port of a plain TCP multiaddr; None for others, such as addresses through a relay."""
+    """Return the host and port of a plain TCP multiaddr; None for any other multiaddr, such as one through a relay."""
     match = TCP.fullmatch(address)
     return (match["host"], int(match["port"])) if match and int(match["port"]) < 65536 else None
 
 
 async def _answering(address: str) -> str | None:
-    """Return the address if a libp2p node answers there."""
+    """Return the address if a libp2p node answers there; otherwise None."""
     if (where := endpoint(address)) is None:
         return None
-    with suppress(OSError, asyncio.IncompleteReadError, UnicodeError):  # UnicodeError: the host is no valid name
+    with suppress(OSError, asyncio.IncompleteReadError, UnicodeError):  # UnicodeError: the host is an invalid name
         reader, writer = await asyncio.open_connection(*where)
         try:
             return address if await reader.readexactly(len(GREETING)) == GREETING else None

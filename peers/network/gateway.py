@@ -1,4 +1,4 @@
-"""The default gateway, asked to map a port by PCP (RFC 6887), or by NAT-PMP (RFC 6886) if it knows only that.
+"""The default gateway (home router), asked to map a port by PCP (RFC 6887), or by the older NAT-PMP (RFC 6886).
 
 PCP is the successor of NAT-PMP and shares its port; a router that knows only one of the two refuses the other's
 version. The functions that read messages return the protocol's result code (not 0) for a refusal, and None for bytes
@@ -27,19 +27,19 @@ Where: TypeAlias = tuple[str, int]  # host and port
 Answer = TypeVar("Answer")
 
 ROUTES = Path("/proc/net/route")
-ROUTE_IS_UP, ROUTE_HAS_GATEWAY = 1, 2  # RTF_UP and RTF_GATEWAY of Linux
+ROUTE_IS_UP, ROUTE_HAS_GATEWAY = 1, 2  # Linux's flags of a route: RTF_UP and RTF_GATEWAY
 WAITS = (0.25, 0.5, 1.0, 2.0)
 """Seconds to wait for an answer before the request is sent again; the first four of both protocols."""
-DATAGRAM_LIMIT = 64  # datagrams that are read for one request
+DATAGRAM_LIMIT = 64  # datagrams that are read for one request, at most
 
-PORT = 5351  # UDP, on the router
-PCP_VERSION, NAT_PMP_VERSION = 2, 0  # the first byte of a message
-PCP_MAP = 1  # an operation of PCP
-EXTERNAL_ADDRESS, MAP_TCP = 0, 2  # operations of NAT-PMP
-IS_ANSWER = 0x80  # this bit of an operation marks an answer
+PORT = 5351  # UDP port of both protocols on the router
+PCP_VERSION, NAT_PMP_VERSION = 2, 0  # the protocol's version, the first byte of each message
+PCP_MAP = 1  # PCP's code for the operation that maps a port
+EXTERNAL_ADDRESS, MAP_TCP = 0, 2  # NAT-PMP's codes for operations: report the external address, map a TCP port
+IS_ANSWER = 0x80  # the bit of an operation's code that marks an answer
 SUCCESS, UNSUPPORTED_VERSION = 0, 1  # result codes, the same in both protocols
-TCP = 6  # its number in the Internet Protocol
-PCP_LIMIT = 1100  # bytes of a message at most
+TCP = 6  # number of TCP in the Internet Protocol
+PCP_LIMIT = 1100  # bytes of a PCP message, at most
 
 PCP_REQUEST = struct.Struct("!BBxxI16s 12sB3xHH16s")
 PCP_ANSWER = struct.Struct("!BBxBII12x 12sB3xHH16s")
@@ -52,7 +52,7 @@ NAT_PMP_ADDRESS_ANSWER = struct.Struct("!BBHI4s")
 
 @dataclass(frozen=True)
 class Mapping:
-    """A TCP port on a router's external address that leads to a port of ours, for `lifetime` seconds."""
+    """A mapping of a TCP port at a router's external address to a port of this machine, for `lifetime` seconds."""
 
     address: Address
     port: int
@@ -64,7 +64,7 @@ class Mapping:
 
 
 def default_gateway() -> Where | None:
-    """Return the default gateway's host and port for both protocols; None without a gateway."""
+    """Return the host and UDP port of the default gateway for both protocols; None if there is no gateway."""
     try:
         address = _read_default_gateway(ROUTES.read_text(encoding="ascii", errors="replace"))
     except OSError:
@@ -73,13 +73,13 @@ def default_gateway() -> Where | None:
 
 
 def _read_default_gateway(table: str) -> IPv4Address | None:
-    """Return the gateway with the lowest metric in the kernel's table of routes (the text of /proc/net/route)."""
+    """Return the gateway with the lowest metric in `table`, the text of /proc/net/route; None without a gateway."""
     found = []
     for line in table.splitlines()[1:]:
         try:
             _, destination, gateway, flags, _, _, metric, mask, *_ = line.split()
             is_default = int(destination, 16) == int(mask, 16) == 0
-            packed = bytes.fromhex(gateway)[::-1]  # written as a number of a little-endian machine
+            packed = bytes.fromhex(gateway)[::-1]  # the kernel writes an address as a little-endian number
             if is_default and int(flags, 16) & ROUTE_HAS_GATEWAY and int(flags, 16) & ROUTE_IS_UP:
                 found.append((int(metric), IPv4Address(packed)))
         except ValueError:
@@ -88,7 +88,7 @@ def _read_default_gateway(table: str) -> IPv4Address | None:
 
 
 class Gateway:
-    """The default gateway, asked for ports. It remembers the last port, so that asking again renews it.
+    """A client of the default gateway. It remembers its external port, so that a repeated request renews the mapping.
 
     `where` finds the gateway again for every request, since a machine may change its network.
     """
@@ -98,12 +98,13 @@ class Gateway:
     def __init__(self, where: Callable[[], Where | None] = default_gateway, waits: Sequence[float] = WAITS) -> None:
         self._where = where
         self._waits = waits
-        self._nonce = os.urandom(12)  # bytes, as PCP has it (RFC 6887)
+        self._nonce = os.urandom(12)  # 12 bytes that identify our mapping in PCP (RFC 6887)
         self._external_port = 0
         self._speaks_pcp = False
 
     async def open(self, port: int, lifetime: float) -> Mapping | None:
-        """Map a port. Return None if the gateway does not offer it. Raises: OSError."""
+        """Map a TCP port for `lifetime` seconds. Return the mapping, or None if the gateway refuses. Raises:
+        OSError."""
         where = self._where()
         if where is None:
             return None
@@ -124,7 +125,7 @@ class Gateway:
         return answer
 
     async def _open_by_nat_pmp(self, where: Where, port: int, lifetime: int, suggested: int) -> Mapping | int | None:
-        """Map a port by NAT-PMP. Raises: OSError."""
+        """Map a TCP port by NAT-PMP. Return the mapping, an error code, or None without an answer. Raises: OSError."""
         address: IPv4Address | int | None = await self._ask(
             where, lambda client: NAT_PMP_ADDRESS_REQUEST, _read_nat_pmp_address
         )
@@ -134,7 +135,7 @@ class Gateway:
         return await self._ask(where, lambda client: request, lambda data: _read_nat_pmp_map(data, port, external))
 
     async def close(self, port: int) -> None:
-        """End the mapping, if there is one. Raises: OSError."""
+        """End the mapping of a TCP port, if there is one. Raises: OSError."""
         where = self._where()
         if where is None or not self._external_port:
             return
@@ -148,7 +149,7 @@ class Gateway:
     async def _ask(
         self, where: Where, request: Callable[[Address], bytes], read: Callable[[bytes], Answer | None]
     ) -> Answer | None:
-        """Return the first result of `read` on an arriving datagram that is not empty; None if none comes.
+        """Send a request, repeatedly if needed. Return the first true result of `read` on a received datagram, or None.
 
         `request` is called with our own address, which the router also sees, as no NAT is in between. Raises: OSError.
         """
@@ -162,14 +163,14 @@ class Gateway:
                         while (datagram := await arrivals.queue.get()) is not None:
                             if answer := read(datagram[0]):
                                 return answer
-                    return None  # no program listens on that port
+                    return None  # no program listens on the gateway's port
             return None
         finally:
             transport.abort()
 
 
 class Arrivals(asyncio.DatagramProtocol):
-    """A queue of arriving datagrams, with their senders' hosts; None if no program listens on the other side's port."""
+    """A queue of received datagrams with their senders' hosts; None means that the remote port has no listener."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[tuple[bytes, str] | None] = asyncio.Queue(DATAGRAM_LIMIT)
@@ -185,14 +186,14 @@ class Arrivals(asyncio.DatagramProtocol):
 
 # Messages -----------------------------------------------------------------------------------------------------
 def _pack_pcp_map(nonce: bytes, client: Address, port: int, lifetime: int, suggested_port: int) -> bytes:
-    """Return a PCP request to map TCP `port` of `client`; a lifetime of 0 ends the mapping with that nonce."""
+    """Return a PCP request to map TCP `port` of the host `client` for `lifetime` seconds; 0 ends the mapping."""
     any_address = _pack_address(IPv4Address(0) if client.version == 4 else IPv6Address(0))
     start = (PCP_VERSION, PCP_MAP, lifetime, _pack_address(client))
     return PCP_REQUEST.pack(*start, nonce, TCP, port, suggested_port, any_address)
 
 
 def _read_pcp_map(data: bytes, nonce: bytes, port: int) -> Mapping | int | None:
-    """Return a PCP router's answer to the request with this nonce and port."""
+    """Return the mapping in a PCP answer for this nonce and port, or its error code; None for any other datagram."""
     if not 4 <= len(data) <= PCP_LIMIT:
         return None
     if data[0] == NAT_PMP_VERSION and data[1] & IS_ANSWER and data[2:4] == bytes((0, UNSUPPORTED_VERSION)):
@@ -204,7 +205,7 @@ def _read_pcp_map(data: bytes, nonce: bytes, port: int) -> Mapping | int | None:
     if operation != PCP_MAP | IS_ANSWER:
         return None
     if code == UNSUPPORTED_VERSION:
-        return code  # in an answer of any version
+        return code  # an answer of any version may have this code
     if version != PCP_VERSION or len(data) < PCP_ANSWER.size:
         return None
     *_, its_nonce, protocol, its_port, external_port, address = PCP_ANSWER.unpack_from(data)
@@ -224,12 +225,12 @@ def _read_nat_pmp_address(data: bytes) -> IPv4Address | int | None:
 
 
 def _pack_nat_pmp_map(port: int, lifetime: int, suggested_port: int) -> bytes:
-    """Return a NAT-PMP request to map TCP `port`; a lifetime of 0 ends the mapping."""
+    """Return a NAT-PMP request to map TCP `port` for `lifetime` seconds; 0 seconds end the mapping."""
     return NAT_PMP_MAP_REQUEST.pack(NAT_PMP_VERSION, MAP_TCP, port, suggested_port, lifetime)
 
 
 def _read_nat_pmp_map(data: bytes, port: int, address: IPv4Address) -> Mapping | int | None:
-    """Return the answer of a NAT-PMP router with this external address to a request to map this port."""
+    """Return the mapping of this port at `address` in a NAT-PMP answer, or the answer's error code; otherwise None."""
     code = _nat_pmp_code(data, MAP_TCP)
     if code != SUCCESS or len(data) != NAT_PMP_MAP_ANSWER.size:
         return code or None
@@ -238,12 +239,12 @@ def _read_nat_pmp_map(data: bytes, port: int, address: IPv4Address) -> Mapping |
 
 
 def _nat_pmp_code(data: bytes, operation: int) -> int | None:
-    """Return the result code of an answer to this operation. A refusal may end after its first eight bytes."""
+    """Return the result code of a NAT-PMP answer to this operation, which may have only eight bytes; otherwise None."""
     if not 8 <= len(data) <= NAT_PMP_MAP_ANSWER.size or data[:2] != bytes((NAT_PMP_VERSION, operation | IS_ANSWER)):
         return None
     return int.from_bytes(data[2:4], "big")
 
 
 def _pack_address(address: Address) -> bytes:
-    """Return an address as 16 bytes; an IPv4 address becomes ::ffff:a.b.c.d."""
+    """Return an IP address as 16 bytes, an IPv4 address as ::ffff:a.b.c.d."""
     return bytes(10) + b"\xff\xff" + address.packed if isinstance(address, IPv4Address) else address.packed

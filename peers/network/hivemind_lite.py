@@ -1,4 +1,4 @@
-"""hivemind's DHT node and libp2p client without torch.
+"""hivemind's DHT node and libp2p client, imported without torch.
 
 `import hivemind` runs package `__init__` modules that import its averager, mixture of experts and optimizer, and with
 them torch. That costs seconds of start-up and hundreds of megabytes in a bootstrap node or a peer process, which
@@ -25,7 +25,7 @@ from peers.errors import LocalNetworkError
 from peers.values.system import cancel_and_wait, start_task
 
 HEAVY_PACKAGES = ("hivemind", "hivemind.utils", "hivemind.dht")
-# Names that torch-free modules import from the package hivemind.utils instead of from its submodules.
+# Names that hivemind's torch-free modules import from hivemind.utils, by the submodule that defines them.
 UTILITIES = {
     "hivemind.utils.logging": ("get_logger",),
     "hivemind.utils.serializer": ("MSGPackSerializer", "SerializerBase"),
@@ -34,23 +34,23 @@ UTILITIES = {
 
 
 class _Hivemind(NamedTuple):
-    """The modules of hivemind that we use."""
+    """The modules of hivemind that this program uses."""
 
-    node: Any  # hivemind.dht.node
-    protocol: Any  # hivemind.dht.protocol
-    validation: Any  # hivemind.dht.validation
-    p2p: Any  # hivemind.p2p
-    multiaddr: Any  # hivemind.utils.multiaddr
+    node: Any  # module hivemind.dht.node
+    protocol: Any  # module hivemind.dht.protocol
+    validation: Any  # module hivemind.dht.validation
+    p2p: Any  # package hivemind.p2p
+    multiaddr: Any  # module hivemind.utils.multiaddr
 
 
 class _DeferredPackage(ModuleType):
-    """A package whose `__init__` runs at the first use of a missing name."""
+    """A package whose `__init__` module runs at the first access to a name that is not defined yet."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__version__":  # the import system and inspect ask for many of these
+        if name.startswith("__") and name != "__version__":  # the import system and inspect ask for many such names
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         submodule = sys.modules.get(f"{self.__name__}.{name}")
-        if submodule is not None:  # its own import is under way, and has not bound it here yet
+        if submodule is not None:  # the submodule is being imported, and not yet an attribute of the package
             return submodule
         assert self.__spec__ is not None
         assert self.__spec__.loader is not None
@@ -64,7 +64,7 @@ class _DeferredPackage(ModuleType):
 
 
 def load_hivemind() -> _Hivemind:
-    """Import the modules of hivemind that we use, without torch. Its log messages go through standard `logging`.
+    """Import hivemind's modules without torch, and return them. hivemind's log messages go through standard `logging`.
 
     Raises: LocalNetworkError when hivemind cannot create the lock that it creates on import.
     """
@@ -94,9 +94,9 @@ def load_hivemind() -> _Hivemind:
 
 
 def _quiet_hivemind() -> None:
-    """Remove hivemind's own handler (stderr, its own format). Its warnings and errors go to the root logger."""
+    """Remove hivemind's own log handler, which writes to stderr. Its warnings and errors go to the root logger."""
     importlib.import_module("hivemind.utils.logging").use_hivemind_log_handler("nowhere")
-    logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it to WARN for the whole process
+    logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level to WARN for the whole process
     logging.getLogger("hivemind").setLevel(logging.WARNING)
 
 
@@ -113,7 +113,7 @@ def _enter_deferred(name: str) -> None:
 
 
 def _ending_when_cancelled(traverse: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Awaitable[Any]]:
-    """Return hivemind's `traverse_dht` as a function that ends all its requests when it is cancelled.
+    """Return hivemind's `traverse_dht` as a function that ends its requests to other nodes when it is cancelled.
 
     hivemind leaves its requests to other nodes under way. Here they end, and the search finishes with its results so
     far.
@@ -123,7 +123,7 @@ def _ending_when_cancelled(traverse: Callable[..., Coroutine[Any, Any, Any]]) ->
         is_over = asyncio.Event()
 
         async def unless_over(work: Callable[..., Coroutine[Any, Any, Any]], *details: Any) -> Any:
-            """Return the result of a request; None if the search is over before."""
+            """Return the result of `work`, a request to a node; None if the search ends first."""
             if is_over.is_set():
                 return None
             request, end = start_task(work(*details)), start_task(is_over.wait())
@@ -134,7 +134,7 @@ def _ending_when_cancelled(traverse: Callable[..., Coroutine[Any, Any, Any]]) ->
                 await cancel_and_wait(request, end)
 
         async def ask(node: Any, queries: Collection[Any]) -> dict[Any, tuple[tuple[Any, ...], bool]]:
-            """Return the neighbors that a node knows for each query, and whether the search for that is over."""
+            """Return, for each query, the neighbours that a node knows, and True if the search for it may end."""
             return await unless_over(get_neighbors, node, queries) or dict.fromkeys(queries, ((), True))
 
         tell = found_callback and partial(unless_over, found_callback)

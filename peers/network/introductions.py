@@ -1,4 +1,4 @@
-"""Introductions of peers that cannot dial each other, by a node that both can dial.
+"""Introductions: a node that two peers can dial helps them to connect if they cannot dial each other.
 
     A ── _Introduce(B, where I am seen) ──► node ── _MeetingRequest(A, where it is seen) ──► B
     A ◄──── _Introduced(where B is seen) ── node ◄── where I am seen ────────────────────── B
@@ -46,30 +46,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS = 2  # of one meeting, one for either side's conversations; further ones come from further meetings
-PUNCH_TIMEOUT = 4.0  # seconds
-ATTEMPT_TIMEOUT = 1.5  # seconds of one dial within these: a SYN that comes too early is lost
-SPLICE_TIMEOUT = 10.0  # seconds
-HELLO_TIMEOUT = 10.0  # seconds
-REFUSED_PAUSE = 0.25  # seconds before a refused port is dialled again: the other side may not have opened it yet
-NO_ROUTE = (errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # for example IPv6 on a machine without it
+CONNECTIONS = 2  # connections made by one introduction: one for the streams of each side
+PUNCH_TIMEOUT = 4.0  # seconds of hole punching, at most
+ATTEMPT_TIMEOUT = 1.5  # seconds for one dial of hole punching: a SYN that arrives too early is lost
+SPLICE_TIMEOUT = 10.0  # seconds to connect to a relay, at most
+HELLO_TIMEOUT = 10.0  # seconds to wait for the other peer's Hello, at most
+REFUSED_PAUSE = 0.25  # seconds before a refused port is dialled again: the other peer may not have opened its port yet
+# Error numbers of addresses that this machine cannot dial, for example IPv6 addresses without IPv6.
+NO_ROUTE = (errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 Endpoints = Annotated[tuple[Endpoint, ...], Field(max_length=MEETING_CONNECTIONS)]
 
-INTRODUCE, MEET = "introduce", "meet"  # names of the calls
-CALL_TIMEOUT = 20.0  # seconds; the other peer sends probes meanwhile
-MEETING_TIMEOUT = 10.0  # seconds within which the other peer must begin a meeting
-LOOK_INTERVAL = 15.0  # seconds between two looks at our relays
-MEETINGS = 32  # meetings at once that other peers ask of us
-INTRODUCING = 3  # nodes that introduce us
-KNOWN = 64  # nodes that we know, ours and others, at most
+INTRODUCE, MEET = "introduce", "meet"  # names of the calls: from a peer to a node, and from the node to the other peer
+CALL_TIMEOUT = 20.0  # seconds for a call to introduce; meanwhile the other peer probes its own endpoints
+MEETING_TIMEOUT = 10.0  # seconds to wait for the other peer to request an introduction
+LOOK_INTERVAL = 15.0  # seconds between two checks of the nodes that introduce us
+MEETINGS = 32  # introductions at once that other peers have requested, at most
+INTRODUCING = 3  # nodes that a heartbeat names as introducing its peer, at most
+KNOWN = 64  # remembered nodes that introduce us or other peers, at most
 
 AskInfo = Callable[[str, str], Awaitable[LinkInfo]]
 """(peer id, multiaddr) -> the node's LinkInfo, fetched over libp2p. Raises: PeerUnreachableError."""
 
 
 class _Introduce(Value):
-    """A request to a node to introduce the caller to this peer."""
+    """A request to a node to introduce the caller, seen at `endpoints`, to the peer `to`."""
 
     to: PeerId
     endpoints: Endpoints
@@ -77,7 +78,7 @@ class _Introduce(Value):
 
 
 class _MeetingRequest(Value):
-    """A node's request to meet this peer, which is seen at these endpoints. The answer is `_Introduced`."""
+    """A node's request to this peer to connect with `peer`, seen at `endpoints`. The answer is `_Introduced`."""
 
     peer: PeerId
     endpoints: Endpoints
@@ -86,7 +87,7 @@ class _MeetingRequest(Value):
 
 
 class _Introduced(Value):
-    """The answer to both: the other peer's endpoints as seen, and a relaying node's token for splicing."""
+    """The answer to `_Introduce` and `_MeetingRequest`: the other peer's endpoints as seen, and a relay's token."""
 
     endpoints: Endpoints
     token: Token | None = None
@@ -94,19 +95,18 @@ class _Introduced(Value):
 
 @dataclass
 class _Node:
-    """A node that introduces peers."""
+    """A node that introduces peers to each other, at one of its addresses."""
 
     peer: str
     address: str
-    endpoint: str  # its data port
-    is_reached: bool = False  # whether a connection was made to this endpoint, and not only to another one of the node
+    endpoint: str  # host and port of the node's data port
+    is_reached: bool = False  # True once this endpoint could be dialled, not only another endpoint of the node
     seen: tuple[str, ...] | None = None
     """Endpoints at which it could dial our data port; None before it has answered."""
 
 
 class Arranging:
-    """The part of `Links` that goes through third parties: our nodes, both ends of an introduction, and our own service
-    as such a node.
+    """The part of `Links` that finds introducing nodes, requests and accepts introductions, and introduces other peers.
 
     Any peer can claim a node of any id at any address, so a node's addresses are kept apart from each other.
     """
@@ -114,9 +114,9 @@ class Arranging:
     def __init__(self, links: Links, ask_info: AskInfo) -> None:
         self._links = links
         self._ask_info = ask_info
-        self.splicer: Splicer | None = None  # relays for others; None if this node does not
-        self._known: dict[str, _Node] = {}  # by address: the invite's nodes, and nodes that introduce other peers
-        self._ours: dict[str, _Node] = {}  # by address: nodes that introduce us
+        self.splicer: Splicer | None = None  # joins other peers' connections; None if this node does not relay
+        self._known: dict[str, _Node] = {}  # nodes of the invite and of other peers' heartbeats, by address
+        self._ours: dict[str, _Node] = {}  # nodes that introduce us, by address
         self.volunteers: tuple[str, ...] = ()
         """Multiaddrs of volunteers that can introduce us, too, since bootstrap nodes come and go."""
         self._changed = asyncio.Event()
@@ -131,28 +131,28 @@ class Arranging:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The data ports of the nodes that introduce us."""
+        """The endpoints of the linked nodes that introduce us."""
         return tuple(node.endpoint for node in self._ours.values() if self._links.is_up(node.peer))
 
     @property
     def seen(self) -> tuple[str, ...]:
-        """The endpoints at which a node has reached our data port."""
+        """The endpoints at which nodes have reached our own data port."""
         return tuple(dict.fromkeys(endpoint for node in self._ours.values() for endpoint in node.seen or ()))
 
     def look_again(self) -> None:
-        """Find out again which nodes we reach, and how they see us, since our network has changed."""
+        """Start a new check of the nodes that we reach, and of our endpoints that they reach, in a changed network."""
         for node in (*self._known.values(), *self._ours.values()):
             node.is_reached, node.seen = False, None
         self._changed.set()
 
     async def keep(self, addresses: Sequence[str]) -> None:
-        """Keep a link with each of these nodes, and ask how they see us, until cancelled."""
+        """Keep a link with the node at each of these addresses, and ask it to probe our data port, until cancelled."""
         while True:
             self._changed.clear()
             looks = (self._greet_node(address) for address in dict.fromkeys((*addresses, *self.volunteers)))
             for outcome in await asyncio.gather(*looks, return_exceptions=True):
                 if isinstance(outcome, Exception):
-                    logger.error("cannot check a relay", exc_info=outcome)
+                    logger.error("cannot check a node that introduces peers", exc_info=outcome)
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_INTERVAL):
                     await self._changed.wait()
@@ -178,7 +178,7 @@ class Arranging:
             node.seen = (endpoint_of(parse_endpoint(seen.endpoint)[0], port),) if port in seen.open else ()
 
     async def _find(self, address: str) -> _Node | None:
-        """Return the node at a multiaddr; None if it does not answer, or has no data port."""
+        """Return the node at a multiaddr; None if the node does not answer or has no data port."""
         if address in self._known:
             return self._known[address]
         host, peer = host_of(address), peer_id_of(address)
@@ -194,7 +194,7 @@ class Arranging:
         return self._known.setdefault(address, _Node(peer, address, endpoint_of(host, info.port)))
 
     async def _is_linked(self, node: _Node) -> bool:
-        """Return whether the node has a link with us, made now if necessary, and its endpoint can be dialled.
+        """Link with a node, unless a link is up. Return True if the link is up and the node's endpoint can be dialled.
 
         A node with IPv4 and IPv6 has two endpoints: its link may use one of them while the other is out of reach.
         """
@@ -204,13 +204,13 @@ class Arranging:
             node.is_reached = await can_dial(node.endpoint)
         if self._links.is_up(node.peer) and node.is_reached:
             return True
-        self._known.pop(node.address, None)  # so that it is asked again next time
+        self._known.pop(node.address, None)  # forgotten, so that `_find` asks the node again
         self._ours.pop(node.address, None)
         return False
 
-    # Meetings that we want ------------------------------------------------------------------------------------
+    # Introductions that we request ----------------------------------------------------------------------------
     async def meet(self, contact: Contact, connections: int = CONNECTIONS) -> None:
-        """Meet a peer through a node that introduces either of us. The peer with the smaller id begins."""
+        """Connect to a peer through a node that introduces one of the two. The peer with the smaller id starts."""
         meeting = self._meetings.get(contact.peer)
         if meeting is not None:
             await asyncio.wait([meeting])
@@ -235,18 +235,18 @@ class Arranging:
                 return
 
     async def _meet_through(self, node: _Node, peer: str, connections: int) -> None:
-        """Meet a peer through one node. Raises: PeerUnreachableError, RemoteProtocolError, OSError."""
+        """Connect to `peer` by one node's introduction. Raises: PeerUnreachableError, RemoteProtocolError, OSError."""
         is_relayed = self._links.is_up(peer) and self._links.reach_of(peer) is Reach.RELAYED
-        # Hole punching that failed before would cost seconds at each widening of the link, so it is left out.
+        # With a relayed link, hole punching has failed before and would cost seconds again, so no ports are opened.
         ports, seen = await _look(node.endpoint, 0 if is_relayed else connections)
         request = _Introduce(to=peer, endpoints=seen, connections=connections)
         answer = await self._links.link(node.peer).call(INTRODUCE, pack(request), CALL_TIMEOUT)
         introduced = unpack_from(node.peer, _Introduced, answer)
         await self._connect_both(peer, ports, introduced.endpoints, node.endpoint, introduced.token, connections)
 
-    # Meetings that others want --------------------------------------------------------------------------------
+    # Introductions that others request ------------------------------------------------------------------------
     async def on_meet(self, sender: str, payload: bytes) -> bytes:
-        """Meet the peer that a node introduces to us."""
+        """Start connecting to the peer that a node introduces to us. Return our own endpoints. Raises: RefusalError."""
         meeting = unpack_from(sender, _MeetingRequest, payload)
         node = next((node for node in self._ours.values() if node.peer == sender), None)
         if node is None:
@@ -269,9 +269,9 @@ class Arranging:
         self._links.start(connecting).add_done_callback(lambda _: is_met.set_result(None))
         return pack(_Introduced(endpoints=seen))
 
-    # Introducing others ---------------------------------------------------------------------------------------
+    # Introducing two other peers ------------------------------------------------------------------------------
     async def on_introduce(self, sender: str, payload: bytes) -> bytes:
-        """Introduce two peers that are connected here, and only by endpoints at addresses from which they are."""
+        """Exchange the endpoints of two linked peers, but only those at hosts from which they are connected to us."""
         request = unpack_from(sender, _Introduce, payload)
         for peer in (sender, request.to):
             if request.to == sender or not self._links.is_up(peer):
@@ -289,15 +289,15 @@ class Arranging:
         return pack(_Introduced(endpoints=self._seen_here(request.to, theirs.endpoints), token=token))
 
     def _seen_here(self, peer: str, endpoints: Sequence[str]) -> tuple[str, ...]:
-        """Return the endpoints at addresses from which the peer is connected here."""
+        """Return the endpoints at those hosts from which the peer is connected to this node."""
         hosts = {connection.host for connection in self._links.link(peer).connections}
         return tuple(endpoint for endpoint in endpoints if parse_endpoint(endpoint)[0] in hosts)
 
-    # Dialling at once -----------------------------------------------------------------------------------------
+    # Simultaneous dialling ------------------------------------------------------------------------------------
     async def _connect_both(
         self, peer: str, ports: Sequence[int], theirs: Sequence[str], node: str, token: bytes | None, connections: int
     ) -> None:
-        """Make connections with a peer that does the same now. `node` is the endpoint of the introducing node."""
+        """Make connections with a peer that dials us at the same time: by hole punching, or by the relay at `node`."""
         pairs = zip(ports, public_only(theirs, node), strict=False)
         attempts = (self._dial_at_once(peer, port, endpoint, place) for place, (port, endpoint) in enumerate(pairs))
         if not any(await asyncio.gather(*attempts)) and token is not None:
@@ -305,7 +305,7 @@ class Arranging:
             await asyncio.gather(*(self._splice(peer, node, Splice(token=token, number=number)) for number in numbers))
 
     async def _dial_at_once(self, peer: str, port: int, endpoint: str, place: int) -> bool:
-        """Dial from a port that the other side dials at the same time, repeatedly until both routers let it through."""
+        """Dial an endpoint from `port` until both routers let a connection through. Return True on success."""
         loop = asyncio.get_running_loop()
         end = loop.time() + PUNCH_TIMEOUT
         while loop.time() < end:
@@ -315,7 +315,7 @@ class Arranging:
                 logger.debug("no way yet from port %d to %s at %s: %s", port, peer, endpoint, error)
                 if error.errno in NO_ROUTE:
                     return False
-                if not isinstance(error, TimeoutError):  # refused at once: the other side does not dial yet
+                if not isinstance(error, TimeoutError):  # refused at once: the other peer does not dial yet
                     await asyncio.sleep(REFUSED_PAUSE)
                 continue
             return await self._begin(sock, peer, place, Reach.PUNCHED)
@@ -332,7 +332,8 @@ class Arranging:
             await self._begin(sock, peer, opening.number, Reach.RELAYED)
 
     async def _begin(self, sock: socket.socket, peer: str, place: int, reach: Reach) -> bool:
-        """Begin a connection that both ends have dialled: the peer with the smaller id speaks first."""
+        """Make a TLS connection on a socket that both ends have dialled; the smaller id greets. Return True on
+        success."""
         try:
             if self._links.me < peer:
                 connection = await greet(sock, self._links.credentials, peer, is_ours=place % 2 == 0, reach=reach)
@@ -354,11 +355,11 @@ class Arranging:
 
 
 async def _look(node: str, count: int) -> tuple[Sequence[int], tuple[str, ...]]:
-    """Return `count` new local ports, and the endpoints at which the node sees them.
+    """Return `count` free local ports, and the endpoints at which a node sees connections from these ports.
 
     Raises: OSError, RemoteProtocolError.
     """
-    with ExitStack() as stack:  # all are bound at once, so that they differ
+    with ExitStack() as stack:  # all ports are bound at the same time, so that they differ
         socks = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in socks:
             sock.bind(("", 0))

@@ -1,4 +1,4 @@
-"""The runs whose manifests this node has: their admission, and what their organisers and archives have signed since.
+"""Data about each run whose manifest this node has: its admission, revoked tickets, amendments and signed heads.
 
 Peers exchange lists of revoked tickets and signed heads when a heartbeat names newer ones. An organiser gives an
 amendment to some peers.
@@ -31,13 +31,13 @@ from peers.values.wire import RunId, Value, pack, unpack_from
 
 logger = logging.getLogger(__name__)
 
-ASK_TIMEOUT = 10.0  # seconds for one peer's answer to a small question
-PAUSE = 30.0  # seconds for which a peer is not asked again
-REVOCATIONS = "revocations"  # name of the call; payload: a _RevocationsRequest, answer: a packed Revocations or nothing
-STRANGERS_LIMIT = 1000  # runs of others whose organisers a node remembers
-SEEK_AGAIN = 600.0  # seconds after which the manifest of a run is searched for again
-AMENDMENTS = "amendments"  # name of the call; payload: an _AmendmentRequest, answer: nothing
-REQUEST_BYTES = 1024  # of either request, at most: a run id and an amendment
+ASK_TIMEOUT = 10.0  # seconds to wait for a peer's answer to a call of this module
+PAUSE = 30.0  # seconds in which a peer that was asked for revoked tickets is not asked for them again
+REVOCATIONS = "revocations"  # name of the call; payload: a _RevocationsRequest, answer: packed Revocations or b""
+STRANGERS_LIMIT = 1000  # runs that Admissions remembers, at most, besides this node's own runs by invitation
+SEEK_AGAIN = 600.0  # seconds between two DHT searches for the manifest of the same run
+AMENDMENTS = "amendments"  # name of the call; payload: an _AmendmentRequest, answer: b""
+REQUEST_BYTES = 1024  # bytes of a packed _AmendmentRequest or _HeadsRequest, at most
 SIGNED_HEADS = "signed-heads"  # name of the call; payload: a _HeadsRequest, answer: packed heads
 
 Call: TypeAlias = Callable[[str, str, bytes, float], Awaitable[bytes]]
@@ -46,21 +46,21 @@ Thing = TypeVar("Thing")
 
 
 class _RevocationsRequest(Value):
-    """A request for the list of a run's revoked tickets, with the list that its sender has (empty: none)."""
+    """A request for a run's list of revoked tickets. `known` is the sender's packed list; empty if it has none."""
 
     run: RunId
     known: Annotated[bytes, Field(strict=True, max_length=LIST_BYTES)]
 
 
 class Admissions:
-    """Admission to every run that this node knows.
+    """The admission to all runs whose manifests this node knows: by valid ticket, or open to all.
 
     A run without a known manifest counts as open, and its manifest is searched for, one at a time.
     """
 
     def __init__(self) -> None:
         self._ours: dict[str, RunAdmission] = {}
-        self._others: OrderedDict[str, RunAdmission | None] = OrderedDict()  # None: an open run
+        self._others: OrderedDict[str, RunAdmission | None] = OrderedDict()  # by run id; None: an open run
         self._asked: dict[str, float] = {}
         self._asking: asyncio.Task[None] | None = None
         self._sought: OrderedDict[str, float] = OrderedDict()
@@ -71,7 +71,7 @@ class Admissions:
         """Called with each newer list of revoked tickets, so that it is kept."""
 
     def learn(self, manifest: SignedManifest, is_ours: bool = True) -> None:
-        """Take in the admission to a run. Of runs that are not `is_ours`, only the newest are remembered."""
+        """Record whether a run is open or by invitation. Only the newest runs that are not `is_ours` are remembered."""
         run = manifest.run_id
         if not manifest.is_by_invitation:
             _remember(self._others, run, None)
@@ -89,7 +89,7 @@ class Admissions:
         self._others.pop(run, None)
 
     def of(self, run: str) -> RunAdmission | None:
-        """Return the admission to a run; None if it is open, as far as this node knows."""
+        """Return the RunAdmission of a run by invitation; None if the run is open or its manifest is not known."""
         return self._ours.get(run) or self._others.get(run)
 
     def check(self, run: str, peer: str) -> None:
@@ -102,14 +102,14 @@ class Admissions:
                 raise RefusalError(str(error)) from error
 
     def admits(self, heartbeat: Heartbeat, wall: float) -> bool:
-        """Return whether a peer is admitted to the run that its heartbeat names."""
+        """Return True if the heartbeat's peer may take part in its run at the time `wall` (seconds since the epoch)."""
         admission = self.of(heartbeat.run)
         if admission is None:
             self._look_up(heartbeat.run)
         return admission is None or not admission.admit(heartbeat.peer, heartbeat.ticket, wall)
 
     def _look_up(self, run: str) -> None:
-        """Begin to search for the manifest of an unknown run, unless another search is under way."""
+        """Start a DHT search for a run's manifest, unless a search is running or this run was searched for lately."""
         now = time.monotonic()
         was_sought = now - self._sought.get(run, -SEEK_AGAIN) < SEEK_AGAIN
         if self.find is None or _is_busy(self._seeking) or run in self._others or was_sought:
@@ -126,9 +126,12 @@ class Admissions:
         if manifest is not None:
             self.learn(manifest, is_ours=False)
 
-    # Revoked tickets ------------------------------------------------------------------------------------------
+    # Lists of revoked tickets ---------------------------------------------------------------------------------
     async def answer(self, sender: str, payload: bytes) -> bytes:
-        """Answer a _RevocationsRequest, and take in its list. Raises: RemoteProtocolError, RefusalError."""
+        """Store the list in a _RevocationsRequest if it is newer than ours, and return our packed list.
+
+        Raises: RemoteProtocolError, RefusalError.
+        """
         request = unpack_from(sender, _RevocationsRequest, payload, LIST_BYTES + 256)
         admission = self.of(request.run)
         if admission is None:
@@ -137,7 +140,7 @@ class Admissions:
         return pack(admission.revocations) if admission.revocations else b""
 
     async def exchange(self, call: Call, run: str, peer: str) -> None:
-        """Send our newest list to a peer, or to a node that remembers runs, and take in its list if that is newer.
+        """Send our list of a run's revoked tickets to a peer or bootstrap node, and store the peer's list if newer.
 
         Raises: PeerUnreachableError, RemoteProtocolError.
         """
@@ -149,7 +152,7 @@ class Admissions:
         self._take_in(peer, run, answer)
 
     def _take_in(self, peer: str, run: str, packed: bytes) -> None:
-        """Take in a peer's list, if it has sent any. Raises: RemoteProtocolError."""
+        """Store a peer's packed list of revoked tickets if it is newer than ours. Raises: RemoteProtocolError."""
         admission = self.of(run)
         try:
             if packed and admission is not None and admission.revoke(packed):
@@ -159,8 +162,8 @@ class Admissions:
             raise RemoteProtocolError(peer, f"its list of revoked tickets is not valid: {error}") from error
 
     def catch_up(self, call: Call, run: str, heartbeats: Iterable[Heartbeat]) -> None:
-        """Begin to ask a peer that knows later revocations, unless another one is being asked. A peer is asked again
-        only after a while."""
+        """Start asking a peer whose heartbeat names a newer list of revoked tickets than ours, unless a peer is being
+        asked already. The same peer is asked again only after PAUSE seconds."""
         admission = self.of(run)
         if admission is None or _is_busy(self._asking):
             return
@@ -179,7 +182,7 @@ class Admissions:
             logger.debug("%s", error)
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("message").inc()
-            logger.info("ignored the answer of %s", error)
+            logger.info("ignored the list of revoked tickets from %s", error)
 
     async def close(self) -> None:
         await cancel_and_wait(*filter(None, (self._asking, self._seeking)))
@@ -190,7 +193,7 @@ def _is_busy(task: asyncio.Task[None] | None) -> bool:
 
 
 def _remember(known: OrderedDict[str, Thing], run: str, value: Thing) -> None:
-    """Store a value for another's run; only the newest runs are remembered."""
+    """Store a value for a run in `known`, and drop the oldest run if there are more than STRANGERS_LIMIT."""
     known[run] = value
     known.move_to_end(run)
     if len(known) > STRANGERS_LIMIT:
@@ -198,21 +201,21 @@ def _remember(known: OrderedDict[str, Thing], run: str, value: Thing) -> None:
 
 
 class _AmendmentRequest(Value):
-    """An amendment for a run, given to a peer."""
+    """The payload of an AMENDMENTS call: an amendment that the receiving peer should put into the run's log."""
 
     run: RunId
     amendment: Amendment
 
 
 class _HeadsRequest(Value):
-    """A request for the heads that the archives of this run have signed."""
+    """The payload of a SIGNED_HEADS call: a request for all heads that the archives of `run` have signed."""
 
     run: RunId
 
 
 @dataclass
 class _KnownRun:
-    """A run: its organiser, the heads that its archives have signed, and the newest amendment given to this node."""
+    """Data about one run: its organiser's id, its archives' signed heads, and the newest amendment sent to us."""
 
     organiser: str
     heads: SignedHeads
@@ -220,7 +223,7 @@ class _KnownRun:
 
 
 class KnownRuns:
-    """Knowledge about the runs whose manifests this node has, until `forget`.
+    """Data about all runs whose manifests this node has. A run's data is kept until `forget`.
 
     All of these runs are remembered: with a limit, a stranger who announces many runs would displace the signed heads
     of others.
@@ -244,7 +247,7 @@ class KnownRuns:
 
     @property
     def answers(self) -> dict[str, Callable[[str, bytes], Awaitable[bytes]]]:
-        """The handlers of the calls about these runs, by the call's name."""
+        """The handlers of REVOCATIONS, SIGNED_HEADS and AMENDMENTS calls, by the call's name."""
         return {
             REVOCATIONS: self.admissions.answer,
             SIGNED_HEADS: self.answer_heads,
@@ -252,18 +255,21 @@ class KnownRuns:
         }
 
     def _find(self, run: str) -> _KnownRun:
-        """Return a known run. Raises: RefusalError."""
+        """Return the data about a run. Raises: RefusalError if this node does not know the run."""
         if run not in self._known:
             raise RefusalError(f"no run called {run} is known here")
         return self._known[run]
 
     # Amendments -----------------------------------------------------------------------------------------------
     def amendment_of(self, run: str) -> Amendment | None:
-        """Return the newest amendment that the run's organiser has given us to put into the log."""
+        """Return the newest amendment of a run that its organiser has sent us for the log; None without one."""
         return self._known[run].amendment if run in self._known else None
 
     async def answer_amendment(self, sender: str, payload: bytes) -> bytes:
-        """Take in an _AmendmentRequest. Raises: RemoteProtocolError, RefusalError."""
+        """Store the amendment in an _AmendmentRequest if its organiser has signed it and it is newer than ours.
+
+        Raises: RemoteProtocolError, RefusalError.
+        """
         request = unpack_from(sender, _AmendmentRequest, payload, REQUEST_BYTES)
         known, amendment = self._find(request.run), request.amendment
         if not amendment.is_signed(request.run, known.organiser):
@@ -281,7 +287,7 @@ class KnownRuns:
         return self._known[run].heads if run in self._known else SignedHeads(run)
 
     def take_heads(self, run: str, heads: Iterable[SignedHead]) -> None:
-        """Take in heads of a run. Raises: SignedHeadsError."""
+        """Add heads that archives have signed to those of a run; ignore an unknown run. Raises: SignedHeadsError."""
         if run not in self._known:
             return
         known = self._known[run].heads
@@ -294,7 +300,7 @@ class KnownRuns:
             self.on_heads(run, pack_heads(taken.heads))
 
     def hear_heads(self, run: str, heartbeats: Iterable[Heartbeat]) -> None:
-        """Take in the signed heads in archives' heartbeats."""
+        """Add the signed heads in these heartbeats to those of the run; ignore invalid ones."""
         for beat in heartbeats:
             if beat.signed is not None:
                 try:
@@ -303,12 +309,12 @@ class KnownRuns:
                     logger.debug("a signed head in a heartbeat of %s: %s", beat.peer, error)
 
     async def answer_heads(self, sender: str, payload: bytes) -> bytes:
-        """Answer a _HeadsRequest. Raises: RemoteProtocolError, RefusalError."""
+        """Return the packed signed heads of the run in a _HeadsRequest. Raises: RemoteProtocolError, RefusalError."""
         request = unpack_from(sender, _HeadsRequest, payload, REQUEST_BYTES)
         return pack_heads(self._find(request.run).heads.heads)
 
     async def ask_for_heads(self, call: Call, run: str, peers: Iterable[str]) -> int:
-        """Ask these peers for the heads that a run's archives have signed. Return how many have answered."""
+        """Ask `peers` for the signed heads of a run, and add them to ours. Return the number of valid answers."""
         taken = 0
         for peer, answer in (await _ask_all(call, SIGNED_HEADS, pack(_HeadsRequest(run=run)), peers)).items():
             try:
@@ -320,12 +326,12 @@ class KnownRuns:
 
 
 async def send_amendment(call: Call, run: str, amendment: Amendment, peers: Iterable[str]) -> int:
-    """Send an amendment to these peers. Return how many took it."""
+    """Send an amendment to `peers`. Return the number of peers that accepted the amendment."""
     return len(await _ask_all(call, AMENDMENTS, pack(_AmendmentRequest(run=run, amendment=amendment)), peers))
 
 
 async def _ask_all(call: Call, name: str, request: bytes, peers: Iterable[str]) -> dict[str, bytes]:
-    """Return the answers to a request, by peer, without peers that do not answer."""
+    """Send one request to all `peers`. Return the answers by peer id, without peers that failed or refused."""
 
     async def ask(peer: str) -> tuple[str, bytes | None]:
         try:

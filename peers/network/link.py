@@ -1,4 +1,4 @@
-"""All connections with one peer, and the messages over them. They stay open from one conversation to the next.
+"""All connections with one peer, and the messages over them. Connections stay open between conversations.
 
 Messages are one long conversation, with many questions under way at once:
 
@@ -27,22 +27,22 @@ from peers.values.wire import MESSAGE_LIMIT, Count, Reach, Value, pack, printabl
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS = MOST + 8  # that either side may have for its own conversations: a round, messages, and pulls
-DIAL_PAUSE = 1.0  # seconds to wait for further connections when none could be made
-OPEN_TIMEOUT = 15.0  # seconds that a conversation waits for a connection
+CONNECTIONS = MOST + 8  # connections for one side's conversations (a round, messages, pulls), at most
+DIAL_PAUSE = 1.0  # seconds to wait for a new connection after dialling, before dialling again
+OPEN_TIMEOUT = 15.0  # seconds to get a connection for a conversation, or to read a new conversation's protocol
 BEST_FIRST = tuple(Reach)
 Serve = Callable[[str, Channel], Awaitable[None]]
 """(protocol, channel): handles a conversation that the other side has opened."""
 
 CALLS = "calls"
-ASKED_AT_ONCE = 64  # unanswered questions on one connection, at which no more are read
-HELD_BYTES = 4 << 20  # of unanswered questions on one connection, at which no more are read
+ASKED_AT_ONCE = 64  # unanswered questions on one connection, at which reading further questions pauses
+HELD_BYTES = 4 << 20  # bytes of unanswered questions on one connection, above which reading pauses
 Answer: TypeAlias = Callable[[str, str, bytes], Awaitable[bytes]]
 """(sender, name, payload) -> answer; RefusalError refuses."""
 
 
 class Link:
-    """The connections with `peer`. `dial_more(n)` dials n more, on which this side opens conversations."""
+    """All connections with `peer`. `dial_more(n)` makes n more connections, on which this side opens conversations."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Link:
         self._start = start
         self._caps = caps
         self._on_change = on_change
-        self.connections: dict[Connection, None] = {}  # the oldest first
-        self._idle: list[Connection] = []  # of ours, in the order of their last use: the latest is the warmest
+        self.connections: dict[Connection, None] = {}  # an ordered set: the oldest connection first
+        self._idle: list[Connection] = []  # our unused connections; the last one was used last, and is reused first
         self._wanted = self._dialling = 0  # conversations that wait for a connection; connections being dialled
         self._changed = asyncio.Event()
         self._caller: asyncio.Future[_Caller] | None = None
@@ -71,23 +71,23 @@ class Link:
 
     @property
     def reach(self) -> Reach:
-        """The best reach of its connections."""
+        """The best reach of this link's connections; Reach.NONE without any."""
         return min((one.reach for one in self.connections), key=BEST_FIRST.index, default=Reach.NONE)
 
     @property
     def ours(self) -> int:
-        """The number of connections on which we open conversations; on the others the other side does."""
+        """The number of connections on which this side opens conversations; on the rest the peer does."""
         return sum(one.is_ours for one in self.connections)
 
     def add(self, connection: Connection) -> None:
-        """Use a new connection. Of too many, close it if it is ours, else the oldest of theirs, which may be dead.
+        """Add a connection. If there are too many, close the new one if it is ours, else the peer's oldest one.
 
         A new certificate shows that the other side has started again, or is in another network. Then all earlier
         connections are closed, since they are dead and would not be noticed otherwise.
         """
         same_side = [one for one in self.connections if one.is_ours == connection.is_ours]
         is_full = len(same_side) >= CONNECTIONS
-        if not connection.is_open or (is_full and connection.is_ours):  # one that has ended would never call `on_lost`
+        if not connection.is_open or (is_full and connection.is_ours):  # a closed one would never call `on_lost`
             connection.close()
             return
         if is_full:
@@ -104,7 +104,7 @@ class Link:
         self._notify()
 
     async def wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Wait until the condition is true, for so long at most."""
+        """Wait until the condition is true, or until `seconds` have passed."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not condition():
@@ -131,13 +131,13 @@ class Link:
         self._changed = asyncio.Event()
         self._on_change()
 
-    # Conversations of the other side --------------------------------------------------------------------------
+    # Conversations that the peer opens ------------------------------------------------------------------------
     async def _serve_all(self, connection: Connection) -> None:
-        """Handle one conversation after another, until the connection breaks, or a conversation fails."""
+        """Handle the peer's conversations on a connection in turn, until the connection breaks or one of them fails."""
         try:
             while True:
                 length = (await connection.reads.read(1, None))[0]
-                async with asyncio.timeout(OPEN_TIMEOUT):  # for all of it, not for each byte
+                async with asyncio.timeout(OPEN_TIMEOUT):  # for the whole name of the protocol, not for each byte
                     protocol = (await connection.reads.read(length, None)).decode(errors="replace")
                 await self._serve(protocol, self._channel(connection, protocol))
         except (OSError, EOFError) as error:
@@ -150,11 +150,11 @@ class Link:
         finally:
             self._end(connection)
 
-    # Our own conversations ------------------------------------------------------------------------------------
+    # Conversations that we open -------------------------------------------------------------------------------
     @asynccontextmanager
     async def conversation(self, protocol: str) -> AsyncIterator[Channel]:
-        """Open a conversation on a connection of ours. The connection is reused if the conversation was finished or
-        refused.
+        """Open a conversation with the peer, and yield its channel. Its connection is reused if both sides finished the
+        conversation, and closed otherwise.
 
         Raises: PeerUnreachableError when there is no connection in time.
         """
@@ -175,7 +175,7 @@ class Link:
             is_over = channel.is_finished
             raise
         finally:
-            # An unread byte would be taken for the answer to the next conversation.
+            # An unread byte would be read as part of the answer in the next conversation.
             if is_over and connection.is_open and not connection.reads.has_unread:
                 self._idle.append(connection)
                 self._notify()
@@ -203,7 +203,7 @@ class Link:
             self._wanted -= 1
 
     def _take_idle(self) -> Connection | None:
-        """Return an idle connection of the best reach, and close others, since relays should carry little."""
+        """Return an idle connection of the best reach; None without one. Close idle ones of worse reach (relayed)."""
         while self._idle:
             connection = self._idle.pop()
             best = min((one.reach for one in self.connections if one.is_ours), key=BEST_FIRST.index, default=None)
@@ -226,7 +226,10 @@ class Link:
 
     # Messages -------------------------------------------------------------------------------------------------
     async def call(self, name: str, payload: bytes, timeout: float) -> bytes:
-        """Send a message, and return the answer. Raises: PeerUnreachableError, PeerRefusedError."""
+        """Send the peer a message, and return the answer that comes within `timeout` seconds.
+
+        Raises: PeerUnreachableError, PeerRefusedError.
+        """
         try:
             async with asyncio.timeout(timeout):
                 return await (await self._calls()).ask(name, payload)
@@ -256,7 +259,7 @@ class Link:
             self._caller = None
             if not opened.done():
                 opened.set_exception(failure)
-                opened.exception()  # so that asyncio does not report it if no call waits any more
+                opened.exception()  # marks the exception as seen, or asyncio would log it if no call waits
 
 
 class _Question(Value):
@@ -270,7 +273,7 @@ class _Verdict(Value):
 
 
 class _Caller:
-    """The asking end of messages. Once its channel has broken every question fails."""
+    """The side of a channel that sends questions and reads answers. Once the channel breaks, each question fails."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -280,7 +283,7 @@ class _Caller:
         self._is_over = False
 
     async def run(self) -> None:
-        """Take in answers until the channel breaks. Raises: the error that broke it."""
+        """Read answers, and pass each to its waiting `ask`, until the channel breaks. Raises: the channel's error."""
         try:
             while frame := await self._channel.read_frame_header():
                 verdict = unpack_from(self._channel.peer, _Verdict, frame[0])
@@ -296,7 +299,7 @@ class _Caller:
                     future.set_result(None)
 
     async def ask(self, name: str, payload: bytes) -> bytes:
-        """Send a question, and return the answer. Raises: PeerUnreachableError, PeerRefusedError."""
+        """Send the peer a question, and return its answer. Raises: PeerUnreachableError, PeerRefusedError."""
         peer, number = self._channel.peer, next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         answer = self._waiting[number]
@@ -318,11 +321,11 @@ class _Caller:
 
 
 async def answer_calls(channel: Channel, answer: Answer) -> None:
-    """Answer the questions on a channel. Raises the error that ends it: EOFError when the asker closes it."""
+    """Answer the peer's questions on a channel, by `answer`. Raises: the channel's error; EOFError at its end."""
     await channel.read_prelude()
     await channel.accept()
     writing = asyncio.Lock()
-    replies: dict[asyncio.Task[None], int] = {}  # with the length of each question
+    replies: dict[asyncio.Task[None], int] = {}  # running replies, and the bytes of each question
 
     async def reply(question: _Question, payload: bytes) -> None:
         try:
@@ -335,7 +338,7 @@ async def answer_calls(channel: Channel, answer: Answer) -> None:
             try:
                 await channel.send_message(pack(_Verdict(number=question.number, is_answered=is_answered)), data)
             except OSError:
-                channel.close()  # the asker is gone, or does not read; then the reading end stops, too
+                channel.close()  # the asker is gone or does not read; closing also ends the loop below
 
     try:
         while frame := await channel.read_frame_header():

@@ -1,4 +1,4 @@
-"""All links of one peer, the ways to make them, and the remaking of broken ones."""
+"""All links of this peer: making them by dialling or introduction, accepting them, and renewing broken ones."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from peers.values.wire import Reach, Value, pack, unpack_from
 
 logger = logging.getLogger(__name__)
 
-HEAD_START = 0.5  # seconds before the peer with the larger id dials, too
-EAGER = 128  # peers up to which links are made before they are needed
-RETRY_FIRST, RETRY_LAST = 5.0, 60.0  # seconds between attempts: after the first failure, and at most
-LINK_TIMEOUT = 15.0  # seconds that a stream waits for a link, before it goes over libp2p
-DIAL_TIMEOUT = 4.0  # seconds
-CALLERS = 4  # conversations for calls that one peer may open to us at once: the older ones may be dead
-UNKNOWN = 8  # connections of a peer without a known heartbeat, since identities cost nothing
-MORE = "more"  # name of the call that asks a peer to dial so many connections on which the caller opens conversations
+HEAD_START = 0.5  # seconds that the peer with the larger id waits for the other to dial, before it dials itself
+EAGER = 128  # known peers, at most, for links to be made before they are needed
+RETRY_FIRST, RETRY_LAST = 5.0, 60.0  # seconds between attempts to make a link: after the first failure, and at most
+LINK_TIMEOUT = 15.0  # seconds that a stream waits for a link, before it is opened over libp2p
+DIAL_TIMEOUT = 4.0  # seconds to connect to an endpoint
+CALLERS = 4  # conversations for calls that one peer may have open with us at once; older ones may be dead
+UNKNOWN = 8  # connections, at most, of a peer whose heartbeat we do not know, since identities cost nothing
+MORE = "more"  # name of the call that asks a peer to dial more connections, on which the caller opens conversations
 
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """An operator's choices about links."""
+    """The operator's settings for the links of this node."""
 
-    port: int = 0  # at which bulk connections are accepted; 0: any free one
+    port: int = 0  # TCP port at which links are accepted; 0: any free port
     relay_limit: float | None = None  # megabits a second that this node relays for others; None: it relays for no peer
 
 
@@ -51,7 +51,7 @@ class _More(Value):
 
 
 class Links:
-    """All links of one peer, and the port at which others make them.
+    """All links of this peer, and the TCP port at which other peers connect to it.
 
     `serve` handles a conversation that another peer opens; `answer` answers its messages. `is_there` returns whether a
     peer without a link answers over libp2p.
@@ -75,7 +75,7 @@ class Links:
         self.is_there = is_there
         self.caps = caps
         self._ways: dict[str, _Way] = {}
-        self._room = raise_file_limit() // 2  # connections, at most; the other half is for other files
+        self._room = raise_file_limit() // 2  # connections, at most: half of the files that the process may open
         most = max(UNKNOWN_OF_ONE_NETWORK, self._room // 2 // UNKNOWN)
         self.strangers = Strangers(most, lambda peer: self.link(peer).close())
         self._tasks: set[asyncio.Future[None]] = set()
@@ -83,9 +83,9 @@ class Links:
         self._mapper: PortMapper | None = None
         self.arranging = Arranging(self, ask_info)
 
-    # Life -----------------------------------------------------------------------------------------------------
+    # Starting and closing -------------------------------------------------------------------------------------
     def listen(self, hosts: Sequence[str], settings: LinkSettings) -> None:
-        """Accept connections from now on. Raises: LocalNetworkError when the port cannot be used."""
+        """Start accepting connections at these addresses. Raises: LocalNetworkError if the port cannot be used."""
         if settings.relay_limit is not None:
             self.arranging.splicer = Splicer(settings.relay_limit * 1e6 / 8, self._room // 4)
         self._listener = Listener(hosts, settings.port, self._accept, self.arranging.splicer)
@@ -101,7 +101,7 @@ class Links:
             way.link.close()
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task that is cancelled when the links are closed, if it has not ended by then."""
+        """Start and return a task for `work`; `close` cancels the task if it still runs."""
         task = start_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -109,11 +109,11 @@ class Links:
 
     @property
     def port(self) -> int:
-        """The port at which we accept connections; 0 if we accept none."""
+        """The TCP port at which we accept connections; 0 if we accept none."""
         return self._listener.port if self._listener else 0
 
     def endpoints(self, addresses: Sequence[str]) -> tuple[str, ...]:
-        """Return the endpoints at which others may dial us, given our multiaddrs."""
+        """Return our endpoints (IP address, TCP port) for others to dial, given our multiaddrs; empty for a client."""
         if not self.port:
             return ()
         mapped = [self._mapper.endpoint] if self._mapper and self._mapper.endpoint else []
@@ -121,7 +121,7 @@ class Links:
 
     @property
     def handlers(self) -> dict[str, Callable[[str, bytes], Awaitable[bytes]]]:
-        """The handlers of the calls by which links are made, by name."""
+        """The handlers of the calls by which other peers make links with us, by the call's name."""
         return {
             LINK_INFO: self._tell_info,
             MORE: self._on_more,
@@ -139,9 +139,9 @@ class Links:
         await way.give(way.answered, count)
         return b""
 
-    # Peers ----------------------------------------------------------------------------------------------------
+    # Links with known peers -----------------------------------------------------------------------------------
     def observe(self, contacts: Mapping[str, Contact], eagerly: bool) -> None:
-        """Take in the contacts of the known peers, and `eagerly` make links with them."""
+        """Store the contacts of all known peers, and forget other peers. With `eagerly`, start making missing links."""
         for peer, contact in contacts.items():
             self.strangers.went(peer)
             if peer != self.me and self.way(peer).contact != contact:
@@ -160,52 +160,52 @@ class Links:
 
     @property
     def _known(self) -> dict[str, _Way]:
-        """The ways to peers with a known heartbeat."""
+        """The `_Way` of each peer whose heartbeat is known, by peer id."""
         return {peer: way for peer, way in self._ways.items() if way.contact}
 
     def tidy(self, peer: str) -> None:
-        """Forget a peer, unless its heartbeat is known or it is connected."""
+        """Drop a peer's `_Way`, unless the peer's heartbeat is known, or the peer is connected or being dialled."""
         way = self._ways.get(peer)
         if way and not (way.contact or way.link.is_up or way.is_busy or way.dials):
             del self._ways[peer]
 
     def way(self, peer: str) -> _Way:
-        """Return the way to a peer, which may have no link yet."""
+        """Return the `_Way` of a peer; create one without connections if there is none."""
         if peer not in self._ways:
             self._ways[peer] = _Way(self, peer)
         return self._ways[peer]
 
     def link(self, peer: str) -> Link:
-        """Return the link with a peer, which may be down."""
+        """Return the link with a peer, which may have no connections."""
         return self.way(peer).link
 
     def is_up(self, peer: str) -> bool:
         return peer in self._ways and self._ways[peer].link.is_up
 
     def reach_of(self, peer: str) -> Reach | None:
-        """Return the reach of a peer; None if it is not known yet."""
+        """Return a peer's reach (open, relayed or none); None if no attempt to make a link has ended yet."""
         return self._ways[peer].reach if peer in self._ways else None
 
     def reach(self) -> dict[str, Reach]:
-        """Return the reach of the known peers, as far as it was found out."""
+        """Return the reach of each known peer by peer id, without peers whose reach is not known yet."""
         return {peer: reach for peer, way in self._known.items() if (reach := way.reach) is not None}
 
     def sought(self) -> frozenset[str]:
-        """Return the known peers whose reach is not found out yet."""
+        """Return the ids of known peers whose reach is not known yet, as a first link with them is still being made."""
         known = self._known
-        if len(known) > EAGER:  # links are then made only when needed
+        if len(known) > EAGER:  # in so large a swarm, links are made only when needed
             return frozenset()
         return frozenset(peer for peer, way in known.items() if way.reach is None)
 
     async def link_with(self, peer: str) -> Link | None:
-        """Return the link with a peer, and make it first if it is down; None if there is no way."""
+        """Return the link with a peer, made first if it is down; None if it cannot be made in LINK_TIMEOUT seconds."""
         way = self._ways.get(peer)
         if way and way.contact and not way.link.is_up and (way.is_busy or way.is_due):
             await asyncio.wait([way.make()], timeout=LINK_TIMEOUT)
         return self.link(peer) if self.is_up(peer) else None
 
     def prepare(self, peer: str) -> None:
-        """Begin to make the link with a peer for later use, in a swarm too large for links with all peers."""
+        """Start making the link with a peer for later use, if the swarm is too large for links with all peers."""
         known = self._known
         if len(known) <= EAGER or peer not in known or self.is_up(peer):
             return
@@ -214,8 +214,8 @@ class Links:
             known[peer].make()
 
     def drop_all(self) -> None:
-        """Close all links and dial anew, since our network has changed."""
-        self.credentials = Credentials(self._identity)  # the others see the change by the new certificate
+        """Close all links and let them be made again, after this machine's network has changed."""
+        self.credentials = Credentials(self._identity)  # new credentials show that older connections are dead
         for peer, way in list(self._ways.items()):
             if way.link.is_up:
                 self.arranging.left.add(peer)
@@ -227,11 +227,11 @@ class Links:
             self._mapper.look_again()
 
     def changed(self, peer: str) -> None:
-        """Take in that the link with a peer has gained or lost connections."""
+        """Handle a change of the connections in a peer's link: if none is left, allow a new attempt at once."""
         if not self.is_up(peer):
             self.strangers.went(peer)
             if peer in self._ways:
-                self._ways[peer].forget_failures()  # the peer was there a moment ago, so try at once
+                self._ways[peer].forget_failures()  # the peer was reachable a moment ago, so retry at once
         self.tidy(peer)
 
     # Incoming connections -------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class Links:
         self.add(await welcome(sock, self.credentials, hello, Reach.OPEN))
 
     def add(self, connection: Connection) -> None:
-        """Use a connection that another peer has made or asked for, if there is room."""
+        """Add a connection with another peer to the peer's link; close the connection if there are too many."""
         if connection.is_open and self._has_room_for(connection):
             self.link(connection.peer).add(connection)
         else:
@@ -247,7 +247,7 @@ class Links:
             connection.close()
 
     def _has_room_for(self, connection: Connection) -> bool:
-        """Return whether there is room for one more connection. Peers without a known heartbeat get half of it."""
+        """Return True if the connection's peer may have one more. Peers without known heartbeats share half of all."""
         peer, count = connection.peer, sum(len(way.link.connections) for way in self._ways.values())
         if peer in self._known:
             return count < self._room
@@ -258,34 +258,34 @@ class Links:
         return self.strangers.come(peer, network_of(connection.host), self.clock())
 
     async def answer(self, sender: str, name: str, payload: bytes) -> bytes:
-        """Answer a message that has come over a link."""
+        """Return the answer to the call `name` that `sender` has made over a link."""
         self.strangers.spoke(sender)
         return await self._answer(sender, name, payload)
 
 
 class _Way:
-    """The way to one other peer: its contact, the link with it, and the attempts to make one."""
+    """State of the connection to one other peer: its contact, the link with it, and the attempts to make that link."""
 
     def __init__(self, links: Links, peer: str) -> None:
         self._links = links
         self.contact: Contact | None = None
         self.link = Link(peer, self.serve, self.dial_more, links.start, links.caps, lambda: links.changed(peer))
-        self.answered: str | None = None  # the endpoint at which the peer has answered
-        self._is_giving = False  # whether connections for the peer are being dialled
-        self.dials = 0  # under way
+        self.answered: str | None = None  # the endpoint at which the peer last answered
+        self._is_giving = False  # True while we dial connections for the peer's conversations
+        self.dials = 0  # number of connections being dialled
         self._making: asyncio.Future[None] | None = None
         self._callers = 0
         self.forget_failures()
 
     def forget_failures(self) -> None:
-        """Allow the next attempt at once."""
+        """Allow the next attempt to make the link at once, unless an attempt is running."""
         if not self.is_busy:
             self._failures, self._retry_at = 0, 0.0
-            self._has_detour = False  # whether the peer answered over libp2p
+            self._has_detour = False  # True if the peer answered over libp2p when no link could be made
 
     @property
     def reach(self) -> Reach | None:
-        """The reach of the peer; None if it is not known yet."""
+        """The peer's reach (open, relayed or none); None if no attempt to make the link has ended yet."""
         if self.link.is_up:
             return self.link.reach
         if not self._failures:
@@ -298,11 +298,11 @@ class _Way:
 
     @property
     def is_due(self) -> bool:
-        """True when the pause after the last attempt is over."""
+        """True if the pause after the last attempt to make the link is over."""
         return self._links.clock() >= self._retry_at
 
     async def serve(self, protocol: str, channel: Channel) -> None:
-        """Handle a conversation that the peer has opened."""
+        """Handle a conversation that the peer has opened: answer its calls, or run the handler of `protocol`."""
         self._links.strangers.spoke(channel.peer)
         if protocol != CALLS:
             await self._links.serve(protocol, channel)
@@ -315,18 +315,18 @@ class _Way:
         finally:
             self._callers -= 1
 
-    # Making the link ------------------------------------------------------------------------------------------
+    # Attempts to make the link---------------------------------------------------------------------------------
     def make(self) -> asyncio.Future[None]:
-        """Start making the link, unless that is under way. Return the attempt."""
+        """Start an attempt to make the link, unless one is running. Return the running attempt's future."""
         if self._making is None or self._making.done():
             self._making = self._links.start(self._try_all())
             self._making.add_done_callback(lambda _: self._links.tidy(self.link.peer))
         return self._making
 
     async def _try_all(self) -> None:
-        """Try every way to the peer, from best to worst."""
+        """Make the link by dialling, else by an introduction; if both fail, test whether the peer answers by libp2p."""
         if self._links.me > self.link.peer:
-            await self.link.wait_for(lambda: self.link.is_up, HEAD_START)  # the other side dials first
+            await self.link.wait_for(lambda: self.link.is_up, HEAD_START)  # the peer with the smaller id dials first
         contact = self.contact
         if self.link.reach is not Reach.OPEN and contact is not None:
             await self.dial_first(contact)
@@ -334,7 +334,7 @@ class _Way:
             await self._links.arranging.meet(contact)
         if self.link.is_up:
             self._failures = 0
-            self._retry_at = self._links.clock() + RETRY_LAST  # then a better way is looked for
+            self._retry_at = self._links.clock() + RETRY_LAST  # then a better connection is looked for
         else:
             pause = min(RETRY_LAST, RETRY_FIRST * 2**self._failures)
             self._has_detour = await self._links.is_there(self.link.peer)
@@ -342,7 +342,7 @@ class _Way:
             self._retry_at = self._links.clock() + pause
 
     async def dial_first(self, contact: Contact) -> None:
-        """Dial all of the peer's endpoints at once. At the first that answers, make a connection for either side."""
+        """Dial all of the peer's endpoints at once. If one answers, add a connection for each side's conversations."""
         local = not self._links.port or all(map(is_local, contact.endpoints))
         endpoints = [one for one in contact.endpoints if local or not is_local(one)]
         pending = {start_task(self._connect(one, is_ours=True)) for one in endpoints}
@@ -357,18 +357,18 @@ class _Way:
             await self.complete()
 
     async def complete(self) -> None:
-        """Open a connection on which the peer can start conversations, unless it has one or its endpoint is unknown."""
+        """Dial a connection for the peer's conversations, unless it has one or no endpoint of it has answered yet."""
         has_one = any(one.reach is Reach.OPEN and not one.is_ours for one in self.link.connections)
         if self.answered and not self._is_giving and self.link.is_up and not has_one:
             await self.give(self.answered, 1)
 
     async def dial_more(self, count: int) -> None:
-        """Make so many more connections on which we open conversations. Raises: PeerUnreachableError."""
+        """Make `count` more connections for our conversations. Raises: PeerUnreachableError."""
         if self.link.reach is not Reach.OPEN:
             if self.contact:
                 await self._links.arranging.meet(self.contact, 2 * count)
             return
-        # A network that was down for a moment breaks no connection, so the endpoint may answer again.
+        # Dial the endpoint that answered before; only if that fails, ask the peer to dial us.
         if self.answered and any(
             await asyncio.gather(*(self._connect(self.answered, is_ours=True) for _ in range(count)))
         ):
@@ -378,7 +378,7 @@ class _Way:
         await self.link.call(MORE, pack(_More(connections=count)), DIAL_TIMEOUT + HANDSHAKE_TIMEOUT)
 
     async def give(self, endpoint: str, count: int) -> None:
-        """Dial connections on which the peer opens conversations. Raises: RefusalError when some are being dialled."""
+        """Dial up to `count` connections for the peer's conversations. Raises: RefusalError if that is under way."""
         if self._is_giving:
             raise RefusalError("connections for you are being dialled already")
         self._is_giving = True
@@ -389,7 +389,7 @@ class _Way:
             self._is_giving = False
 
     async def _connect(self, endpoint: str, is_ours: bool) -> bool:
-        """Add a connection to the link. Return whether the peer answers at this endpoint."""
+        """Dial an endpoint of the peer, and add the connection to the link. Return False if the peer did not answer."""
         self.dials += 1
         try:
             sock = await dial(endpoint, DIAL_TIMEOUT)

@@ -1,4 +1,4 @@
-"""The manifests that a bootstrap node remembers, and the choice of those that it forgets to make room for others.
+"""The manifests that a bootstrap node stores, and the choice of manifests to delete when a limit is reached.
 
 Identities cost nothing and addresses do, so the number of runs that one network may announce is limited. A run that had
 a peer lately is never forgotten for a new one.
@@ -24,9 +24,9 @@ from peers.values.wire import printable
 
 logger = logging.getLogger(__name__)
 
-MANIFEST_LIMIT = 1000  # runs that one node remembers: 64 MB at most
-SHARE_LIMIT = 250  # of these, runs that one organiser's key has signed, or that one network has announced
-QUIET_LIMIT = 24 * 3600.0  # seconds without a peer after which a run may be forgotten for another one
+MANIFEST_LIMIT = 1000  # runs whose manifests one node stores, at most: 64 MB in all
+SHARE_LIMIT = 250  # stored runs, at most, of one organiser's key, and stored runs announced from one network
+QUIET_LIMIT = 24 * 3600.0  # seconds without a peer after which a run's manifest may be deleted for another run
 SUFFIX = ".manifest"
 REVOKED_SUFFIX = ".revocations"
 SIGNED_SUFFIX = ".signed"
@@ -43,14 +43,14 @@ class _Origin:
 
 
 class ManifestStore:
-    """The manifests in a directory, one file each. `check` raises ManifestError for a manifest of no usable run."""
+    """The manifests in a directory, one file per run. `check` raises ManifestError for a manifest to be rejected."""
 
     def __init__(self, directory: Path, check: Callable[[SignedManifest], object] = lambda manifest: None) -> None:
-        """Raises: LocalNetworkError when the directory cannot be made."""
+        """Create the directory, and read the runs' origins from it. Raises: LocalNetworkError if that fails."""
         self._directory = directory
         self._check = check
-        self._read = dict[str, SignedManifest | None]()  # by run; None: the file is skipped
-        self._origins = dict[str, _Origin]()  # of announced runs; an operator may have put others here
+        self._read = dict[str, SignedManifest | None]()  # by run id; None: the run's file is invalid
+        self._origins = dict[str, _Origin]()  # by run id; none for files that the operator added
         try:
             make_private_folder(directory)
             for path in directory.glob(f"*{ORIGIN_SUFFIX}"):
@@ -61,7 +61,7 @@ class ManifestStore:
             raise self._unusable(error) from error
 
     def __iter__(self) -> Iterator[SignedManifest]:
-        """Yield every valid manifest of the run that its file name shows; others are logged and skipped.
+        """Yield each valid manifest whose run id is its file's name; skip other files with a warning.
 
         Each file is read once, since a run's id fixes its manifest, and checking a thousand signatures takes long.
         """
@@ -70,7 +70,7 @@ class ManifestStore:
         yield from filter(None, map(self._manifest, sorted(there)))
 
     def _manifest(self, run_id: str) -> SignedManifest | None:
-        """Return the manifest in a run's file; None if it is skipped."""
+        """Return the manifest in a run's file; None if the file is missing or invalid."""
         if run_id not in self._read:
             path = self._directory / f"{run_id}{SUFFIX}"
             try:
@@ -78,26 +78,26 @@ class ManifestStore:
                 self._check(manifest)
                 self._read[run_id] = manifest
             except Exception as error:  # any error, so that one bad file does not affect the others
-                logger.warning("skipped %s: %s", path, printable(str(error)))
-                if not isinstance(error, OSError):  # an OSError may be over at the next try
+                logger.warning("skipped the manifest %s: %s", path, printable(str(error)))
+                if not isinstance(error, OSError):  # after an OSError, the file is read again next time
                     self._read[run_id] = None
         return self._read.get(run_id)
 
     def run_ids(self) -> list[str]:
-        """Return the ids of all runs; the one announced or used last comes first."""
+        """Return the ids of all stored runs, the run announced or used last first."""
         used_at = self._all()
         return sorted(used_at, key=lambda run_id: (used_at[run_id], run_id), reverse=True)
 
     def _all(self) -> dict[str, float]:
-        """Return the last time that each run in the directory was announced or used, in seconds since the epoch."""
+        """Return the time of each stored run's last announcement or use, in seconds since the epoch, by run id."""
         return {path.name.removesuffix(SUFFIX): path.stat().st_mtime for path in self._directory.glob(f"*{SUFFIX}")}
 
     def knows(self, run_id: str) -> bool:
-        """Return whether a run's manifest is kept here."""
+        """Return True if a valid manifest of the run is stored."""
         return (self._directory / f"{run_id}{SUFFIX}").exists() and self._manifest(run_id) is not None
 
     def add(self, manifest: SignedManifest, network: str) -> list[str]:
-        """Write the manifest's file, as a whole or not at all. Return the runs that were forgotten for it.
+        """Store a manifest in a file, as a whole or not at all. Return the ids of runs that were deleted to make room.
 
         `network` is the one from which it was announced. For a known run nothing changes.
         Raises: ManifestError when the check fails; RefusalError when there is no room; LocalNetworkError.
@@ -112,17 +112,17 @@ class ManifestStore:
             write_whole(path, [manifest.pack()], is_durable=True)
         except OSError as error:
             raise self._unusable(error) from error
-        self._read.pop(manifest.run_id, None)  # a file that was skipped before
+        self._read.pop(manifest.run_id, None)  # forgets an invalid file that was read before
         return forgotten
 
     def _keep_origin(self, run_id: str, origin: _Origin) -> None:
-        """Store the origin of a run. Raises: OSError."""
+        """Store a run's origin in memory and in a file. Raises: OSError."""
         self._origins[run_id] = origin
         text = f"{origin.network} {IS_USED if origin.is_used else ''}"
         write_whole(self._directory / f"{run_id}{ORIGIN_SUFFIX}", [text.encode()])
 
     def keep(self, suffix: str, run_id: str, packed: bytes) -> None:
-        """Store further data of a run: its revoked tickets (REVOKED_SUFFIX), or its signed heads (SIGNED_SUFFIX).
+        """Write a run's revoked tickets (REVOKED_SUFFIX) or signed heads (SIGNED_SUFFIX) to a file in the directory.
 
         A failure of the disk is logged.
         """
@@ -132,14 +132,14 @@ class ManifestStore:
             logger.error("%s", self._unusable(error))
 
     def kept(self, suffix: str, run_id: str) -> bytes:
-        """Return the data stored last with this suffix; empty if there is none."""
+        """Return the bytes of a run's file with this suffix; empty if the file cannot be read."""
         try:
             return (self._directory / f"{run_id}{suffix}").read_bytes()
         except OSError:
             return b""
 
     def touch(self, run_id: str) -> None:
-        """Record that the run has a peer now, so that it is not forgotten for a while."""
+        """Record that the run has a peer now, so that its manifest is not deleted for QUIET_LIMIT seconds."""
         with suppress(OSError):
             os.utime(self._directory / f"{run_id}{SUFFIX}")
             origin = self._origins.get(run_id)
@@ -147,7 +147,7 @@ class ManifestStore:
                 self._keep_origin(run_id, _Origin(origin.network, is_used=True))
 
     def _make_room(self, organiser: str, network: str) -> list[str]:
-        """Forget runs whose place is needed for a new one of this organiser and network. Return them.
+        """Delete runs until one more of this organiser and network is within the limits. Return the deleted runs' ids.
 
         Raises: RefusalError when there are too few, and then none is forgotten; OSError.
         """
@@ -171,7 +171,7 @@ class ManifestStore:
         return forgotten
 
     def _runs_of(self, organiser: str, run_ids: Iterable[str]) -> list[str]:
-        """Return those of the announced runs that this key has signed."""
+        """Return the ids of the announced runs among `run_ids` whose manifest this organiser has signed."""
         manifests = ((run_id, self._manifest(run_id)) for run_id in run_ids if run_id in self._origins)
         return [run_id for run_id, manifest in manifests if manifest is not None and manifest.organiser == organiser]
 
@@ -179,7 +179,7 @@ class ManifestStore:
         return self._origins[run_id].network if run_id in self._origins else None
 
     def _least_needed(self, run_ids: Collection[str], used_at: Mapping[str, float]) -> str | None:
-        """Return the run to forget first; None if all were in use lately.
+        """Return the id of the run to delete first; None if all had a peer within QUIET_LIMIT seconds.
 
         It is the oldest run that never had a peer, from the network that has announced most of those; without any, the
         run without a peer for longest.

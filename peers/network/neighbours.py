@@ -25,15 +25,15 @@ from peers.values.system import start_task
 logger = logging.getLogger(__name__)
 
 SERVICE = "_diloco-peer._tcp.local."
-LOOK_SECONDS = 3.0  # for which announcements are awaited; they come within half a second, if no packet is lost
-MORE_SECONDS = 0.5  # for further ones, once a peer of the run is found
-MOST_HEARD, MOST_ADDRESSES, ASK_SECONDS = 32, 4, 1.0  # peers; addresses of one peer; seconds for its announcement
-TEXT_BYTES = 200  # a TXT record's string has up to 255, the key included
+LOOK_SECONDS = 3.0  # seconds to wait for announcements, which take half a second if no packet is lost
+MORE_SECONDS = 0.5  # seconds to wait for further announcements, once a peer of the run is found
+MOST_HEARD, MOST_ADDRESSES, ASK_SECONDS = 32, 4, 1.0  # at most: peers; addresses of a peer; seconds for a peer's reply
+TEXT_BYTES = 200  # bytes of an announced address: a TXT record's string has up to 255, with its key
 
 
 def _local_interfaces() -> list[str]:
-    """Return this machine's addresses in local networks; none if it has a public address, too. It may then be in a data
-    centre, whose operators do not want announcements."""
+    """Return this machine's IPv4 addresses in local networks; none if it also has a public address, since it may then
+    be in a data centre, whose operators do not want announcements."""
     ours = address_towards(SOMEWHERE[0])
     if ours is not None and ip_address(ours).is_global:
         return []
@@ -42,8 +42,8 @@ def _local_interfaces() -> list[str]:
 
 
 def _can_be_dialled(address: str) -> bool:
-    """Return whether this is a complete address in a local network. Others are refused, so that a stranger cannot make
-    newcomers dial machines elsewhere."""
+    """Return True for a complete multiaddr in a local network. Other addresses are refused, so that a stranger cannot
+    make newcomers dial machines elsewhere."""
     host, port = endpoint(address) or ("", 0)
     with suppress(ValueError):
         return ip_address(host).is_private and port > 0 and is_peer_id(address.rpartition("/")[2])
@@ -52,7 +52,7 @@ def _can_be_dialled(address: str) -> bool:
 
 @asynccontextmanager
 async def announced(peer: str, run: str, addresses: Sequence[str]) -> AsyncIterator[None]:
-    """Announce a peer and its run in the local network while the body runs; with an empty run, a helper of any run.
+    """Announce a peer and its run in the local network while the body runs. An empty `run` means: helps with any run.
 
     `addresses` are multiaddrs; the first few are announced.
     """
@@ -65,10 +65,10 @@ async def announced(peer: str, run: str, addresses: Sequence[str]) -> AsyncItera
 
 
 async def _announce(info: AsyncServiceInfo, interfaces: list[str], stack: AsyncExitStack) -> None:
-    """Announce a service until the stack is unwound. No peer depends on it, so a failure is only logged."""
+    """Announce a service by multicast DNS until `stack` is closed. A failure is logged, and no error is raised."""
     try:
         announcer = AsyncZeroconf(interfaces=interfaces)
-        stack.push_async_callback(announcer.async_close)  # which withdraws the announcement
+        stack.push_async_callback(announcer.async_close)  # closing withdraws the announcement
         await (await announcer.async_register_service(info, allow_name_change=True))
         logger.info("this machine is announced in the local network: `diloco-peer join --run` finds the run there")
     except (OSError, Error) as error:
@@ -76,7 +76,7 @@ async def _announce(info: AsyncServiceInfo, interfaces: list[str], stack: AsyncE
 
 
 def _service(peer: str, run: str, addresses: Sequence[str]) -> AsyncServiceInfo | None:
-    """Return the service to announce; None if no address can be dialled."""
+    """Return the DNS service that announces a peer, its run and its addresses; None if no address can be dialled."""
     dialable = [address for address in addresses if _can_be_dialled(address) and len(address) <= TEXT_BYTES]
     if not dialable:
         return None
@@ -89,7 +89,7 @@ def _service(peer: str, run: str, addresses: Sequence[str]) -> AsyncServiceInfo 
 
 
 async def neighbours(run: str) -> tuple[str, ...]:
-    """Return the addresses announced in the local network by peers of a run, then by nodes that help any run."""
+    """Return multiaddrs announced in the local network: first of the run's peers, then of nodes for any run."""
     if not (interfaces := _local_interfaces()):
         return ()
     try:
@@ -97,7 +97,7 @@ async def neighbours(run: str) -> tuple[str, ...]:
     except OSError as error:
         logger.info("cannot listen for peers in the local network: %s", error)
         return ()
-    texts: dict[str, dict[str, str]] = {}  # by the service's name
+    texts: dict[str, dict[str, str]] = {}  # TXT records by service name
     is_found = asyncio.Event()
     asking = list[asyncio.Task[None]]()
 

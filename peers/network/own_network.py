@@ -24,22 +24,22 @@ logger = logging.getLogger(__name__)
 SOMEWHERE = ("1.1.1.1", "2606:4700:4700::1111")
 """Addresses on the internet, one of each version. Any would do, and nothing is sent to them."""
 HOST = re.compile(r"/ip[46]/(?P<host>[^/]+)/(?!.*/p2p-circuit)")
-NETWORK_BITS = {4: 24, 6: 48}  # by IP version: the prefix that one customer of a provider has, more or less
+NETWORK_BITS = {4: 24, 6: 48}  # by IP version: bits of the prefix that a provider usually gives one customer
 
-INTERVAL = 1.0  # seconds between two looks
-LONG_SLEEP = 30.0  # seconds of sleep, or of being stopped, after which the other peers have given us up
-CLOCK_JUMP = 2.0  # seconds between two looks: a larger change of the clock is none of NTP's gradual ones
+INTERVAL = 1.0  # seconds between two looks at this machine's clock and networks
+LONG_SLEEP = 30.0  # seconds of sleep or suspension, after which other peers have closed their connections with us
+CLOCK_JUMP = 2.0  # seconds by which the clock is set between two looks, at least; NTP's gradual changes are smaller
 LONG_OFFLINE = 10.0  # seconds without a network after which TCP waits long before it repeats lost packets
 
 
 def network_at(address: str) -> str | None:
-    """Return the network of a multiaddr; None if it has no IP address, or is an address through a relay."""
+    """Return the network of a multiaddr, such as 203.0.113.0/24; None if it has no IP address or is a relay's."""
     match = HOST.match(address)
     return None if match is None else _network_around(_unmapped(match["host"]))
 
 
 def network_of(host: str) -> str:
-    """Return the network of an address. One owner can take many addresses from it, and all of loopback's."""
+    """Return the network of an IP address, such as 203.0.113.0/24, whose addresses probably have one owner."""
     address = _unmapped(host)
     return "loopback" if address.is_loopback else _network_around(address)
 
@@ -54,12 +54,12 @@ def _network_around(address: IPv4Address | IPv6Address) -> str:
 
 
 def is_behind_nat() -> bool:
-    """Return whether packets to the internet leave with addresses that cannot be dialled from there."""
+    """Return True if this machine's packets to the internet have source addresses that the internet cannot dial."""
     return not any((own := address_towards(target)) and ip_address(own).is_global for target in SOMEWHERE)
 
 
 def everywhere(port: int) -> tuple[str, ...]:
-    """Return the multiaddrs of a port on all addresses of this machine, for each IP version that it has."""
+    """Return the multiaddrs that listen at a TCP port of all addresses: 0.0.0.0, and :: if there is IPv6."""
     with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
         probe.bind(("::", 0))
         return f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}"
@@ -70,7 +70,7 @@ def address_towards(target: str) -> str | None:
     """Return the source address that packets to `target` would have; None if there is no route."""
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((target, 9))  # with UDP nothing is sent
+        probe.connect((target, 9))  # connecting a UDP socket sends nothing
         return str(probe.getsockname()[0]).partition("%")[0]
     return None
 
@@ -101,14 +101,15 @@ def _changes(looks: Iterator[tuple[float, frozenset[str]]]) -> Iterator[str]:
 
 
 def _observe() -> tuple[float, frozenset[str]]:
-    """Return one look at this machine: its clock and its networks."""
+    """Return the boot-time clock in seconds, and the names of the networks that this machine is in."""
     return time.clock_gettime(time.CLOCK_BOOTTIME), frozenset(filter(None, map(_network_towards, SOMEWHERE)))
 
 
 async def watch_network(
     on_change: Callable[[], None], look: Callable[[], tuple[float, frozenset[str]]] = _observe
 ) -> None:
-    """Look at this machine repeatedly until cancelled; call `on_change` when its connections are broken."""
+    """Check this machine's networks every second until cancelled; call `on_change` after an event that breaks
+    connections: sleep, network loss, or another network."""
     for change in _changes(iter(look, None)):
         if change:
             logger.info("the network of this machine has changed: %s", change)
@@ -122,7 +123,7 @@ def _clock_offset() -> float:
 
 
 async def watch_clock(look: Callable[[], float] = _clock_offset) -> None:
-    """Warn when the wall clock is set while we run, until cancelled. The DHT needs a correct clock."""
+    """Log a warning whenever this machine's wall clock is set, until cancelled. The DHT needs a correct clock."""
     first = before = look()
     while True:
         await asyncio.sleep(INTERVAL)

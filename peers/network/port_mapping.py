@@ -1,4 +1,4 @@
-"""A port that the home router keeps open for this peer, in the background, if the router offers it."""
+"""A TCP port that the home router forwards to this peer, requested and renewed in the background."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from peers.network.upnp import Upnp
 
 logger = logging.getLogger(__name__)
 
-LIFETIME = 3600.0  # seconds that we ask for; a router keeps the mapping for as long when we die
-RENEWAL = 600.0  # seconds, at most, until we ask again, since a restarted router has forgotten the mapping
-SHORTEST_RENEWAL = 30.0  # seconds, at least, for any lifetime that a router grants
+LIFETIME = 3600.0  # seconds of a mapping that we request; if this process dies, the router keeps it that long
+RENEWAL = 600.0  # seconds, at most, until we renew a mapping, since a restarted router has lost it
+SHORTEST_RENEWAL = 30.0  # seconds, at least, until we renew a mapping, however short its lifetime
 LOOK_AGAIN = 1800.0  # seconds between two searches for a router that maps ports
-CLOSING_SECONDS = 2.0  # for a router to end the mapping; otherwise it ends with its lifetime
+CLOSING_SECONDS = 2.0  # seconds for a router to end the mapping, which otherwise ends with its lifetime
 
 
 class PortMapper:
-    """A TCP port of ours, mapped while `run` goes on. `endpoint` is the external one; None while there is none."""
+    """A TCP port of ours that the router forwards while `run` runs. `endpoint` is the router's address and port, at
+    which others can dial us; None without a mapping."""
 
     def __init__(self, port: int, routers: Sequence[Gateway | Upnp] = ()) -> None:
-        """`routers` are ways to ask the router; each remembers its last mapping, so that asking again renews it."""
+        """Set the port, and `routers`: clients of the router, one per protocol, that renew their last mapping."""
         self._port = port
         self._routers = routers or (Gateway(), Upnp())
         self._router: Gateway | Upnp | None = None
@@ -31,11 +32,11 @@ class PortMapper:
         self.endpoint: str | None = None
 
     def look_again(self) -> None:
-        """Ask the router now, since this machine has slept, or is in another network."""
+        """Make `run` ask the router for the mapping at once, after sleep or a change of the network."""
         self._wakeup.set()
 
     async def run(self) -> None:
-        """Map the port, and renew the mapping until cancelled; then end it. Failures of routers are only logged."""
+        """Map the port, and renew the mapping until cancelled; then end the mapping. Failures are only logged."""
         try:
             while True:
                 self._wakeup.clear()
@@ -50,7 +51,7 @@ class PortMapper:
                     await self._unmap()
 
     async def _map(self) -> Mapping | None:
-        """Return the first usable mapping. The router with the present mapping is asked first."""
+        """Return the first usable mapping; None if there is none. The router of the last mapping is asked first."""
         for router in sorted(self._routers, key=lambda router: router is not self._router):
             try:
                 mapping = await router.open(self._port, LIFETIME)
@@ -79,7 +80,7 @@ class PortMapper:
 
 
 def _renewal_after(mapping: Mapping | None) -> float:
-    """Return the seconds until the router is asked again: half of a mapping's lifetime, within limits."""
+    """Return the seconds until the router is asked again: half of the mapping's lifetime, within limits."""
     if mapping is None:
         return LOOK_AGAIN
     return min(RENEWAL, max(SHORTEST_RENEWAL, mapping.lifetime / 2))

@@ -1,4 +1,4 @@
-"""Measurements of a link's rate, while no round is under way.
+"""Measurements of the rate of a link with one peer, made while no round is under way.
 
     asker     prelude ──►   ◄── verdict    frame … ──► ◄── answer …  last frame ──►    ◄── frame …  answer … ──►
 
@@ -16,15 +16,15 @@ from peers.errors import RemoteProtocolError
 from peers.network.channel import Channel, PeerRefusedError
 
 RATING = "rating"
-FIRST, MOST = 1 << 16, 1 << 23  # bytes of one transfer
-LONG_ENOUGH = 0.3  # seconds: a shorter transfer mostly measures the round trip
+FIRST, MOST = 1 << 16, 1 << 23  # bytes of a measurement's first transfer, and of its last one at most
+LONG_ENOUGH = 0.3  # seconds of a transfer that counts; a shorter one mostly measures the round trip
 PIECE = bytes(1 << 16)
 LIMIT = 30.0  # seconds that a measurement may take, since this peer can make no other one meanwhile
-PAUSE = 30.0  # seconds after it, in which the same peer is refused another one
+PAUSE = 30.0  # seconds after a measurement, in which the peer that asked for it is refused another
 
 
 async def ask_rating(channel: Channel) -> tuple[float, float]:
-    """Return the rates of the link to a peer, there and back, in bytes a second."""
+    """Measure the link with the channel's peer. Return the upload and the download rate in bytes a second."""
     await channel.send_prelude(b"", 0)
     await channel.read_verdict()
     upload = await _send(channel)
@@ -34,29 +34,29 @@ async def ask_rating(channel: Channel) -> tuple[float, float]:
 
 
 class Rater:
-    """Measures the link with one other peer at a time, no matter which side asks. Two measurements at once would share
-    the link, and each would find too low a rate."""
+    """Measurements of our link with one other peer at a time, no matter which side asks. Two measurements at once would
+    share the link, and find too low rates."""
 
     def __init__(self, is_free: asyncio.Event) -> None:
-        """Measurements are refused unless `is_free` is set, because other data on the link is more important."""
+        """Refuse measurements while `is_free` is not set, because other data on the link is then more important."""
         self._is_free = is_free
         self._measuring = asyncio.Lock()
-        self._ended_at: dict[str, float] = {}  # by peer: the end of the last measurement that it asked for
+        self._ended_at: dict[str, float] = {}  # by peer: the time at which the last measurement for it ended
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing else uses the link, as far as this peer knows."""
+        """True if a measurement may begin: `is_free` is set, and no measurement is under way."""
         return self._is_free.is_set() and not self._measuring.locked()
 
     async def ask(self, channel: Channel) -> tuple[float, float]:
-        """Call `ask_rating`. Raises also: TimeoutError; PeerRefusedError when this peer has become busy."""
+        """Return the rates by `ask_rating`. Raises also: TimeoutError; PeerRefusedError if this peer is busy."""
         if not self.is_idle:
             raise PeerRefusedError(channel.peer, "this peer is busy now; measure again later")
         async with self._measuring, asyncio.timeout(LIMIT):
             return await ask_rating(channel)
 
     async def answer(self, channel: Channel) -> None:
-        """Answer a measurement. Raises: TimeoutError, and the errors of the stream."""
+        """Make or refuse the measurement that a peer asks for. Raises: TimeoutError, and the channel's errors."""
         await channel.read_prelude()
         now = time.monotonic()
         self._ended_at = {other: at for other, at in self._ended_at.items() if now - at < PAUSE}
@@ -73,7 +73,7 @@ class Rater:
 
 
 async def _send(channel: Channel) -> float:
-    """Send, twice as much each time, until one transfer takes long enough. Return its rate.
+    """Send transfers of doubled size until one takes LONG_ENOUGH seconds. Return its rate in bytes a second.
 
     At least two transfers are made, since the other end cannot measure a rate on one piece. Short ones do not count,
     since answers to a few pieces may come all at once.
@@ -97,7 +97,7 @@ async def _send_pieces(channel: Channel, count: int) -> None:
 
 
 async def _read_answers(channel: Channel, count: int) -> list[float]:
-    """Return the times at which the answers came. If the link has no queue, most come before all is sent."""
+    """Return the times in seconds at which the peer's confirmations of `count` pieces arrived."""
     passed_at = []
     for _ in range(count):
         await channel.read_answer()
@@ -106,7 +106,7 @@ async def _read_answers(channel: Channel, count: int) -> list[float]:
 
 
 async def _receive(channel: Channel) -> float:
-    """Confirm the pieces that come. Return the rate at which they came."""
+    """Read and confirm the peer's pieces. Return the rate at which the pieces arrived, in bytes a second."""
     passed_at = list[float]()
     data = bytearray(len(PIECE))
     while frame := await channel.read_frame_header():

@@ -1,4 +1,4 @@
-"""Failures of single runs at a node that serves many. None of them may end the node's work for other runs."""
+"""Failures of work for single runs, at a node that serves many runs and goes on working for the others."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from peers.values.system import now
 
 logger = logging.getLogger(__name__)
 
-RETRY_FIRST, RETRY_LAST = 5.0, 600.0  # seconds until the next try: after the first failure, and at most
-OTHERS_LAST = 8.0  # seconds, at most, for others' faults: a leaving volunteer waits little longer for an archive
+RETRY_FIRST, RETRY_LAST = 5.0, 600.0  # seconds until failed work is retried: after the first failure, and at most
+OTHERS_LAST = 8.0  # seconds until a retry after others' faults, at most: a leaving volunteer waits hardly longer
 QUIET = 60.0  # seconds between two log lines about faults that the operator cannot repair
 
 
 class RunFailures:
-    """The runs for which some work has failed. Each failure is logged once, until the work succeeds again."""
+    """The runs for which a node's work failed, and the times to retry it. Repeated failures are logged once."""
 
     def __init__(self, work: str, others_fault: tuple[type[Exception], ...] = (), first: float = RETRY_FIRST) -> None:
-        """The next try comes after `first` seconds, and after twice as many each time.
+        """Retry the work named `work` after `first` seconds, and after twice as many for each further failure.
 
         The operator cannot repair an error of `others_fault`, so it is logged as information, once a minute and run at
         most.
@@ -30,16 +30,16 @@ class RunFailures:
         self._others_fault = others_fault
         self._first = first
         self._failed: dict[str, tuple[int, float]] = {}  # by run: failures in a row, and the time of the next try
-        self._quiet: dict[str, float] = {}  # by run: until when others' faults are not logged
+        self._quiet: dict[str, float] = {}  # by run: the time until which others' faults are not logged
 
     def is_due(self, run: str) -> bool:
-        """Return whether the work may be tried now; the pause grows with each failure."""
+        """Return True if the run has no failure, or the pause after its last failure is over."""
         _, retry_at = self._failed.get(run, (0, -math.inf))
         return now() >= retry_at
 
     @contextmanager
     def caught(self, run: str) -> Iterator[None]:
-        """Catch and log exceptions of the work for one run."""
+        """Catch and log any exception of the body, which does the work for one run."""
         try:
             yield
         except Exception as error:  # any exception, since a stranger may have made the run
@@ -51,7 +51,7 @@ class RunFailures:
                 logger.debug("run %s: %s: %r", run, self._work, error)
             elif is_others:
                 self._quiet[run] = now() + QUIET
-                logger.info("run %s: %s waits: %s", run, self._work, error)
+                logger.info("run %s: %s is retried later: %s", run, self._work, error)
             else:
                 is_known = isinstance(error, DilocoPeerError | OSError)
                 message = "run %s: %s failed, which is tried again later: %s"

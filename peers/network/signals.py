@@ -1,4 +1,4 @@
-"""The signals that ask a peer to leave, held back while it starts a child process that must not get them."""
+"""Blocking of the signals that ask a peer to leave, while it starts a child process that must not receive them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ LEAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Holds(threading.local):
-    """Holds of one thread (a signal mask belongs to a thread). They overlap when it starts two processes at once.
+    """The number of `signals_held_back` bodies under way in one thread, and the thread's signal mask before them.
 
-    The mask from before the first hold is restored after the last one ends.
+    The bodies overlap when two processes are started at once. The mask is restored after the last body.
     """
 
     count = 0
@@ -25,7 +25,8 @@ _holds = _Holds()
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Block the signals during the body, so that processes started there inherit the block. We get them afterwards."""
+    """Block LEAVE_SIGNALS during the body, so that processes started in it inherit the block. This process receives
+    the signals after the body."""
     if _holds.count == 0:
         _holds.before = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVE_SIGNALS)
     _holds.count += 1

@@ -12,23 +12,23 @@ from typing import Any
 
 from peers.errors import InUseError, LocalNetworkError
 
-CONGESTION_CONTROL = b"bbr"  # keeps its rate in spite of lost packets; the kernel decides whether we may use it
-KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES = 15, 5, 3  # seconds, seconds, count: NATs drop idle connections
-SILENCE_MS = 40_000  # after which unacknowledged bytes end a connection; streams give up before
-CAN_DIAL_TIMEOUT = 3.0  # seconds: a firewall may not answer at all
-BACKLOG = 512  # connections not accepted yet: a swarm of hundreds may dial a node that has just started
+CONGESTION_CONTROL = b"bbr"  # keeps its rate in spite of lost packets; the kernel may forbid it
+KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES = 15, 5, 3  # seconds, seconds, number: NATs drop idle connections
+SILENCE_MS = 40_000  # milliseconds after which unacknowledged bytes end a connection; streams time out earlier
+CAN_DIAL_TIMEOUT = 3.0  # seconds to wait for a connection, as a firewall may drop our packets
+BACKLOG = 512  # connections waiting to be accepted, at most: hundreds of peers may dial a node that has just started
 FILES = 1 << 16  # open files of this process, at most
-NOT_HERE = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # for an address of a kind that this machine does not have
+NOT_HERE = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # errors of `listen` at an address that this machine does not have
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
-    """Return host and port of "1.2.3.4:5" or "[::1]:5". Raises: ValueError."""
+    """Return the host and the port of an endpoint such as "1.2.3.4:5" or "[::1]:5". Raises: ValueError."""
     host, _, port = endpoint.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def endpoint_of(host: str, port: int) -> str:
-    """Return "1.2.3.4:5" or "[::1]:5". An IPv4 address in IPv6 form is returned as an IPv4 address."""
+    """Return the endpoint of a host and port, such as "1.2.3.4:5" or "[::1]:5"; "::ffff:1.2.3.4" becomes IPv4."""
     host = host.removeprefix("::ffff:") if "." in host else host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -40,7 +40,7 @@ def endpoint_of_peer(sock: socket.socket) -> str:
 
 @contextmanager
 def closed_on_failure(sock: socket.socket) -> Iterator[None]:
-    """Close the socket if the body fails."""
+    """Close the socket if the body raises an exception."""
     try:
         yield
     except BaseException:
@@ -49,7 +49,7 @@ def closed_on_failure(sock: socket.socket) -> Iterator[None]:
 
 
 def raise_file_limit() -> int:
-    """Let this process open as many files as the system allows. Return the number; a connection counts as one."""
+    """Raise this process's limit of open files to what the system allows. Return the limit; a connection is a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -59,7 +59,7 @@ def raise_file_limit() -> int:
 
 
 def listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
-    """Listen on one port at those of these addresses that this machine has. Raises: LocalNetworkError."""
+    """Return sockets that listen at one port of each address that this machine has. Raises: LocalNetworkError."""
     listeners: list[socket.socket] = []
     failure = OSError("there is no address to listen at")
     try:
@@ -87,7 +87,7 @@ def listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
 
 
 async def dial(endpoint: str, timeout: float, local_port: int = 0) -> socket.socket:
-    """Connect to an endpoint, whose host may be a name. `local_port` is the port that we dial from; 0: any.
+    """Return a socket connected to an endpoint, whose host may be a name. `local_port` is our own port; 0: any.
 
     Raises: OSError, also when there is no answer in time.
     """
@@ -106,7 +106,7 @@ async def dial(endpoint: str, timeout: float, local_port: int = 0) -> socket.soc
 
 
 async def can_dial(endpoint: str) -> bool:
-    """Return whether a connection to an endpoint can be made now."""
+    """Return True if a connection to an endpoint can be made within CAN_DIAL_TIMEOUT seconds."""
     with suppress(OSError):
         (await dial(endpoint, CAN_DIAL_TIMEOUT)).close()
         return True
@@ -114,7 +114,7 @@ async def can_dial(endpoint: str) -> bool:
 
 
 async def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
-    """Return the addresses of a host, best first. Raises: OSError, OverflowError, UnicodeError."""
+    """Return the (family, socket address) pairs of a host, best first. Raises: OSError, OverflowError, UnicodeError."""
     if ":" in host or host.replace(".", "").isdigit():
         return [(_family_of(host), (host, port))]
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -134,7 +134,7 @@ async def _connect(family: int, address: Any, local_port: int) -> socket.socket:
 
 
 def has_bbr() -> bool:
-    """Return whether the kernel allows congestion control (BBR) that does not take packet loss for a full link."""
+    """Return True if the kernel lets us use BBR, congestion control that does not take packet loss for a full link."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_CONTROL)
         return True
@@ -142,7 +142,7 @@ def has_bbr() -> bool:
 
 
 def tune(sock: socket.socket) -> socket.socket:
-    """Set a connection's options. Congestion control is set only if the kernel allows it. Raises: OSError."""
+    """Set the TCP options of a link's socket, BBR only if the kernel allows it. Return the socket. Raises: OSError."""
     sock.setblocking(False)
     for level, option, value in (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -153,7 +153,7 @@ def tune(sock: socket.socket) -> socket.socket:
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_MS),
     ):
         sock.setsockopt(level, option, value)
-    with suppress(OSError):  # most kernels let only root choose it
+    with suppress(OSError):  # most kernels let only root choose BBR
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_CONTROL)
     return sock
 

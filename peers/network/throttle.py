@@ -1,4 +1,4 @@
-"""The rate of a link: its caps, the share for less urgent data, its measurement, and the connections that reach it."""
+"""The rate of a peer's link: caps, the share for less urgent data, measurement, and the number of connections."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from itertools import accumulate
 
 from peers.values.system import now
 
-PIECE = 1 << 18  # bytes that pass at once
-PIECE_SECONDS = 0.1  # that one piece takes, at most, at a limited rate
-READING_PIECE = 1 << 20  # bytes that are read at once without a limit
-BURST = 0.05  # seconds of unused rate that may be saved up
-WINDOW = 0.5  # seconds over which a rate is measured, at least
-IDLE = 1.0  # seconds without a chunk from which on they do not count, since the link had nothing to carry
-WINDOWS = 128  # of a round, at most; in a long round each is longer
-PART, LONGEST_PART = 0.25, 2.0  # the part of a longer round that is measured: as a fraction, and at most in seconds
-KNOWN_FOR = 3600.0  # seconds for which a rate counts that was measured without a round
-ROUNDS = 5  # rounds whose best rate counts; older ones do not, since links may get slower
+PIECE = 1 << 18  # bytes that a stream sends at once, at most
+PIECE_SECONDS = 0.1  # seconds that one piece takes, at most, at a limited rate
+READING_PIECE = 1 << 20  # bytes that are read at once if the rate is not limited
+BURST = 0.05  # seconds; bytes unused in that time may pass later, on top of the rate
+WINDOW = 0.5  # seconds of a window in which a rate is measured, at least
+IDLE = 1.0  # seconds; a longer time without a chunk does not count, since the link had nothing to carry
+WINDOWS = 128  # windows of a round, at most; in a long round each window is longer
+PART, LONGEST_PART = 0.25, 2.0  # the best part of a round, which is measured: a fraction, and seconds at most
+KNOWN_FOR = 3600.0  # seconds for which a rate that was measured outside a round counts
+ROUNDS = 5  # last rounds whose best rate counts; not more, since links may get slower
 
-FEWEST, MOST = 4, 64  # connections to a member: at long distance each lost packet halves the rate of a single one
-IN_ALL = 8  # connections to all members, at least: with one member, no others make up for losses on few connections
-FEWEST_WITH_BBR, MOST_WITH_BBR = 2, 8  # with many on a slow link, each sends more than its share, and most gets lost
-SETTLING = 1.0  # seconds in which connections find their pace; bytes that pass then do not count
-GAIN = 1.2  # factor by which twice as many connections must raise the rate to be worth it
-LONGEST_WINDOW = 3.0  # seconds over which a rate is measured, at most
-ENOUGH = 2  # chunks of each connection that a measurement needs
+FEWEST, MOST = 4, 64  # connections to a member, at least and at most: a lost packet halves the rate of a single one
+IN_ALL = 8  # connections to all members together, at least: a few would not fill the link when packets get lost
+FEWEST_WITH_BBR, MOST_WITH_BBR = 2, 8  # the same with BBR, of which many connections overfill a slow link
+SETTLING = 1.0  # seconds in which new connections reach their rate; bytes in that time do not count
+GAIN = 1.2  # factor by which twice as many connections must raise the rate to be kept
+LONGEST_WINDOW = 3.0  # seconds of a measurement by `Lanes`, at most
+ENOUGH = 2  # chunks per connection that a measurement by `Lanes` needs
 LASTS = 20  # rounds for which a number of connections is kept before more are tried again
 
 
 @dataclass(frozen=True)
 class Caps:
-    """Limits on the bulk data over the volunteer's link, in bytes a second each; None: no limit."""
+    """Limits on the bulk data over the volunteer's link, in bytes a second for each direction; None: no limit."""
 
     upload: float | None = None
     download: float | None = None
 
     @classmethod
     def of_megabits(cls, upload: float | None, download: float | None) -> Caps:
-        """Return the caps for limits in megabits a second, as people know them of their link."""
+        """Return the caps for limits in megabits a second, the unit in which links are sold."""
         return cls(*(None if limit is None else limit * 1e6 / 8 for limit in (upload, download)))
 
     def of_upload(self, rate: float) -> float:
-        """Return the usable upload rate of a link with this measured one."""
+        """Return the usable upload rate in bytes a second: the measured `rate`, at most the upload cap."""
         return rate if self.upload is None else min(rate, self.upload)
 
     def of_both(self, upload: float, download: float) -> float:
-        """Return the usable rate in both directions at once, for a link with these measured ones.
+        """Return the rate in bytes a second usable in both directions at once, given the two measured rates.
 
         A measured rate may briefly exceed the caps, since confirmations come in bursts.
         """
@@ -60,18 +60,18 @@ class Caps:
 
 
 class Throttle:
-    """A limit on the bytes that pass in a second. Waiting callers are served in turn."""
+    """A limit, in bytes a second, on data that is sent or received. Waiting callers are served in turn."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate = rate
         self._free_at = 0.0
-        self.passed = 0  # bytes that have passed so far
+        self.passed = 0  # bytes that have passed since the start
         self.piece = PIECE if rate is None else max(1024, min(PIECE, int(rate * PIECE_SECONDS)))
         """Bytes to pass at once: few enough that a slow link shared by many streams does not look dead."""
-        self.reading_piece = READING_PIECE if rate is None else self.piece  # bytes to read at once, if available
+        self.reading_piece = READING_PIECE if rate is None else self.piece  # bytes to read at once, at most
 
     async def take(self, count: int) -> None:
-        """Wait until `count` more bytes may pass."""
+        """Wait until `count` more bytes may pass without exceeding the rate."""
         self.passed += count
         if self._rate is None:
             return
@@ -83,14 +83,14 @@ class Throttle:
 
 
 UNLIMITED = Throttle(None)
-PATIENCE = 5.0  # seconds that one piece waits, at most, so that its reader does not take us for dead
-MEMORY = 20.0  # seconds over which the fraction of the time in rounds is averaged
-CROWDED = 0.5  # fraction of the time in rounds above which less urgent data gets a share of its own
-SHARE = 0.2  # fraction of the link that all less urgent data gets then
+PATIENCE = 5.0  # seconds that a piece waits for a round's end, at most; later, its reader would count us as dead
+MEMORY = 20.0  # seconds over which the fraction of time spent in rounds is averaged
+CROWDED = 0.5  # fraction of time spent in rounds, from which on less urgent data gets a share of the link
+SHARE = 0.2  # fraction of the link's rate that all less urgent data together gets during crowded rounds
 
 
 class LinkTime(asyncio.Event):
-    """The time of a link without a round, and the share of the link for data that gives way to rounds.
+    """An event that is set while no round is under way, and the share of the link for less urgent data.
 
     Such data waits for a round to end, as long as rounds take less than half of the time. With several fragments, or on
     a slow link, rounds may take all of it. Then such data gets a share, so that joining peers do not starve.
@@ -105,24 +105,24 @@ class LinkTime(asyncio.Event):
         super().set()
 
     def set(self) -> None:
-        """Take in that no round is under way."""
+        """Record that no round is under way."""
         self._look()
         super().set()
 
     def clear(self) -> None:
-        """Take in that a round is under way."""
+        """Record that a round is under way."""
         self._look()
         super().clear()
 
     async def give_way(self, count: int) -> None:
-        """Wait until no round is under way, or long enough for so many bytes."""
+        """Wait until no round is under way, or until `count` bytes of less urgent data may be sent during the round."""
         with suppress(TimeoutError):
             if not self.is_set():
                 async with asyncio.timeout(self.patience(count)):
                     await self.wait()
 
     def patience(self, count: int) -> float:
-        """Return the seconds that so many bytes must wait, at most."""
+        """Return the seconds, at most, for which `count` bytes of less urgent data must wait for a round to end."""
         self._look()
         if self._busy < CROWDED or not self.rate:
             return PATIENCE
@@ -130,7 +130,7 @@ class LinkTime(asyncio.Event):
         return self._next - self._seen
 
     def _look(self) -> None:
-        """Account for the time since the last call, in which nothing has changed."""
+        """Add the time since the last call to the average fraction of time spent in rounds."""
         now = self._clock()
         present = 0.0 if self.is_set() else 1.0
         self._busy = present + (self._busy - present) * math.exp((self._seen - now) / MEMORY)
@@ -138,8 +138,8 @@ class LinkTime(asyncio.Event):
 
 
 class RateMeter:
-    """The rate that a link carries, measured in the best part of one of the last rounds. The part has some seconds,
-    since in the rest of a round the link may wait for a slower one.
+    """A meter of the rate that a link carries: the highest mean rate over a part of one of the last rounds. In the rest
+    of a round, the link may wait for another member's slower link.
 
     A chunk is counted when it is complete, over the time that it took, since chunks of many streams share the link and
     end together. A very short best part would show how late this process has read, and not the link. Time in which a
@@ -147,13 +147,13 @@ class RateMeter:
     """
 
     def __init__(self, clock: Callable[[], float] = now) -> None:
-        """The default clock includes sleep of the machine, which may have another link when it wakes."""
+        """Measure by `clock`, in seconds. The default clock counts sleep, after which the link may be another one."""
         self._clock = clock
-        self._best: deque[float] = deque(maxlen=ROUNDS - 1)  # of the rounds before
+        self._best: deque[float] = deque(maxlen=ROUNDS - 1)  # bytes a second in earlier rounds
         self._known, self._known_at = 0.0, 0.0
         self._began: float | None = None
-        self._first = math.inf  # when the round's first chunk was begun
-        self._last = 0.0  # when the last chunk was complete
+        self._first = math.inf  # the time at which the round's first chunk began
+        self._last = 0.0  # the time at which the last chunk was complete
         self._window = WINDOW
         self._windows = list[float]()  # bytes in each window since the round began
 
@@ -165,7 +165,7 @@ class RateMeter:
         self._windows.clear()
 
     def passed(self, count: int, seconds: float = 0.0) -> None:
-        """Count so many bytes that have arrived, at either end, in the last `seconds`."""
+        """Count `count` bytes of a chunk that this peer or the other one has received in the last `seconds`."""
         if self._began is None:
             return
         self._first = min(self._first, self._clock() - seconds)
@@ -187,17 +187,17 @@ class RateMeter:
             self._windows[place] += count * share
 
     def knows(self, rate: float) -> None:
-        """Take in a rate that was measured while no round was under way."""
+        """Store a rate, in bytes a second, that was measured while no round was under way."""
         self._known, self._known_at = rate, self._clock()
 
     @property
     def known_for(self) -> float:
-        """The seconds since such a measurement; infinity without one."""
+        """The seconds since the last measurement outside a round; infinity without one."""
         return self._clock() - self._known_at if self._known else math.inf
 
     @property
     def rate(self) -> float:
-        """The rate in bytes a second; 0: nothing measured.
+        """The link's measured rate in bytes a second; 0: nothing measured yet.
 
         A measurement without a round counts for more than the best of the last rounds, which may be luck. But a link
         carries no less than in most rounds.
@@ -207,8 +207,8 @@ class RateMeter:
 
     @property
     def last(self) -> float:
-        """The rate of the last round, or of a measurement since then, in bytes a second; 0: nothing measured. A few
-        bytes count over the time that they took, not over a window."""
+        """The link's rate in the last round, or in a later measurement, in bytes a second; 0: nothing measured yet. For
+        a round shorter than a window, the mean rate of its chunks."""
         if self._known_at > (self._began or 0.0):
             return self._known
         if not any(self._windows):
@@ -218,7 +218,7 @@ class RateMeter:
 
     @property
     def _present(self) -> float:
-        """The rate of the present round in bytes a second: the highest mean over a part of its time."""
+        """The link's rate in the latest round, in bytes a second: the highest mean rate over a part of the round."""
         length = max(1, int(min(PART * len(self._windows), LONGEST_PART / self._window)))
         until = [0.0, *accumulate(self._windows)]
         best = max((after - before for before, after in zip(until, until[length:], strict=False)), default=0.0)
@@ -226,7 +226,7 @@ class RateMeter:
 
 
 class Lanes:
-    """The number of connections that a round uses to each member (`count`): more only while they raise the rate.
+    """The number of connections to each member of a round (`count`), doubled as long as that raises the rate.
 
     If packets get lost, most machines' TCP (CUBIC) leaves a long-distance link nearly empty, and many connections carry
     many times as much. So the number is doubled as long as that helps, and the result is used for the next rounds. BBR
@@ -245,7 +245,7 @@ class Lanes:
         self._bytes = self._chunks = 0
 
     def begin_round(self, others: int) -> None:
-        """Begin a round with so many other members, with as many connections to each as before."""
+        """Begin a round with `others` other members. `count` stays as in the last round, unless it is too small."""
         self._fewest = max(self._least, IN_ALL // max(others, 1))
         self.count = max(self.count, self._fewest)
         self._rounds += 1
@@ -254,7 +254,7 @@ class Lanes:
         self._began = self._settled_at = None
 
     def passed(self, count: int, has_more: bool) -> bool:
-        """Count a chunk of so many bytes that has arrived. Return whether to use more connections from now on.
+        """Count a chunk of `count` bytes that has arrived. Return True if more connections should be used from now on.
 
         `has_more`: further chunks wait to be sent. If none does, more connections would not help.
         """

@@ -1,4 +1,4 @@
-"""The swarm's network: hivemind's DHT, by which peers find each other; links, and libp2p where two peers have none.
+"""One peer's network: hivemind's DHT to find other peers, links with them, and libp2p to peers without a link.
 
 Failures of peers leave here as PeerUnreachableError or PeerRefusedError. Invalid bytes from a peer cause no more than a
 dropped message or stream and a line in the log.
@@ -59,14 +59,14 @@ CallHandler: TypeAlias = Callable[[str, bytes], Awaitable[bytes]]
 """(sender, payload) -> answer; RefusalError refuses."""
 
 PROTOCOL_PREFIX = "/diloco-peer/1"
-OPEN_TIMEOUT = 15.0  # seconds to reach a peer
-CONVERSATION_TIMEOUT = 3600.0  # seconds that a peer may take for one stream, however slowly it reads
-CALL_TIMEOUT = 10.0  # seconds for the transport's own messages
+OPEN_TIMEOUT = 15.0  # seconds to open a libp2p stream to a peer
+CONVERSATION_TIMEOUT = 3600.0  # seconds after which a stream that a peer has opened is ended, however slow the peer is
+CALL_TIMEOUT = 10.0  # seconds to wait for the answer to one of the transport's own messages
 ANSWER, REFUSAL = b"\x01", b"\x00"
 
 
 class HivemindTransport:
-    """One peer's connection to the swarm. Made by `create`; `close` ends it.
+    """One peer's connection to the swarm, made by `create` and ended by `close`.
 
     Messages and streams go over a link if there is one with the peer, else over libp2p.
     """
@@ -108,7 +108,7 @@ class HivemindTransport:
         public: bool | None = None,
         links: LinkSettings | None = None,
     ) -> Self:
-        """Join the swarm of `initial_peers`, or be its first node.
+        """Return a transport that has joined the swarm of `initial_peers`; without them, the first node of a new swarm.
 
         If none of them is in the swarm any more, it is looked for at the `remembered` addresses, now and later.
 
@@ -151,7 +151,7 @@ class HivemindTransport:
         except SwarmUnreachableError as error:
             if not public:
                 raise
-            logger.warning("%s This node serves without them, and tries again while it runs.", error.message)
+            logger.warning("%s This node serves without other nodes, and tries again while it runs.", error.message)
             daemon, runs, dht = await begin(())
         transport = cls(identity, daemon, dht, runs)
         try:
@@ -172,11 +172,11 @@ class HivemindTransport:
         return transport
 
     def cap(self, caps: Caps) -> None:
-        """Limit the bandwidth of all streams together to these caps."""
+        """Limit the bandwidth of all streams together to `caps`."""
         self.caps, self.upload, self.download = caps, Throttle(caps.upload), Throttle(caps.download)
 
     async def close(self) -> None:
-        """Leave the DHT, and end the daemon; nothing of it is left. When cancelled, leave without a farewell."""
+        """Close the links, leave the DHT and stop the libp2p daemon. When cancelled, at least stop the daemon."""
         for discovery in self._discoveries.values():
             await discovery.close()
         await self.links.close()
@@ -193,11 +193,11 @@ class HivemindTransport:
     # Addresses and links --------------------------------------------------------------------------------------
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses at which others can reach us over libp2p."""
+        """The multiaddrs at which others can reach us over libp2p."""
         return self.daemon.addresses
 
     async def refresh_addresses(self) -> None:
-        """Ask the daemon for our present addresses (relays and port mappings come with time).
+        """Update our addresses from the libp2p daemon, which finds relays and port mappings some time after its start.
 
         If it does not answer, the earlier addresses stay.
         """
@@ -211,7 +211,7 @@ class HivemindTransport:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """The endpoints at which others may dial bulk connections to us."""
+        """The endpoints (IP address and TCP port) at which others may dial bulk connections to us."""
         return self.links.endpoints(self.addresses)
 
     def reach_of(self, peer_id: str) -> Reach | None:
@@ -219,13 +219,13 @@ class HivemindTransport:
 
     # Runs -----------------------------------------------------------------------------------------------------
     def learn(self, manifest: SignedManifest) -> None:
-        """Take in a run's admission, which applies from now on. DHT records of the peers that the manifest names are
-        never displaced by others'."""
+        """Store a run's manifest, and apply its admission from now on. DHT records of the peers that the manifest names
+        are never displaced by other peers' records."""
         self.runs.learn(manifest)
         self.dht.keep_places(manifest.run_id, {manifest.organiser, *manifest.archives})
 
     def forget(self, run_id: str) -> None:
-        """Forget a run that was learned, and its peers."""
+        """Delete all data about a run and its peers from memory."""
         self.runs.forget(run_id)
         self.dht.forget(run_id)
         if discovery := self._discoveries.pop(run_id, None):
@@ -248,7 +248,7 @@ class HivemindTransport:
         self.runs.admissions.check(run_id, peer_id)
 
     def credentials(self, run_id: str) -> tuple[bytes, int]:
-        """Return our ticket to a run, and the number of our list of its revoked tickets, for our heartbeats."""
+        """Return our ticket to a run, and the number of our list of its revoked tickets; b"" and 0 for an open run."""
         admission = self.runs.admissions.of(run_id)
         return (admission.ticket, admission.number) if admission else (b"", 0)
 
@@ -257,19 +257,19 @@ class HivemindTransport:
 
     # Discovery ------------------------------------------------------------------------------------------------
     def discovery_of(self, run_id: str) -> PeerDiscovery:
-        """Return the discovery of a run's peers, with the admission that is known now."""
+        """Return the PeerDiscovery of a run, created if needed, with the admission that is known now."""
         if run_id not in self._discoveries:
             self._discoveries[run_id] = PeerDiscovery(run_id, self)
         self._discoveries[run_id].beats.admission = self.runs.admissions.of(run_id)
         return self._discoveries[run_id]
 
     async def publish(self, heartbeat: bytes, run_id: str) -> bool:
-        """Send a run's peers our signed heartbeat, and store it in the DHT if newcomers need it there. Return False if
-        it should have been stored, and no node did."""
+        """Send our signed heartbeat to a run's peers, and store it in the DHT if newcomers need it. Return False if the
+        DHT should have stored it, but no DHT node did."""
         return await self.discovery_of(run_id).publish(heartbeat)
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
-        """Return the newest heartbeat of every peer of a run, ours included, by peer id."""
+        """Return the newest heartbeat of each peer of a run, ours included, sorted by peer id."""
         found = await self.discovery_of(run_id).heartbeats()
         self.runs.admissions.catch_up(self.call, run_id, found)
         self.runs.hear_heads(run_id, found)
@@ -291,14 +291,14 @@ class HivemindTransport:
         return self._beats_of(tag_of(request.run)).hand_out(sender, request, now(), time.time())
 
     def _beats_of(self, tag: bytes) -> Beats:
-        """Return our beats in a run that we are in, given the run's tag. Raises: RefusalError."""
+        """Return our Beats in the run with this tag. Raises: RefusalError if this peer is not in that run."""
         for run, discovery in self._discoveries.items():
             if tag_of(run) == tag and discovery.is_member:
                 return discovery.beats
         raise RefusalError("this peer is not in that run")
 
     async def _meet(self, peer_id: str, timeout: float) -> None:
-        """Connect to a peer of a large run, where not all peers connect to each other in advance."""
+        """Connect over libp2p to a peer of a large run, in which not all peers connect to each other in advance."""
         if addresses := self._unmet.pop(peer_id, ()):
             await self.daemon.connect(peer_id, addresses, timeout)
 
@@ -307,7 +307,7 @@ class HivemindTransport:
         return unpack_from(peer_id, LinkInfo, await self._call_over_libp2p(peer_id, LINK_INFO, b"", CALL_TIMEOUT))
 
     async def can_be_dialled(self) -> bool | None:
-        """Return whether a node that introduces us can dial our libp2p port; None while there is none to try."""
+        """Return True if a node that introduces us can dial our libp2p port, False if not, None if no node answers."""
         ports = {port for address in self.addresses if (where := endpoint(address)) for port in where[1:]}
         for node in self.links.arranging.nodes:
             with suppress(OSError, RemoteProtocolError):
@@ -315,14 +315,14 @@ class HivemindTransport:
         return None
 
     async def _is_there(self, peer_id: str) -> bool:
-        """Return whether a peer answers over libp2p, which may have punched a hole or found a relay of its own."""
+        """Return True if a peer answers over libp2p, which can find a relay or pass a NAT where no link can be made."""
         with suppress(PeerUnreachableError):
             await self._call_over_libp2p(peer_id, LINK_INFO, b"", CALL_TIMEOUT)
             return True
         return False
 
     async def _converse(self, protocol: str, channel: Channel) -> None:
-        """Serve a stream that another peer has opened. Raises the error that breaks it."""
+        """Run the handler of `protocol` on a stream that another peer has opened. Raises: the stream's error."""
         conversation = self._conversations.get(protocol)
         if conversation is None:
             raise ConnectionRefusedError(f"this peer does not serve {protocol!r:.40}, or not yet")
@@ -331,7 +331,8 @@ class HivemindTransport:
 
     # Messages -------------------------------------------------------------------------------------------------
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
-        """Send a message to one peer, and return its answer; each has at most MESSAGE_LIMIT bytes.
+        """Send a peer a message, and return the answer that comes within `timeout` seconds. Both have at most
+        MESSAGE_LIMIT bytes.
 
         Raises: PeerUnreachableError, PeerRefusedError; LocalProtocolError when the payload is too large.
         """
@@ -361,7 +362,7 @@ class HivemindTransport:
         return content
 
     async def on_call(self, name: str, handler: CallHandler) -> None:
-        """Answer `call`s of this name. Raises: LocalNetworkError."""
+        """Answer other peers' `call`s of this name by `handler`, from now on. Raises: LocalNetworkError."""
         self._answers[name] = handler
 
         async def answer(payload: bytes, sender_id: Any) -> bytes:
@@ -373,8 +374,8 @@ class HivemindTransport:
         await self.daemon.register(self.daemon._client.add_unary_handler(f"{PROTOCOL_PREFIX}/call/{name}", answer))
 
     async def _answer(self, sender: str, name: str, payload: bytes) -> bytes:
-        """Answer a call. An error becomes a refusal to the sender and a line in our log. Raises: RefusalError."""
-        if name not in self._answers:  # this peer has restarted, and the others have not noticed it
+        """Return the handler's answer to a call. Other errors are logged and become refusals. Raises: RefusalError."""
+        if name not in self._answers:  # the sender may not know yet that this peer has restarted
             raise RefusalError(f"this peer does not handle {name!r:.40}, or not yet")
         try:
             if len(payload) > MESSAGE_LIMIT:
@@ -397,7 +398,7 @@ class HivemindTransport:
     async def pull(
         self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
     ) -> tuple[bytes, bytearray]:
-        """Return the header and data of a peer's answer.
+        """Ask a peer for data by the pull `name`. Return the answer's header, and its data of at most `max_bytes`.
 
         Raises: PeerUnreachableError, PeerRefusedError.
         """
@@ -405,7 +406,8 @@ class HivemindTransport:
             return await pull(channel, header, max_bytes)
 
     async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
-        """Answer `pull`s of this name. Data that `gives_way` is sent at full rate only while no round is under way."""
+        """Answer other peers' `pull`s of this name by `serve`. With `gives_way`, data is sent at full rate only while
+        no round is under way."""
 
         async def answer(channel: Channel) -> None:
             if gives_way:
@@ -416,7 +418,7 @@ class HivemindTransport:
 
     @asynccontextmanager
     async def stream(self, peer_id: str, protocol: str) -> AsyncIterator[Channel]:
-        """Open a byte stream to a peer that serves this protocol: on a link, or over libp2p.
+        """Open a byte stream of `protocol` to a peer, on its link or else over libp2p, and yield the stream's channel.
 
         Raises: PeerUnreachableError, PeerRefusedError, also for errors inside the body.
         """
@@ -440,7 +442,7 @@ class HivemindTransport:
             channel.close()
 
     async def on_stream(self, protocol: str, conversation: Conversation) -> None:
-        """Serve the streams of this protocol that peers open. Raises: LocalNetworkError."""
+        """Handle the streams of this protocol that other peers open by `conversation`. Raises: LocalNetworkError."""
         self._conversations[protocol] = conversation
 
         async def serve(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -450,7 +452,7 @@ class HivemindTransport:
             channel = Channel(str(info.peer_id), reader, writer, self.upload, self.download)
             try:
                 await self._converse(protocol, channel)
-            except asyncio.CancelledError:  # by close(); asyncio 3.11 logs a traceback for cancelled stream handlers
+            except asyncio.CancelledError:  # cancelled by `close`; asyncio 3.11 would log a traceback
                 logger.debug("stopped serving a %s stream of %s", protocol, channel.peer)
             except RemoteProtocolError as error:
                 metrics.DROPPED.labels("stream").inc()

@@ -1,4 +1,4 @@
-"""A home router with UPnP (Internet Gateway Device, versions 1 and 2), asked to map a port.
+"""A client of home routers with UPnP (Internet Gateway Device, versions 1 and 2), to have a port mapped.
 
 Three formats are read here, from any device on the local network that answers: a reply to a search (HTTP over UDP), a
 description of the device (XML), and answers to commands (SOAP). Further requests go only to the address from which a
@@ -29,23 +29,23 @@ SERVICE_TYPES = tuple(
     f"urn:schemas-upnp-org:service:{name}" for name in ("WANIPConnection:1", "WANIPConnection:2", "WANPPPConnection:1")
 )
 SEARCH_WAIT = 2  # seconds within which devices answer a search
-REPLY_LIMIT = 4096  # bytes of a reply to a search
-URL_LENGTH = 512  # characters
+REPLY_LIMIT = 4096  # bytes of a reply to a search, at most
+URL_LENGTH = 512  # characters of a URL that a device gives, at most
 
-CONFLICT, ONLY_PERMANENT_LEASES = "718", "725"  # error codes
+CONFLICT, ONLY_PERMANENT_LEASES = "718", "725"  # UPnP error codes of AddPortMapping
 
 SEARCH_ADDRESS = ("239.255.255.250", 1900)
-SEARCH_SECONDS = SEARCH_WAIT + 0.5  # devices answer at a random moment of the wait; the rest is for the transfer
-DEVICE_LIMIT = 4  # devices that are asked
-HTTP_SECONDS = 5.0  # for one request, all in all
-HTTP_LIMIT = 128 * 1024  # bytes of one answer
-PORT_TRIES = 3  # external ports that are tried, the wanted one first: others may have it
+SEARCH_SECONDS = SEARCH_WAIT + 0.5  # seconds: devices answer at a random moment of SEARCH_WAIT, and packets take time
+DEVICE_LIMIT = 4  # devices of a search, and services of a device, that are asked, at most
+HTTP_SECONDS = 5.0  # seconds for one HTTP request and its answer
+HTTP_LIMIT = 128 * 1024  # bytes of one HTTP answer, at most
+PORT_TRIES = 3  # external ports that are tried, our own port's number first; another device may use it
 FREE_PORTS = (49152, 65535)  # the range of ports that any program may use
 DESCRIPTION = "diloco-peer"
 
 
 class _UpnpError(Exception):
-    """A device refused a command, with UPnP's own error code; or its answer was invalid, without a code."""
+    """A device's refusal of a command, with a UPnP error code; or its invalid answer, without a code."""
 
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
@@ -64,7 +64,7 @@ class _Service:
 
 
 class Upnp:
-    """The router, asked by UPnP. If it does not answer at its old address, it is searched for again."""
+    """A client of the home router. If the router does not answer at its last address, it is searched for again."""
 
     name = "UPnP"
 
@@ -75,7 +75,7 @@ class Upnp:
         self._external_port = 0
 
     async def open(self, port: int, lifetime: float) -> Mapping | None:
-        """Map a port. Return None if no router offers it. Raises: OSError."""
+        """Map a TCP port for `lifetime` seconds. Return the mapping; None if no router offers one. Raises: OSError."""
         if self._service is not None:
             with suppress(*UNANSWERED):
                 return await self._map(self._service, port, lifetime)
@@ -93,7 +93,7 @@ class Upnp:
         return None
 
     async def close(self, port: int) -> None:
-        """End the mapping, if there is one. Raises: OSError."""
+        """Delete the mapping from the router, if there is one. Raises: OSError."""
         service, external_port = self._service, self._external_port
         self._service, self._external_port = None, 0
         if service is not None:
@@ -102,7 +102,7 @@ class Upnp:
                 await _command(service, "DeletePortMapping", arguments)
 
     async def _map(self, service: _Service, port: int, lifetime: float) -> Mapping:
-        """Map a port by this service. Raises: _UpnpError, OSError."""
+        """Map a TCP port by a router's service. Return the mapping. Raises: _UpnpError, OSError."""
         answer, own_address = await _command(service, "GetExternalIPAddress", {})
         try:
             external = IPv4Address(answer.get("NewExternalIPAddress", ""))
@@ -144,7 +144,7 @@ async def _services_at(location: SplitResult) -> list[_Service]:
 
 
 async def _add_mapping(service: _Service, arguments: dict[str, str]) -> None:
-    """Map a port. If the router has only permanent mappings, create one of those, which only `close` ends."""
+    """Send AddPortMapping. If the router has only permanent mappings, add one of those, which only `close` ends."""
     try:
         await _command(service, "AddPortMapping", arguments)
     except _UpnpError as error:
@@ -154,7 +154,10 @@ async def _add_mapping(service: _Service, arguments: dict[str, str]) -> None:
 
 
 async def _command(service: _Service, action: str, arguments: dict[str, str]) -> tuple[dict[str, str], str]:
-    """Return a device's answer to a command, and our own address as it sees it. Raises: _UpnpError, OSError."""
+    """Send a command. Return the answer's values by name, and our own IP address towards the device.
+
+    Raises: _UpnpError, OSError.
+    """
     headers = [("SOAPAction", f'"{service.kind}#{action}"'), ("Content-Type", 'text/xml; charset="utf-8"')]
     body = _command_message(service, action, arguments)
     status, answer, own_address = await _request(service.url, "POST", headers, body)
@@ -162,7 +165,7 @@ async def _command(service: _Service, action: str, arguments: dict[str, str]) ->
 
 
 async def _search(address: tuple[str, int], seconds: float) -> AsyncGenerator[SplitResult, None]:
-    """Yield the URLs of the descriptions of devices that answer a search, each once. Raises: OSError."""
+    """Search for routers for `seconds`. Yield each answering device's description URL once. Raises: OSError."""
     transport, arrivals = await asyncio.get_running_loop().create_datagram_endpoint(
         Arrivals, family=socket.AF_INET, local_addr=("0.0.0.0", 0)
     )
@@ -188,7 +191,7 @@ async def _search(address: tuple[str, int], seconds: float) -> AsyncGenerator[Sp
 async def _request(
     url: SplitResult, method: str, headers: list[tuple[str, str]] | None = None, body: bytes = b""
 ) -> tuple[int, bytes, str]:
-    """Return the status and body of an HTTP answer, and our own address on that connection.
+    """Send an HTTP request. Return the answer's status and body, and our own IP address on that connection.
 
     Raises: OSError (a TimeoutError is one), _UpnpError.
     """
@@ -210,7 +213,7 @@ async def _request(
 
 
 async def _read_answer(connection: h11.Connection, reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Return the status and body of an HTTP answer. Raises: h11.RemoteProtocolError, _UpnpError, OSError."""
+    """Read an HTTP answer. Return its status and body. Raises: h11.RemoteProtocolError, _UpnpError, OSError."""
     status, body, received = 0, bytearray(), 0
     while True:
         event = connection.next_event()
@@ -228,9 +231,9 @@ async def _read_answer(connection: h11.Connection, reader: asyncio.StreamReader)
             return status, bytes(body)
 
 
-# Messages -----------------------------------------------------------------------------------------------------
+# Formats of messages ------------------------------------------------------------------------------------------
 def _search_message(target: str) -> bytes:
-    """Return the datagram that asks devices of this type for their addresses."""
+    """Return the search datagram to which devices of type `target` reply with their descriptions' URLs."""
     lines = (
         "M-SEARCH * HTTP/1.1",
         "HOST: 239.255.255.250:1900",
@@ -242,7 +245,7 @@ def _search_message(target: str) -> bytes:
 
 
 def _read_search_reply(data: bytes, sender: str) -> SplitResult | None:
-    """Return the URL of the description of a device at `sender`; None if this is no reply of an internet gateway."""
+    """Return the URL of the description of a device at `sender`; None if `data` is no reply of an internet gateway."""
     if len(data) > REPLY_LIMIT:
         return None
     first, *lines = data.decode("latin-1").split("\r\n")
@@ -255,7 +258,7 @@ def _read_search_reply(data: bytes, sender: str) -> SplitResult | None:
 
 
 def _read_description(data: bytes, location: SplitResult) -> list[_Service]:
-    """Return the services of a device's description that can map ports, in its order.
+    """Return the services that can map ports, from the XML description of a device.
 
     Raises: _UpnpError.
     """
@@ -269,7 +272,7 @@ def _read_description(data: bytes, location: SplitResult) -> list[_Service]:
 
 
 def _command_message(service: _Service, action: str, arguments: dict[str, str]) -> bytes:
-    """Return the body of a command. Arguments must be plain text that needs no escaping in XML."""
+    """Return the XML body of a command. Arguments must be plain text that needs no escaping in XML."""
     values = "".join(f"<{name}>{value}</{name}>" for name, value in arguments.items())
     return (
         '<?xml version="1.0"?>\r\n'
@@ -280,7 +283,7 @@ def _command_message(service: _Service, action: str, arguments: dict[str, str]) 
 
 
 def _read_command_answer(data: bytes, action: str, status: int) -> dict[str, str]:
-    """Return the values in a device's answer to a command. Raises: _UpnpError."""
+    """Return the values in a device's answer to a command, by name. Raises: _UpnpError."""
     elements = _read_elements(data)
     for name, values in elements:
         if name == "UPnPError":
@@ -292,7 +295,7 @@ def _read_command_answer(data: bytes, action: str, status: int) -> dict[str, str
 
 
 class _TreeBuilder(ElementTree.TreeBuilder):
-    """A tree builder that refuses a document type, which could define entities that blow up or read files."""
+    """A tree builder that refuses a document type, which could define entities that fill the memory or read files."""
 
     def doctype(self, *arguments: object) -> None:
         raise _UpnpError("its XML has a document type, which is refused")

@@ -9,7 +9,7 @@ from peers.errors import AdmissionError
 from peers.values.tickets import ANOTHER_TICKET, GRACE, Revocations, TicketError, check_ticket
 
 PRESENT = 120.0  # seconds for which a peer stays admitted after it showed its ticket
-SEEN_LIMIT = 10_000  # peers
+SEEN_LIMIT = 10_000  # peers whose tickets are remembered, at most
 
 
 class TicketSighting(NamedTuple):
@@ -20,7 +20,7 @@ class TicketSighting(NamedTuple):
 
 
 class RunAdmission:
-    """Admission to one run. Times are those of this machine's wall clock, in seconds since the epoch."""
+    """Admission to one run by the tickets that peers show. Times are seconds since the epoch on our wall clock."""
 
     def __init__(self, run: str, organiser: str) -> None:
         self.run = run
@@ -47,7 +47,7 @@ class RunAdmission:
         return ""
 
     def admit(self, peer: str, ticket: bytes, wall: float) -> str:
-        """Record that a peer shows its ticket. Return the reason why it is not admitted; empty if it is."""
+        """Check a peer's ticket, and record a valid one. Return the reason why the peer is not admitted; else empty."""
         reason = self.refusal(peer, ticket, wall)
         if not reason:
             self._seen[peer] = TicketSighting(ticket, wall)
@@ -57,7 +57,7 @@ class RunAdmission:
         return reason
 
     def check(self, peer: str, wall: float) -> None:
-        """Raise AdmissionError unless a peer has shown a ticket a short while ago, and the ticket is still valid."""
+        """Raise AdmissionError unless a peer has shown a ticket within PRESENT seconds, and it is still valid."""
         if peer == self.organiser:
             return
         seen = self._seen.get(peer)
@@ -69,7 +69,7 @@ class RunAdmission:
             raise refused(peer, self.run, "it has shown no ticket for a while")
 
     def revoke(self, packed: bytes) -> bool:
-        """Take in a list of revoked tickets. Return whether it is newer than ours. Raises: TicketError."""
+        """Store a packed list of revoked tickets if it is newer than ours. Return True if so. Raises: TicketError."""
         found = Revocations.unpack(packed, self.run, self.organiser)
         if found.number <= self.number:
             return False
@@ -83,5 +83,5 @@ class RunAdmission:
 
 
 def refused(peer: str, run: str, reason: str) -> AdmissionError:
-    """Return the error for a peer that is not admitted."""
+    """Return the AdmissionError for a peer that `run` does not admit, with the reason and a remedy."""
     return AdmissionError(f"{peer} is not admitted to {run}, which is by invitation: {reason}.", ANOTHER_TICKET)

@@ -1,4 +1,4 @@
-"""Allowances of bytes or seconds for each sender, so that none can make a peer listen or send without end."""
+"""Limits on the bytes or seconds that a peer spends on each sender, so that no sender can overload the peer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Allowance:
         self._at = 0.0
 
     def has_some(self, now: float) -> bool:
-        """Return whether anything may be spent now. The amount spent may exceed the amount left."""
+        """Return True if some of the allowance is left at the time `now`. The next amount spent may exceed the rest."""
         self._left = min(self._burst, self._left + max(0.0, now - self._at) * self._rate)
         self._at = now
         return self._left > 0.0
@@ -37,10 +37,10 @@ class Allowances:
         self._burst = burst
         self._rate = rate
         self._all = Allowance(together * burst, together * rate)
-        self._senders: dict[str, Allowance] = {}  # in the order of their last use
+        self._senders: dict[str, Allowance] = {}  # by sender; the one used last is at the end
 
     def has_some(self, sender: str, now: float) -> bool:
-        """Return whether a sender may spend anything now."""
+        """Return True if both the sender's allowance and that of all senders together have something left."""
         allowance = self._senders.pop(sender, None)
         if allowance is None:
             allowance = Allowance(self._burst, self._rate)
@@ -50,14 +50,14 @@ class Allowances:
         return allowance.has_some(now) and self._all.has_some(now)
 
     def spend(self, sender: str, amount: float) -> None:
-        """Subtract an amount from the sender's allowance, and from that of all."""
+        """Subtract an amount from the sender's allowance, and from that of all senders together."""
         self._all.spend(amount)
         if sender in self._senders:
             self._senders[sender].spend(amount)
 
     @contextmanager
     def spending(self, sender: str, clock: Callable[[], float]) -> Iterator[None]:
-        """Spend the seconds that the body takes, measured by this clock."""
+        """Spend the seconds that the body takes, by `clock`, from the sender's allowance."""
         began = clock()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Beats: messages by which the peers of a run show each other that they are live, without input or output (R20).
+"""Beats: messages by which a run's peers show each other that they are live (R20). This module does no I/O itself.
 
 Every two seconds a peer sends each other one a *beat* (calls.py). It has some 60 bytes and no signature, since the link
 proves its sender. A peer's signed heartbeat, which says all the rest, goes the same way when it has changed, and now
@@ -39,29 +39,29 @@ from peers.values.wire import pack, unpack_from
 
 REFRESH_SHARE = 0.4
 """Fraction of a heartbeat's lifetime between two signed heartbeats: short, so that a copied key is noticed in time."""
-STALE_SHARE = 0.8  # fraction of a heartbeat's lifetime after which a signed one is asked for again
-AUDIENCE_LIMIT = 128  # peers
-NEW_AT_ONCE = 64  # calls at once to peers that have confirmed none: made-up peers cost a call each
-PAUSE_FIRST, PAUSE_LAST = 1.0, 30.0  # seconds without calls to a peer that did not answer
-WHO_BURST, WHO_RATE, TOGETHER = 1 << 19, 1 << 16, 4  # bytes, and bytes a second, of pages; TOGETHER times that in all
-STRANGERS_BURST, STRANGERS_RATE = 1 << 18, 1 << 16  # bytes, and bytes a second, of first heartbeats that are checked
+STALE_SHARE = 0.8  # fraction of a signed heartbeat's lifetime after which its peer is asked for a new one
+AUDIENCE_LIMIT = 128  # peers to which this peer sends beats, at most
+NEW_AT_ONCE = 64  # calls at once, at most, to peers that have confirmed no heartbeat of ours: they may be made up
+PAUSE_FIRST, PAUSE_LAST = 1.0, 30.0  # seconds without calls to a silent peer: after its first failure, and at most
+WHO_BURST, WHO_RATE, TOGETHER = 1 << 19, 1 << 16, 4  # pages for one peer: bytes at once, bytes a second; factor for all
+STRANGERS_BURST, STRANGERS_RATE = 1 << 18, 1 << 16  # unknown peers' heartbeats to check: bytes at once, bytes a second
 ON_THE_WAY = frozenset({"sequence", "state", "view", "inner_step", "speed", "leads", "tokens_per_second", "loss"})
 """Fields of a heartbeat whose change needs no new signed heartbeat; beats carry most of them."""
 
 
 class Audience:
-    """The peers to beat to, the heartbeat that each has confirmed, and the pauses of peers that do not answer."""
+    """The peers to send beats to, the heartbeat of ours that each has confirmed, and pauses for silent peers."""
 
     def __init__(self) -> None:
         self.peers: frozenset[str] = frozenset()
         self._in_turn: tuple[str, ...] = ()
-        self._confirmed: dict[str, int] = {}  # by peer: the sequence of our signed heartbeat that it has confirmed
+        self._confirmed: dict[str, int] = {}  # by peer: sequence of our heartbeat that it confirmed
         self._under_way: set[str] = set()
         self._pauses: dict[str, tuple[float, float]] = {}  # by peer: the pause's end, and its length in seconds
 
     def choose(self, others: Sequence[str], voters: Collection[str]) -> None:
-        """Choose from the others that seem present: voters first, then peers that answer, the one known for longest
-        first. Made-up peers are newer or do not answer, so a flood of them displaces no real peer."""
+        """Choose the peers to send beats to: voters first, then peers that answer, each in the order of `others`
+        (longest known first). Made-up peers are newer or do not answer, so a flood of them displaces no real peer."""
         chosen = sorted(others, key=lambda peer: (peer not in voters, peer in self._pauses))[:AUDIENCE_LIMIT]
         self._in_turn, self.peers = tuple(chosen), frozenset(chosen)
         present = frozenset(others)
@@ -77,7 +77,7 @@ class Audience:
         return [peer for peer in due if peer in self._confirmed] + new
 
     def has(self, peer: str, sequence: int) -> bool:
-        """Return whether a peer has confirmed our signed heartbeat with this sequence."""
+        """Return True if the peer has confirmed our signed heartbeat with this sequence."""
         return self._confirmed.get(peer) == sequence
 
     def begins(self, peer: str) -> None:
@@ -110,7 +110,7 @@ class Audience:
 
 
 class Call(NamedTuple):
-    """A call to a peer. `sequence` is that of our signed heartbeat, if the payload is one."""
+    """A call to a peer: its name and payload, and the sequence of our signed heartbeat in it; None for a beat."""
 
     name: str
     payload: bytes
@@ -118,7 +118,7 @@ class Call(NamedTuple):
 
 
 class Beats:
-    """One peer's part in the beats of one run. `now` is on this peer's own clock, `wall` is the common wall clock."""
+    """One peer's beats in one run, sent and received. `now` is on its own clock, `wall` on the wall clock (seconds)."""
 
     def __init__(self, me: str, run: str) -> None:
         self.me = me
@@ -140,7 +140,7 @@ class Beats:
 
     # Our own messages -----------------------------------------------------------------------------------------
     def is_news(self, heartbeat: Heartbeat, now: float) -> bool:
-        """Return whether our new heartbeat must be signed and sent, because a beat is not enough."""
+        """Return True if our new heartbeat must be signed and sent, because a beat cannot carry its changes."""
         own = self.own
         is_leaving = heartbeat.state is PeerState.LEAVING
         if own is None or is_leaving or now - own.taken_at >= REFRESH_SHARE * self.lifetime:
@@ -149,7 +149,7 @@ class Beats:
         return any(value != before[name] for name, value in heartbeat.__dict__.items() if name not in ON_THE_WAY)
 
     def say(self, signed: bytes, now: float) -> None:
-        """Use a signed heartbeat as our own from now on. Raises: RemoteProtocolError."""
+        """Store our new signed heartbeat, to be sent from now on. Raises: RemoteProtocolError if it is invalid."""
         heartbeat = Heartbeat.verify(signed, self.run)
         first_at = self.own.first_at if self.own else now
         self.own = Kept(heartbeat, signed, heartbeat, taken_at=now, first_at=first_at, heard_at=now)
@@ -163,12 +163,12 @@ class Beats:
             self._beat = Beat.of(heartbeat)
 
     def choose(self, voters: Collection[str], now: float) -> None:
-        """Choose the peers to beat to."""
+        """Choose the peers to send beats to from those that seem present, voters first."""
         self.audience.choose(self.others(now), voters)
 
     def call_for(self, peer: str) -> Call | None:
         """Return the call to make to a peer now: our signed heartbeat until the peer confirms it, else a beat; None if
-        we are not in the run. The caller must report its end by `answered` or `failed`."""
+        we are not in the run. The caller must report the call's end by `answered` or `failed`."""
         own = self.own
         if own is None or self._beat is None:
             return None
@@ -179,7 +179,7 @@ class Beats:
         return Call(BEAT, pack(self._beat), None)
 
     def answered(self, peer: str, call: Call, packed: bytes, now: float, wall: float) -> bool:
-        """Take in the answer to a call. Return whether the peer needs another call at once.
+        """Process a peer's answer to a call. Return True if the peer wants our signed heartbeat by another call now.
 
         Raises: RemoteProtocolError; the call then counts as failed.
         """
@@ -197,12 +197,12 @@ class Beats:
         return answer.wants and call.sequence is None
 
     def failed(self, peer: str, now: float) -> None:
-        """Record that a peer did not answer."""
+        """Record that a peer did not answer a call."""
         self.audience.failed(peer, now)
 
-    # Messages of others ---------------------------------------------------------------------------------------
+    # Messages from other peers --------------------------------------------------------------------------------
     def hear_beat(self, sender: str, beat: Beat, now: float, wall: float) -> bytes:
-        """Take in another peer's beat, and return the answer. A stranger's beat is not stored."""
+        """Process another peer's beat, and return the packed answer to it. A stranger's beat is not stored."""
         if self.store.get(sender) is None:
             return pack(Answer(wants=True))
         self._heard(sender, now)
@@ -211,7 +211,7 @@ class Beats:
         return pack(Answer(wants=wants, beat=own)) if wants or own is not None else NOTHING_TO_SAY
 
     def hear_heartbeat(self, sender: str, signed: bytes, now: float, wall: float) -> bytes:
-        """Take in another peer's own signed heartbeat, and return the answer.
+        """Store the sender's own signed heartbeat, and return the packed answer to it.
 
         Raises: RemoteProtocolError; AdmissionError when the sender needs a ticket and has none.
         """
@@ -232,7 +232,7 @@ class Beats:
         return pack(Answer(wants=False, heartbeats=tuple(heartbeats))) if heartbeats else NOTHING_TO_SAY
 
     def _may_send(self, sender: str, kept: Kept | None, size: int, now: float) -> bool:
-        """Return whether to check a signed heartbeat of this size, and count it. All strangers share one allowance."""
+        """Return True if the sender may send `size` bytes of heartbeat, and count them. Strangers share a limit."""
         if kept is not None:
             self._heard(sender, now)
             if kept.may_send(now):
@@ -244,7 +244,7 @@ class Beats:
         return False
 
     def found(self, signed: bytes, now: float, wall: float) -> bool:
-        """Take in a heartbeat from the DHT. Return whether it is new, and so a sign of life.
+        """Store a peer's signed heartbeat from the DHT. Return True if it is new, which is a sign of life.
 
         Raises: RemoteProtocolError.
         """
@@ -255,22 +255,22 @@ class Beats:
         return is_new
 
     def _take_answered(self, peer: str, signed: bytes, now: float, wall: float) -> None:
-        """Take in a heartbeat from an answer: the peer's own, or one of our key. Raises: RemoteProtocolError."""
+        """Store a heartbeat in a peer's answer: the peer's, or one with our own key. Raises: RemoteProtocolError."""
         heartbeat = Heartbeat.verify(signed, self.run)
         if heartbeat.peer not in (peer, self.me):
             raise RemoteProtocolError(peer, f"it sent the heartbeat of {heartbeat.peer}")
         self._keep(heartbeat, signed, now, wall)
 
     def _keep(self, heartbeat: Heartbeat, signed: bytes, now: float, wall: float) -> bool:
-        """Store a heartbeat if it is new, and return whether it was stored. One of our own key is not stored, but may
-        show that another machine uses our key."""
+        """Store a new heartbeat. Return True if it was stored. A heartbeat with our own key is not stored, but may show
+        that another machine uses our key."""
         if heartbeat.peer == self.me:
             self.copies.hear(heartbeat, now)
             return False
         return not self._refusal(heartbeat, wall) and self.store.take(heartbeat, signed, now, wall)
 
     def _take_beat(self, peer: str, beat: Beat, now: float, wall: float) -> bool:
-        """Take in a peer's beat. Return whether its present signed heartbeat is here, too."""
+        """Store a peer's beat. Return False if we need a newer signed heartbeat of the peer to understand the beat."""
         kept = self.store.get(peer)
         if kept is None or beat.incarnation != kept.heartbeat.incarnation or is_from_the_future(beat.sequence, wall):
             return False
@@ -286,7 +286,7 @@ class Beats:
         self.linked_at = now
 
     def _refusal(self, heartbeat: Heartbeat, wall: float) -> str:
-        """Return the reason why a peer may not take part; empty if it may."""
+        """Return the reason why the heartbeat's peer may not take part in the run; empty if it may."""
         return self.admission.admit(heartbeat.peer, heartbeat.ticket, wall) if self.admission else ""
 
     def see_out(self, wall: float) -> None:
@@ -295,13 +295,13 @@ class Beats:
             if self._refusal(kept.heartbeat, wall):
                 self.store.drop(kept.heartbeat.peer)
 
-    # Peers that are known -------------------------------------------------------------------------------------
+    # Known peers ----------------------------------------------------------------------------------------------
     def others(self, now: float) -> list[str]:
-        """Return the other peers that seem present, the one known for longest first."""
+        """Return the ids of the other peers that seem present, the one known for longest first."""
         return [kept.heartbeat.peer for kept in self.store.fresh(now) if kept.is_present(now)]
 
     def heartbeats(self, now: float) -> list[Heartbeat]:
-        """Return the newest heartbeat of each peer that is known, ours included, by peer id."""
+        """Return the newest heartbeat of each peer with an unexpired one, ours included, sorted by peer id."""
         known = (*filter(None, [self.own]), *self.store.fresh(now))
         return sorted((kept.newest for kept in known), key=lambda heartbeat: heartbeat.peer)
 
@@ -310,13 +310,13 @@ class Beats:
         return {kept.heartbeat.peer: now - kept.heard_at for kept in self.store.fresh(now) if kept.heard_at > NEVER}
 
     def known_since(self, peer: str) -> float:
-        """Return the time at which a peer first became known."""
+        """Return the time, on our clock, at which a peer first became known; 0 for an unknown peer."""
         return kept.first_at if (kept := self.store.get(peer)) else 0.0
 
     # Requests for heartbeats ----------------------------------------------------------------------------------
     def hand_out(self, sender: str, request: Request, now: float, wall: float) -> bytes:
-        """Return a page of heartbeats that a peer or a visitor does not have, of peers that we hear. It may contain one
-        of the sender's own key, which another machine may use.
+        """Return a packed page with heartbeats of peers that we hear, except those that the request names. The page may
+        contain one of another machine with the sender's key.
 
         Raises: RemoteProtocolError; AdmissionError when the sender needs a ticket and has shown none.
         """
@@ -336,12 +336,12 @@ class Beats:
         return page
 
     def request(self, known: Collection[str]) -> Request:
-        """Return the request for peers besides these."""
+        """Return a request for the heartbeats of peers that are not in `known`."""
         tags = [tag_of(peer) for peer in known if peer != self.me]
         return Request(run=self.run, known=b"".join(tags[:KNOWN_LIMIT]))
 
     def take_page(self, sender: str, packed: bytes, now: float, wall: float) -> set[str]:
-        """Take in a page, and return the peers on it. None of them counts as heard.
+        """Store the heartbeats on a packed page. Return the ids of their peers, none of which counts as heard.
 
         Raises: RemoteProtocolError.
         """

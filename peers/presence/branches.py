@@ -22,21 +22,21 @@ FORGOTTEN = 3600.0
 
 
 class Branches:
-    """Other peers' claims about the log, and the peers without useful answers. It is kept when the log moves on."""
+    """Other peers' claims about their places in the log, and the peers without useful answers, across all entries."""
 
     def __init__(self, presence: Presence, me: str, expiry: float, pause: float) -> None:
-        """`expiry` and `pause` are those of a Presence."""
+        """Start without claims. `expiry` and `pause` are in seconds, as in Presence."""
         self._presence = presence
         self._me = me
         self._expiry = expiry
         self._pause = pause
         self._gave_nothing_until: dict[str, float] = {}
-        self._passed_over: dict[str, tuple[int, float]] = {}  # by peer: how often, and until when
+        self._passed_over: dict[str, tuple[int, float]] = {}  # by peer: number, end of the last pause
         self._claimants: tuple[tuple[object, ...], tuple[str, ...]] = ((), ())
 
     # Donors ---------------------------------------------------------------------------------------------------
     def donors(self) -> set[str]:
-        """Return the peers that have a state to give."""
+        """Return the ids of live peers that can send the run's state, except those that lately sent none."""
         return {peer for peer, beat in self._live().items() if beat.state in DONATING} - self.unhelpful
 
     @property
@@ -50,39 +50,39 @@ class Branches:
         self._gave_nothing_until = self._unexpired(self._gave_nothing_until) | until
 
     def ask_again(self, peer: str) -> None:
-        """Ask a peer again before its pause is over, since no other peer is left."""
+        """End a peer's pause after `gave_nothing`, since no other peer is left to ask for the state."""
         self._gave_nothing_until.pop(peer, None)
 
     def pass_over(self, peer: str) -> None:
-        """Prefer other peers for a while, longer each time, since this peer's log led nowhere."""
+        """Prefer other peers' logs for a while, longer each time, since a peer's log lacked its claimed place."""
         now, forgotten = self._presence.now, self._presence.now - FORGOTTEN
         self._passed_over = {one: passed for one, passed in self._passed_over.items() if passed[1] > forgotten}
         times = self._passed_over.get(peer, (0, 0.0))[0] + 1
         self._passed_over[peer] = times, now + min(self._pause, self._expiry * 2.0 ** min(times - 1, 16))
 
     def look_again(self) -> None:
-        """Consider all peers again, since the conditions have changed."""
+        """End the pauses of all peers after `pass_over`, since the network or the log has changed."""
         self._passed_over.clear()
 
     @property
     def unproven(self) -> frozenset[str]:
-        """The peers that claim to be further on, and repeatedly did not show it."""
+        """The peers that claim to be further on in the log, and whose logs have repeatedly not shown that."""
         return frozenset(peer for peer, (times, _) in self._passed_over.items() if times >= VAIN)
 
     # Peers that are further on --------------------------------------------------------------------------------
     def claimant(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> str | None:
-        """Return the peer to ask first, of the live ones that say they are further on than our log or on another one;
-        None if there is none."""
+        """Return the peer to ask first for its log, of the live peers that claim to be further on than our log or on
+        another branch; None if there is none."""
         return next(iter(self._find(log, lineage, is_astray)), None)
 
     def furthest(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> str | None:
-        """Return the first claimant at an index that our log still remembers; other peers may be on its branch, too."""
+        """Return the first claimant at an index that our log still remembers; None without one."""
         claimants, live = self._find(log, lineage, is_astray), self._live()
         return next((peer for peer in claimants if live[peer].index >= lineage.known_from), None)
 
     def is_behind(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> bool:
-        """Return whether at least half of the live members and bystanders claim to be further on. If none of them is
-        live, one peer's claim is enough."""
+        """Return True if at least half of the live members and bystanders claim to be further on than our log. If no
+        member or bystander is live, one peer's claim is enough."""
         live, away = self._live(), self._presence.unreached
         others = {peer for peer in log.incarnations if peer != self._me and peer in live} - away
         claimants = self._find(log, lineage, is_astray)
@@ -110,12 +110,12 @@ class Branches:
     def _find_anew(self, log: LogState, lineage: Lineage, besides: frozenset[str], is_astray: bool) -> tuple[str, ...]:
         index, unproven = log.position.index, self.unproven
         givers = [beat for beat in self._live().values() if beat.state in DONATING]
-        # A peer that went on alone for long does not remember any more where it parted from the others.
+        # A peer that made entries alone for long no longer remembers where its branch left the others' log.
         first = lineage.known_from if lineage.doubt is not None else 0
         is_lost = is_astray or all(lineage.head_at(beat.index) != beat.head for beat in givers)
         claims = {
             beat.peer: (
-                beat.peer not in unproven,  # or a few that claim most would be asked in turn for ever
+                beat.peer not in unproven,  # else a few peers with the largest claims would be asked for ever
                 beat.index >= lineage.known_from,
                 beat.peer in log.incarnations,
                 beat.lineage_tokens,
@@ -133,9 +133,9 @@ class Branches:
         }
         return tuple(sorted(claims, key=lambda peer: claims[peer], reverse=True))
 
-    # Places of the majority -----------------------------------------------------------------------------------
+    # The majority's place in the log --------------------------------------------------------------------------
     def state_of_most(self, log: LogState, ours: bytes, incarnation: int) -> bytes | None:
-        """Return the state digest that more than half of the log's voters name, if any. `ours` is this peer's.
+        """Return the state digest that more than half of the log's voters name, or None. `ours` is this peer's digest.
 
         So a single liar, or a single peer with faulty memory, cannot outvote the others.
         """
@@ -143,7 +143,7 @@ class Branches:
         return state_named(log, self._live().values(), own_digest)
 
     def are_most_elsewhere(self, doubt: LogState, branch: Branch, incarnation: int) -> bool | None:
-        """Return whether a quorum at `doubt`, this peer included, is live and not where the branch leads from there.
+        """Return True if a live quorum of the voters at `doubt`, this peer included, is not on `branch`; False if not.
 
         None: it depends on peers that are further on than the branch is known. `incarnation` is ours.
         """
@@ -158,7 +158,7 @@ class Branches:
         return None if further and self._presence.is_quorum(doubt, elsewhere | further) else False
 
     def are_more_there(self, branch: Branch, log: LogState, lineage: Lineage) -> bool | None:
-        """Return whether more live peers are on a branch than on ours; None if equally many are."""
+        """Return True if more live peers are on `branch` than on our log, False if fewer, None if equally many."""
         beats = self._live().values()
         there = {beat.peer for beat in beats if beat.index and branch.heads.get(beat.index) == beat.head}
         others = [beat for beat in beats if beat.index <= log.position.index and beat.peer not in there]
@@ -173,7 +173,7 @@ class Branches:
 
 
 def state_named(log: LogState, beats: Iterable[Heartbeat], besides: Sequence[bytes] = ()) -> bytes | None:
-    """Return the state digest that more than half of the log's voters name for its present place, if any.
+    """Return the state digest that more than half of the log's voters name for the log's head; None without one.
 
     `besides` are digests from other sources, one for each voter.
     """
@@ -185,7 +185,7 @@ def state_named(log: LogState, beats: Iterable[Heartbeat], besides: Sequence[byt
 
 
 def reported_state(branch: Branch, beats: Iterable[Heartbeat], place: LogState) -> bytes | None:
-    """Return the state digest that more than half of the live voters at a place of a branch name.
+    """Return the state digest that more than half of the live voters name for a place on a branch.
 
     UNKNOWN_STATE if they name none, or are elsewhere in the log; None if no voter is live. Voters on another branch
     cannot know the state, and do not count: after a fork they may be the majority.
@@ -199,13 +199,13 @@ def reported_state(branch: Branch, beats: Iterable[Heartbeat], place: LogState) 
 
 
 def _has_parted(beat: Heartbeat, place: LogState, branch: Branch) -> bool:
-    """Return whether a peer is at or after the index of the place, and on another branch."""
+    """Return True if a peer is at or after the index of `place`, but on another branch than `branch`."""
     head = place.position.head if beat.index == place.position.index else branch.heads.get(beat.index)
     return beat.index >= place.position.index and head not in (None, beat.head)
 
 
 def _state_named_by(beat: Heartbeat, place: LogState, branch: Branch) -> bytes:
-    """Return the state digest that a peer names for a place. A peer that went on from there had the state that the
+    """Return the state digest that a peer names for a place. A peer further on along the branch had the state that the
     branch's next entry claims."""
     if beat.head == place.position.head:
         return beat.state_digest
@@ -214,10 +214,10 @@ def _state_named_by(beat: Heartbeat, place: LogState, branch: Branch) -> bytes:
 
 
 def _is_same(asked: Sequence[object], before: Sequence[object]) -> bool:
-    """Return whether a request equals the last one. The answer is then reused, since with many peers it is slow."""
+    """Return True if the inputs of `_find` equal the last ones, so that its last result, slow to find, is reused."""
     if len(asked) != len(before):
         return False
-    for one, other in zip(asked, before, strict=True):  # `all` takes twice as long, and this runs at each event
+    for one, other in zip(asked, before, strict=True):  # `all` takes twice as long, and _is_same runs at each event
         if one is not other and not (isinstance(one, frozenset) and one == other):
             return False
     return True

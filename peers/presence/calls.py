@@ -15,13 +15,13 @@ from peers.values.wire import PROTOCOL_VERSION, Count, RunId, Value, WireError, 
 BEAT, HEARTBEAT, WHO = "beat", "heartbeat", "who"
 """Names of the calls. Their payloads: a Beat; a tag of the run and a signed heartbeat; a Request. The first two are
 answered by an Answer, the last by a Page."""
-BEAT_BYTES = 100  # of a packed Beat, at most
-SHORT = 8  # bytes of a digest that stand for it where nothing depends on a collision
+BEAT_BYTES = 100  # bytes of a packed Beat, at most
+SHORT = 8  # first bytes of a digest, used in its place where a collision does no harm
 PAGE = 64  # heartbeats in one answer, at most
-KNOWN_LIMIT = 4096  # peers that a Request names
-PAGE_BYTES = PAGE * (SIZE_LIMIT + 64)  # before compression
-REQUEST_BYTES = KNOWN_LIMIT * SHORT + 1024  # the tags, a run and a version
-ANSWER_BYTES = 2 * SIZE_LIMIT + 1024  # two heartbeats and a beat
+KNOWN_LIMIT = 4096  # peers that a Request names, at most
+PAGE_BYTES = PAGE * (SIZE_LIMIT + 64)  # bytes of a Page before compression, at most
+REQUEST_BYTES = KNOWN_LIMIT * SHORT + 1024  # bytes of a packed Request: tags, a run id, a version
+ANSWER_BYTES = 2 * SIZE_LIMIT + 1024  # bytes of a packed Answer: two heartbeats and a beat
 
 Short = Annotated[bytes, Field(strict=True, min_length=SHORT, max_length=SHORT)]
 Signed = Annotated[bytes, Field(strict=True, min_length=1, max_length=SIZE_LIMIT)]
@@ -29,7 +29,7 @@ Signed = Annotated[bytes, Field(strict=True, min_length=1, max_length=SIZE_LIMIT
 
 @lru_cache(maxsize=4096)
 def tag_of(name: str) -> bytes:
-    """Return the short tag of a run or of a peer."""
+    """Return the tag of a run's or peer's id: the first SHORT bytes of its digest."""
     return digest_of(name.encode())[:SHORT]
 
 
@@ -65,13 +65,13 @@ class Beat(Value):
         )
 
     def goes_on(self, heartbeat: Heartbeat) -> bool:
-        """Return whether the beat is about the same place in the log as a signed heartbeat of its peer. A beat of a
-        leaving peer never is, since a farewell needs a signature."""
+        """Return True if the beat is at the same place in the log as a signed heartbeat of its peer. Return False if
+        the peer is leaving, since a farewell needs a signature."""
         here = self.index == heartbeat.index and self.head == heartbeat.head[:SHORT]
         return here and PeerState.LEAVING not in (self.state, heartbeat.state)
 
     def added_to(self, heartbeat: Heartbeat) -> Heartbeat:
-        """Return the heartbeat with this beat's fields. If the places differ, only its sequence is updated."""
+        """Return `heartbeat` with this beat's fields. If their places in the log differ, update only the sequence."""
         if not self.goes_on(heartbeat):
             return heartbeat.model_copy(update={"sequence": self.sequence})
         carried = {"state", "view", "inner_step", "speed", "leads", "sequence"}
@@ -95,7 +95,7 @@ NOTHING_TO_SAY = b""
 
 
 class Request(Value):
-    """A request for the peers of the run that the answering peer hears, besides those with these tags."""
+    """A request for heartbeats of the run's peers that the receiver hears. `known`: tags of the peers to leave out."""
 
     version: Count = PROTOCOL_VERSION
     run: RunId
@@ -118,7 +118,7 @@ class Page(Value):
     heartbeats: Annotated[tuple[Signed, ...], Field(max_length=PAGE)]
 
     def packed(self) -> bytes:
-        """Return the bytes to send: zlib shrinks a heartbeat to a third, and many to a fifth."""
+        """Return the page's bytes, compressed by zlib: one heartbeat shrinks to a third, many to a fifth."""
         return zlib.compress(pack(self), 1)
 
     @classmethod

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from peers.presence.heartbeat import Heartbeat, PeerState
 
-LIVES_LIMIT = 8  # lives of our key that are remembered
+LIVES_LIMIT = 8  # lives (process starts) with our key that are remembered, at most
 SILENCE_SHARE = 0.6
 """Fraction of a heartbeat's lifetime without a newer one after which a life is over. Signed heartbeats come after four
 tenths of the lifetime, and reach us within two tenths."""
@@ -23,12 +23,12 @@ class _Life:
     advanced_at: float
 
     def may_go_on(self, now: float) -> bool:
-        """Return whether this life may not be over yet."""
+        """Return True if this life's process may still be running."""
         return self.newest.state is not PeerState.LEAVING and now - self.advanced_at <= _silence(self.newest)
 
 
 class Copies:
-    """The lives of our own key other than this process, as far as their heartbeats were heard.
+    """The lives (process starts) with our key, except this process, whose heartbeats were received.
 
     A former life left heartbeats behind, at other peers and in the DHT. They have a last one, so a life is over when no
     newer one comes for a while. A life goes on if newer ones come so much later, by the life's own clock, that they
@@ -41,7 +41,7 @@ class Copies:
         self._lives: dict[tuple[int, int], _Life] = {}
 
     def hear(self, heartbeat: Heartbeat, now: float) -> None:
-        """Take in a heartbeat with our own signature."""
+        """Record a heartbeat that our key has signed, unless this process made it."""
         if heartbeat.life == self.ours:
             return
         life = self._lives.get(heartbeat.life)
@@ -61,11 +61,11 @@ class Copies:
         return max((life.newest.sequence for life in self._lives.values()), default=0)
 
     def may_live(self, now: float) -> bool:
-        """Return whether any other life of this key may not be over yet."""
+        """Return True if any other process with our key may still be running."""
         return any(life.may_go_on(now) for life in self._lives.values())
 
     def living(self, now: float) -> Heartbeat | None:
-        """Return the last heartbeat of another live machine with our key, if there certainly is one."""
+        """Return the last heartbeat of another process with our key that is certainly running; None without one."""
         for life in self._lives.values():
             is_new = life.newest.sequence - life.baseline > 1000 * life.newest.lifetime
             if is_new and life.may_go_on(now):

@@ -32,13 +32,13 @@ from peers.values.wire import (
     unpack,
 )
 
-SIZE_LIMIT = 6144  # bytes, signature included
-ADDRESS_LENGTH = 256  # characters; a relayed address names two peers
-ENDPOINT_LENGTH = 64  # characters
+SIZE_LIMIT = 6144  # bytes of a signed heartbeat, at most
+ADDRESS_LENGTH = 256  # characters of an address, at most; a relayed address names two peers
+ENDPOINT_LENGTH = 64  # characters of an endpoint, at most
 NAMED_PEERS = 16  # peers that a heartbeat names for each kind of reachability, at most
 TAIL = 8  # characters by which a heartbeat names another peer: the last ones of its id
-DEFAULT_LIFETIME = 30.0  # seconds
-SIGNING_CONTEXT = b"diloco-peer heartbeat\0"  # so that a signature for another purpose is not valid here
+DEFAULT_LIFETIME = 30.0  # seconds for which a heartbeat is valid
+SIGNING_CONTEXT = b"diloco-peer heartbeat\0"  # signed with each heartbeat, to exclude signatures for other purposes
 UNKNOWN_PEER = "unknown"
 
 Rate = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
@@ -64,14 +64,14 @@ Tails = Annotated[tuple[Tail, ...], Field(max_length=NAMED_PEERS)]
 
 
 def name_peers(peers: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of peers as heartbeats give them, as many as there is room for."""
+    """Return the sorted tails of peer ids by which heartbeats name peers, at most NAMED_PEERS."""
     return tuple(sorted(peer[-TAIL:] for peer in peers)[:NAMED_PEERS])
 
 
 class PeerState(StrEnum):
     """The activity of a peer, as others see it. An archive keeps the log, has no state of its own and takes no part in
-    rounds. STARTING is never published, since a peer has no state before its worker is ready. It is for views of one's
-    own peers only."""
+    rounds. STARTING is never published, since a peer has no state before its worker is ready. Only the owner's
+    own displays show it."""
 
     STARTING = "starting"
     JOINING = "joining"
@@ -97,7 +97,7 @@ class HeldOutLoss(Value):
 
 
 class Heartbeat(Value):
-    """One peer of one run at one moment, in one incarnation and one start of its process.
+    """A report of one peer's state in one run at one moment.
 
     `index` and `head` are its position in the log, `state_digest` is that of theta and momentum there. `loss` is that
     of the inner step under way (None: not known). `speed` is that of its last training in tokens a second, also while
@@ -155,20 +155,20 @@ class Heartbeat(Value):
 
     @property
     def life(self) -> tuple[int, int]:
-        """The incarnation, and the start of its process. No two machines with one key have the same."""
+        """The incarnation and the process's start. No two machines with the same key share this pair."""
         return self.incarnation, self.start
 
     @property
     def expires(self) -> float:
-        """Seconds since the epoch. It is signed, so that no other peer can keep an old heartbeat alive."""
+        """The end of the heartbeat's lifetime, in seconds since the epoch. It is signed, so no peer can change it."""
         return self.sequence / 1000 + self.lifetime
 
     def repeats(self, earlier: Heartbeat) -> bool:
-        """Return whether it differs from the earlier one in its sequence at most."""
+        """Return True if this heartbeat equals the earlier one, apart from the sequence."""
         return self.__dict__ | {"sequence": earlier.sequence} == earlier.__dict__
 
     def sign(self, identity: Identity) -> bytes:
-        """Return the signed envelope, at most SIZE_LIMIT bytes. Raises: ValueError for another peer's heartbeat."""
+        """Return the packed SignedHeartbeat, at most SIZE_LIMIT bytes. Raises: ValueError for another's heartbeat."""
         if identity.peer_id != self.peer:
             raise ValueError(f"{identity.peer_id} cannot sign a heartbeat of {self.peer}")
         payload = pack(self)

@@ -15,14 +15,14 @@ from peers.presence.heartbeat import Heartbeat, PeerState
 PEERS_LIMIT = 10_000  # peers that are remembered
 CLOCK_TOLERANCE = 60.0  # seconds that a peer's clock may be ahead of ours
 HEARTBEATS_AT_ONCE = 4.0  # signed heartbeats that a peer may send one after another
-SECONDS_PER_HEARTBEAT = 0.5  # seconds after which a peer may send one more
+SECONDS_PER_HEARTBEAT = 0.5  # seconds after which a peer may send one more signed heartbeat
 HEARTBEAT_BYTES = 1024  # bytes that count as one heartbeat; a larger one counts as several
 NEVER = -float("inf")
 
 
 @dataclass(eq=False)
 class Kept:
-    """The last messages of one peer. Times are on our clock."""
+    """The last heartbeats and beats of one peer. Times are seconds on our clock."""
 
     heartbeat: Heartbeat
     """The newest signed heartbeat."""
@@ -40,19 +40,19 @@ class Kept:
     allowed_at: float = NEVER
 
     def is_fresh(self, now: float) -> bool:
-        """Return whether the peer was heard, or a heartbeat of it came, within its heartbeats' lifetime."""
+        """Return True if the peer was heard, or a heartbeat of it received, within its heartbeats' lifetime."""
         return now - max(self.taken_at, self.heard_at) <= self.heartbeat.lifetime
 
     def is_heard(self, now: float) -> bool:
-        """Return whether the peer itself was heard within half of the lifetime, which is the run's expiry."""
+        """Return True if the peer itself was heard within half of its heartbeats' lifetime: the run's expiry."""
         return now - self.heard_at <= self.heartbeat.lifetime / 2
 
     def is_present(self, now: float) -> bool:
-        """Return whether the peer seems to be there, so that calls to it make sense."""
+        """Return True if the peer is fresh and not leaving, so that calls to it make sense."""
         return self.is_fresh(now) and self.heartbeat.state is not PeerState.LEAVING
 
     def may_send(self, now: float) -> bool:
-        """Return whether the peer may send a signed heartbeat now, of any size."""
+        """Return True if the peer's allowance permits one signed heartbeat now, of any size."""
         return self._left(now) >= 1.0
 
     def _left(self, now: float) -> float:
@@ -60,7 +60,7 @@ class Kept:
         return min(HEARTBEATS_AT_ONCE, self.allowance + since / SECONDS_PER_HEARTBEAT)
 
     def spend(self, size: int, now: float) -> None:
-        """Count a signed heartbeat of so many bytes."""
+        """Subtract a signed heartbeat of `size` bytes from the peer's allowance."""
         cost = max(1.0, size / HEARTBEAT_BYTES)
         self.allowance, self.allowed_at = max(0.0, self._left(now) - cost), now
 
@@ -81,15 +81,15 @@ class HeartbeatStore:
         return self._kept.get(peer)
 
     def all(self) -> list[Kept]:
-        """Return all remembered peers, also those that are gone."""
+        """Return the records of all remembered peers, also of peers that are gone."""
         return list(self._kept.values())
 
     def fresh(self, now: float) -> Iterator[Kept]:
-        """Yield the peers that are fresh."""
+        """Yield the records of peers that are fresh (`Kept.is_fresh`)."""
         return (kept for kept in self._kept.values() if kept.is_fresh(now))
 
     def take(self, heartbeat: Heartbeat, signed: bytes, now: float, wall: float) -> bool:
-        """Store a verified signed heartbeat if it is newer than the last one. Return whether it was stored."""
+        """Store a verified signed heartbeat if it is newer than the last one. Return True if it was stored."""
         kept = self._kept.get(heartbeat.peer)
         if not _is_of_our_time(heartbeat.sequence, heartbeat.lifetime, wall):
             return False
@@ -111,33 +111,33 @@ class HeartbeatStore:
         return True
 
     def heard(self, peer: str, now: float) -> None:
-        """Record that a peer itself was heard."""
+        """Record that a message of the peer itself was received at the time `now`."""
         if peer in self._kept:
             self._kept[peer].heard_at = now
 
     def drop(self, peer: str) -> None:
-        """Forget a peer at once."""
+        """Delete a peer's record, even if its heartbeat is not outdated."""
         self._kept.pop(peer, None)
 
-    # Bounds ---------------------------------------------------------------------------------------------------
+    # Limits ---------------------------------------------------------------------------------------------------
     def _has_room(self, wall: float) -> bool:
-        """Return whether one more peer can be remembered, after dropping outdated ones if necessary."""
+        """Return True if one more peer can be remembered, after dropping outdated ones if necessary."""
         if len(self._kept) >= PEERS_LIMIT:
             self.forget(wall)
         return len(self._kept) < PEERS_LIMIT
 
     def forget(self, wall: float) -> None:
-        """Drop peers whose newest heartbeat is outdated. Earlier, a copy of it would be taken as new."""
+        """Drop peers whose newest heartbeat is outdated. If dropped earlier, a copy of that one would count as new."""
         for kept in self.all():
             if not _is_of_our_time(kept.newest.sequence, kept.heartbeat.lifetime, wall):
                 del self._kept[kept.heartbeat.peer]
 
 
 def is_from_the_future(sequence: int, wall: float) -> bool:
-    """Return whether a heartbeat or beat is later than a difference between clocks can explain."""
+    """Return True if a heartbeat's or beat's time is more than CLOCK_TOLERANCE seconds after `wall`."""
     return sequence / 1000 - CLOCK_TOLERANCE > wall
 
 
 def _is_of_our_time(sequence: int, lifetime: float, wall: float) -> bool:
-    """Return whether a heartbeat is neither from the future, nor so old that its peer may be gone for long."""
+    """Return True if a heartbeat is neither from the future, nor expired by more than CLOCK_TOLERANCE seconds."""
     return not is_from_the_future(sequence, wall) and wall <= sequence / 1000 + lifetime + CLOCK_TOLERANCE

@@ -13,25 +13,25 @@ from peers.presence.beats import REFRESH_SHARE, Beats
 from peers.presence.heartbeat_store import NEVER
 from peers.values.wire import digest_of
 
-SAMPLE = 32  # peers whose heartbeats are kept in the DHT; all peers, if there are no more
-ELDERS = 16  # of these, the oldest peers
-SAMPLE_PERIOD = 60.0  # seconds after which the other half is drawn anew
-ARRIVAL = 60.0  # seconds after its start within which a peer hears of all that were there before
+SAMPLE = 32  # peers of a run whose heartbeats are kept in the DHT; all peers of a smaller run
+ELDERS = 16  # peers of the SAMPLE that are the run's oldest; the others are drawn by lot
+SAMPLE_PERIOD = 60.0  # seconds after which the peers drawn by lot are drawn anew
+ARRIVAL = 60.0  # seconds after a peer's start, in which it learns of all older peers
 STORE_SHARE = REFRESH_SHARE  # fraction of a heartbeat's lifetime between two heartbeats in the DHT
 SEARCH_SHARE = 0.25  # fraction of a heartbeat's lifetime between two searches of the DHT, at least
-SEARCH_CALM, SEARCH_UNEASY = 0.5, 0.05  # seconds between two searches for each other peer: with, and without a link
-SEARCH_LAST = 300.0  # seconds between two searches, at most
+SEARCH_CALM, SEARCH_UNEASY = 0.5, 0.05  # seconds between searches, per other peer: with a link, without
+SEARCH_LAST = 300.0  # seconds between two searches of the DHT, at most
 
 
 class MeetingPlace:
-    """The times at which one peer of a run, or a visitor that only looks, uses the DHT."""
+    """The times at which one peer of a run, or a visitor, stores its heartbeat in the DHT or searches the DHT."""
 
     def __init__(self, beats: Beats) -> None:
         self._beats = beats
         self._stored_at = self._searched_at = NEVER
 
     def is_to_be_stored(self, now: float, wall: float) -> bool:
-        """Return whether to store our heartbeat in the DHT: always while we hear no peer; else often enough for
+        """Return True if our heartbeat is to be stored in the DHT: always while we hear no peer; else often enough for
         newcomers; in a large run only if we are among the oldest or are drawn."""
         if self._is_settled(now) and now - self._stored_at < STORE_SHARE * self._beats.lifetime:
             return False
@@ -43,13 +43,13 @@ class MeetingPlace:
         return sum(_place(other, period) < mine for other in others) < SAMPLE - ELDERS
 
     def _is_elder(self, others: Iterable[str]) -> bool:
-        """Return whether only a few of the others were there when we came."""
+        """Return True if fewer than ELDERS of the other peers were in the run before us."""
         own = self._beats.own
         came = float("inf") if own is None else own.first_at + ARRIVAL
         return sum(self._beats.known_since(other) <= came for other in others) < ELDERS
 
     def is_search_due(self, now: float) -> bool:
-        """Return whether it is time to search for others."""
+        """Return True if it is time to search the DHT for other peers."""
         others = len(self._beats.others(now))
         pause = SEARCH_UNEASY * others
         if others and (self._beats.own is None or self._is_settled(now)):
@@ -63,10 +63,10 @@ class MeetingPlace:
         self._searched_at = now
 
     def _is_settled(self, now: float) -> bool:
-        """Return whether we hear another peer over its link."""
+        """Return True if another peer was heard over its link within the run's expiry."""
         return now - self._beats.linked_at <= self._beats.lifetime / 2
 
 
 def _place(peer: str, period: str) -> bytes:
-    """Return a peer's place in a period's order. It is a hash, so no peer can choose its place."""
+    """Return a peer's lot in a period's draw; the smallest win. It is a hash, so no peer can choose its lot."""
     return digest_of(f"{period} {peer}".encode())

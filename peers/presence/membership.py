@@ -50,10 +50,10 @@ class Roll(dict[str, Heartbeat]):
 @dataclass(slots=True)
 class _Sighting:
     heartbeat: Heartbeat
-    advanced_at: float  # the last time that a heartbeat or message came
-    beaten_at: float  # the last time that a heartbeat came
+    advanced_at: float  # the time of the peer's last heartbeat or message
+    beaten_at: float  # the time of the peer's last heartbeat
     reachable: bool = True
-    departures: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # by incarnation: index and signature
+    departures: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # by incarnation: farewell index, signature
 
     @property
     def has_left(self) -> bool:
@@ -66,21 +66,21 @@ class _Sighting:
 
 
 class Membership:
-    """The other peers of the run, from their heartbeats, and from messages that came or could not be delivered."""
+    """The other peers of the run, judged by their heartbeats, received messages, and failed deliveries to them."""
 
     def __init__(self, me: str, expiry: float, is_farewell: IsFarewell) -> None:
-        """`is_farewell` checks whether a signature of a departure is the peer's own."""
+        """Start without other peers. `expiry` is in seconds; `is_farewell` checks the signature of a farewell."""
         self._me = me
         self._is_farewell = is_farewell
         self._expiry = expiry
         self._seen: dict[str, _Sighting] = {}
         self._departed = set[str]()  # peers with a departed incarnation
         self._live: Roll | None = None  # the last result of `live`; None if something has changed since
-        self._live_until = 0.0  # the first time at which a peer of it may have expired
+        self._live_until = 0.0  # the first time at which a peer in `_live` may have expired
         self.polled = False
 
     def observe(self, heartbeats: Iterable[Heartbeat], now: float, silences: Mapping[str, float] | None = None) -> None:
-        """Take in heartbeats, some of them heard `silences` seconds ago; old ones change nothing.
+        """Record new heartbeats, of which some peers' were heard `silences` seconds ago; ignore old heartbeats.
 
         The roll stays the same object if no heartbeat changes its content, so that derived values can be reused.
         """
@@ -114,7 +114,7 @@ class Membership:
 
     @property
     def met(self) -> Collection[str]:
-        """All peers that were heard in the last hour, and this peer."""
+        """The ids of all peers that were heard in the last hour, and of this peer."""
         return {self._me, *self._seen}
 
     def unreachable(self, peer: str) -> None:
@@ -131,8 +131,8 @@ class Membership:
             sighting.reachable, sighting.advanced_at = True, now
 
     def departs(self, peer: str, incarnation: int, departure: int, signature: bytes) -> None:
-        """Record a peer's farewell: it counts in no quorum from the entry `departure` on. Strangers' farewells are
-        ignored, since strangers are in no quorum."""
+        """Record a peer's farewell: the peer counts in no quorum from the entry `departure` on. Strangers' farewells
+        are ignored, since strangers are in no quorum."""
         if peer in self._seen:
             self._departs(self._seen[peer], incarnation, departure, signature)
             self._live = None
@@ -147,7 +147,7 @@ class Membership:
         return frozenset(self.farewells(log))
 
     def farewells(self, log: LogState) -> dict[str, tuple[int, bytes]]:
-        """Return the same voters, each with the index and the signature of its farewell."""
+        """Return the index and signature of the farewell of each voter that left before the next entry, by peer id."""
         if not self._departed:
             return {}
         index, gone = log.position.index, dict[str, tuple[int, bytes]]()
@@ -173,7 +173,7 @@ class Membership:
 
     def spoke_within(self, seconds: float, now: float, even_leavers: bool = False) -> list[Heartbeat]:
         """Return the last heartbeats of peers that have not left, and sent one in the last `seconds`; with
-        `even_leavers` also of peers that go on after a farewell.
+        `even_leavers` also of peers that have left.
 
         Only heartbeats count here, and not messages or failed deliveries: a peer may send messages to some and not to
         others, and a link may fail for a moment.

@@ -1,4 +1,4 @@
-"""Presence of the other peers, as one peer hears them itself: which ones are live and reachable, and their quorum."""
+"""Presence of the other peers, as this peer hears them itself: live peers, reachable peers, and quorums of them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ LINKS_PATIENCE = 20.0
 
 
 class Presence:
-    """Life and reach of the other peers. It is kept when the log moves on.
+    """The live and the reachable other peers of a run. The object is kept from entry to entry of the log.
 
     `now` is the time of the event that is being handled.
     """
 
     def __init__(self, me: str, expiry: float, pause: float, now: float, is_farewell: IsFarewell) -> None:
-        """Args:
+        """Start at the time `now` without other peers.
+
+        Args:
         expiry: seconds of silence after which a peer is not live.
         pause: seconds without requests to a peer for something that it did not give.
         is_farewell: checks whether a signature of a departure is the peer's own.
@@ -36,22 +38,22 @@ class Presence:
         """Measured bytes a second that our link carries each way; 0: not measured yet."""
         self._me = me
 
-    # Life -----------------------------------------------------------------------------------------------------
+    # Live peers -----------------------------------------------------------------------------------------------
     def live(self) -> Roll:
-        """Return the last heartbeats of the other peers that are alive and not leaving, by peer."""
+        """Return the last heartbeats of the other peers that are live and not leaving, by peer id."""
         return self.membership.live(self.now)
 
     def is_live(self, peer: str) -> bool:
-        """Return whether a peer is alive and not leaving."""
+        """Return True if a peer is live and not leaving."""
         return self.membership.is_live(peer, self.now)
 
     def speeds(self, log: LogState) -> list[float]:
-        """Return the tokens a second that working peers with a lease report, the highest first. Others' reports do not
-        count, since any peer may report anything; before the first entry all working peers count."""
+        """Return the tokens a second that each working peer with a lease reports, highest first. Reports of peers
+        without a lease count only before the first entry, since any peer may report anything."""
         return [speed for speed in self._reported_speeds(log) if speed]
 
     def usual(self, log: LogState) -> float:
-        """Return the tokens a second that most of them reach, as they report. Less than half cannot raise it."""
+        """Return the median tokens a second in working peers' reports; a minority of liars cannot raise this median."""
         speeds = self._reported_speeds(log) or [0.0]
         return speeds[len(speeds) // 2]
 
@@ -67,7 +69,7 @@ class Presence:
 
     @property
     def seeks_links(self) -> bool:
-        """True while a new peer still looks for links to live peers, and should not be counted on."""
+        """True while this peer, started less than LINKS_PATIENCE seconds ago, still makes links to live peers."""
         is_new = self.now - self._started_at < LINKS_PATIENCE
         return is_new and not self.reachability.sought.isdisjoint(self.live())
 
@@ -78,24 +80,24 @@ class Presence:
         return 2 * len(others & self.unreached) <= len(others)
 
     def named(self, peers: frozenset[str]) -> tuple[str, ...]:
-        """Return those of these peers that are live, at most as many as a message may name."""
+        """Return the sorted ids of those `peers` that are live, at most MEMBER_LIMIT."""
         return tuple(sorted(peers & self.live().keys()))[:MEMBER_LIMIT] if peers else ()
 
     # Quorum ---------------------------------------------------------------------------------------------------
     def is_quorum(self, log: LogState, peers: Collection[str]) -> bool:
-        """Return whether these peers are a quorum for the log's next entry, not counting signed farewells (R12)."""
+        """Return True if `peers` are a quorum for the log's next entry, of the voters without a farewell (R12)."""
         departed = self.membership.departed(log)
         voters = [peer for peer, _ in log.electors if peer not in departed]
         return log.quorum.is_enough(sum(peer in peers for peer in voters), len(voters)) or not voters
 
     def are_all_gone(self, log: LogState) -> bool:
-        """Return whether all voters of the log have left with a farewell, or it has none. Peers that go on then are no
-        minority."""
+        """Return True if all voters of the log have left with a farewell, or the log has no voters. Other peers that
+        then make entries are no minority."""
         return self.membership.departed(log).issuperset(log.voters)
 
     def are_most_here(self, log: LogState, incarnation: int, along: Collection[str] = ()) -> bool:
-        """Return whether a quorum is live that is not further on than the log. Peers further on count if they are not
-        among those `along` the same branch. `incarnation` is ours."""
+        """Return True if a quorum of live peers, this peer included, is not further on than the log. Peers further
+        on count, too, unless they are in `along`: on the same branch. `incarnation` is ours."""
         live, index = self.live(), log.position.index
         others = [beat for peer, beat in live.items() if beat.index <= index or peer not in along]
         incarnations = {beat.peer: beat.incarnation for beat in others}
@@ -104,8 +106,8 @@ class Presence:
         return bool(here) and self.is_quorum(log, here)
 
     def voters_here(self, log: LogState, incarnation: int, patience: float, even_leavers: bool = False) -> set[str]:
-        """Return the voters that were heard by a heartbeat in the last `patience` seconds, in the incarnation that
-        votes. This peer is one of them if it votes in its `incarnation`.
+        """Return the ids of the voters whose heartbeat was received in the last `patience` seconds, in the incarnation
+        that votes; and of this peer if it votes in `incarnation`.
 
         Their work, their reach and reports of other peers do not matter, since liars can influence those.
         """

@@ -13,10 +13,10 @@ DOUBT = 300.0
 
 
 class Reachability:
-    """Reach of each peer, kept when the log moves on. A peer counts as reachable until something shows otherwise."""
+    """Reach of each other peer of a run. A peer counts as reachable until the links or failed chunks show otherwise."""
 
     def __init__(self, patience: float) -> None:
-        """`patience`: seconds without a chunk that reaches a peer, after which the peer is doubted."""
+        """Doubt a peer when no chunk sent to it has arrived for `patience` seconds."""
         self._patience = patience
         self._reach: dict[str, Reach] = {}
         self.unreached: frozenset[str] = frozenset()
@@ -26,13 +26,13 @@ class Reachability:
         self.sought: frozenset[str] = frozenset()
         """Peers to which a link is still looked for."""
         self._rates: dict[str, int] = {}
-        self._failing_since: dict[tuple[str, int], float] = {}  # by peer and fragment
+        self._failing_since: dict[tuple[str, int], float] = {}  # by peer and fragment: the first failure's time
         self._doubted_until: dict[str, float] = {}
 
     def observe(
         self, reach: Mapping[str, Reach], rates: Mapping[str, int], sought: frozenset[str] = frozenset()
     ) -> bool:
-        """Take in the state of the links. Return whether any peer's reach has changed."""
+        """Store the reach, rates and missing links of all peers. Return True if any peer's reach has changed."""
         self.sought = sought
         changed = {peer for peer in self._reach.keys() | reach.keys() if self._reach.get(peer) != reach.get(peer)}
         self._reach, self._rates = dict(reach), dict(rates)
@@ -68,8 +68,8 @@ class Reachability:
         return self.doubted(now) | self.relayed | self.sought
 
     def seen(self, me: str) -> tuple[tuple[str, int], ...]:
-        """Return the bytes a second that came from other peers in recent rounds. The first peer is the one after us in
-        the order of ids, so that in a large swarm equally many report on each."""
+        """Return the bytes a second received in recent rounds from each of up to SEEN_LIMIT other peers. The first peer
+        is the one after us in the order of ids, so that in a large swarm equally many report on each."""
         peers = sorted(peer for peer, rate in self._rates.items() if rate > 0 and peer != me)
         after = sum(peer < me for peer in peers)
         return tuple((peer, self._rates[peer]) for peer in (peers[after:] + peers[:after])[:SEEN_LIMIT])

@@ -1,4 +1,5 @@
-"""One peer's protocol, without input or output: events in, effects out. `peer.py` is where to begin reading.
+"""One peer's protocol, without I/O: its driver passes events in and carries out the effects that it returns. Begin
+reading at `peer.py`.
 
 Other rooms import:
 the room: effects

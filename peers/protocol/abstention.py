@@ -1,4 +1,4 @@
-"""The way in which a voter that cannot take part gives up its vote (R12).
+"""The procedure by which a voter that cannot take part in rounds gives up its vote (R12).
 
 Liars can cause everything that others see of a voter, so a voter that is heard keeps its vote. But a peer that knows by
 itself that its workers hang, or that it reaches no other peer, becomes another incarnation. The next entry then takes
@@ -29,7 +29,8 @@ TURN = 2.0
 
 
 class Abstention:
-    """The time for which this peer has been unable to take part."""
+    """The decision to give up this peer's vote, after it has been unable to take part in rounds for long enough
+    (R12)."""
 
     def __init__(
         self, context: Context, presence: Presence, trainer: Trainer, replica: Replica, hindrances: Hindrances
@@ -42,7 +43,8 @@ class Abstention:
         self._unable_since: float | None = None
 
     def look(self, rounds: Collection[EntryRound]) -> None:
-        """Give up this peer's vote, if its turn has come."""
+        """Give up this peer's vote if its workers hang or it reaches no other peer, and its turn among the voters has
+        come."""
         context, log = self._context, self._replica.log
         if not self._trainer.is_late(log) and any(round.is_taking_part for round in rounds):
             self._trainer.watch.forgive(context.now)

@@ -1,4 +1,4 @@
-"""The organiser's newest amendment that this peer knows, until the log has it (R18).
+"""The organiser's newest amendment that this peer has received, kept until an entry of the log has it (R18).
 
 Heartbeats pass it on, and the leader puts it into the next closing entry. A leader that leaves it out only delays it
 until another one leads.
@@ -12,7 +12,8 @@ from peers.values.manifest import Amendment, newest
 
 
 class Amending:
-    """The newest amendment that this peer knows and can follow. `refused` is the newest one that it cannot follow."""
+    """The organiser's newest amendment that this peer can follow. `refused` is the newest amendment that it cannot
+    follow."""
 
     def __init__(self, settings: RunSettings) -> None:
         self.refused: Amendment | None = None
@@ -20,7 +21,7 @@ class Amending:
         self._newest: Amendment | None = None
 
     def hear(self, amendment: Amendment | None) -> bool:
-        """Take in an amendment. Return whether it is the organiser's, and newer than those that were known."""
+        """Store an amendment. Return True if the organiser has signed it and it is newer than those stored before."""
         if amendment is None or newest(self._newest, amendment) is self._newest or amendment == self.refused:
             return False
         if not amendment.is_signed(self._settings.run, self._settings.organiser):
@@ -34,6 +35,5 @@ class Amending:
         return True
 
     def proposed(self, log: LogState) -> Amendment | None:
-        """Return the amendment that the log does not have yet; None if the log has the newest one that this peer
-        knows."""
+        """Return this peer's newest amendment if it is newer than the log's; otherwise None."""
         return self._newest if newest(log.amendment, self._newest) is not log.amendment else None

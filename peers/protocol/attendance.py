@@ -1,5 +1,5 @@
-"""Attendance at one position: the peers at work there, whether they are a quorum, and when a minority goes on alone
-(R8).
+"""Attendance at one position: the peers at work there, whether they are a quorum, and the time after which a minority
+makes the entry alone (R8).
 
 A minority goes on because the other peers may be gone for good. Each of its voters must itself have heard no quorum
 here for the partition grace. Other peers follow its entry only if too few of the last roster are here to make one of
@@ -29,8 +29,8 @@ HOPELESS = 10.0
 
 
 class Attendance:
-    """The attendance at one position. `here` maps the peers at work at this very position, including this one, to their
-    incarnations.
+    """The attendance at one position. `here` maps the id of each peer at work at the position, including this peer, to
+    its incarnation.
 
     `is_alone` is true if this peer begins a minority's ballots, `joins_alone` if it takes part in them.
     """
@@ -45,12 +45,12 @@ class Attendance:
         self._most_named_at = -float("inf")
 
     def look(self, ready_since: float | None, is_at_work: bool, is_behind: bool) -> None:
-        """Update the peers here, and for how long they have been no quorum.
+        """Update `here`, the time at which the peers at work were last a quorum, `is_alone` and `joins_alone`.
 
         Args:
             ready_since: time at which this peer became ready; None if it is not.
-            is_at_work: true if this peer has a lease here.
-            is_behind: true if other peers are further on: this peer is to join them, however long it takes.
+            is_at_work: true if this peer trains or has trained for the position's entry.
+            is_behind: true if other peers are ahead: this peer then joins no minority.
         """
         context, now = self._context, self._context.now
         live, position = self._presence.live(), self._log.position
@@ -90,27 +90,28 @@ class Attendance:
 
     @property
     def are_most_named(self) -> bool:
-        """True if the names of most voters were here lately, even though too few of them are in the incarnation that
-        votes."""
+        """True if most voters, in any incarnation, were at work within the last partition grace (or death time, if
+        longer)."""
         timing = self._context.settings.timing
         return self._context.now - self._most_named_at < max(timing.partition_grace, death(timing))
 
     def is_quorum(self, incarnations: Mapping[str, int]) -> bool:
-        """Return whether these peers, in these incarnations, decide for the whole run. Before the first entry that
-        takes the manifest's minimum of peers."""
+        """Return True if these peers, in these incarnations, are a quorum of the voters; before the first entry, if
+        they are at least the manifest's minimum of peers."""
         if self._log.last is None:
             return len(incarnations) >= self._context.settings.minimum_peers
         counted = [peer for peer, incarnation in incarnations.items() if self._log.counts(peer, incarnation)]
         return bool(counted) and self._presence.is_quorum(self._log, counted)
 
     def is_enough(self, incarnations: Mapping[str, int]) -> bool:
-        """Return whether these peers can make the entry, as a minority if they must."""
+        """Return True if these peers can make the entry: as a quorum, or as a minority if this peer may act alone
+        (R8)."""
         return self.is_quorum(incarnations) or (self.is_alone and self.may_go_on(incarnations))
 
     def may_go_on(self, incarnations: Mapping[str, int]) -> bool:
-        """Return whether these peers may go on as a minority: they are most of those here. If the names of most voters
-        are here, they must be most of the voters, so that there is only one such group. For a founding by too few, they
-        must be all that are here."""
+        """Return True if these peers are enough for a minority's entry (R8): most of the voters by name if
+        `are_most_named`, so that only one such group exists; otherwise more than half of `here`, or all of `here` for a
+        founding."""
         if self.are_most_named and not self._are_all_gone:
             return are_most(self._log, incarnations)
         among = len(self.here.keys() & incarnations.keys())
@@ -118,22 +119,22 @@ class Attendance:
 
     @property
     def group(self) -> Group:
-        """The voters of a minority: all peers here, as far as a message has room for their names."""
+        """The voters of a minority: the peers of `here` with their incarnations, at most MEMBER_LIMIT of them."""
         return tuple(sorted(self.here.items()))[:MEMBER_LIMIT]
 
     def left_out(self, group: Group) -> tuple[str, ...]:
-        """Return the peers here that are not in a group."""
+        """Return the ids of the peers of `here` that are not in the group."""
         return tuple(sorted(peer for peer, incarnation in self.here.items() if (peer, incarnation) not in group))
 
     def joins(self, group: Group) -> bool:
-        """Return whether this peer votes in this minority group: the group has all peers that are here, and may go
-        on."""
+        """Return True if this peer votes in a minority's group: the group has all peers of `here`, and is large enough
+        (R8)."""
         heard = {peer: incarnation for peer, incarnation in group if peer in self.here}
         return self.joins_alone and not self.left_out(group) and self.may_go_on(heard)
 
     def ready(self) -> dict[str, int]:
-        """Return the peers that are ready or exchanging here, including this one. With several fragments in a cycle a
-        peer may be ready with one while it trains; its heartbeat tells how far it is."""
+        """Return the peers of `here` that are ready or averaging, and this peer, with their incarnations. With several
+        fragments, a peer that trains counts as ready for a fragment once it has made that fragment's inner steps."""
         live, me = self._presence.live(), self._context.me
         return {
             peer: incarnation for peer, incarnation in self.here.items() if peer == me or self._is_ready(live[peer])
@@ -149,14 +150,15 @@ class Attendance:
         return done * log.fragments >= samples * (log.fragment + 1)
 
     def views(self) -> dict[str, int]:
-        """Return the views of the other peers here, or before the first entry of all that may found the run."""
+        """Return the view that each other peer of `here` names in its heartbeat; before the first entry, each founder's
+        view."""
         live = self._presence.live()
         peers = self.founders() if self._log.last is None else self.here
         return {peer: live[peer].view for peer in peers if peer in live}
 
     def moves_on(self, incarnations: Mapping[str, int]) -> bool:
-        """Return whether these peers are enough to change the leader. Before the first entry that is most of those
-        heard, since peers without a link to each other may both be needed."""
+        """Return True if these peers are enough to change the leader: as many as can make the entry; before the first
+        entry, most of the peers heard, since two peers without a link to each other may both be needed."""
         if self._log.last is None:
             heard = self.founders()
             are_many = len(heard) >= self._context.settings.minimum_peers or bool(self.here)
@@ -164,12 +166,13 @@ class Attendance:
         return self.is_enough(incarnations)
 
     def founders(self) -> list[str]:
-        """Return the peers that may found the run: this peer, and all that are heard."""
+        """Return the ids of the peers that may found the run: this peer, and all that it hears and reaches before the
+        first entry."""
         beats: Iterable[Heartbeat] = self._presence.live().trainers
         others = [beat.peer for beat in beats if beat.index == 0 and beat.peer not in self._presence.unreached]
         return sorted([self._context.me, *others])
 
 
 def are_most(log: LogState, peers: Collection[str]) -> bool:
-    """Return whether these are more than half of the voters by name, in whichever incarnation."""
+    """Return True if these peers are more than half of the log's voters, in any incarnation."""
     return 2 * len(set(log.voters).intersection(peers)) > len(log.voters)

@@ -1,4 +1,5 @@
-"""The peers that the leader of one position waits for before it begins a round, and how long it waits (R7, R16)."""
+"""The peers that the leader waits for before it begins a round at one position, and the length of that wait (R7,
+R16)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ percent."""
 
 def late(log: LogState, settings: RunSettings) -> frozenset[str]:
     """Return the late peers: lease holders and voters that were in neither of the last two entries (R7). An
-    asynchronous run has none, since its slack is short (R16)."""
+    asynchronous run has no late peers, since its slack is short (R16)."""
     if settings.contributions is not None:
         return frozenset()
     leases = log.last.leases if log.last else ()
@@ -29,29 +30,29 @@ def late(log: LogState, settings: RunSettings) -> frozenset[str]:
 
 
 class ReadyTimes:
-    """The time at which each peer was first ready, at one position."""
+    """The time at which each peer was first ready at one position, in seconds of the driver's clock."""
 
     def __init__(self) -> None:
         self._times: dict[str, float] = {}
 
     def note(self, peer: str, now: float) -> None:
-        """Record that a peer is ready."""
+        """Record `now` as the time at which the peer was first ready, unless a time is recorded already."""
         self._times.setdefault(peer, now)
 
     def of_all(self, peers: Set[str]) -> float:
-        """Return the time since which all of these peers are ready; minus infinity without peers."""
+        """Return the time at which the last of these peers became ready; minus infinity if none of them is ready."""
         return max((self._times[peer] for peer in peers & self._times.keys()), default=-math.inf)
 
     def of_share(self, share: float, able: Set[str], ready: Set[str]) -> float:
-        """Return the time since which this share of the peers `able` to contribute is `ready`; infinity while fewer
-        are."""
+        """Return the time since which this share (0 to 1) of the peers `able` to contribute is in `ready`; infinity
+        while fewer are."""
         times = sorted(self._times[peer] for peer in self._times.keys() & ready)
         enough = max(1, math.ceil(share * len(able)))
         return times[enough - 1] if len(times) >= enough else math.inf
 
     def of_most(self, voters: Set[str], ready: Set[str]) -> float:
-        """Return the time since which more than half of these voters are `ready`; infinity while fewer are. Without
-        voters it is the time of the first ready peer.
+        """Return the time since which more than half of the voters are in `ready`; infinity while fewer are. Without
+        voters, return the time of the first ready peer.
 
         One Ready is too few to start the grace: a peer that was late for the last entry is ready at once, and would use
         up the time of all others.
@@ -63,7 +64,8 @@ class ReadyTimes:
 
 
 class Awaited:
-    """The peers that a leader waits for. `peers` are those that it expected at the last look, ready or not.
+    """The peers that a leader waits for before it begins a round. `peers` are those expected at the last call of
+    `look`, ready or not.
 
     A synchronous run waits for all of them until the grace is over, an asynchronous run until there are enough
     contributions and its slack is over. Neither waits for a peer whose own beats show that it needs longer.
@@ -80,12 +82,12 @@ class Awaited:
         self._me = me
         self._log = log
         self._settings = settings
-        self._away: dict[str, float] = {}  # seconds until each can be ready, if its heartbeat tells
-        self._passed_over = set[str]()  # peers at work that are not waited for
+        self._away: dict[str, float] = {}  # minimum seconds until each peer is ready; 0 if its heartbeat does not tell
+        self._passed_over = set[str]()  # expected peers that the leader does not wait for, since they need too long
 
     def look(self, live: Mapping[str, Heartbeat], granted: Mapping[str, int], unreached: Collection[str]) -> None:
-        """Update the expected peers: those at work on the entry, and those that were `granted` the given number of
-        samples for it. A lease tells in which entry its peer was last."""
+        """Update `peers`: the live and reached peers that are at work on the entry with a lease and not late, or that
+        this leader `granted` samples. `granted` has the number of samples for each peer."""
         leases = self._log.last.leases if self._log.last else ()
         besides = late(self._log, self._settings)
         given = {lease.peer: sample_count(lease.samples) for lease in leases if lease.peer not in besides}
@@ -99,19 +101,18 @@ class Awaited:
         self._away = {peer: self._seconds_away(given[peer], *report) for peer, report in reports.items()}
 
     def _is_at_work(self, beat: Heartbeat) -> bool:
-        """Return whether a peer trains or is ready. A peer that is in an entry newer than its beat counts as at work,
-        too."""
+        """Return True if the peer trains, is ready or averages, or is in an entry newer than its heartbeat."""
         is_older = beat.index < self._log.position.index
         return beat.state in PARTICIPATING or (is_older and beat.peer in self._log.roster)
 
     def _reported(self, beat: Heartbeat) -> tuple[int, float]:
-        """Return the inner step and the tokens per second that a peer reports; 0 tokens per second if unknown."""
+        """Return the inner step and the tokens per second from a peer's heartbeat; 0 tokens per second if unknown."""
         is_current = beat.state is PeerState.TRAINING and beat.index == self._log.position.index
         return beat.inner_step, (beat.tokens_per_second or beat.speed) if is_current else 0.0
 
     def _seconds_away(self, count: int, inner_step: int, speed: float) -> float:
-        """Return the least seconds until a peer has trained its samples for the entry; 0 if unknown. The estimate
-        allows for the inner step under way and for a report that is two heartbeats old."""
+        """Return the minimum seconds until a peer has trained its `count` samples for the entry; 0 if its speed is
+        unknown. The estimate allows for the inner step under way and a heartbeat that is two intervals old."""
         if not speed:
             return 0.0
         settings = self._settings
@@ -120,8 +121,8 @@ class Awaited:
         return samples * settings.tokens_per_sample / speed - 2 * settings.timing.heartbeat
 
     def is_time(self, now: float, ready: Set[str], contributing: Set[str], voters: Set[str]) -> bool:
-        """Return whether the leader begins with the `ready` peers; some of them are `contributing`. Unless all peers
-        are ready, more than half of the expected voters must be."""
+        """Return True if the leader should begin a round: all expected peers are in `ready`; or more than half of the
+        expected voters are, and the wait is over. `contributing` are the ready peers whose work counts."""
         if self.peers <= ready:
             return True
         begun = self.times.of_most(self.peers & voters, ready)
@@ -129,15 +130,16 @@ class Awaited:
         return self._is_over(ready, SURELY * left, begun <= now) or self._are_enough(now, begun, ready, contributing)
 
     def _is_over(self, ready: Set[str], left: float, has_begun: bool) -> bool:
-        """Return whether no other peer can be ready in the seconds that are left."""
+        """Stop waiting for the peers that need more than `left` seconds. Return True if the wait has begun, and its
+        time is over or all other expected peers are in `ready`."""
         self._passed_over = {peer for peer in self.peers - ready if self._away.get(peer, 0.0) > left}
         if left > 0:
             self.in_vain = self.peers - ready - self._passed_over
         return has_begun and (left <= 0 or self.are_all_in(ready))
 
     def _are_enough(self, now: float, begun: float, ready: Set[str], contributing: Set[str]) -> bool:
-        """Return whether an asynchronous run has enough contributions, and no other peer can be ready within the slack.
-        The slack starts when enough contribute and most voters are ready (`begun`)."""
+        """Return True if an asynchronous run has enough contributions, and no further peer can be ready within the
+        slack. The slack starts when there are enough contributions and most voters are ready (at time `begun`)."""
         share = self._settings.contributions
         if share is None:
             return False
@@ -146,9 +148,9 @@ class Awaited:
 
     @property
     def fewest(self) -> int:
-        """The number of peers that are waited for."""
+        """The number of expected peers that the leader waits for, including those that are ready already."""
         return len(self.peers) - len(self._passed_over)
 
     def are_all_in(self, ready: Set[str]) -> bool:
-        """Return whether all peers are ready, apart from those that are not waited for."""
+        """Return True if all expected peers that the leader waits for are in `ready`."""
         return self.peers <= ready | self._passed_over

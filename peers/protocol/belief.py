@@ -1,4 +1,4 @@
-"""The decision whether to take other peers' entries and branches for the run's (R8, R13, R19, R21).
+"""The decision whether to accept other peers' entries and branches as the run's (R8, R13, R19, R21).
 
 A certified entry proves itself. Other evidence is needed for an entry that a minority or the founders made.
 """
@@ -20,7 +20,7 @@ from peers.protocol.replica import Replica
 
 
 class Belief:
-    """The decision of one peer about entries and branches that others show it. It changes no state."""
+    """One peer's decisions about entries and branches that other peers show it. They change no state."""
 
     def __init__(self, context: Context, presence: Presence, replica: Replica) -> None:
         self._context = context
@@ -29,7 +29,8 @@ class Belief:
 
     # The next entry -------------------------------------------------------------------------------------------
     def support(self, certified: Certified, log: LogState) -> Support | None:
-        """Return the support that the certificate proves; None if there is no certificate, or it is not valid."""
+        """Return an entry's support as its certificate proves it: certified or not, and the number of voters that
+        signed. Return None if the certificate is missing or not valid."""
         if certified.certificate is None:
             return None
         try:
@@ -38,7 +39,7 @@ class Belief:
             return None
 
     def entry(self, sender: str, certified: Certified, support: Support | None, was_asked: bool) -> Behind | None:
-        """Return an entry to replay, with the peers that may have its payload; None if this peer may not follow the
+        """Return the entry to replay, with the peers that may have its payload; None if this peer must not follow the
         entry.
 
         A certified entry may come from any peer. Another one must come from a peer that this one has asked, or whose
@@ -57,7 +58,7 @@ class Belief:
             return None
         if not self._is_as_signed(sender, header):
             return None
-        if log.fragments > 1:  # heartbeats do not tell which entries of this cycle a peer has
+        if log.fragments > 1:  # with fragments, heartbeats do not show the entries that a peer has in this cycle
             donors |= {peer for peer, beat in live.items() if beat.head == header.previous}
         if not donors and header.payload != NO_PAYLOAD:
             return None
@@ -65,9 +66,9 @@ class Belief:
         return Behind(header, certified.certificate if support is not None else None, tuple(ordered))
 
     def _may_follow(self, header: Header, support: Support | None) -> bool:
-        """Return whether to follow an entry of a minority (R21). A voter must have signed it, unless all voters have
-        left or none is live. The live voters that did not go along must be too few for an entry of their own, here or
-        further on. And this peer must have seen the proofs of its faults."""
+        """Return True if this peer may follow a minority's entry (R21): a voter signed it, or all voters have left or
+        none is live; too few live voters stayed outside it to make another entry; and this peer has the proofs of its
+        faults."""
         presence, log = self._presence, self._replica.log
         goes_on_alone = self._context.settings.goes_on_alone
         if not (goes_on_alone or presence.are_all_gone(log) or are_most(log, header.peers)):
@@ -81,7 +82,8 @@ class Belief:
         return self._context.evidence.has(header.faults, self._replica.lineage)
 
     def _is_as_signed(self, sender: str, header: Header) -> bool:
-        """Return whether an entry follows from this peer's log, and no archive has signed a different one."""
+        """Return True if the entry follows from this peer's log and agrees with the heads that archives have signed
+        (R19)."""
         replica = self._replica
         try:
             after = replica.log.append(header).position
@@ -94,9 +96,8 @@ class Belief:
         return not replica.needs_signed_log or bool(replica.signed.vouched(heads))
 
     def may_found(self, founders: int) -> bool:
-        """Return whether to believe a founding by this number of peers (R13). A founding by fewer than the manifest's
-        minimum is believed only if, within the partition grace, too few other peers were heard to found the run
-        together. A peer that has just started cannot have heard them yet."""
+        """Return True if this peer believes a founding by so many founders (R13): at least the manifest's minimum; or
+        fewer, if this peer has listened for the heartbeat expiry and heard too few others to reach that minimum."""
         context, timing = self._context, self._context.settings.timing
         least = context.settings.minimum_peers
         if founders >= least:
@@ -107,7 +108,7 @@ class Belief:
 
     # Another branch -------------------------------------------------------------------------------------------
     def branch(self, theirs: Branch, ours: Branch) -> Branch | None:
-        """Return the part of another peer's branch to take for the run's; None if no part is taken, or not yet.
+        """Return the part of another peer's branch to accept as the run's log; None if no part is accepted, or not yet.
 
         Heads that archives signed decide first, and everything up to them is beyond doubt. Founders can invent their
         tokens, so of two foundings the one with more live peers counts.
@@ -115,7 +116,7 @@ class Belief:
         log, signed, founders = self._replica.log, self._replica.signed, theirs.founders
         vouched = signed.vouched(theirs.heads)
         if self._replica.needs_signed_log and not vouched:
-            return None  # it may be another founding, whose log does not reach the signed head yet
+            return None  # `theirs` may be another founding, since it does not reach the signed head yet
         if log.last is None and founders is not None and not vouched and not self.may_found(founders):
             return None
         for doubt in theirs.doubts:
@@ -130,7 +131,7 @@ class Belief:
         if not theirs.splits_from(ours):
             return theirs if theirs.contradiction(signed) is None else None
         if ours.end.position != log.position and not theirs.has(log.position):
-            return None  # it was not compared with the entries that this peer has made meanwhile
+            return None  # `ours` misses entries that this peer has made since the comparison began
         if theirs.standing(signed) != ours.standing(signed):
             return theirs if theirs.standing(signed) > ours.standing(signed) else None
         if theirs.start.last is None:
@@ -140,7 +141,8 @@ class Belief:
         return theirs if theirs.is_better_than(ours) else None
 
     def _is_followed(self, doubt: LogState, branch: Branch) -> bool | None:
-        """Return whether to believe the minority's entries after a place; None while that is not clear."""
+        """Return True if this peer believes the entries that a minority made after the place `doubt`; None while it
+        cannot decide."""
         if self._presence.are_all_gone(doubt):
             return True
         if not (are_most(doubt, branch.end.roster) or self._context.settings.goes_on_alone):

@@ -1,4 +1,4 @@
-"""The search for peers that are further on (R21).
+"""The search for peers whose logs are longer or better than this peer's (R21).
 
 Any peer may claim anything in its heartbeats, so a claim makes this peer ask, and no more: for the next entry, if few
 entries are missing, and otherwise for the claimant's log. It asks one peer at a time, and trains meanwhile.
@@ -21,8 +21,8 @@ from peers.protocol.replica import Replica
 
 
 class Search:
-    """The search for peers that are further on. `question` limits how often this peer asks. `has_snapshot` is true once
-    a snapshot was loaded or was not to be found, so that the rest of the way is replayed."""
+    """The search for peers that are ahead of this peer. `question` limits how often this peer asks. `has_snapshot` is
+    true once a snapshot was loaded, or none was found: this peer then replays the remaining entries."""
 
     def __init__(self, context: Context, presence: Presence, replica: Replica, belief: Belief) -> None:
         self.question = Repetition(context)
@@ -32,20 +32,20 @@ class Search:
         self._replica = replica
         self._belief = belief
         self._patience = Patience(context, presence)
-        self._weighed: str | None = None  # the peer whose log is being fetched
+        self._weighed: str | None = None  # the peer whose log this peer is fetching, to compare the two logs
         self._inquired = ""
 
     # The next entry -------------------------------------------------------------------------------------------
     def inquire(self, log: LogState) -> None:
-        """Ask the next member, as a leader, whether it has made this entry already. With one fragment heartbeats show
-        that; with several they do not show how far a peer is within the cycle."""
+        """Ask the next member in turn, as a leader, whether it has this entry already. With one fragment this peer asks
+        no member, since heartbeats show the answer."""
         others = sorted(peer for peer in self._presence.live() if peer in log.roster)
         if others and log.fragments > 1:
             self._inquired = next((peer for peer in others if peer > self._inquired), others[0])
             self._context.emit(Send(self._inquired, Inquire(position=log.position)))
 
     def look(self) -> None:
-        """Ask a peer that claims to be further on for the next entry, or for its log."""
+        """Ask the peer that claims to be furthest ahead for the next entry, or for its log."""
         if self._replica.furthest is None:
             self.has_snapshot = False
         ahead, log = self._replica.claimant, self._replica.log
@@ -59,25 +59,26 @@ class Search:
             self.weigh(ahead)
         elif self._patience.is_over(ahead, log):
             self._presence.branches.pass_over(ahead)
-        else:  # the peer has all entries of this cycle, so they are asked for one after the other
+        else:  # ask for the cycle's first missing entry; the next questions ask for the others
             self._context.emit(Send(ahead, Inquire(position=log.of(log.pending[0]).position)))
 
     def answered(self) -> None:
-        """Stop the clock while an entry is fetched and applied."""
+        """Stop counting the seconds of the peer asked last: its entry is being fetched and applied."""
         self._patience.answered()
 
     # Another log ----------------------------------------------------------------------------------------------
     def weigh(self, peer: str) -> None:
-        """Fetch a peer's log, to compare it with this peer's."""
+        """Request a peer's log, to compare it with this peer's log, unless another peer's log is being fetched."""
         if self._weighed is None:
             self._weighed = peer
             others = tuple(sorted(self._presence.branches.donors() - {peer}))
             self._context.emit(FetchLineage(peer, self._presence.live()[peer].index, others))
 
     def on_seen(self, seen: LineageSeen) -> FarBehind | None:
-        """Return the way to another peer's branch, if this peer is to change to it; otherwise None."""
+        """Return the donor of a snapshot and its least index if the donor's branch is better than this peer's;
+        otherwise None."""
         if seen.donor != self._weighed:
-            return None  # this peer has turned to another donor meanwhile
+            return None  # this peer is comparing another donor's log by now
         self._weighed = None
         theirs = self._belief.branch(seen.theirs, seen.ours)
         is_better = theirs is not None and (theirs.splits_from(seen.ours) or theirs.is_better_than(seen.ours))
@@ -91,7 +92,7 @@ class Search:
         return self._far_behind(seen.donor, theirs.start.position.index)
 
     def on_not_seen(self, failed: LineageNotSeen) -> None:
-        """Pass over the donor, so that other peers are asked first."""
+        """Prefer other donors for a while, because the log of this donor could not be fetched or proven."""
         if failed.donor == self._weighed:
             self._weighed = None
         self._presence.branches.pass_over(failed.donor)
@@ -100,40 +101,40 @@ class Search:
 
     # A snapshot -----------------------------------------------------------------------------------------------
     def far_behind(self) -> FarBehind | None:
-        """Return the peer that is furthest on as the donor of a snapshot, because no peer has the next entries any
-        more. Return None if no peer is further on."""
+        """Return the peer that is furthest ahead as the donor of a snapshot, because no peer has the next entries any
+        more; None if no peer is ahead."""
         ahead = self._replica.furthest
         return self._far_behind(ahead) if ahead is not None else None
 
     def _far_behind(self, donor: str, common: int = 0) -> FarBehind:
-        """Return the donor and the lowest index at which its snapshot helps: later than our entry, and so recent that
-        other peers still know the entries after it (archives know all). If the donor is not ahead, but on a better
-        branch, any index from `common` on will do."""
+        """Return the donor and the lowest useful index of its snapshot: later than this peer's entry, and so recent
+        that other peers still have the entries after it (archives have all). If the donor is on a better branch but not
+        ahead, any index from `common` on is useful."""
         index, beat = self._replica.log.position.index, self._presence.live()[donor]
         known_from = 0 if beat.state is PeerState.ARCHIVING else beat.index - RECENT_ENTRIES // 2
         return FarBehind(donor, max(index + 1 if beat.index > index else common, known_from))
 
     def fetched(self) -> None:
-        """Begin anew from the fetched state. If no donor gave a snapshot, other peers may still know the entries."""
+        """Reset the search after a snapshot was loaded, or no donor gave one. In both cases this peer then replays
+        entries."""
         self.has_snapshot, self._weighed = True, None
         self._patience = Patience(self._context, self._presence)
 
 
 class Patience:
-    """The time that each peer has spent on telling what follows a position, with a limit. The limit is for all
-    fragments of a cycle, because a peer that tells each at the last moment would keep this peer behind. Each peer has
-    its own, because this peer would otherwise ask two peers in turn for ever."""
+    """The seconds that each peer has taken to answer this peer's questions for the next entry, with a limit. The limit
+    is for all fragments of a cycle together, since a peer could send each entry at the last moment."""
 
     def __init__(self, context: Context, presence: Presence) -> None:
         self._context = context
         self._presence = presence
         self._place = b""
         self._waited: dict[str, float] = {}
-        self._asked: tuple[str, float] | None = None  # the last peer asked, and when; None: it has answered
+        self._asked: tuple[str, float] | None = None  # the peer asked last, and when; None once the peer has answered
 
     def is_over(self, peer: str, log: LogState) -> bool:
-        """Note a question to a peer, or return that its time is over. A peer whose time is over gets the time of one
-        question when its turn comes again."""
+        """Return True if the peer has used up its seconds; otherwise record that this peer asks it now. A peer whose
+        seconds are used up gets the time of one question at its next turn."""
         self._charge()
         if self._place != log.position.head:
             self._place, self._waited = log.position.head, {}
@@ -145,13 +146,13 @@ class Patience:
         return True
 
     def answered(self) -> None:
-        """Stop the clock. The pause between two questions is not counted."""
+        """Count the seconds of the last question, less the pause between two questions, and stop counting."""
         self._charge(self._context.settings.timing.resend)
         self._asked = None
 
     def _charge(self, forgiven: float = 0.0) -> None:
-        """Add the time since the last question, at most two heartbeats: a question goes out at each beat while a peer
-        claims to be further on."""
+        """Add the time since the last question, less `forgiven` seconds, to the asked peer's seconds. At most two
+        heartbeats count: while a peer claims to be ahead, this peer repeats its question at each heartbeat."""
         if self._asked is not None:
             peer, since = self._asked
             waited = min(self._context.now - since, 2 * self._context.settings.timing.heartbeat)

@@ -1,4 +1,4 @@
-"""Context that the parts of one peer share: its id, settings, time, votes, and the effects to carry out."""
+"""The context that the parts of one peer share: its id, settings, time and votes, and the effects for its driver."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ fragments."""
 
 
 class Context:
-    """The shared context. `now` is the time of the event in hand, in seconds of the driver's clock. `payloads` has one
-    kind for each fragment. `round_times` are the durations of this peer's last rounds, and `experience` what it learned
-    as a leader."""
+    """The context that one peer's parts share. `now` is the time of the current event, in seconds of the driver's
+    clock. `payloads` has the payload kind of each fragment. `round_times` has the seconds of this peer's last rounds,
+    and `experience` the peers that this peer leaves out as a leader."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Context:
     ) -> None:
         """Args:
         start: a number that no earlier start of this peer had.
-        record: the votes of earlier starts. Without it, or after a farewell, this start is another incarnation.
+        record: the votes of earlier starts. Without a record, or after a farewell, `start` becomes the new incarnation.
         """
         self.me = me
         self.keys = keys
@@ -63,7 +63,7 @@ class Context:
 
     # Effects --------------------------------------------------------------------------------------------------
     def emit(self, *effects: Effect) -> None:
-        """Add effects, in order. A message to this peer itself becomes an event at once."""
+        """Queue effects for the driver, in order. A message to this peer itself becomes an event instead."""
         for effect in effects:
             if isinstance(effect, Send) and effect.to == self.me:
                 self.events.append(Received(self.me, effect.message))
@@ -71,38 +71,37 @@ class Context:
                 self._effects.append(effect)
 
     def take_effects(self) -> list[Effect]:
-        """Return the effects since the last call, and forget them."""
+        """Return the effects queued since the last call, and clear the queue."""
         effects, self._effects = self._effects, []
         return effects
 
     def convict(self, faults: tuple[Fault, ...]) -> None:
-        """Warn the volunteer of peers that are proven to lie."""
+        """Warn the volunteer of each peer that these faults prove to lie."""
         self.emit(*(Note("warning", f"{fault.peer} is proven to lie: {fault.kind}") for fault in faults))
 
     def number_of_work(self) -> int:
-        """Return the number of the next finished training. Numbers start at the number of this start, so that no two
-        commitments of one incarnation have the same number (R10)."""
+        """Return the number for the next finished training. Numbers count up from this start's own number, so that no
+        two commitments of one incarnation have the same number (R10)."""
         self._works += 1
         return self._works
 
     @property
     def incarnation(self) -> int:
-        """The number under which this peer votes, averages and commits."""
+        """The number of the incarnation under which this peer votes, averages and commits."""
         return self.votes.record.incarnation
 
     def is_farewell(self, peer: str, incarnation: int, departure: int, signature: bytes) -> bool:
-        """Return whether the peer has signed this farewell."""
+        """Return True if the peer has signed a farewell from the index `departure` on."""
         farewell = Departure(run=self.settings.run, peer=peer, incarnation=incarnation, index=departure)
         return self.keys.verify(peer, farewell.text, signature)
 
 
 class OwnVotes:
-    """The voting record of this peer, and the messages that wait until the record is on the disk (R10). `trouble` says
-    why this peer does not vote; it is empty if it does. It also holds the newest round that this start has entered at
-    each position."""
+    """This peer's voting record, and the messages that wait until the record is on the disk (R10). `trouble` is the
+    reason why this peer does not vote; empty if it votes."""
 
     def __init__(self, context: Context, record: VotingRecord) -> None:
-        """`record` is on the disk already, or empty."""
+        """Start with a voting record that is on the disk already, or empty."""
         self.record = record
         self.trouble = ""
         self._context = context
@@ -111,9 +110,8 @@ class OwnVotes:
         self._entered: dict[Position, Ballot] = {}
 
     def enter(self, position: Position, began: Ballot) -> bool:
-        """Return whether this peer may enter the round that this ballot began, and record that it does. It may not if
-        it has entered the same round or a newer one: it would average anew. A new start has other numbers of trainings
-        (R10)."""
+        """Record that this peer enters the round that ballot `began` started, and return True. Return False if it has
+        entered this round or a newer one at the position: it would average anew (R10)."""
         if began <= self._entered.get(position, FIRST):
             return False
         self._entered.pop(position, None)
@@ -124,12 +122,12 @@ class OwnVotes:
 
     @property
     def are_kept(self) -> bool:
-        """True if no vote waits for the disk."""
+        """True if no vote waits to be written to the disk."""
         return not self._waiting
 
     def at(self, position: Position) -> VoterState | None:
-        """Return this peer's votes at a position; None once it has left. If it may have voted there and does not
-        remember it, it becomes another incarnation first (R11)."""
+        """Return this peer's votes at a position; None once it has left the run. A peer that may have forgotten votes
+        at the position first becomes another incarnation (R11)."""
         state = self.record.at(position)
         if state is Refusal.FORGOTTEN:
             self.begin_anew()
@@ -137,40 +135,41 @@ class OwnVotes:
         return state if isinstance(state, VoterState) else None
 
     def cast(self, state: VoterState, *sends: Send) -> None:
-        """Record a vote, and send these messages once the record is on the disk."""
+        """Record the vote in `state`, and send the messages `sends` once the record is on the disk."""
         self.record = self.record.after(state)
         self._waiting.append((self.record, sends))
         self._context.emit(KeepVotes(self.record))
 
     def kept(self) -> None:
-        """Send the messages that waited for the oldest record, which is now on the disk."""
+        """Send the messages that waited for the oldest record, which the driver has now written to the disk."""
         self.trouble = ""
         self._on_disk, sends = self._waiting.popleft()
         self._context.emit(*sends)
 
     def not_kept(self, reason: str) -> None:
-        """Forget the votes of the oldest record that waited, unless a newer one has them, too."""
+        """Forget the votes of the oldest waiting record, which the driver could not write, unless a newer record has
+        them, too."""
         self._waiting.popleft()
         if not self._waiting:
             self.record = self._on_disk
         self.fail(reason)
 
     def fail(self, reason: str) -> None:
-        """Record why this peer does not vote. `Hindrances` shows it to the volunteer if it lasts."""
+        """Record the reason why this peer does not vote. `Hindrances` shows a lasting reason to the volunteer."""
         self.trouble = reason
 
     def begin_anew(self) -> None:
-        """Become another incarnation, which has voted nowhere. Votes that wait for the disk are not sent."""
+        """Become another incarnation, which has no votes. Votes that wait for the disk are not sent."""
         self.record = self._on_disk = self.record.renewed(self.record.incarnation + 1)
         self._waiting = deque((self.record, ()) for _ in self._waiting)
 
     def close(self, position: Position) -> None:
-        """Mark a position as closed: its entry is certified and in the log. The mark reaches the disk with the next
-        record."""
+        """Mark a position as closed, since its entry is certified and in the log. The next vote writes the mark to the
+        disk."""
         self.record = self.record.closed(position)
 
     def leave(self, position: Position) -> Leaving:
-        """Stop voting, and return the signed farewell."""
+        """Stop voting for good, and return the signed farewell."""
         self.record, departure = self.record.farewell()
         return Leaving(
             position=position,
@@ -181,7 +180,7 @@ class OwnVotes:
 
 
 class Repetition:
-    """The times at which one message is repeated until it is answered."""
+    """The timer for repeating one message until an answer arrives."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -189,7 +188,7 @@ class Repetition:
 
     @property
     def is_due(self) -> bool:
-        """True if it is time to send the message again."""
+        """True if the message was never sent, or the pause between repeated messages is over."""
         return self._sent_at is None or self._context.now - self._sent_at >= self._context.settings.timing.resend
 
     def sent(self) -> None:
@@ -197,19 +196,20 @@ class Repetition:
         self._sent_at = self._context.now
 
     def at_once(self) -> None:
-        """Make the message due at once, since its content has changed."""
+        """Make the message due immediately, since its content has changed."""
         self._sent_at = None
 
 
 class Answers:
-    """The answers given within the last moment: a few to each peer, and none twice, however often it asks."""
+    """The answers that this peer gave within the last half of the pause between repeated messages: at most ANSWERS to
+    each peer, and none twice."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._given: dict[tuple[str, object], float] = {}
 
     def is_due(self, peer: str, about: object) -> bool:
-        """Return whether to answer a peer, and count that answer."""
+        """Return True if this peer should answer `peer` about the subject `about`, and count that answer."""
         now, pause = self._context.now, self._context.settings.timing.resend / 2
         self._given = {answer: since for answer, since in self._given.items() if now - since < pause}
         if (peer, about) in self._given or sum(one == peer for one, _ in self._given) >= ANSWERS:

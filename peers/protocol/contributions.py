@@ -1,4 +1,4 @@
-"""The contributions of one round's members: their chunks, and the factor with which each counts (R3)."""
+"""The commitments of one round's members to their contributions, and the factors that clip these (R3)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUNDING = 2.0
 
 @dataclass(frozen=True)
 class Contributions:
-    """The members' commitments, from a Begin, and the clipping of those whose norm is too large."""
+    """The members' commitments, from a Begin, and the clipping of contributions whose norm is too large."""
 
     chunks: int = 0
     commitments: Mapping[str, Contribution] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Contributions:
     def of(
         cls, begin: Begin, clip: float, weights: Mapping[str, float], signature: bytes | None = None
     ) -> Contributions:
-        """Return the contributions that a Begin describes."""
+        """Return the contributions that a Begin message describes."""
         members = [member.peer for member in begin.round.contributors]
         norms = Norms.of(begin.commitments) if begin.commitments else begin.norms
         commitments = dict(zip(members, begin.commitments, strict=True)) if begin.commitments else {}
@@ -47,13 +47,13 @@ class Contributions:
         return cls(begin.round.chunks, commitments, squares, clip, signature, weights)
 
     def clipped(self, absent: Collection[str] = ()) -> dict[str, float]:
-        """Return the clipping factors, below 1, of the contributions that are too long beside the others. Absent
+        """Return the clipping factors, below 1, of the members whose norms are too large beside the others'. `absent`
         members are left out, because their commitments may be false."""
         present = {peer: weight for peer, weight in self.weights.items() if peer not in absent}
         return clipped(present, self.squares, self.clip) if self.squares else {}
 
     def longest(self, absent: frozenset[str] = frozenset()) -> float:
-        """Return the largest squared norm that one reducer's averages may have, since a mean is no longer than its
+        """Return the largest squared norm that one reducer's averages may have together: a mean is no longer than its
         longest part. Members that are `absent` from all averages that this peer made do not count."""
         if not self.squares:
             return math.inf
@@ -65,7 +65,7 @@ class Contributions:
         return self._longest[absent]
 
     def has(self, sender: str, chunk: int, digest: bytes, proof: ChunkProof) -> bool:
-        """Return whether the proof leads from this chunk digest to the sender's commitment."""
+        """Return True if the proof links the digest of the sender's chunk to the sender's commitment."""
         committed = self.commitments.get(sender)
         return committed is not None and leads_to(committed.root, chunk, self.chunks, digest, proof)
 
@@ -75,15 +75,14 @@ UNKNOWN = Contributions()
 
 
 def clipped(weights: Mapping[str, float], squares: Mapping[str, float], clip: float) -> dict[str, float]:
-    """Return the factors, below 1, of the contributions that are longer than `clip` times the median, given their
-    weights and squared norms."""
+    """Return the clipping factors, below 1, of the members whose norm exceeds `clip` times the median norm."""
     longest = clip * math.sqrt(median(weights, squares))
     norms = {peer: math.sqrt(squares[peer]) for peer in weights}
     return {peer: longest / norm for peer, norm in norms.items() if norm > longest}
 
 
 def median(weights: Mapping[str, float], squares: Mapping[str, float]) -> float:
-    """Return the weighted median: the smallest squared norm that at least half of the weight does not exceed.
+    """Return the weighted median of the squared norms: the smallest that at least half of the weight does not exceed.
 
     Weights keep many members with little work from deciding it. Of two members with equal weights it takes the smaller
     norm, since a step that is too short can be made up later.
@@ -97,7 +96,7 @@ def median(weights: Mapping[str, float], squares: Mapping[str, float]) -> float:
 
 
 def informed(begin: Begin, log: LogState) -> tuple[Collection[str], Collection[str]]:
-    """Return the members that need all commitments, and the members that need the norms.
+    """Return the members that need all commitments of a Begin, and the members that need the norms.
 
     Members that average need all commitments; in a small round all members do, since each checks an average now and
     then. Voters need the norms, to recognize averages that are too long.
@@ -111,17 +110,17 @@ def informed(begin: Begin, log: LogState) -> tuple[Collection[str], Collection[s
 
 
 class OwnersSignatures:
-    """The signatures of the members' commitments, as their chunks show them. Each is checked once in a round."""
+    """The signatures of the members' commitments, received with their chunks. Each is verified once in a round."""
 
     def __init__(self, round: Round, keys: Keys | None) -> None:
-        """Without `keys` signatures are not checked."""
+        """Skip the verification of signatures if `keys` is None."""
         self._members = {member.peer: member for member in round.contributors}
         self._round = round
         self._keys = keys
         self._checked: dict[str, Commitment] = {}
 
     def checked(self, peer: str, contribution: Contribution | None, signature: bytes | None) -> Commitment | None:
-        """Return the member's signed commitment, if the signature is its own."""
+        """Return the member's signed commitment if the signature is valid; otherwise None."""
         if peer in self._checked:
             return self._checked[peer]
         if peer not in self._members or contribution is None or signature is None:

@@ -1,4 +1,4 @@
-"""State diagrams of a peer's parts, made from their tables: `python -m peers.protocol.diagrams`."""
+"""State diagrams of a peer's parts, drawn from their state tables: `python -m peers.protocol.diagrams`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PARTS: tuple[type[StateMachine], ...] = (Trainer, Replica, EntryRound)
 
 
 def diagram(part: type[StateMachine]) -> str:
-    """Return the part's table as a Mermaid state diagram."""
+    """Return the state table of a peer's part as a Mermaid state diagram."""
     lines = ["stateDiagram-v2", f"    [*] --> {next(iter(part.TABLE))}"]
     for state, rows in part.TABLE.items():
         ways: dict[str, list[str]] = {}

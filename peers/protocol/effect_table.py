@@ -1,4 +1,4 @@
-"""Table of a driver's handlers, one for each kind of effect."""
+"""The table of a driver's methods that carry out effects, one for each kind of effect."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ EFFECTS = frozenset(Effect.__subclasses__())
 
 
 class Handling(NamedTuple):
-    """A kind of effect, and the function that carries it out."""
+    """A row of the driver's table: a kind of effect, and the function that carries it out."""
 
     kind: type[Any]
     handler: Callable[[Any], object]
 
 
 def row(kind: type[E], handler: Callable[[E], object]) -> Handling:
-    """Return a table row. The signature lets the type checker see that the handler takes this kind of effect."""
+    """Return a row of the driver's table. Its signature lets the type checker see that the handler takes this kind of
+    effect."""
     return Handling(kind, handler)
 
 
 class EffectTable:
-    """The handlers of a driver: exactly one for each kind of effect."""
+    """The table of a driver's handlers: exactly one for each kind of effect."""
 
     def __init__(self, *rows: Handling) -> None:
-        """Raises: LocalProtocolError when an effect has no handler, or more than one."""
+        """Build the table. Raises: LocalProtocolError if a kind of effect has no handler, or more than one."""
         self._handlers: dict[type[Any], Callable[[Any], object]] = dict(rows)
         if self._handlers.keys() != EFFECTS or len(rows) != len(EFFECTS):
             counts = Counter(kind.__name__ for kind in [*EFFECTS, *(one.kind for one in rows)])

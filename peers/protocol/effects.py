@@ -1,4 +1,4 @@
-"""Effects: the protocol's requests to its driver, as plain values. The driver does the I/O."""
+"""Effects: the requests that the protocol returns to its driver, as plain values. The driver does the I/O."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ class Send(Effect):
 
 
 class Train(InnerLoop, Effect):
-    """A request to let the workers train a lease. Ends in TrainingDone."""
+    """A request to let the workers train a lease. The driver answers with TrainingDone."""
 
 
 @dataclass(frozen=True)
 class KeepVotes(Effect):
-    """A request to write the voting record to the disk, in the order in which these effects are emitted. Ends in
-    VotesKept or VotesNotKept."""
+    """A request to write the voting record to the disk, in the order of emission. The driver answers with VotesKept or
+    VotesNotKept."""
 
     record: VotingRecord
 
 
 @dataclass(frozen=True)
 class StopTraining(Effect):
-    """A request to stop the workers. Their training since theta was loaded is discarded."""
+    """A request to stop the workers, and to discard what they have trained since they loaded theta."""
 
 
 @dataclass(frozen=True)
 class OpenRound(Effect):
-    """A request to allocate room for a round's chunks. Earlier rounds of the same fragment are over."""
+    """A request to allocate memory for a round's chunks. It ends earlier rounds of the same fragment."""
 
     round: Round
 
 
 @dataclass(frozen=True)
 class SendChunk(Effect):
-    """A request to send a chunk: an average (`reduced`), with the names of the members `absent` from it, or this peer's
-    own blocks, with the `signature` of its commitment. Ends in ChunkSent or ChunksUnsent."""
+    """A request to send a chunk: an average (`reduced`) with the names of the members `absent` from it, or this peer's
+    own blocks with the `signature` of its commitment. The driver answers with ChunkSent or ChunksUnsent."""
 
     round_name: RoundName
     to: str
@@ -65,8 +65,8 @@ class SendChunk(Effect):
 
 @dataclass(frozen=True)
 class ReduceChunk(Effect):
-    """A request to average the blocks of these members, in this order and with these weights. The blocks of `clipped`
-    members are multiplied by the given factors. Ends in ReducedArrived or BadBlocks."""
+    """A request to average the members' blocks of a chunk, in the order of `members` and with their weights. Blocks of
+    `clipped` members are multiplied by their factors. The driver answers with ReducedArrived or BadBlocks."""
 
     round_name: RoundName
     chunk: int
@@ -76,7 +76,7 @@ class ReduceChunk(Effect):
 
     @property
     def weights(self) -> list[tuple[str, float]]:
-        """The factor for each member's blocks: its weight times its clipping factor."""
+        """The members, each with the factor for its blocks: its weight times its clipping factor."""
         return [
             (peer, weight * self.clipped[peer] if peer in self.clipped else weight) for peer, weight in self.members
         ]
@@ -84,16 +84,16 @@ class ReduceChunk(Effect):
 
 @dataclass(frozen=True)
 class AssemblePayload(Effect):
-    """A request to assemble the round's averages into a payload, and keep it in memory and on the disk (R10). Ends in
-    PayloadAssembled."""
+    """A request to assemble the round's averages into a payload, and keep the payload in memory and on the disk (R10).
+    The driver answers with PayloadAssembled."""
 
     round_name: RoundName
 
 
 @dataclass(frozen=True)
 class FetchPayload(Effect):
-    """A request to read a payload from this machine's log, or else fetch it from one of the donors, and keep it on the
-    disk. Ends in PayloadFetched or PayloadNotFetched."""
+    """A request to read a payload from this machine's log, or else fetch it from a donor, and keep it on the disk. The
+    driver answers with PayloadFetched or PayloadNotFetched."""
 
     header: Header
     donors: tuple[str, ...]
@@ -101,8 +101,8 @@ class FetchPayload(Effect):
 
 @dataclass(frozen=True)
 class Apply(Effect):
-    """A request to take the outer step with the kept payload of the header, if it has one. Ends in Applied, then
-    Digested.
+    """A request to take the outer step with the header's payload, or without payload for a skipped fragment. The driver
+    answers with Applied, and after a cycle's last entry with Digested.
 
     The certificate and the `proofs` of the header's faults are kept with the entry. With `keeps_work` the training
     under way is for a later entry, and goes on. `amendment` was in force in the header's cycle.
@@ -117,8 +117,9 @@ class Apply(Effect):
 
 @dataclass(frozen=True)
 class FetchLineage(Effect):
-    """A request to fetch and check the donor's log up to `index`, where it differs from this peer's. `others` are peers
-    that may serve its beginning. Replaces an earlier FetchLineage. Ends in LineageSeen or LineageNotSeen."""
+    """A request to fetch and check the donor's log up to `index`, from where it differs from this peer's log. `others`
+    are peers that may serve its beginning. It replaces an earlier FetchLineage; the driver answers with LineageSeen or
+    LineageNotSeen."""
 
     donor: str
     index: int
@@ -127,8 +128,8 @@ class FetchLineage(Effect):
 
 @dataclass(frozen=True)
 class FetchSnapshot(Effect):
-    """A request to load a state of the donor's lineage, at index `least` or later. `others` are peers that may have it,
-    too. Ends in SnapshotRestored or SnapshotFailed."""
+    """A request to load a state of the donor's lineage, at index `least` or later, from the donor or one of the
+    `others`. The driver answers with SnapshotRestored or SnapshotFailed."""
 
     donor: str
     others: tuple[str, ...] = ()
@@ -137,12 +138,12 @@ class FetchSnapshot(Effect):
 
 @dataclass(frozen=True)
 class Stop(Effect):
-    """A request to end the driver: the peer has left."""
+    """A request to end the driver, because the peer has left the run."""
 
 
 @dataclass(frozen=True)
 class Note(Effect):
-    """A request to log a message for the volunteer. `level` is a level of logging, in lower case."""
+    """A request to log a message for the volunteer. `level` is a logging level in lower case, such as "warning"."""
 
     level: str
     text: str
@@ -150,7 +151,8 @@ class Note(Effect):
 
 @dataclass(frozen=True)
 class Dropped(Effect):
-    """A request to log and count, by the kind `what`, something that a peer sent and that breaks the rules."""
+    """A request to log and count a peer's message or data that breaks the rules. `what` is the kind under which it is
+    counted."""
 
     peer: str
     what: str
@@ -159,8 +161,8 @@ class Dropped(Effect):
 
 @dataclass(frozen=True)
 class TokensLost(Effect):
-    """A request to log and count tokens of this peer that are in no entry of its log. `what` is the kind: "work" if an
-    entry went on without them, "entries" if they were in entries of a lineage that the peer has left."""
+    """A request to log and count trained tokens of this peer that are in no entry of its log. `what` is "work" if an
+    entry was made without them, "entries" if they are in entries of a lineage that the peer has left."""
 
     what: str
     tokens: int
@@ -170,7 +172,7 @@ class TokensLost(Effect):
 @dataclass(frozen=True)
 class Trouble(Effect):
     """A request to show the volunteer, and other peers through the heartbeat, why this peer's training does not count,
-    and the remedy; "" clears it. `level` as in Note."""
+    and the remedy. An empty `reason` clears the display. `level` is as in Note."""
 
     reason: str
     level: str = "warning"

@@ -1,4 +1,4 @@
-"""Events: what happens to a peer, as plain values. Drivers do the I/O and create them."""
+"""Events: the reports of a driver to its peer's protocol, as plain values. The driver does the I/O."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from peers.values.workload import Progress, Trained
 
 
 class Event:
-    """Something that has happened to a peer."""
+    """A report of the driver to its peer's protocol."""
 
 
 @dataclass(frozen=True)
 class Tick(Event):
-    """Time has passed: sent at regular intervals."""
+    """The passing of time: the driver sends a Tick at regular intervals."""
 
 
 @dataclass(frozen=True)
 class HeartbeatsSeen(Event):
-    """The newest heartbeat of each peer that this peer hears. `silences` are the seconds since the last news of each
-    peer (0 if not named). `unheard` are peers with fresh records, in the DHT or from other peers, that this peer does
-    not hear."""
+    """The newest heartbeat of each peer that this peer hears. `silences` are the seconds since each peer was last heard
+    (0 if not named). `unheard` are peers that this peer does not hear, but whose fresh heartbeats the DHT or other
+    peers have."""
 
     heartbeats: tuple[Heartbeat, ...]
     silences: Mapping[str, float] = field(default_factory=dict)
@@ -47,15 +47,15 @@ class Received(Event):
 
 @dataclass(frozen=True)
 class Undelivered(Event):
-    """A message or a push to `peer` was not delivered."""
+    """The failed delivery of a message, or of pushed data, to `peer`."""
 
     peer: str
 
 
 @dataclass(frozen=True)
 class ReachSeen(Event):
-    """The reach of other peers, and the bytes a second at which their data arrived in the last rounds. For the peers
-    `sought` the driver still looks for a link."""
+    """The reach of other peers, and the `rates`, in bytes a second, at which their data arrived in the last rounds.
+    `sought` are the peers to which the driver still tries to open a link."""
 
     reach: Mapping[str, Reach]
     rates: Mapping[str, int]
@@ -69,8 +69,8 @@ class TrainingProgress(Event):
 
 @dataclass(frozen=True)
 class Captured(Event):
-    """One fragment of a training that goes on, quantized. `trained` names no samples, because only the closing entry of
-    a cycle names samples."""
+    """One fragment of a training that is not finished, quantized. `trained` names no samples, because only the closing
+    entry of a cycle names samples."""
 
     fragment: int
     trained: Trained
@@ -78,14 +78,14 @@ class Captured(Event):
 
 @dataclass(frozen=True)
 class TrainingDone(Event):
-    """The workers have trained a lease, and its result is quantized."""
+    """The end of the training of a lease, with the quantized result."""
 
     trained: Trained
 
 
 @dataclass(frozen=True)
 class ContributionArrived(Event):
-    """The blocks of `sender` for a chunk that this peer reduces have arrived."""
+    """The arrival of the blocks of `sender` for a chunk that this peer averages."""
 
     round_name: RoundName
     sender: str
@@ -94,8 +94,8 @@ class ContributionArrived(Event):
 
 @dataclass(frozen=True)
 class BadBlocks(Event):
-    """Wrong blocks of `sender` were dropped, or a wrong average that `sender` signed (`reduced`). `evidence` is a proof
-    that other peers can check."""
+    """The arrival of wrong data, which the driver dropped: blocks of `sender`, or an average that `sender` signed
+    (`reduced`). `evidence` is a proof that other peers can check, if there is one."""
 
     round_name: RoundName
     sender: str
@@ -107,9 +107,8 @@ class BadBlocks(Event):
 
 @dataclass(frozen=True)
 class ReducedArrived(Event):
-    """An averaged chunk is complete; it has no blocks of the `absent` members. `sender` delivered it. `digest` and
-    `origin` are those that its reducer signed; they are empty if this peer is the reducer and has not signed yet.
-    `squares` is the squared norm."""
+    """The completion of a chunk's average, without blocks of the `absent` members. `sender` is the peer that delivered
+    it, or this peer if it averaged the chunk itself; `origin` is then None and `squares`, the squared norm, 0."""
 
     round_name: RoundName
     sender: str
@@ -122,7 +121,7 @@ class ReducedArrived(Event):
 
 @dataclass(frozen=True)
 class AverageRefuted(Event):
-    """The members' blocks of a chunk have another average than the one that its reducer signed."""
+    """The result of a spot check: a chunk's blocks have another average than the one that its reducer signed."""
 
     round_name: RoundName
     reducer: str
@@ -131,7 +130,7 @@ class AverageRefuted(Event):
 
 @dataclass(frozen=True)
 class ChunkSent(Event):
-    """A confirmation by `peer` that it received this peer's chunk."""
+    """The confirmation by `peer` that it received a chunk: an average (`reduced`), or this peer's own blocks."""
 
     round_name: RoundName
     peer: str
@@ -141,7 +140,7 @@ class ChunkSent(Event):
 
 @dataclass(frozen=True)
 class ChunksUnsent(Event):
-    """The link to `peer` broke before `peer` confirmed these chunks."""
+    """The loss of the link to `peer` before `peer` confirmed these chunks."""
 
     round_name: RoundName
     peer: str
@@ -151,24 +150,24 @@ class ChunksUnsent(Event):
 
 @dataclass(frozen=True)
 class NothingToTrain(Event):
-    """The run has reached its last outer step: the workers rest, and this peer serves the state to others."""
+    """The end of the run, after its last outer step: the workers rest, and this peer serves the state to others."""
 
 
 @dataclass(frozen=True)
 class VotesKept(Event):
-    """The oldest voting record that was waiting is on the disk."""
+    """The confirmation that the oldest waiting voting record is on the disk."""
 
 
 @dataclass(frozen=True)
 class VotesNotKept(Event):
-    """The oldest voting record that was waiting could not be written to the disk."""
+    """The failure to write the oldest waiting voting record to the disk."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class PayloadAssembled(Event):
-    """The round's payload is complete and kept. `trouble` says why it is not on the disk; empty if it is."""
+    """The completion of a round's payload. `trouble` is the reason why it is not on the disk; empty if it is."""
 
     round_name: RoundName
     digest: bytes
@@ -177,7 +176,7 @@ class PayloadAssembled(Event):
 
 @dataclass(frozen=True)
 class PayloadFetched(Event):
-    """A payload was fetched and kept. `trouble` says why it is not on the disk; empty if it is."""
+    """The arrival of a payload from a donor or the log. `trouble` says why it is not on the disk; empty if it is."""
 
     header: Header
     trouble: str = ""
@@ -191,21 +190,21 @@ class PayloadNotFetched(Event):
 
 @dataclass(frozen=True)
 class RateMeasured(Event):
-    """The bytes a second that this machine's link carried each way, in a round or in an earlier test; 0 if unknown."""
+    """The rate of this machine's link each way, in bytes a second, from a round or a test; 0 if unknown."""
 
     rate: int
 
 
 @dataclass(frozen=True)
 class Applied(Event):
-    """The outer step is done and theta may be trained. Digested follows with the state's digest."""
+    """The completion of the header's outer step. After a cycle's last entry Digested follows."""
 
     header: Header
 
 
 @dataclass(frozen=True)
 class Digested(Event):
-    """The digest of theta and momentum after the last applied entry."""
+    """The digest of theta and momentum after the last applied entry, which closed a cycle."""
 
     header: Header
     state_digest: bytes
@@ -213,7 +212,8 @@ class Digested(Event):
 
 @dataclass(frozen=True)
 class SnapshotRestored(Event):
-    """theta and momentum are now the donor's, after the cycle that `header` closed (None: before the first entry).
+    """The replacement of theta and momentum by the donor's, as they are after the cycle that `header` closed (None:
+    before the first entry).
 
     `lineage` has the heads of the donor's newest cycles, oldest first. `ends` has the digests of the entries in the
     header's cycle, if it has several. `doubt` is the newest place in that lineage that was followed by an uncertified
@@ -236,7 +236,7 @@ class SnapshotFailed(Event):
 
 @dataclass(frozen=True)
 class LineageSeen(Event):
-    """The donor's log and this peer's own, each from the last place that both have."""
+    """The result of FetchLineage: the donor's log and this peer's own, each from the last place that both have."""
 
     donor: str
     theirs: Branch
@@ -251,8 +251,8 @@ class LineageNotSeen(Event):
 
 @dataclass(frozen=True)
 class SignedHeadsSeen(Event):
-    """The heads that the run's archives have signed, as far as this peer knows, and the heads of its own log at their
-    indices."""
+    """The heads that the run's archives have signed, as far as this peer knows; `ours` are the heads of its own log at
+    the same indices."""
 
     signed: SignedHeads
     ours: Mapping[int, bytes] = field(default_factory=dict)
@@ -260,7 +260,7 @@ class SignedHeadsSeen(Event):
 
 @dataclass(frozen=True)
 class AmendmentSeen(Event):
-    """An amendment that the run's organiser has given to this machine."""
+    """An amendment of the run's organiser that was given to this machine, not received from another peer."""
 
     amendment: Amendment
 
@@ -268,7 +268,7 @@ class AmendmentSeen(Event):
 @dataclass(frozen=True)
 class HeadsSeen(Event):
     """The heads of consecutive cycles up to `index`, oldest first, from the log on this machine's disk. A peer that
-    began with a snapshot does not know the heads before it."""
+    began with a snapshot does not have the heads before it in memory."""
 
     index: int
     heads: tuple[bytes, ...]
@@ -276,6 +276,6 @@ class HeadsSeen(Event):
 
 @dataclass(frozen=True)
 class LeaveRequested(Event):
-    """The volunteer wants the machine back: after the round under way, or `at_once`."""
+    """The volunteer's request to leave the run: after the round under way, or `at_once`."""
 
     at_once: bool = False

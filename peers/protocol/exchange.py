@@ -1,4 +1,4 @@
-"""A member's side of one round: the chunks that it has sent and received, and the outcome of the round.
+"""One member's side of a round: the chunks that it has sent and received, and the outcome of the round.
 
 Each reducer averages a part of the payload. All contributors send it their blocks of each chunk of its part. When six
 tenths of the time are over, at the latest, it averages the blocks that have arrived, signs the average once, and sends
@@ -43,15 +43,15 @@ GONE = 0.2
 DUE = 0.6
 """Share of the exchange's time for which a reducer waits for any blocks."""
 STALLED = 3.0
-"""Seconds without data from a member after which its averages are asked of another member."""
+"""Seconds without data from a member after which its averages are requested from another member."""
 GIVEN = 2
 """Limit on the data that one member gets because it asks: averages of this many payloads, and blocks of this many times
 the chunks that it averages."""
 
 
 class Exchange:
-    """The progress of one round at one member. `payload` is the digest of the payload, once all of it is here as the
-    leader proposes it."""
+    """The progress of one round at one member. `payload` is the digest of the payload, once the member has all averages
+    that the leader proposes."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class Exchange:
         late: Collection[str] = (),
     ) -> None:
         """Args:
-        keys: without them nothing is signed or checked.
+        keys: this peer's keys; without keys nothing is signed or verified.
         resend: seconds after which data that may be lost is sent again.
-        late: late members (R7). Their blocks are not waited for; they count if they are here in time.
+        late: late members (R7). This peer does not wait for their blocks, but averages those that arrive in time.
         """
         self.round = round
         self.averages = Averages(me, round, keys)
@@ -93,7 +93,7 @@ class Exchange:
         return self.round.name
 
     def open(self) -> list[Effect]:
-        """Allocate room for the round, and send this peer's blocks."""
+        """Return the effects that allocate memory for the round and send this peer's blocks to the reducers."""
         if not self.round.chunks:
             return []
         effects: list[Effect] = [OpenRound(self.round)]
@@ -109,21 +109,22 @@ class Exchange:
         now: float,
         contributions: Contributions = UNKNOWN,
     ) -> list[Effect]:
-        """Go on with the round in a later ballot, in which heirs average the chunks of some reducers within `seconds`.
+        """Return the effects of a later ballot, in which heirs average some reducers' chunks within `seconds`.
 
         An heir of a large round may learn the commitments only now.
         """
         self._now = now
         if contributions.commitments or not self.contributions.commitments:
             self.contributions = contributions
-        self.averages.marks = b""  # the marks belong to the ballot before
+        self.averages.marks = b""  # the marks were those of an earlier ballot's proposal
         for part in self._reducers.add(heirs).get(self.me, ()):
             self._reducing.add([chunk for chunk in part if chunk not in self.averages.ours], now, seconds)
             self._reducing.silent |= self.averages.absent_from_ours()
         return self._ask_for_blocks() + self._reduce(self._reducing.waiting)
 
     def tick(self, now: float, live: Collection[str]) -> list[Effect]:
-        """Average the chunks that are due, given the peers that are heard, and send again what may have been lost."""
+        """Return the effects that average the chunks that are due, and that send data again if it may be lost. `live`
+        are the peers that this peer hears."""
         self._now, self._live = now, frozenset(live)
         effects = self._reduce(self._reducing.waiting)
         if self._outbox.is_time(now):
@@ -133,7 +134,7 @@ class Exchange:
 
     # The Part for the leader, and its proposal ------------------------------------------------------------------
     def part(self) -> Part | None:
-        """Return the Part for the leader, once all chunks of this reducer are averaged."""
+        """Return the Part for the leader once this reducer has averaged all of its chunks; None before."""
         ours = self.averages.ours
         if self._reducing.is_waiting or not ours:
             return None
@@ -142,7 +143,7 @@ class Exchange:
         return self._part
 
     def proposed(self, marks: bytes) -> list[Effect]:
-        """Take the marks of the averages that a proposal names, and fetch those that are missing or differ here."""
+        """Store a proposal's marks. Return the effects that fetch those marked averages that are missing."""
         if len(marks) != MARK_BYTES * min(self.round.chunks, MARKED) or marks == self.averages.marks:
             return []
         self.averages.marks = marks
@@ -155,20 +156,20 @@ class Exchange:
         return self._ask_for_averages()
 
     def lacking(self) -> tuple[str, ...]:
-        """Return the reducers whose averages are missing here, or differ from those that are proposed."""
+        """Return the reducers of the chunks whose average is missing, or differs from the proposed one."""
         return tuple(dict.fromkeys(self._reducers.of(chunk)[0] for chunk in self.averages.lacking()))
 
     @property
     def is_whole(self) -> bool:
-        """True if the whole payload is here, as proposed if there is a proposal."""
+        """True if this member has the whole payload: the proposed one, if there is a proposal."""
         return self.payload is not None
 
     def absent(self) -> dict[str, int]:
-        """Return from how many of the averaged chunks here each member is absent, in roster order."""
+        """Return the number of averaged chunks from which each member is absent, in roster order."""
         return self.averages.absent()
 
     def outcome(self) -> RoundOutcome | None:
-        """Return the outcome of the round by the averages here; None while some are missing."""
+        """Return the outcome of the round by the averages that this member has; None while some are missing."""
         return self.averages.outcome()
 
     # Incoming data ------------------------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ class Exchange:
             case ReducedArrived():
                 return self._averaged(event)
             case BadBlocks(reduced=True):
-                pass  # the average that counts may still arrive, from its reducer or from another member
+                pass  # the right average may still arrive, from its reducer or from another member
             case BadBlocks(sender=sender, chunk=chunk):
                 self._reducing.spoiled(sender, chunk)
                 return self._reduce([chunk])
@@ -195,11 +196,11 @@ class Exchange:
         return []
 
     def hear(self, sender: str, want: Want) -> list[Effect]:
-        """Send a member the averages that it asks for, and this peer's own blocks of chunks that the member
-        averages."""
+        """Return the effects that send a member the averages for which it asks, and this peer's own blocks of chunks
+        that the member averages."""
         if want.round != self.name or sender not in self.round.peers or sender == self.me:
             return []
-        mask = slice(-(-self.round.chunks // 8))  # a few bytes can name half a million chunks that do not exist
+        mask = slice(-(-self.round.chunks // 8))  # a few bytes can name half a million chunks that are not in the round
         averages = [chunk for chunk in chunks_in(want.averages[mask]) if self._may_give(chunk)]
         averages = averages[: max(0, GIVEN * self.round.chunks - self._outbox.asked[sender])]
         self._outbox.asked[sender] += len(averages)
@@ -215,69 +216,69 @@ class Exchange:
     def _may_give(self, chunk: int) -> bool:
         return chunk < self.round.chunks and self.averages.is_right(chunk)
 
-    # Questions of admission ---------------------------------------------------------------------------------------
+    # Data that the exchange accepts -------------------------------------------------------------------------------
     def is_with(self, peer: str) -> bool:
-        """Return whether the peer is in the round."""
+        """Return True if the peer is a member of the round."""
         return peer in self.round.peers
 
     def format_of(self, peer: str) -> int:
-        """Return the format of a member's blocks."""
+        """Return the number of the format in which a member's blocks are encoded."""
         return self._formats.get(peer, 0)
 
     def formats(self, reduce: ReduceChunk) -> list[int]:
-        """Return the formats of the blocks in an average, in the order of their summation."""
+        """Return the format number of each member's blocks in an average, in the order of their summation."""
         return [self.format_of(peer) for peer, _ in reduce.weights]
 
     def wants_blocks(self, sender: str, chunk: int) -> bool:
-        """Return whether this peer waits for a sender's blocks of a chunk."""
+        """Return True if this peer waits for the sender's blocks of a chunk."""
         return self._reducing.wants(sender, chunk)
 
     def wants_average(self, chunk: int) -> bool:
-        """Return whether a chunk's average is missing here, or differs from the one that the proposal names."""
+        """Return True if this peer does not have a chunk's average, or has another one than the proposal names."""
         return chunk < self.round.chunks and not self.averages.is_right(chunk)
 
     def is_wanted(self, averaged: Averaged) -> bool:
-        """Return whether an average is the proposed one; true without a proposal."""
+        """Return True if the average is the proposed one, or if there is no proposal."""
         return not self.averages.marks or self.averages.is_marked(averaged)
 
     def wants_own(self, chunk: int) -> bool:
-        """Return whether this peer's own average of a chunk is under way. None is while a proposal names averages."""
+        """Return True if this peer is computing its own average of a chunk; False once a proposal names averages."""
         return chunk in self._reducing.under_way
 
     def is_done_with(self, sender: str, chunk: int, reduced: bool) -> bool:
-        """Return whether this chunk of the sender's is here already, or arrives too late."""
+        """Return True if this peer already has the sender's chunk, or the chunk arrives too late to count."""
         if reduced:
             return chunk < self.round.chunks and not self.wants_average(chunk)
         return chunk in self.averages.ours or self._reducing.has(sender, chunk)
 
     def commitment(self, sender: str, signature: bytes | None) -> Commitment | None:
-        """Return a member's signed commitment, if the signature is its own."""
+        """Return a member's signed commitment if the member's signature is valid; otherwise None."""
         return self._signatures.checked(sender, self.contributions.commitments.get(sender), signature)
 
     def is_vouched_for(self, averaged: Averaged) -> bool:
-        """Return whether a member that may average the chunk has signed this average. The leader may name any
-        contributor as an heir, so a proposed average may be signed by an heir that this peer does not know."""
+        """Return True if a member that may average the chunk has signed this average. For a proposed average that is
+        any contributor, since the leader may have named an heir that is unknown to this peer."""
         able: Collection[str] = self._reducers.of(averaged.chunk)
         if self.averages.marks and self.averages.is_marked(averaged):
             able = self._weights.keys()
         return averaged.reducer in able and is_lawful(self.round, averaged) and self.averages.is_signed(averaged)
 
     def is_too_long(self, averaged: Averaged, squares: float) -> bool:
-        """Return whether the averages of one reducer, with this one, have a larger norm than the contributions
-        allow."""
+        """Return True if this average would make the squared norm of its reducer's averages larger than the
+        contributions allow."""
         longest = self.contributions.longest(self.averages.absent_from_ours())
         return self.averages.squares_with(averaged, squares) > longest
 
     # Averaging --------------------------------------------------------------------------------------------------
     def reduction_of(self, chunk: int, absent: tuple[str, ...]) -> ReduceChunk:
-        """Return the effect that averages a chunk without the blocks of the absent members."""
+        """Return the effect that averages a chunk without the blocks of the `absent` members."""
         members = tuple(item for item in self._weights.items() if item[0] not in absent)
         factors = self.contributions.clipped(absent)
         clipped = {peer: factors[peer] for peer, _ in members if peer in factors}
         return ReduceChunk(self.name, chunk, members, absent, clipped)
 
     def _reduce(self, chunks: Iterable[int]) -> list[Effect]:
-        """Begin to average those of the chunks for which this peer need not wait any longer."""
+        """Return the effects that average those chunks whose blocks are complete or whose wait is over."""
         if self.averages.marks:
             return []
         begun = [chunk for chunk in chunks if self._reducing.begins(chunk, self._now, self._live)]
@@ -288,7 +289,7 @@ class Exchange:
         return tuple(peer for peer in self._weights if peer in missing)
 
     def _averaged(self, event: ReducedArrived) -> list[Effect]:
-        """Keep an average of a chunk: this peer's own, or another reducer's."""
+        """Store an average, this peer's own or another's. Return the effects that send or assemble averages."""
         chunk = event.chunk
         effects: list[Effect] = []
         if event.sender == self.me:
@@ -324,7 +325,7 @@ class Exchange:
         return effects
 
     def _ask_for_blocks(self) -> list[Effect]:
-        """Ask the members for blocks, as an heir: unasked, they send them only to the first reducer."""
+        """Return an heir's requests for missing blocks, which members send unasked only to the first reducer."""
         owned = self._reducers.parts.get(self.me, ())
         lacking: defaultdict[str, list[int]] = defaultdict(list)
         for chunk in self._reducing.waiting:
@@ -338,7 +339,7 @@ class Exchange:
         ]
 
     def _ask_for_averages(self) -> list[Effect]:
-        """Ask for averages that a proposal names and that are not on their way."""
+        """Return requests for the proposed averages that are missing and that no member is sending."""
         if not self.averages.marks:
             return []
         asked = self._search.ask(self.averages.lacking(), self._now, self._live)
@@ -348,23 +349,23 @@ class Exchange:
 
 
 class Reducing:
-    """The chunks that this peer averages: the members whose blocks are here, and the time for which it waits for
-    others."""
+    """The chunks that this peer averages, the members whose blocks have arrived, and the times at which the wait for
+    the others ends."""
 
     def __init__(self, givers: Collection[str], me: str) -> None:
         self.under_way: set[int] = set()
         """Chunks whose average is being computed."""
         self.silent: frozenset[str] = frozenset()
-        """Members that have sent this peer no blocks: as an heir it does not wait for them once more."""
+        """Members that have sent this peer no blocks: as an heir, this peer does not wait for their blocks again."""
         self._givers = frozenset(givers)
         self._me = me
-        self._times: dict[int, tuple[float, float]] = {}  # when it stops waiting for unheard members, and for all
+        self._times: dict[int, tuple[float, float]] = {}  # end of the wait for unheard members, and for all
         self._arrived: defaultdict[int, set[str]] = defaultdict(set)
         self._bad: defaultdict[int, set[str]] = defaultdict(set)
 
     @property
     def waiting(self) -> Sequence[int]:
-        """The chunks that this peer has not averaged yet."""
+        """The chunks that this peer must average and has not averaged yet."""
         return list(self._times)
 
     @property
@@ -372,11 +373,11 @@ class Reducing:
         return bool(self._times)
 
     def is_ours(self, chunk: int) -> bool:
-        """Return whether this peer has yet to average a chunk."""
+        """Return True if this peer must average the chunk and has not averaged it yet."""
         return chunk in self._times
 
     def add(self, chunks: Iterable[int], now: float, seconds: float) -> None:
-        """Add chunks to average, in an exchange that takes this many seconds from now."""
+        """Add chunks for this peer to average, in an exchange that ends `seconds` after `now`."""
         for chunk in chunks:
             self._times[chunk] = now + GONE * seconds, now + DUE * seconds
             self._arrived[chunk] |= self._givers & {self._me}
@@ -386,7 +387,7 @@ class Reducing:
         return is_open and sender in self._givers and not self.has(sender, chunk)
 
     def has(self, sender: str, chunk: int) -> bool:
-        """Return whether a member's blocks of a chunk are here, were bad, or would arrive too late."""
+        """Return True if a member's blocks of a chunk have arrived, were bad, or would arrive too late."""
         if chunk not in self._times:
             return False
         return chunk in self.under_way or sender in self._arrived[chunk] or sender in self._bad[chunk]
@@ -395,7 +396,7 @@ class Reducing:
         self._arrived[chunk].add(sender)
 
     def spoiled(self, sender: str, chunk: int) -> None:
-        """Do without a member's blocks of a chunk. If an average with them is being computed, it is computed anew."""
+        """Exclude a member's bad blocks from a chunk's average. An average under way with them is computed anew."""
         if chunk in self._times and sender != self._me:
             self._bad[chunk].add(sender)
             self._arrived[chunk].discard(sender)
@@ -405,7 +406,7 @@ class Reducing:
         return self._givers - self._arrived[chunk]
 
     def begins(self, chunk: int, now: float, live: frozenset[str]) -> bool:
-        """Begin to average a chunk, unless this peer must still wait for blocks. Return whether it begins."""
+        """Mark a chunk as being averaged, unless this peer must wait for blocks. Return True if it is marked now."""
         if chunk not in self._times or chunk in self.under_way:
             return False
         gone, due = self._times[chunk]
@@ -418,7 +419,7 @@ class Reducing:
         return True
 
     def pause(self) -> None:
-        """Discard averages that are being computed. They may be computed again later."""
+        """Discard the averages that are being computed. They may be computed again later."""
         self.under_way.clear()
 
     def done(self, chunk: int) -> None:
@@ -432,29 +433,29 @@ Flight = tuple[str, bool, int]
 
 
 class Outbox:
-    """The chunks that this peer owes to others. A chunk under way is sent again only after it was reported unsent."""
+    """The chunks that this peer must send to others. A chunk under way is sent again only after ChunksUnsent."""
 
     def __init__(self, now: float, resend: float) -> None:
         self.asked: Counter[str] = Counter()
         """Number of averages that each member got because it asked."""
         self.asked_blocks: Counter[str] = Counter()
-        self._owed: dict[Flight, bool] = {}  # and true while it is under way
+        self._owed: dict[Flight, bool] = {}  # True while the chunk is under way
         self._resend = resend
         self._again_at = now + resend
 
     def is_time(self, now: float) -> bool:
-        """Return whether it is time to send again what may have been lost. If so, the next time is a pause later."""
+        """Return True if it is time to send unconfirmed data again, and start the next wait of `resend` seconds."""
         if now < self._again_at:
             return False
         self._again_at = now + self._resend
         return True
 
     def not_under_way(self, peer: str, chunks: Iterable[int]) -> list[int]:
-        """Return those of the chunks whose blocks from this peer are not under way to another peer."""
+        """Return those of the chunks whose blocks this peer is not sending to `peer` at present."""
         return [chunk for chunk in sorted(chunks) if not self._owed.get((peer, False, chunk))]
 
     def owe(self, peers: Sequence[str], reduced: bool, chunks: Iterable[int]) -> list[Flight]:
-        """Note chunks as owed, and return those that must be sent now."""
+        """Record chunks to send to the peers. Return the transfers to start now: those not under way already."""
         flights = [(peer, reduced, chunk) for chunk in sorted(chunks) for peer in peers]
         new = [flight for flight in flights if not self._owed.get(flight)]
         self._owed |= dict.fromkeys(new, True)
@@ -469,39 +470,39 @@ class Outbox:
                 self._owed[peer, reduced, chunk] = False
 
     def overdue(self, live: Collection[str]) -> list[Flight]:
-        """Return the chunks to send again, to members that are heard."""
+        """Return the transfers to repeat now: chunks reported unsent, to peers that are heard."""
         due = [flight for flight, is_under_way in self._owed.items() if not is_under_way and flight[0] in live]
         self._owed |= dict.fromkeys(due, True)
         return due
 
 
 class AverageSearch:
-    """The members to ask for proposed averages that are not here.
+    """The search for proposed averages that this peer does not have: the member to ask for each.
 
     A reducer sends its averages unasked, to all at once; over a thin uplink that takes as long as the exchange. So this
     peer waits for a member that still delivers, and asks for each chunk one member at a time.
     """
 
     def __init__(self, me: str, members: Sequence[str], reducers: Reducers, longest: float) -> None:
-        """`longest`: seconds after which a chunk is asked of another member, even if the one before delivers others."""
+        """Limit the wait for one chunk to `longest` seconds, even if the member asked still delivers other chunks."""
         place = members.index(me) if me in members else 0
         self._others = [*members[place + 1 :], *members[:place]]
         self._me = me
         self._reducers = reducers
         self._longest = longest
-        self._asked: dict[int, tuple[str, float]] = {}  # the member that sends a chunk, or was asked, and since when
-        self._came: dict[str, float] = {}  # when each member last delivered an average
+        self._asked: dict[int, tuple[str, float]] = {}  # the member that sends each chunk or was asked, and since when
+        self._came: dict[str, float] = {}  # time at which each member last delivered an average
 
     def begin(self, lacking: Iterable[int], replaced: Collection[int], now: float) -> None:
-        """Search for these chunks. No member sends those that are to be `replaced` unasked, so they are asked for at
-        once."""
+        """Start the search for the chunks in `lacking`. Chunks to be `replaced` are requested at once, since no member
+        sends these without a request."""
         self._asked = {chunk: (self._reducers.of(chunk)[0], now) for chunk in lacking if chunk not in replaced}
 
     def came(self, peer: str, now: float) -> None:
         self._came[peer] = now
 
     def ask(self, lacking: Iterable[int], now: float, live: Collection[str]) -> Mapping[str, list[int]]:
-        """Return the chunks to ask of each member now."""
+        """Return the chunks to request now, by the member to ask."""
         asked: defaultdict[str, list[int]] = defaultdict(list)
         for chunk in lacking:
             sources = [peer for peer in self._sources(chunk) if peer in live]
@@ -518,8 +519,8 @@ class AverageSearch:
         return now - max(since, self._came.get(source, since)) >= STALLED or now - since >= self._longest
 
     def _sources(self, chunk: int) -> list[str]:
-        """Return all other members: first those that may have averaged the chunk, then the rest in an order that
-        differs by chunk."""
+        """Return all other members in the order to ask: first those that may have averaged the chunk, then the rest in
+        an order that differs by chunk."""
         first = [peer for peer in self._reducers.of(chunk) if peer != self._me]
         turn = chunk % len(self._others) if self._others else 0
         rest = self._others[turn:] + self._others[:turn]

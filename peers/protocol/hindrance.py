@@ -1,4 +1,4 @@
-"""The reasons why this peer's training may not count, which it shows to the volunteer (R14).
+"""The reasons why this peer's training may not count, as shown to the volunteer (R14).
 
 If the work cannot count, as far as this peer sees by itself, it waits without a lease until links or speeds change; a
 peer that is too slow tries again after some time. For other reasons it goes on training, and shows what is wrong.
@@ -16,15 +16,15 @@ from peers.protocol.effects import Trouble
 from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.trainer import Trainer
 
-SHOWN_AFTER = 12.0  # seconds: links come and go, and the first inner steps are slow
-TRAIN_AGAIN = 1800.0  # seconds until a peer that is too slow tries again; each try costs a lease
+SHOWN_AFTER = 12.0  # seconds until a hindrance is shown: links come and go, and the first inner steps are slow
+TRAIN_AGAIN = 1800.0  # seconds until a peer that is too slow trains again; each try costs a lease
 IN_VAIN = 2
 """Consecutive leases without any work in an entry, after which the volunteer is warned."""
 REACH_REMEDY = "let the router forward this peer's data port, or use a bootstrap node that relays"
 
 
 class Kind(StrEnum):
-    """The kind of a hindrance."""
+    """The kinds of hindrance. A change of kind restarts the wait before the hindrance is shown."""
 
     CONVICTED = "convicted"
     NO_VOTE = "no vote"
@@ -46,7 +46,7 @@ AS_MEANT = frozenset({Kind.ON_PROBATION, Kind.WAITING, Kind.ALL_ELSE_GONE})
 
 @dataclass(frozen=True)
 class Hindrance:
-    """A reason why the work may not count. With `is_vain` it cannot count."""
+    """A reason why this peer's training may not count. With `is_vain` it certainly does not count."""
 
     kind: Kind
     reason: str
@@ -54,8 +54,8 @@ class Hindrance:
 
 
 class Hindrances:
-    """The hindrance that this peer sees, and the one that it shows to the volunteer. `is_aside` is true once it is
-    certain that nothing that this peer trains now can count."""
+    """The hindrance that this peer finds at present, and the one that it shows to the volunteer. `is_aside` is true
+    once nothing that this peer trains can count."""
 
     def __init__(self, context: Context, presence: Presence, trainer: Trainer, replica: Replica) -> None:
         self.is_aside = False
@@ -69,16 +69,17 @@ class Hindrances:
 
     @property
     def reported_reason(self) -> str:
-        """The reason that the volunteer is shown; empty if the work counts."""
+        """The reason, as shown to the volunteer, why this peer's training may not count; empty if none is shown."""
         return self._shown.reason if self._shown else ""
 
     @property
     def is_isolated(self) -> bool:
-        """True if this peer has reached no other peer for long enough to be sure."""
+        """True if this peer has reached no other peer for SHOWN_AFTER seconds."""
         return self._context.now - self._alone_since >= SHOWN_AFTER
 
     def look(self, leader: str | None) -> None:
-        """Look for hindrances, and show the volunteer a new one that has lasted. `leader` leads the present view."""
+        """Find this peer's hindrance, and show the volunteer one that has lasted for SHOWN_AFTER seconds. `leader`
+        leads the first view."""
         now, found, others = self._context.now, self._find(leader), self._others
         if _kind(found) != _kind(self._found):
             self._found_since = now
@@ -97,7 +98,8 @@ class Hindrances:
 
     @property
     def _others(self) -> set[str]:
-        """The other peers that vote or train, if they are heard or have fresh records."""
+        """The ids of the other peers: trainers that this peer hears, peers with fresh heartbeats elsewhere, and peers
+        of the last entry."""
         heard = {beat.peer for beat in self._presence.live().trainers}
         return heard.union(self._presence.unheard, self._replica.log.incarnations) - {self._context.me}
 
@@ -134,13 +136,13 @@ class Hindrances:
         return Hindrance(Kind.NO_VOTE, reason) if trouble else None
 
     def _cut_off(self, leader: str | None) -> Hindrance | None:
-        """Return a hindrance if this peer reaches no other peer, or does not reach the leader that made the last entry
-        without it."""
+        """Return a hindrance if this peer reaches no other peer, or cannot reach the leader that made the last entry
+        without this peer."""
         unreached, others, log = self._presence.unreached, self._others, self._replica.log
         if not unreached & others:
             return None
         has_led = log.last is not None and log.last.leader == leader and self._context.me not in log.roster
-        # A peer that is cut off falls behind, and stays cut off.
+        # A peer that is cut off also falls behind, so falling behind does not end the hindrance.
         is_certain = self.is_aside or _kind(self._found) is Kind.CUT_OFF or not self._replica.is_behind
         if leader in unreached and is_certain and (others <= unreached or has_led):
             return Hindrance(Kind.CUT_OFF, f"this peer cannot reach the leader {leader}; {REACH_REMEDY}", is_vain=True)
@@ -174,7 +176,7 @@ class Hindrances:
         return Hindrance(Kind.TOO_SLOW, reason, is_vain=self._trainer.in_vain > 0) if is_too_slow else None
 
     def _partition(self) -> Hindrance | None:
-        """Return a hindrance if most voters are gone, and this peer waits for them or goes on with a few."""
+        """Return a hindrance if most voters are gone, and this peer waits for them or makes entries in a minority."""
         replica, doubt = self._replica, self._replica.lineage.doubt
         if doubt is not None and replica.is_of_minority:
             rest = len(set(doubt.voters) & set(replica.log.voters))
@@ -202,7 +204,7 @@ class Hindrances:
         return Hindrance(Kind.WAITING, reason)
 
     def _late(self) -> Hindrance | None:
-        """Return a hindrance if the last entries were made without this peer's work for them."""
+        """Return a hindrance if the last entries were made without this peer's training."""
         times, log, me = self._trainer.in_vain, self._replica.log, self._context.me
         counted = log.last is not None and log.last.tokens_of(me) > 0
         if times < IN_VAIN or counted or (me in log.roster and log.is_on_probation(me)):

@@ -1,4 +1,4 @@
-"""Messages between the parts of one peer, which `StepCycle` delivers."""
+"""Messages between the parts of one peer, delivered by `StepCycle`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # To the trainer -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Leased:
-    """A lease to train, in at most `steps` inner steps, from theta at the end of `log`."""
+    """The order to train a lease from theta at the end of `log`, in at most `steps` inner steps."""
 
     log: LogState
     lease: Lease
@@ -28,7 +28,8 @@ class Leased:
 
 @dataclass(frozen=True)
 class WorkEnds:
-    """The end of this peer's work: it counts in `entry` if that names this peer; otherwise it is discarded."""
+    """The end of this peer's training for a position. The training counts if `entry` has tokens of this peer; otherwise
+    it is discarded."""
 
     position: Position
     entry: Header | None = None
@@ -37,7 +38,8 @@ class WorkEnds:
 # To the replica -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class EntryMade:
-    """The log's next entry, whose payload is here. It is final: the certificate says why."""
+    """The log's next entry. The entry is final, and this peer has its payload. `certificate` has the votes for it, if
+    any."""
 
     header: Header
     certificate: Certificate | None
@@ -46,7 +48,7 @@ class EntryMade:
 
 @dataclass(frozen=True)
 class Behind:
-    """An entry that other peers have. The donors have its payload."""
+    """An entry that other peers made without this peer. The `donors` may have its payload."""
 
     header: Header
     certificate: Certificate | None
@@ -55,7 +57,8 @@ class Behind:
 
 @dataclass(frozen=True)
 class FarBehind:
-    """A donor to take a snapshot from, at index `least` or later, because replaying entries cannot reach the others."""
+    """The donor of a snapshot at index `least` or later, needed because this peer cannot catch up by replaying
+    entries."""
 
     donor: str
     least: int = 0
@@ -63,28 +66,29 @@ class FarBehind:
 
 @dataclass(frozen=True)
 class NoneAhead:
-    """The end of catching up: no peer that was further on is left."""
+    """The end of catching up, because no peer is ahead of this peer any more."""
 
 
 # To the round ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class WorkDone:
-    """This peer's training for the round's entry."""
+    """The finished training of this peer for the round's entry."""
 
     trained: Trained
 
 
 class Host(Protocol):
-    """The rest of the peer, as a round uses it."""
+    """The interface through which a round calls the other parts of its peer."""
 
     def entry_made(self, header: Header, certificate: Certificate | None) -> None:
-        """Take the round's entry, which is committed and whose payload is here."""
+        """Append the round's committed entry to the log, and take its outer step with the payload that this peer
+        has."""
 
     def others_made(self, certified: Certified, sender: str, round: EntryRound) -> None:
-        """Take an entry of other peers whose payload is not here, or that a minority has made."""
+        """Replay an entry whose payload this peer does not have, or that a minority of other peers has made."""
 
     def leave_if_possible(self) -> None:
-        """Leave, if the peer was waiting for an exchange of the round that is now over."""
+        """Leave the run if the volunteer has asked for it and no exchange is under way any more."""
 
     def inquire(self, round: EntryRound) -> None:
-        """Ask, as a leader, whether other peers have made the entry already."""
+        """Ask another member, as the leader, whether it has the round's entry already."""

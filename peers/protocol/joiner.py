@@ -1,4 +1,5 @@
-"""The requests of a peer without a lease for one: when it asks, which peer, and which answers it accepts (R13, R14)."""
+"""The lease requests of a peer without a lease: when it sends them, to which peer, and which grants it accepts (R13,
+R14)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ to found the run."""
 
 
 class Joiner:
-    """The requests of a peer without a lease. `question` limits how often it asks."""
+    """The lease requests of a peer without a lease. `question` limits how often this peer sends them."""
 
     def __init__(self, context: Context, presence: Presence, replica: Replica) -> None:
         self.question = Repetition(context)
@@ -28,17 +29,17 @@ class Joiner:
         self._asked: str | None = None
 
     def has_asked(self, peer: str) -> bool:
-        """Return whether the last request for a lease went to this peer."""
+        """Return True if the last lease request went to this peer."""
         return peer == self._asked
 
     @property
     def knows_peers(self) -> bool:
-        """True if this peer has polled for other peers, and seeks no more links to them."""
+        """True if this peer has polled for other peers, and waits for no more links to them."""
         return self._presence.membership.polled and not self._presence.seeks_links
 
     def may_start(self) -> bool:
-        """Return whether the run goes on, or may be founded: no archive has signed an entry, peers have had time to see
-        each other, and enough are here."""
+        """Return True if the run goes on or may be founded now. A founding needs the minimum of peers, time for them to
+        hear each other, and no head signed by an archive."""
         live = self._presence.live()
         if self._replica.needs_signed_log:
             return False
@@ -49,7 +50,7 @@ class Joiner:
         return settled and len(live.trainers) + 1 >= settings.minimum_peers
 
     def ask(self, leader: str | None) -> None:
-        """Ask the leader for a lease, and repeat it until it answers (R14)."""
+        """Send the leader a lease request, if the run may start and the first request or a repetition is due (R14)."""
         if not (self._replica.is_settled and self.may_start() and self.question.is_due):
             return
         self.question.sent()
@@ -60,8 +61,8 @@ class Joiner:
             self._context.emit(Send(leader, request))
 
     def holds_back(self) -> bool:
-        """Return whether this peer delays a founding because it hears founders that it cannot reach: two runs might be
-        founded otherwise."""
+        """Return True if this peer delays a founding, because it hears founders that it cannot reach and that might
+        found a second run."""
         if not self._founders_out_of_reach():
             self._held_back_since = None
             return False
@@ -80,7 +81,7 @@ class Joiner:
         return at_work - (self._presence.live().keys() - self._presence.unreached)
 
     def accepts(self, leader: str, grant: LeaseGrant) -> bool:
-        """Return whether the other peers will accept the granted lease."""
+        """Return True if the other peers will accept the granted lease; otherwise report the leader's error."""
         whole = self._context.settings.inner_steps
         try:
             if self._replica.log.lease_of(self._context.me, grant.samples) != grant.samples:

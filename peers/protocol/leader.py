@@ -36,24 +36,24 @@ if TYPE_CHECKING:
     from peers.protocol.round import EntryRound
 
 SECOND_CHANCES = 2
-"""How often in a view the leader names heirs for members that gave no Part in time."""
+"""Maximum number of times in a view that the leader names heirs for members that gave no Part in time."""
 MISSED_ATTEMPTS = 1 << 16
 """Maximum number of a view's attempts that its leader may have forgotten in a restart."""
 AGAIN = 2.0
-"""Multiple of the pause between repeated messages after which a member that does not answer is sent the same again."""
+"""Multiple of the pause between repeated messages after which the leader repeats a message to a silent member."""
 STRANGER, NOT_FOLLOWED = Refusal.STRANGER.value, Refusal.NOT_FOLLOWED.value
 PROPOSED_AGAIN_AFTER = {Refusal.NOT_GONE, Refusal.NOT_ALONE, Refusal.OLD_BALLOT, Refusal.OTHER_VOTE}
-"""Refusals after which the leader proposes the same in another ballot, or with more voters kept."""
+"""Refusals after which the leader proposes the same outcome in another ballot, or with more voters kept."""
 REFUSALS = {refusal.value: refusal for refusal in Refusal}
 
 
 class Leader:
-    """This peer as a leader at one position. `asked` are the peers that the last proposal was sent to."""
+    """This peer's work as a leader at one position. `asked` are the peers that received the last proposal."""
 
     def __init__(
         self, context: Context, presence: Presence, trainer: Trainer, replica: Replica, seat: EntryRound
     ) -> None:
-        """`seat` is this peer's own part at the position."""
+        """Lead on behalf of `seat`, this peer's round at the position."""
         self.readiness = Readiness(context, presence, trainer, seat.log)
         self.asked: tuple[str, ...] = ()
         self._context = context
@@ -67,25 +67,26 @@ class Leader:
         self._parts: Parts | None = None
         self._second_chances = 0
         self._proposed: Propose | None = None
-        self._at = 0.0  # when this peer began, or proposed, last
-        self._sent_at: dict[str, float] = {}  # when each peer was last sent the Begin or Propose under way
+        self._at = 0.0  # time at which this peer last began a round or proposed
+        self._sent_at: dict[str, float] = {}  # time at which each peer was last sent the current Begin or Propose
 
     # Messages of other peers ----------------------------------------------------------------------------------
     def on_lease_request(self, request: LeaseRequest, sender: str) -> None:
-        """Give samples to a joiner. A peer that granted this peer its lease does not lead if it asks for one itself."""
+        """Grant samples to a joiner if this peer leads, or if the joiner granted this peer its lease: that joiner
+        cannot lead."""
         self._seat.look()
         if self._seat.is_led_by_us or sender == self._seat.granted_by:
             self.readiness.ask_lease(sender, request, self._replica.state_digest)
 
     def on_ready(self, ready: Ready, sender: str) -> None:
-        """Take a member's Ready in a view that this peer leads. It may repeat the member's lock or a refusal."""
+        """Store a member's Ready for a view that this peer leads, and act on the lock or the refusal that it shows."""
         is_news = self.readiness.view_of(sender) != ready.view or ready.lock is not None
         if not self.readiness.take(sender, ready, self._replica.state_digest):
             return
         lock = choice_of(ready.lock).ballot if ready.lock and ready.lock.certificate else None
         for named in (ready.refused, ready.round.ballot if ready.round else None, lock):
             if named is not None and named.view == self._seat.pacemaker.view:
-                # no honest peer names more
+                # an honest peer names no attempt above this limit
                 ahead = named.attempt if named.attempt < self._attempt + MISSED_ATTEMPTS else 0
                 self._attempt = max(self._attempt, ahead)
         if ready.view != self._seat.pacemaker.view or not self._seat.is_led_by_us:
@@ -93,10 +94,10 @@ class Leader:
         if self._begun is not None or self._proposed is not None:
             self._remind(sender, ready)
         if self._proposed is not None or (is_news and self.readiness.is_full(ready.view)):
-            self.tick()  # do not wait for the clock
+            self.tick()  # act at once, without waiting for the next Tick
 
     def on_part(self, part: Part, sender: str) -> None:
-        """Take a reducer's Part: all of its chunks are averaged."""
+        """Store the averages of a reducer's Part, and propose the header if all Parts have arrived."""
         if self._parts is None or self._begun is None or part.round != self._begun.round.name or self._proposed:
             return
         if self._parts.take(sender, part, self._begun.heirs):
@@ -106,18 +107,18 @@ class Leader:
         self.tick()
 
     def on_leaving(self, peer: str) -> None:
-        """Take a peer's farewell."""
+        """Drop the Ready of a peer that has sent a farewell, and continue without that peer."""
         self.readiness.leaves(peer)
         self.tick()
 
     def drop_reducer(self, reducer: str) -> None:
-        """Do without a reducer's averages, because a wrong one has arrived here."""
+        """Ignore a reducer's averages, because this peer has received a wrong one."""
         if self._parts is not None:
             self._parts.drop(reducer)
 
-    # Timing ---------------------------------------------------------------------------------------------------------
+    # Choosing the next action ---------------------------------------------------------------------------------------
     def tick(self) -> None:
-        """Begin, collect, or propose, if it is time."""
+        """Begin a round, collect its Parts, or propose a header, if this peer leads and it is time."""
         seat = self._seat
         self.readiness.forget()
         if self._view != seat.pacemaker.view or not seat.is_led_by_us:
@@ -139,8 +140,8 @@ class Leader:
             self._begin(ready)
 
     def _may_vote(self, ready: Mapping[str, Ready]) -> bool:
-        """Return whether the ready peers can make the entry. Late ones (R7) may not get the payload and so may not
-        vote, so for a second grace the others must be enough."""
+        """Return True if the ready peers can make the entry. For two graces the peers that are not late (R7) must be
+        enough by themselves, since a late peer may not get the payload in time to vote."""
         incarnations = _incarnations(ready)
         if not self._seat.attendance.is_enough(incarnations):
             return False
@@ -167,7 +168,7 @@ class Leader:
 
     # The exchange -------------------------------------------------------------------------------------------------
     def _begin(self, ready: Mapping[str, Ready]) -> None:
-        """Begin a round of all that are ready, or go on with the one that this peer is in itself."""
+        """Begin a round of all ready peers, or continue the unfinished round that this peer is in."""
         seat = self._seat
         group = () if seat.attendance.is_quorum(_incarnations(ready)) else seat.attendance.group
         ready = self._without_liars(ready)
@@ -186,14 +187,15 @@ class Leader:
         self._exchange(Round(name=name, shares=dealt, committed=committed, group=group), "begins", ready)
 
     def _without_liars(self, ready: Mapping[str, Ready]) -> Mapping[str, Ready]:
-        """Return the ready peers that are not proven to lie, if they are enough: an entry can exclude only peers that
-        are not in it."""
+        """Return the ready peers without those proven to lie, if these are enough: an entry can only exclude peers that
+        are not its members."""
         honest = {peer: one for peer, one in ready.items() if not self._context.evidence.has_convicted(peer)}
         is_quorum = self._seat.attendance.is_quorum(_incarnations(honest))
         return honest if is_quorum and self.readiness.contributing(honest) else ready
 
     def _unfinished(self, ready: Mapping[str, Ready]) -> Round | None:
-        """Return the round that this peer is in, if a quorum is in it and no ballot has gone on with it yet."""
+        """Return the round that this peer is in, if a quorum is in it and no ballot has continued it yet; otherwise
+        None."""
         exchange = self._seat.exchange
         if exchange is None or not self._seat.is_fresh or exchange.round.group:
             return None
@@ -226,7 +228,7 @@ class Leader:
         self._tell_begun(round.peers)
 
     def _tell_begun(self, peers: Iterable[str]) -> None:
-        """Send the Begin to members, each with the commitments that it needs."""
+        """Send the Begin to these members, each with the commitments or norms that it needs."""
         begun = self._begun
         assert begun is not None
         need_all, need_norms = informed(begun, self._seat.log)
@@ -236,11 +238,12 @@ class Leader:
         for peer in peers:
             self._sent_at[peer] = self._context.now
             to[0 if peer in need_all else 1 if peer in need_norms else 2].append(peer)
-        for message, receivers in zip((begun, brief, short), to, strict=True):  # each is packed once
+        for message, receivers in zip((begun, brief, short), to, strict=True):  # each message is packed only once
             self._context.emit(*(Send(peer, message) for peer in receivers))
 
     def _collect(self, begun: Begin) -> None:
-        """Propose the outcome of the round, once all Parts are here, or name heirs for reducers that are silent."""
+        """Propose the round's outcome once all Parts have arrived, or name heirs for reducers that are dead or too
+        late."""
         assert self._parts is not None
         if (outcome := self._parts.outcome()) is not None:
             self._context.experience.undealt.note(self._parts.one_sided(), begun.round.name.position.index)
@@ -256,7 +259,7 @@ class Leader:
             return
         if is_late and not dead:
             if self._second_chances >= SECOND_CHANCES:
-                return  # the view ends soon
+                return  # the view times out soon, and the next peer leads
             self._second_chances += 1
         lacking = missing if is_late else tuple(dead)
         able = [
@@ -273,7 +276,7 @@ class Leader:
         begun = self._begun
         assert begun is not None
         round = begun.round
-        # otherwise voters refuse it (R5)
+        # voters refuse a proposal in which too few tokens count (R5)
         is_enough = round.counts_enough(absent, begun.ballot.view, len(self._seat.log.ring))
         if not is_enough:
             self._context.emit(Note("info", f"most blocks are missing from round {round.name}: another round begins"))
@@ -294,7 +297,7 @@ class Leader:
         )
 
     def _header(self, round: Round, payload: bytes, absent: Mapping[str, int], group: Group) -> Header | None:
-        """Return the header for the outcome of a round; None if the round can lead to none."""
+        """Return the header for the outcome of a round; None if the log allows no such entry."""
         seat = self._seat
         log, faults = seat.here, self._context.evidence.provable(seat.log, self._replica.lineage, round.peers)
         gone = self._gone([*round.peers, *(fault.peer for fault in faults)], group)
@@ -308,7 +311,7 @@ class Leader:
             return None
 
     def _skip(self, ready: Mapping[str, Ready], group: Group) -> None:
-        """Propose to skip the fragment, since no ready peer has trained it (R15)."""
+        """Propose an entry that skips the fragment, since no ready peer has trained it (R15)."""
         try:
             header = self._seat.here.next_header(self.readiness.roster(ready), NO_PAYLOAD, None)
         except LogError as error:
@@ -318,7 +321,7 @@ class Leader:
         self._propose(propose, tuple(ready))
 
     def _propose_prepared(self, prepared: Certified, ready: Mapping[str, Ready]) -> None:
-        """Propose again a prepared header, which may be committed already. That needs no exchange."""
+        """Propose a prepared header again, without an exchange: the header may be committed already."""
         seat = self._seat
         group = () if seat.attendance.is_quorum(_incarnations(ready)) else seat.attendance.group
         propose = Propose(
@@ -338,7 +341,7 @@ class Leader:
         self._tell_proposed(self.asked)
 
     def _tell_proposed(self, peers: Iterable[str], again: Iterable[str] = ()) -> None:
-        """Ask peers for vote 1, and send first the proofs of the faults that the header names."""
+        """Send the proposal to the peers, after the proofs of the faults that its header names."""
         propose, context, lacking = self._proposed, self._context, set(again)
         assert propose is not None
         for peer in peers:
@@ -348,7 +351,8 @@ class Leader:
             self._sent_at[peer] = context.now
 
     def _press(self, propose: Propose, prepared: Certified | None, ready: Mapping[str, Ready]) -> None:
-        """Check what keeps this peer's proposal from a quorum, and make another one that accounts for it."""
+        """Replace this peer's proposal if the Readys show why it has no quorum of votes: a heavier lock, or refusals
+        that a new ballot, header or round can avoid."""
         voter, resend = self._seat.voter, self._context.settings.timing.resend
         if self._do_without_signers(propose, ready) or self._context.now - self._at < resend:
             return
@@ -356,7 +360,7 @@ class Leader:
             self._propose_prepared(prepared, ready)
             return
         if voter.prepared is not None and choice_of(voter.prepared).ballot == propose.ballot:
-            return  # vote 2 is under way
+            return  # voters are giving vote 2
         refusals = {
             REFUSALS[one.reason] for one in ready.values() if one.refused == propose.ballot and one.reason in REFUSALS
         }
@@ -366,9 +370,8 @@ class Leader:
             self._propose_anew(propose, refusals)
 
     def _do_without_signers(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
-        """Take a proposal back if a member that signed some of its averages is proven to lie, or if this peer, or so
-        many members that the rest are no quorum, cannot get these averages. Other members then average these chunks
-        anew. Return whether the proposal is taken back."""
+        """Withdraw the proposal, and have other members average anew the chunks of signers that are proven to lie, or
+        whose averages this peer or too many members cannot get. Return True if the proposal is withdrawn."""
         exchange, begun, parts = self._seat.exchange, self._begun, self._parts
         if begun is None or parts is None or begun.round.name != propose.round:
             return False
@@ -386,8 +389,8 @@ class Leader:
         return bool(wrong)
 
     def _named_by_enough(self, named: Mapping[str, Iterable[str]]) -> set[str]:
-        """Return named peers, the most often named first, given the names from each ready peer: as many as needed until
-        this peer and the ready peers without other names can make the entry."""
+        """Return the named peers to leave out, the most often named first, until this peer and the ready peers that
+        name no other can make the entry. `named` has the names from each ready peer."""
         ready = {self._context.me: self._context.incarnation} | _incarnations(self.readiness.of(self._view))
         found = set[str]()
         while True:
@@ -398,8 +401,8 @@ class Leader:
             found.add(max(by, key=lambda name: (by[name], name)))
 
     def _does_without_strangers(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
-        """Leave out newcomers that voters have had time to hear (R5) but do not, if these voters keep the proposal from
-        a quorum. Return whether there are such newcomers."""
+        """Exclude newcomers that voters do not hear (R5), if the refusals of these voters keep the proposal from a
+        quorum. Return True if newcomers are excluded."""
         new = {one.peer for one in propose.header.roster if not self._seat.log.counts(one.peer, one.incarnation)}
         refusing = self._refusing(propose, ready, STRANGER)
         strangers = self._named_by_enough({peer: new.intersection(one.named) for peer, one in refusing.items()})
@@ -407,21 +410,22 @@ class Leader:
         return bool(strangers)
 
     def _does_without_amendment(self, propose: Propose, ready: Mapping[str, Ready]) -> bool:
-        """Leave out an amendment that some voters cannot follow, if these keep the proposal from a quorum and the
-        others have had time to vote (R18). Return whether it is left out."""
+        """Leave out an amendment that voters cannot follow, if the refusals of these voters keep the proposal from a
+        quorum (R18). Return True if the amendment is left out."""
         refusing = self._refusing(propose, ready, NOT_FOLLOWED)
         are_too_many = bool(self._named_by_enough({peer: [NOT_FOLLOWED] for peer in refusing}))
         self.readiness.is_amendment_left_out |= are_too_many
         return are_too_many
 
     def _refusing(self, propose: Propose, ready: Mapping[str, Ready], reason: str) -> dict[str, Ready]:
-        """Return the Readys that refuse a proposal for this reason; none before all peers have had time to answer."""
+        """Return the Readys that refuse the proposal for this reason; none before all peers have had time to answer."""
         if self._context.now - self._at < AGAIN * self._context.settings.timing.heartbeat:
             return {}
         return {peer: one for peer, one in ready.items() if (one.refused, one.reason) == (propose.ballot, reason)}
 
     def _propose_anew(self, propose: Propose, refusals: set[Refusal]) -> None:
-        """Propose the same in another ballot. Keep the vote of peers that turn out to be heard, if that is news."""
+        """Propose the same outcome in another ballot, with a header that keeps the votes of peers that members hear. Do
+        nothing if header and group stay the same, unless a voter has refused the ballot itself."""
         group = self._seat.attendance.group if propose.group else ()
         header: Header | None = propose.header
         if propose.justify is None and self._begun is not None and self._parts is not None:
@@ -442,16 +446,16 @@ class Leader:
         self._propose(again, self.asked)
 
     def _is_heavier(self, prepared: Certified, propose: Propose) -> bool:
-        """Return whether a prepared header must replace a proposal: its certificate is newer than the one that the
-        proposal shows, and is not of the proposal's own ballot."""
+        """Return True if a prepared header must replace the proposal: the header's certificate is heavier than the one
+        that the proposal shows, and is not of the proposal's own ballot."""
         choice = choice_of(prepared)
         if choice.ballot == propose.ballot:
             return False
         return propose.justify is None or propose.justify.choice.weight < choice.weight
 
     def _heaviest(self, ready: Mapping[str, Ready]) -> Certified | None:
-        """Return the heaviest prepared header that this peer or a ready peer knows (R4). It must be older than this
-        peer's next ballot. A false one costs signature checks, so it is checked only once."""
+        """Return the heaviest prepared header that this peer or a ready peer knows (R4), of an older ballot than this
+        peer's next. A false certificate costs signature checks, so each is checked only once."""
         voter, next_ballot = self._seat.voter, Ballot(view=self._view, attempt=self._attempt + 1)
         false = self.readiness.false_locks
         shown = {peer: one.lock for peer, one in ready.items() if one.lock and one.lock.certificate}
@@ -469,8 +473,8 @@ class Leader:
         return None if is_foreign else heaviest
 
     def _gone(self, named: Iterable[str], group: Group) -> tuple[str, ...]:
-        """Return the voters that the entry calls gone: those that this peer does not hear and the entry does not name,
-        unless so many members hear one that the rest are no quorum. A minority goes on with the voters that it has."""
+        """Return the voters that the entry calls gone: all but those `named` and those that this peer or too many
+        members hear. A minority's entry calls all voters gone that are not named."""
         log, timing = self._seat.log, self._context.settings.timing
         if not log.closes:
             return ()
@@ -483,9 +487,9 @@ class Leader:
         besides = here.union(named)
         return tuple(peer for peer in log.voters if peer not in besides)
 
-    # Members that miss messages -----------------------------------------------------------------------------------
+    # Repeating messages -------------------------------------------------------------------------------------------
     def _remind(self, peer: str, ready: Ready) -> None:
-        """Send a member again what it seems not to have received."""
+        """Send the Begin or the proposal again to a member that, by its Ready, has not received that message."""
         now, resend = self._context.now, self._context.settings.timing.resend
         is_due = now - self._sent_at.get(peer, -resend) >= AGAIN * resend
         begun, propose = self._begun, self._proposed
@@ -502,7 +506,7 @@ class Leader:
 
 
 def commitments_are_known(round: Round, known: Mapping[str, object]) -> bool:
-    """Return whether all commitments are known that a round's reducers need."""
+    """Return True if `known` has the commitment of each contributor of the round."""
     return all(member.peer in known for member in round.contributors)
 
 

@@ -1,4 +1,4 @@
-"""This peer's own work for one entry, and what its Ready tells the leader about it (R14)."""
+"""This peer's own work for one entry, and its Ready, which states that work to the leader (R14)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from peers.values.workload import Trained
 
 @dataclass(frozen=True)
 class Objection:
-    """The reason why this peer does not vote for the newest proposal, and the details that Ready gives the leader."""
+    """The reason why this peer does not vote for the newest proposal, with the details that its Ready gives the
+    leader."""
 
     refusal: Refusal
     named: tuple[str, ...] = ()
@@ -32,25 +33,24 @@ class Objection:
 
 
 class OwnWork:
-    """This peer's contribution to an entry, once the trainer is done."""
+    """This peer's contribution to an entry, once the trainer has finished."""
 
     def __init__(self, context: Context, presence: Presence, trainer: Trainer, log: LogState) -> None:
         self.trained: Trained | None = None
         self.since: float | None = None
-        """The time at which the training was done; None before."""
+        """The time at which the training was finished; None before."""
         self._context = context
         self._presence = presence
         self._trainer = trainer
         self._log = log
         self._number = 0
-        self._wants = 0  # samples of the next lease; 0: a whole one
+        self._wants = 0  # number of samples to ask for in the next lease; 0: a whole lease
         self.repetition = Repetition(context)
-        """The times at which Ready is repeated."""
+        """The timer for repeating Ready."""
         self._committed: tuple[Sum, Author, Commitment] | None = None
 
     def make(self, trained: Trained) -> None:
-        """Bring this training into the entry, and decide how many samples to ask for next. A round must take all of it,
-        as it was made."""
+        """Use the finished training for the entry, and choose the number of samples to ask for in the next lease."""
         self.trained, self.since = trained, self._context.now
         self._number = self._context.number_of_work()
         settings, others = self._context.settings, self._presence.speeds(self._log)
@@ -59,7 +59,7 @@ class OwnWork:
         self._wants = 0 if is_whole else steps * settings.samples_per_lease // settings.inner_steps
 
     def member(self) -> Member:
-        """Return this peer's share in the entry, as it states it."""
+        """Return this peer's share in the entry, as its Ready states it."""
         assert self.trained is not None
         return Member(
             peer=self._context.me,
@@ -71,8 +71,7 @@ class OwnWork:
         )
 
     def commitment(self) -> Commitment | None:
-        """Return the signed commitment to this training; None without tokens. The signature is made once for each
-        training."""
+        """Return the signed commitment to the training, signed once for each training; None without tokens."""
         if self.trained is None or not self.trained.tokens or self.trained.contribution is None:
             return None
         root, context = self.trained.contribution, self._context
@@ -84,7 +83,8 @@ class OwnWork:
         return self._committed[2]
 
     def is_taken_by(self, round: Round) -> bool:
-        """Return whether a round takes this peer's work as stated, or as counted if this peer is on probation."""
+        """Return True if the round's roster has this peer's work as stated; on probation, with the tokens that
+        count."""
         if self.trained is None:
             return False
         mine = [member for member in round.roster if member.peer == self._context.me]
@@ -93,9 +93,9 @@ class OwnWork:
         return mine in ([stated], [self._log.weighed([stated, *others])[0]])
 
     def is_stated_by(self, begin: Begin) -> bool:
-        """Return whether a Begin has all commitments or norms that this peer needs, with its own as it is. The chunks
-        of other members show what these have signed. So a peer averages nothing in a round of an earlier start or of an
-        earlier training, which it may have averaged with other blocks."""
+        """Return True if the Begin has this peer's own commitment unchanged, and all commitments or norms that this
+        peer needs. Otherwise the round may be of an earlier start or training, whose chunks this peer may have averaged
+        already."""
         me, ours, stated = self._context.me, self.commitment(), begin.commitments
         need_all, need_norms = informed(begin, self._log)
         norms = Norms.of(stated) if stated else begin.norms
@@ -119,7 +119,8 @@ class OwnWork:
         refused: Ballot | None,
         objection: Objection | None,
     ) -> Ready:
-        """Return the Ready for the leader of a view. `objection` is against the proposal of the ballot `refused`."""
+        """Return the Ready for the leader of a view. `objection` is this peer's objection to the proposal of the ballot
+        `refused`."""
         presence, member = self._presence, self.member()
         return Ready(
             position=self._log.position,
@@ -139,15 +140,15 @@ class OwnWork:
             lock=voter.lock,
             refused=refused,
             reason=objection.refusal.value if objection else "",
-            # The names are cut because liars can make up peers.
+            # At most MEMBER_LIMIT names, because liars can invent peers.
             named=((objection.named if objection else ()) or self._heard_besides(exchange))[:MEMBER_LIMIT],
             lacking=objection.lacking if objection else (),
             unproven=objection.unproven if objection else (),
         )
 
     def _heard_besides(self, exchange: Exchange | None) -> tuple[str, ...]:
-        """Return the voters that this peer hears and that are not in its round, or outside a round not in the last
-        entry: the leader may not hear them, and would call them gone."""
+        """Return the voters that this peer hears outside its round, or without a round outside the last entry: a leader
+        that does not hear them would call them gone."""
         if self._log.last is None or not self._log.closes:
             return ()
         expiry = self._context.settings.timing.heartbeat_expiry
@@ -156,10 +157,11 @@ class OwnWork:
 
     @property
     def grace(self) -> float:
-        """The seconds for which ready peers wait for those that still train, by this peer's last training (R7)."""
+        """The seconds for which ready peers wait for others that still train, derived from this peer's last training
+        (R7)."""
         return self._context.pace.grace(self._trainer.seconds)
 
     @property
     def is_under_way(self) -> bool:
-        """True if this peer trains for the entry, or has trained."""
+        """True if this peer is training for the entry, or has trained for it."""
         return self.trained is not None or self._trainer.state is not TrainerState.IDLE

@@ -1,5 +1,5 @@
-"""The pace of a swarm: the inner steps of each peer, so that all are done together, and the time for which ready peers
-wait for the others (R7, R14, R16). The planner forecasts with the same functions. Speeds are in tokens a second."""
+"""The pace of a swarm (R7, R14, R16): how many inner steps each peer makes, so that all finish together, and how long
+ready peers wait for others. The planner uses the same functions. Speeds are in tokens a second."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ grace."""
 
 @dataclass(frozen=True)
 class Pace:
-    """The manifest's settings of the pace. `lease_tokens` and `inner_steps` are those of a whole lease, and
-    `smallest_share` is the smallest lease as a share of it. `contributions` is the share of contributions that is
-    enough in an asynchronous run; None if the run is synchronous."""
+    """The manifest's settings that determine the pace. `lease_tokens` and `inner_steps` are those of a whole lease;
+    `smallest_share` is the smallest lease as a share of a whole one. `contributions` is the share of contributions with
+    which an asynchronous round begins; None in a synchronous run."""
 
     inner_steps: int
     lease_tokens: int
@@ -36,7 +36,7 @@ class Pace:
 
     @classmethod
     def of(cls, settings: RunSettings) -> Pace:
-        """Return the pace of a run."""
+        """Return the pace that a run's settings determine."""
         return cls(
             settings.inner_steps,
             settings.samples_per_lease * settings.tokens_per_sample,
@@ -51,11 +51,11 @@ class Pace:
     # Amount of training ---------------------------------------------------------------------------------------
     @property
     def least_steps(self) -> int:
-        """The inner steps of the smallest lease. This bounds what false speeds can do to other peers."""
+        """The inner steps of the smallest lease. False speeds of other peers cannot make a peer train fewer."""
         return math.ceil(self.smallest_share * self.inner_steps)
 
     def steps(self, speed: float, fastest: float) -> int:
-        """Return the inner steps that a peer makes while the fastest makes all."""
+        """Return the inner steps that a peer of this speed makes while the fastest peer makes all."""
         if speed >= EQUALLY_FAST * fastest and self._is_in_time(speed, fastest):
             return self.inner_steps
         own = speed / fastest * self.inner_steps
@@ -64,17 +64,18 @@ class Pace:
         return min(self.inner_steps, max(math.ceil(own), self.least_steps))
 
     def _steps_of_late(self, own: float) -> int:
-        """Return the inner steps that fill whole cycles and are no fewer than the smallest lease, given the steps that
-        fit into one cycle. A peer that just misses an entry would idle until the next one, or lose its lease."""
+        """Return the inner steps of an asynchronous peer that cannot finish the smallest lease in one cycle: those that
+        fill whole cycles, so that the peer does not idle until the next entry. `own` are the steps that fit into a
+        cycle."""
         sure = (1 - LATE_SHARE) * own
-        # the quotient may be infinite, since others may claim any speed
+        # The quotient may be infinite, since other peers may claim any speed.
         if self.least_steps > (1 + self.staleness) * sure:
             return min(self.inner_steps, self.least_steps)
         return min(self.inner_steps, int(math.ceil(self.least_steps / sure) * sure))
 
     def _is_in_time(self, speed: float, fastest: float) -> bool:
-        """Return whether a peer makes all inner steps within half of the fastest peer's grace. The other half is for
-        errors in the speeds."""
+        """Return True if a peer finishes all inner steps within half of the fastest peer's grace (or slack) after that
+        peer. The other half allows for errors in the speeds."""
         if speed >= fastest:
             return True
         training = self.lease_tokens / fastest
@@ -82,44 +83,44 @@ class Pace:
         return self.lease_tokens / speed - training <= patience / 2
 
     def steps_beside(self, speed: float, others: Collection[float]) -> int:
-        """Return the inner steps of a lease that a peer finishes together with the others; all of them if its speed is
-        unknown."""
+        """Return the inner steps of a lease with which a peer finishes together with the others; all of them if its
+        speed is unknown."""
         return self.steps(speed, self._fastest(speed, others)) if speed else self.inner_steps
 
     def steps_of_grant(self, steps: int, speed: float, others: Collection[float]) -> int:
-        """Return the inner steps of a grant that a peer makes. Granted samples stay in the pool, so that a peer need
-        not train all of them. An asynchronous run does not wait: a slower peer makes the steps that fit until the
-        fastest peer has made all of its own."""
+        """Return the inner steps of a grant that a peer makes; the other granted samples stay in the pool. In an
+        asynchronous run a slower peer makes the steps that fit until the fastest peer has made all of its own."""
         fastest = self._fastest(speed, others)
         if self.contributions is None or not speed or speed >= fastest:
             return min(steps, self.steps_beside(speed, others))
         return max(1, int(steps * speed / fastest))
 
     def _fastest(self, speed: float, others: Collection[float]) -> float:
-        """Return the highest speed that other peers claim, with a limit: the speed at which a median peer still keeps
-        up by the smallest lease. The limit keeps a minority of liars from making all others train almost nothing."""
+        """Return the highest speed that other peers claim, capped at the speed with which a median peer still keeps up
+        by the smallest lease. The cap keeps a minority of liars from making all others train almost nothing."""
         return min(max(others, default=0.0), median_high([speed, *others]) / self.smallest_share)
 
     def is_too_slow(self, speed: float, usual: float) -> bool:
-        """Return whether a peer loses its lease before it has trained the smallest one, given the usual speed of
-        others."""
+        """Return True if a peer would lose its lease before it has trained the smallest one, given the `usual` speed of
+        the others."""
         return 0 < speed * (1 + self.staleness) < self.least_steps / self.inner_steps * usual
 
     def overlap_seconds(self, speed: float) -> float:
-        """Return the seconds of the overlap's inner steps at a speed; 0 without overlap or if the speed is unknown."""
+        """Return the seconds that the overlap's inner steps take at this speed; 0 without overlap, or if the speed is
+        unknown."""
         return self.overlap / self.inner_steps * self.lease_tokens / speed if speed else 0.0
 
     # Waiting time ----------------------------------------------------------------------------------------------
     def grace(self, training: float | None) -> float:
-        """Return the seconds for which ready peers wait for the others, given the seconds of the last training (None if
-        unknown)."""
+        """Return the seconds for which ready peers wait for the others. `training` is the seconds of the last training;
+        None if unknown."""
         if training is None:
             return self.timing.grace
         usual = min(self.timing.grace, max(GRACE_SHARE * training, 3 * self.timing.heartbeat))
         return max(usual, min(LATE_SHARE * training, self.timing.partition_grace))
 
     def slack(self, training: float | None, round: float = 0.0, usual: float = 0.0) -> float:
-        """Return the seconds for which an asynchronous run with enough contributions waits for peers that are nearly
+        """Return the seconds for which an asynchronous run with enough contributions waits for peers that are almost
         ready.
 
         Waiting costs nothing while workers make the overlap's inner steps, less the time of a round. The slack is at

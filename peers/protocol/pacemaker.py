@@ -21,12 +21,12 @@ LONGEST = 5.0
 
 
 def death(timing: Timing) -> float:
-    """Return the seconds after which a dead peer is known to be dead, and messages about it have arrived."""
+    """Return the death time in seconds: after it, a peer's death is known and messages about the death have arrived."""
     return timing.heartbeat_expiry + 2 * timing.heartbeat
 
 
 class RoundTimes:
-    """The durations, in seconds, of one peer's last rounds."""
+    """The durations of one peer's last rounds, in seconds."""
 
     def __init__(self) -> None:
         self._seconds = deque[float](maxlen=MEASURED)
@@ -34,18 +34,18 @@ class RoundTimes:
         """Time limit in seconds of each fragment's last exchange, as its leader set it."""
 
     def note(self, seconds: float) -> None:
-        """Record the duration of a round in seconds."""
+        """Record the duration of a finished round, in seconds."""
         self._seconds.append(seconds)
 
     @property
     def usual(self) -> float | None:
-        """The median; None before the first round."""
+        """The median duration of the last rounds, in seconds; None before the first round."""
         return median(self._seconds) if self._seconds else None
 
 
 class Pacemaker:
-    """The view timer of one position. `view` is the view that the peer is in, and `leader` leads it. `reached` is the
-    view that the peer names to others.
+    """The view timer of one position. `view` is the peer's current view, and `leader` the peer that leads it. `reached`
+    is the view that this peer's beats name.
 
     The timer alone raises `reached`. The peer keeps its leader until a quorum has reached a later view, so that all
     change leaders together. A leader that is not heard is skipped at once; if it is heard again, its view goes on with
@@ -58,10 +58,10 @@ class Pacemaker:
         self._timing = timing
         self._times = times
         self._now = now
-        self._floor = 0  # the highest view that a quorum has reached, or that the peer has voted in
-        self._stalled = 0  # views that ended after their leader had begun
+        self._floor = 0  # highest view that a quorum has reached, or in which this peer has voted
+        self._stalled = 0  # number of views that ended after their leader had begun
         self._spent: dict[int, float] = {}  # seconds for which the timer has run in each view
-        self._begun: dict[int, float] = {}  # seconds that each leader that has begun gave its exchange
+        self._begun: dict[int, float] = {}  # time limit in seconds of each exchange, by the view whose leader began it
 
     def look(
         self,
@@ -100,20 +100,20 @@ class Pacemaker:
         self.reached = max(self.reached, self.view)
 
     def begun(self, seconds: float) -> None:
-        """Record that the leader of this view has begun an exchange with this time limit, or proposes without one (0).
-        The timer starts again, once (R2)."""
+        """Record that this view's leader has begun an exchange with a time limit of so many seconds, or has proposed
+        without an exchange (0). The first such call in a view restarts the timer (R2)."""
         if self.view not in self._begun:
             self._begun[self.view] = seconds
             self._spent[self.view] = 0.0
 
     def voted(self, view: int) -> None:
-        """Go to a view that the peer has voted in: it votes in no earlier one any more."""
+        """Move to a later view in which this peer has voted, since it votes in no earlier one any more."""
         self._rise(view)
 
     def limit(self, grace: float) -> float:
-        """Return the seconds until this view times out: before its leader begins, or from then on. The exchange may
-        take a multiple of its own time limit: as much as rounds usually need, doubled after each view that was too
-        short."""
+        """Return the seconds after which this view times out, counted from its leader's Begin if there is one (R2). A
+        Begin adds a multiple of the exchange's time limit, with a cap by the usual round. The cap doubles after each
+        view that ended in spite of a Begin."""
         usual, timing = self._times.usual, self._timing
         needed = timing.round_timeout if usual is None else MARGIN * usual
         seconds = max(grace + min(needed, LONGEST * timing.round_timeout), death(timing))
@@ -133,7 +133,8 @@ class Pacemaker:
 
 
 def named_by_quorum(views: Mapping[str, int], is_quorum: Callable[[Collection[str]], bool]) -> int:
-    """Return the highest view that a quorum has reached, given the views of the peers that are heard; 0 if none."""
+    """Return the highest view that a quorum has reached, given the view of each peer that is heard; 0 if there is
+    none."""
     for view in sorted(set(views.values()), reverse=True):
         if is_quorum([peer for peer, reached in views.items() if reached >= view]):
             return view

@@ -1,4 +1,4 @@
-"""Averages of chunks, as their reducers have signed them, and the outcome of a round.
+"""The averages of a round's chunks, as signed by their reducers, and the outcome of the round.
 
 A reducer signs its average of a chunk once in a round, so two different statements by one reducer about one chunk prove
 that it has lied. A later ballot may name an heir for a silent reducer; a chunk may then have the averages of two
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Reducers:
-    """The members that may average each chunk of a round: its reducer, and heirs that later ballots name.
+    """The members that may average each chunk of a round: the chunk's reducer, and the heirs that later ballots name.
 
     A reducer's part is a run of consecutive chunks. The member with the first part rotates with the log's head, so that
     a pair of members without a link misses other chunks each time.
@@ -46,20 +46,20 @@ class Reducers:
         self._heirs: defaultdict[str, list[str]] = defaultdict(list)
 
     def of(self, chunk: int) -> tuple[str, ...]:
-        """Return the members that may average a chunk, the latest heir first; none for an unknown chunk."""
+        """Return the members that may average a chunk, the latest heir first; none if the round has no such chunk."""
         if chunk >= len(self._owners):
             return ()
         owner = self._owners[chunk]
         return *reversed(self._heirs[owner]), owner
 
     def chunks_of(self, peer: str) -> set[int]:
-        """Return the chunks that a member may average: its own part and those that it is an heir of."""
+        """Return the chunks that a member may average: its own part, and the parts of reducers whose heir it is."""
         owners = [peer, *(owner for owner, heirs in self._heirs.items() if peer in heirs)]
         return {chunk for owner in owners for chunk in self.parts.get(owner, ())}
 
     def add(self, heirs: Iterable[tuple[str, str]]) -> dict[str, list[range]]:
-        """Add the heirs of some reducers. Return the parts that are new to each heir. Only contributors can be heirs,
-        since an average has at least its maker's own blocks."""
+        """Add the heirs of some reducers, as pairs of reducer and heir. Return the new parts of each heir. Only a
+        contributor can be an heir, since an average has at least the blocks of its maker."""
         new: defaultdict[str, list[range]] = defaultdict(list)
         for owner, heir in heirs:
             if owner in self.parts and heir in self._able and heir != owner and heir not in self._heirs[owner]:
@@ -69,10 +69,10 @@ class Reducers:
 
 
 class Averages:
-    """The signed averages of one round that are here, and those that this peer has signed."""
+    """The signed averages of one round that this peer has received or made."""
 
     def __init__(self, me: str, round: Round, keys: Keys | None) -> None:
-        """Without `keys` no signature is checked, and this peer's own signatures are empty."""
+        """Check no signature if `keys` is None, and leave this peer's own signatures empty."""
         self.ours: dict[int, Averaged] = {}
         """The averages that this peer has signed. In `_here` another reducer's may have replaced them."""
         self.marks = b""
@@ -83,10 +83,10 @@ class Averages:
         self._here: dict[int, Averaged] = {}
         self._marks_here: dict[int, bytes] = {}
         self._squares: dict[int, float] = {}
-        self._given: defaultdict[str, float] = defaultdict(float)  # each reducer's squared norm, over its averages here
+        self._given: defaultdict[str, float] = defaultdict(float)  # each reducer's squared norm over stored averages
 
     def sign(self, chunk: int, digest: bytes, absent: tuple[str, ...]) -> Averaged:
-        """Sign this peer's average of a chunk. It may sign only one for each chunk in this round."""
+        """Return this peer's signed average of a chunk. A peer may sign only one average of a chunk in a round."""
         assert chunk not in self.ours
         text = statement(self._round, self._me, chunk, digest, absent).text
         signature = bytes(64) if self._keys is None else self._keys.sign(text)
@@ -95,23 +95,23 @@ class Averages:
         return self.ours[chunk]
 
     def is_signed(self, averaged: Averaged) -> bool:
-        """Return whether the named reducer has signed this average."""
+        """Return True if the average has a valid signature of the reducer that it names."""
         if self._keys is None:
             return True
         text = statement_of(self._round, averaged).text
         return self._keys.verify(averaged.reducer, text, averaged.origin.signature)
 
     def is_marked(self, averaged: Averaged) -> bool:
-        """Return whether a proposal names this average. It has no marks for chunks beyond MARKED, so any average may be
-        the one."""
+        """Return True if the proposal names this average. A proposal has no marks for chunks beyond MARKED, so that any
+        average of these is accepted."""
         if averaged.chunk >= MARKED:
             return True
         mark = self.marks[averaged.chunk * MARK_BYTES : (averaged.chunk + 1) * MARK_BYTES]
         return mark == statement_of(self._round, averaged).mark
 
     def keep(self, averaged: Averaged, squares: float = 0.0) -> bool:
-        """Keep a signed average in place of any other of its chunk. `squares` is its squared norm. Return whether it
-        replaces one."""
+        """Store a signed average in place of any other of its chunk. `squares` is the average's squared norm. Return
+        True if another average was replaced."""
         chunk, before = averaged.chunk, self._here.get(averaged.chunk)
         self._given[averaged.reducer] = self.squares_with(averaged, squares)
         if before is not None and before.reducer != averaged.reducer:
@@ -121,26 +121,26 @@ class Averages:
         return before is not None
 
     def of(self, chunk: int) -> Averaged | None:
-        """Return the average of a chunk that is here."""
+        """Return the average of a chunk that this peer has; None if it has none."""
         return self._here.get(chunk)
 
     def squares_with(self, averaged: Averaged, squares: float) -> float:
-        """Return the squared norm of all averages of a reducer that are here, together with this one."""
+        """Return the squared norm of the averages that this peer has of this average's reducer, with this one."""
         before = self._here.get(averaged.chunk)
         replaced = self._squares[averaged.chunk] if before and before.reducer == averaged.reducer else 0.0
         return self._given[averaged.reducer] - replaced + squares
 
     @property
     def are_whole(self) -> bool:
-        """True if all averages are here, and are those that the proposal names if there is one."""
+        """True if this peer has the averages of all chunks: the proposed ones, if there is a proposal."""
         return len(self._here) == self._round.chunks and not self.lacking()
 
     def lacking(self) -> list[int]:
-        """Return the chunks whose average is missing here, or differs from the one that the proposal names."""
+        """Return the chunks whose average is missing, or differs from the proposed one."""
         return [chunk for chunk in range(self._round.chunks) if not self.is_right(chunk)]
 
     def is_right(self, chunk: int) -> bool:
-        """Return whether an average of a chunk is here, and is the one that the proposal names if there is one."""
+        """Return True if this peer has an average of the chunk: the proposed one, if there is a proposal."""
         here = self._here.get(chunk)
         if here is None or not self.marks or chunk >= MARKED:
             return here is not None
@@ -150,26 +150,26 @@ class Averages:
 
     @property
     def of_others(self) -> list[Averaged]:
-        """The averages that other members have made."""
+        """The averages that this peer has from other members."""
         return [averaged for averaged in self._here.values() if averaged.reducer != self._me]
 
     def absent_from_ours(self) -> frozenset[str]:
-        """Return the members that are absent from all averages that this peer has made."""
+        """Return the members that are absent from every average that this peer has made."""
         absent = [frozenset(averaged.absent) for averaged in self.ours.values()]
         return frozenset.intersection(*absent) if absent else frozenset()
 
     def absent(self) -> dict[str, int]:
-        """Return from how many of the averages here each member is absent, in roster order."""
+        """Return the number of stored averages from which each member is absent, in roster order."""
         return _absent_from(self._round, self._here.values())
 
     def outcome(self) -> RoundOutcome | None:
-        """Return the outcome of the round by the averages here; None while some are missing."""
+        """Return the outcome of the round by the averages that this peer has; None while some are missing."""
         return round_outcome(self._round, self._here)
 
 
 class RoundOutcome(NamedTuple):
-    """The outcome of a round: the payload's digest, from how many chunks each member is absent, and the averages'
-    marks."""
+    """The outcome of a round: the payload's digest, the number of chunks from which each member is absent, and the
+    averages' marks."""
 
     payload: bytes
     absent: dict[str, int]
@@ -177,7 +177,7 @@ class RoundOutcome(NamedTuple):
 
 
 def round_outcome(round: Round, averages: Mapping[int, Averaged]) -> RoundOutcome | None:
-    """Return the outcome of a round by its averages; None while some are missing."""
+    """Return the outcome of a round by the average of each chunk; None while some are missing."""
     if len(averages) < round.chunks:
         return None
     if not round.chunks:
@@ -194,17 +194,17 @@ def _absent_from(round: Round, averages: Iterable[Averaged]) -> dict[str, int]:
 
 
 def is_lawful(round: Round, averaged: Averaged) -> bool:
-    """Return whether the absent members of an average are allowed: contributors in roster order, without its maker."""
+    """Return True if an average's absent members are valid: contributors in roster order, not its reducer."""
     absent, among = averaged.absent, set(averaged.absent)
     in_order = tuple(member.peer for member in round.contributors if member.peer in among)
     return absent == in_order and averaged.reducer not in among
 
 
 class Parts:
-    """The averages of a round that its leader has received in Parts."""
+    """The averages that a round's leader has received in the reducers' Parts."""
 
     def __init__(self, round: Round, keys: Keys | None = None) -> None:
-        """Without `keys` signatures are not checked."""
+        """Check no signature if `keys` is None."""
         self._round = round
         self._reducers = Reducers(round)
         self._averages = Averages("", round, keys)
@@ -213,9 +213,8 @@ class Parts:
         self._taken: dict[int, Averaged] = {}
 
     def take(self, sender: str, part: Part, heirs: Iterable[tuple[str, str]] = ()) -> bool:
-        """Take the signed averages of a reducer, or of one of the heirs that this leader has named. The first average
-        of a chunk counts. A sender with a false signature is dropped, since each one costs time to check. Return
-        whether the whole Part was valid."""
+        """Store the signed averages from the Part of a reducer or of an heir; the first average of a chunk counts. Drop
+        a sender with a false signature, since each costs time to check. Return True if the whole Part was valid."""
         self._reducers.add(heirs)
         if part.round != self._round.name or sender in self.dropped:
             return False
@@ -234,26 +233,26 @@ class Parts:
         return is_own and self._averages.is_signed(averaged)
 
     def drop(self, reducer: str) -> None:
-        """Do without a member's averages. An heir may replace it."""
+        """Remove a member's averages, and ignore its later Parts. An heir may average the chunks instead."""
         self.dropped.add(reducer)
         self._taken = {chunk: averaged for chunk, averaged in self._taken.items() if averaged.reducer != reducer}
 
     def one_sided(self) -> frozenset[str]:
-        """Return the members that signed an average from which most of the round's tokens are absent."""
+        """Return the members that signed an average from which more than half of the round's tokens are absent."""
         tokens = {member.peer: member.tokens for member in self._round.contributors}
         half = sum(tokens.values()) / 2
         taken = self._taken.values()
         return frozenset(one.reducer for one in taken if sum(tokens[peer] for peer in one.absent) > half)
 
     def signers(self, chunks: Iterable[int]) -> tuple[str, ...]:
-        """Return the members whose averages of these chunks count."""
+        """Return the members that signed the stored averages of these chunks."""
         return tuple(dict.fromkeys(self._taken[chunk].reducer for chunk in chunks if chunk in self._taken))
 
     def missing(self) -> tuple[str, ...]:
-        """Return the reducers with a chunk that has no average yet, neither their own nor an heir's."""
+        """Return the reducers that have a chunk in their part without any average, of their own or of an heir."""
         parts = self._reducers.parts.items()
         return tuple(peer for peer, part in parts if any(chunk not in self._taken for chunk in part))
 
     def outcome(self) -> RoundOutcome | None:
-        """Return the outcome of the round; None while averages are missing."""
+        """Return the outcome of the round by the Parts received; None while averages are missing."""
         return round_outcome(self._round, self._taken)

@@ -1,4 +1,5 @@
-"""One peer of a run, without any I/O: events in, effects out. This is where to begin reading.
+"""One peer of a run, without any I/O: its driver passes events in and carries out the effects. Begin reading at this
+module.
 
 A driver calls `handle` with an event and the time on its clock, and carries out the effects that it returns; the real
 driver and the simulated one use the same interface. Each event goes to one of a peer's parts:
@@ -91,7 +92,7 @@ or asks."""
 
 
 class Peer:
-    """The protocol of one peer."""
+    """The protocol of one peer: a driver passes it events, and carries out the effects that it returns."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class Peer:
         """Args:
         payloads: one kind of payload for each fragment.
         start: a number that no earlier start of this peer had.
-        lineage: the log up to the state; None before the first entry.
+        lineage: the log up to the present theta and momentum; None before the first entry.
         record: the votes of earlier starts (R10).
         """
         self.me = me
@@ -123,14 +124,14 @@ class Peer:
         self._abstention = Abstention(self._context, self.presence, self.trainer, self.replica, self.hindrances)
 
     def seconds_to_send(self, fragment: int) -> float:
-        """Return the seconds in which this peer's blocks of a fragment should be sent, so that the others do not
-        wait."""
+        """Return the seconds within which this peer should send its blocks of a fragment, so that no other member waits
+        for them."""
         context = self._context
         overlap = context.pace.overlap_seconds(self.trainer.speed)
         return seconds_to_send(context.round_times.allowed.get(fragment), self.settings.timing, overlap)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take one event at the time `now` (seconds, monotonic), and return the effects to carry out.
+        """Handle one event at the time `now` (seconds, monotonic), and return the effects to carry out.
 
         Raises:
             LocalProtocolError: the event is illegal in the present state.
@@ -147,7 +148,7 @@ class Peer:
     def _happens(self, event: Event) -> None:
         cycle = self._cycle
         match event:
-            case Received(sender, message):  # the most frequent events come first
+            case Received(sender, message):  # matched first, since it is the most frequent event
                 self.membership.heard_from(sender, self._context.now)
                 self._receive(sender, message)
             case Tick():
@@ -169,7 +170,7 @@ class Peer:
             case ReachSeen(reach, rates, sought):
                 if self.presence.reachability.observe(reach, rates, sought):
                     cycle.look_for_hindrance()
-            case AverageRefuted(name, reducer, chunk):  # shown to the volunteer only: it is no proof
+            case AverageRefuted(name, reducer, chunk):  # warns the volunteer only, since other peers cannot check it
                 self._context.emit(Note("warning", f"{reducer} averaged chunk {chunk} of {name} wrongly"))
             case RateMeasured(rate):
                 self.presence.rate = rate or self.presence.rate
@@ -211,7 +212,7 @@ class Peer:
                 raise LocalProtocolError(f"unknown event: {event!r}")
 
     def _take(self, fragment: int, event: Event) -> None:
-        """Pass the event to the fragment's round, if that is still open."""
+        """Pass the event to the fragment's round, if the round is still open."""
         round = self.rounds.get(fragment)
         if round is not None:
             round.take(event)
@@ -224,7 +225,7 @@ class Peer:
             for each in self.rounds.values():
                 each.leader.on_leaving(sender)
         elif isinstance(message, Proof):
-            pass  # already observed
+            pass  # `_observe` has handled the message
         elif round := self._round_at(message.position):
             self._receive_here(sender, message, round)
         elif isinstance(message, Elsewhere):
@@ -233,7 +234,7 @@ class Peer:
             self._cycle.answer_elsewhere(sender, message)
 
     def _observe(self, sender: str, message: Message | Unread) -> None:
-        """Look for proofs of lies in a message about any position (R9)."""
+        """Search a message about any position for proofs that a peer lies, and warn the volunteer of liars (R9)."""
         context, evidence, lineage = self._context, self._context.evidence, self.lineage
         match message:
             case Vote() if sender != self.me:
@@ -252,17 +253,18 @@ class Peer:
                     context.emit(Dropped(sender, "proof", str(error)))
 
     def _round_at(self, position: Position) -> EntryRound | None:
-        """Return the round that a message is about, if this peer is in the same cycle."""
+        """Return the open round for a position, if the position is in this peer's cycle; otherwise None."""
         is_here = position.is_in_cycle_of(self.log.position)
         return self.rounds.get(position.fragment) if is_here else None
 
     def _is_decided(self, position: Position) -> bool:
-        """Return whether the entry at a position is committed, as far as this peer knows."""
+        """Return True if the entry at a position is committed, as far as this peer knows."""
         round = self._round_at(position)
         return round is None or round.is_decided
 
     def _receive_here(self, sender: str, message: Message | Unread, round: EntryRound) -> None:
-        """Handle a message about a position where this peer is. A message that does not fit the state is dropped."""
+        """Handle a message about a position that has an open round. A message that does not fit the peer's state is
+        dropped."""
         cycle, leader = self._cycle, round.leader
         match message:
             case Begin() | Want() | Propose() | Vote() | Certified():
@@ -278,19 +280,19 @@ class Peer:
             case LeaseRequest() if cycle.answers(sender) and cycle.gives_lease(round):
                 leader.on_lease_request(message, sender)
 
-    # What drivers read ----------------------------------------------------------------------------------------
+    # Values for drivers ---------------------------------------------------------------------------------------
     @property
     def state(self) -> State:
         return self._cycle.state
 
     @property
     def round(self) -> EntryRound:
-        """The round whose entry closes the cycle, while it is open; otherwise another open one."""
+        """The round whose entry closes the cycle; once that entry is made, the open round of the highest fragment."""
         return self._cycle.round
 
     @property
     def rounds(self) -> Mapping[int, EntryRound]:
-        """The rounds of the cycle's entries that are still to be made, by fragment."""
+        """The open rounds, by fragment: those of the cycle's entries that are still to be made."""
         return self._cycle.rounds
 
     @property
@@ -304,7 +306,7 @@ class Peer:
 
     @property
     def settled(self) -> LogState:
-        """The log up to the last theta and momentum that have a digest, which heartbeats name."""
+        """The log up to the last theta and momentum whose digest is known. Heartbeats name its end."""
         return self.replica.settled
 
     @property
@@ -317,7 +319,7 @@ class Peer:
 
     @property
     def is_at_cycles_end(self) -> bool:
-        """True if theta and momentum are those after the last whole cycle, and have a digest."""
+        """True if theta and momentum are those after the last whole cycle, and their digest is known."""
         return self.is_settled and not self.log.made
 
     @property
@@ -329,11 +331,12 @@ class Peer:
         return self.presence.membership
 
     def believed(self, theirs: Branch, ours: Branch) -> Branch | None:
-        """Return the part of another peer's branch to take for the run's; None if no part is taken, or not yet."""
+        """Return the part of another peer's branch to accept as the run's log; None if no part is accepted, or not
+        yet."""
         return self._cycle.belief.branch(theirs, ours)
 
     def is_live(self, peer: str) -> bool:
-        """Return whether another peer is heard and not leaving."""
+        """Return True if another peer is heard, is reachable and is not leaving."""
         return self.presence.is_live(peer)
 
     @property
@@ -352,22 +355,22 @@ class Peer:
 
     @property
     def exchange(self) -> Exchange | None:
-        """The exchange under way of `round`; None if there is none."""
+        """The current exchange of `round`; None if there is none."""
         return self.round.exchange
 
     @property
     def is_exchanging(self) -> bool:
-        """True if an exchange is under way."""
+        """True if an exchange of any open round is under way."""
         is_here = self.state in (State.TRAINING, State.AVERAGING)
         return is_here and any(round.is_exchanging for round in self.rounds.values())
 
     def exchange_of(self, round_name: RoundName) -> Exchange | None:
-        """Return the exchange of this round, if it is under way."""
+        """Return the exchange with this round's name, if it is under way; otherwise None."""
         round = self.rounds.get(round_name.position.fragment)
         exchange = round.exchange if round else None
         return exchange if exchange and exchange.name == round_name else None
 
     @property
     def goodbye(self) -> Leaving | None:
-        """The farewell to send to the others at the end, if any."""
+        """The farewell to send to the other peers when this peer leaves; None if there is none."""
         return self._cycle.goodbye

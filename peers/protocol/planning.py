@@ -1,4 +1,4 @@
-"""The plan of a round (R3): how many chunks each member averages, by its reach and its link. Pure functions.
+"""The plan of a round (R3): how many chunks each member averages, by its reach and its link's rate. Pure functions.
 
 The plan uses only a member's own reports about its links. A pair in which one does not reach the other counts against
 both alike, and the member with most such pairs loses its place first; so a member that names all others loses only its
@@ -46,8 +46,8 @@ NONE_THIN: Mapping[str, float] = {}
 
 @dataclass(frozen=True)
 class MemberLink:
-    """A member's own report about its link, from its Ready: its rate and those that it saw of others, in bytes a
-    second, and the members that it reaches through relays or not at all."""
+    """A member's own report about its link, from its Ready: its rate and the rates that it saw of others, in bytes a
+    second, and the members that it reaches only through relays, or not at all."""
 
     rate: int = 0
     seen: Mapping[str, int] = field(default_factory=dict)
@@ -56,25 +56,25 @@ class MemberLink:
 
 
 class ForATerm:
-    """Peers that a leader remembers for a term of entries, because of what it saw them do (R3, R7)."""
+    """Peers that a leader remembers for a term of TERM entries, because of their behaviour (R3, R7)."""
 
     def __init__(self) -> None:
         self._since: dict[str, int] = {}
 
     def note(self, peers: Iterable[str], index: int) -> None:
-        """Remember peers from an entry on, and forget those of earlier terms."""
+        """Remember the peers from the entry `index` on, and forget those remembered a term ago or earlier."""
         self._since = {peer: since for peer, since in self._since.items() if since + TERM > index}
         self._since |= dict.fromkeys(peers, index)
 
     def at(self, index: int) -> frozenset[str]:
-        """Return the peers that are remembered at an entry."""
+        """Return the peers that are remembered at the entry `index`."""
         return frozenset(peer for peer, since in self._since.items() if since <= index < since + TERM)
 
 
 class Experience:
-    """The peers that a leader leaves out. It deals no chunks to the `undealt`, reducers that gave no average in time,
-    or one that few members got or that most blocks are absent from. It does not wait for the `unawaited`, joiners that
-    did not use a grant."""
+    """The peers that a leader leaves out. `undealt` are reducers that get no chunks, since their averages were late,
+    reached few members or had most blocks absent. `unawaited` are joiners for which the leader does not wait, since
+    they did not use a grant."""
 
     def __init__(self) -> None:
         self.undealt = ForATerm()
@@ -115,8 +115,8 @@ def seconds_for(
 
 
 def deadline(foreseen: Iterable[float], timing: Timing) -> float:
-    """Return the time limit of an exchange in seconds, given the seconds for which each member's link is busy (0: not
-    measured).
+    """Return the time limit of an exchange in seconds. `foreseen` has the seconds for which each member's link is busy
+    (0: not measured).
 
     Links that are slower than most do not count. A link's rate is known once it was in a round.
     """
@@ -134,7 +134,8 @@ def deadline(foreseen: Iterable[float], timing: Timing) -> float:
 def heirs_of(
     missing: Sequence[str], able: Sequence[str], before: Collection[tuple[str, str]] = ()
 ) -> tuple[tuple[str, str], ...]:
-    """Return an heir for each silent reducer, chosen in turn among the `able`, which have given their Part.
+    """Return an heir for each silent reducer, as pairs of reducer and heir, chosen in turn among the members `able` to
+    average.
 
     No heir gets chunks that it had `before`.
     """
@@ -147,7 +148,7 @@ def heirs_of(
 
 # Reachability ---------------------------------------------------------------------------------------------------------
 def reducers(members: Sequence[str], able: Sequence[str], links: Mapping[str, MemberLink]) -> tuple[str, ...]:
-    """Return the able members, in their order, that enough of the other members reach.
+    """Return those of the `able` members, in their order, that enough other members reach.
 
     If the others can share the work fairly, two groups do not average either: first members that too many others reach
     only through a relay, then members with any pair without a link, or with a relayed one, that both sides report.
@@ -167,19 +168,21 @@ def reducers(members: Sequence[str], able: Sequence[str], links: Mapping[str, Me
 
 
 def _reported_by_both(peer: str, reported: Mapping[str, Collection[str]]) -> set[str]:
-    """Return the members that a member names, and that name it."""
+    """Return the members that the peer reports and that report the peer: both ends see a bad link."""
     return {other for other in reported.get(peer, ()) if peer in reported.get(other, ())}
 
 
 def is_fair(few: Collection[str], able: Collection[str], members: int) -> bool:
-    """Return whether a few of the able members can average for all, with no link carrying too much."""
+    """Return True if a few of the able members can average for all without much more load on a link than if all
+    averaged."""
     if not few:
         return False
     return payloads_moved(members, 1 / len(few)) <= FAIR * payloads_moved(members, 1 / len(able))
 
 
 def _well_reached(members: Sequence[str], reported: Mapping[str, Collection[str]]) -> frozenset[str]:
-    """Return the members that enough others reach, given the members that each reports as out of reach.
+    """Return the members that enough others reach. `reported` has, for each member, the members that it reports as out
+    of reach.
 
     The member with most such pairs is left out first, and its pairs do not count against the others any more. Among
     members with as many pairs, those go that name most others themselves.
@@ -208,14 +211,15 @@ def _well_reached(members: Sequence[str], reported: Mapping[str, Collection[str]
 
 # Link rates -----------------------------------------------------------------------------------------------------------
 def believed_rates(peers: Iterable[str], links: Mapping[str, MemberLink]) -> dict[str, float]:
-    """Return the assumed rates of these members' links, in bytes a second."""
+    """Return the assumed rates of these members' links, in bytes a second, from the members' own reports."""
     known = {peer: links.get(peer, MemberLink()) for peer in peers}
     claimed = {peer: link.rate for peer, link in known.items()}
     return credible_rates(claimed, {peer: link.seen for peer, link in known.items()})
 
 
 def credible_rates(claimed: Mapping[str, int], seen: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """Return the believed rates of members' links, in bytes a second: as they claim, up to a limit by what others saw.
+    """Return the believed rates of members' links, in bytes a second: as claimed, up to a multiple of the rates that
+    others saw.
 
     `seen` holds, by member, the rates at which other members' data reached it. These rates are added up, since a peer
     sends to all others at once; they count if at least half of the others report any. No link counts as slower than the
@@ -232,20 +236,21 @@ def credible_rates(claimed: Mapping[str, int], seen: Mapping[str, Mapping[str, i
     for peer, rate in claimed.items():
         others = len(claimed) - 1
         witnesses = len(speaking) - (peer in speaking)
-        share = max(1.0, others / SEEN_LIMIT)  # in a large swarm each reports some others only
+        share = max(1.0, others / SEEN_LIMIT)  # in a large swarm each member reports the rates of some others only
         cap = SLACK * share * sums[peer] if sums[peer] and 2 * witnesses >= others else float("inf")
         credible[peer] = float(min(rate or slowest, max(cap, slowest)))
     return credible
 
 
 def deal(chunk_count: int, members: int, reducers: Sequence[str], rates: Mapping[str, float]) -> dict[str, int]:
-    """Return how many chunks each reducer averages, so that all links are done together."""
+    """Return the number of chunks that each reducer averages, so that all links finish together. `rates` are in bytes a
+    second."""
     chunks = split_by_rate(chunk_count, evened_out([rates[peer] for peer in reducers]), members)
     return dict(zip(reducers, chunks, strict=True))
 
 
 def evened_out(rates: Sequence[float]) -> list[float]:
-    """Return the rates with similar ones replaced by their mean.
+    """Return the rates of links, with similar rates replaced by their mean.
 
     A link that is a tenth faster would get a third more to average. So errors of the rates would lengthen rounds more
     than small differences between links do.
@@ -267,8 +272,8 @@ def foreseen(
     size: int,
     thin: Mapping[str, float] = NONE_THIN,
 ) -> list[float]:
-    """Return the seconds for which each member's link is busy with its blocks, the average and its part; 0 if unknown.
-    `thin` has the shares of a payload that members in thinner formats send."""
+    """Return the seconds for which each member's link is busy with its blocks, its part and the averages; 0 if unknown.
+    `size` is the payload's bytes, and `thin` the share of them that a member in a thinner format sends."""
     whole = max(sum(chunks.values()), 1)
     moved = {peer: payloads_moved(len(members), chunks.get(peer, 0) / whole) for peer in members}
     busy = {peer: max(moved[peer], LEAST_PAYLOADS) + thin.get(peer, 1.0) - 1.0 for peer in members}
@@ -277,16 +282,16 @@ def foreseen(
 
 # Contributions --------------------------------------------------------------------------------------------------------
 def seconds_to_send(allowed: float | None, timing: Timing, overlap: float = 0.0) -> float:
-    """Return the seconds in which a member's blocks should be sent, so that the others do not wait for them: what most
-    members' links need, or half of the `overlap`. `allowed` is the time limit of its last exchange; None before the
-    first."""
+    """Return the seconds within which a member should send its blocks, so that no other member waits: the longer of the
+    time that most links need and half of the `overlap` (seconds). `allowed` is the time limit of the last exchange in
+    seconds; None before the first."""
     allowed = UNMEASURED * timing.round_timeout if allowed is None else allowed
     return max(allowed / MARGIN, OVERLAP * min(overlap, allowed))
 
 
 def format_for(size: PayloadSize, uplink: float, seconds: float) -> int:
-    """Return the first format whose contribution an uplink carries in this many seconds, or else the smallest one.
-    `uplink` is in bytes a second; 0 (not measured) counts as enough."""
+    """Return the number of the first format whose contribution an uplink carries in this many seconds; if none fits, of
+    the smallest. `uplink` is in bytes a second; 0 (not measured) counts as enough."""
     sizes = enumerate(size.by_format)
     fitting = (format for format, count in sizes if not uplink or count <= uplink * seconds)
     return next(fitting, len(size.thinner))

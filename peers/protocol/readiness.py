@@ -20,8 +20,8 @@ from peers.values.wire import printable
 
 
 class Readiness:
-    """The requests and Readys that this peer has received as the leader of a view. Members repeat their Readys; one
-    that is older than the death time is dropped."""
+    """The Readys and lease requests that this peer has received as a leader. Members repeat their Readys; a Ready older
+    than the death time is dropped."""
 
     def __init__(self, context: Context, presence: Presence, trainer: Trainer, log: LogState) -> None:
         self.awaited = Awaited(context.me, log, context.settings)
@@ -36,7 +36,7 @@ class Readiness:
         self._trainer = trainer
         self._log = log
         self._granted: dict[str, Lease] = {}
-        self._given: set[Lease] = set()  # also to peers that are not heard now, which may be training
+        self._given: set[Lease] = set()  # all grants, also to peers that are not heard any more but may still train
         self._steps: dict[str, int] = {}  # inner steps that each joiner may make of its grant
         self._ready: dict[str, Ready] = {}
         self._ready_at: dict[str, float] = {}
@@ -44,12 +44,12 @@ class Readiness:
     # Leases for joiners (R14) -----------------------------------------------------------------------------------
     @property
     def has_given(self) -> bool:
-        """True if a peer has a grant of this leader here."""
+        """True if a peer holds a grant of this leader at this position."""
         return bool(self._granted)
 
     def ask_lease(self, sender: str, request: LeaseRequest, state_digest: bytes) -> None:
-        """Grant samples to a joiner. The further this peer is with its own training, the fewer inner steps it grants,
-        so that the joiner is ready with it."""
+        """Grant samples to a joiner, with fewer inner steps the further this peer's own training is, so that both
+        finish together. Refuse a joiner with another state."""
         if sender in self._log.excluded:
             return
         if request.state_digest != state_digest:
@@ -57,7 +57,7 @@ class Readiness:
             return
         lease = self._log.leases.get(sender) or self._granted.get(sender) or self._next_grant()
         if lease is None:
-            return  # all grants that one entry can take are given
+            return  # no more grants fit into one entry
         self._granted[sender] = lease
         self._given.add(lease)
         whole = self._context.settings.inner_steps
@@ -67,8 +67,8 @@ class Readiness:
         self._context.emit(Send(sender, grant))
 
     def _next_grant(self) -> Lease | None:
-        """Return the next grant that no peer has, if possible one that was never given. Those before this peer's own
-        come last, because the leader that granted its own may have given them."""
+        """Return the next grant that no peer holds, one never given before if possible; None if all are held. Grants
+        before this peer's own are last, since another leader may have given them."""
         own = self._trainer.lease
         grants, taken = self._log.grants, {*self._granted.values(), own}
         first = grants.index(own) + 1 if own in grants else 0
@@ -76,14 +76,14 @@ class Readiness:
         return min(free, key=self._given.__contains__, default=None)
 
     def entry_made(self, header: Header) -> None:
-        """Remember the joiners that this leader waited for and that did not use their grants: for a term it does not
-        wait for them again (R7)."""
+        """Remember the joiners for which this leader waited and which did not use their grants, so as not to wait for
+        them during a term (R7)."""
         unused = self._granted.keys() & self.awaited.in_vain - {*header.peers, *self._log.leases}
         self._context.experience.unawaited.note(sorted(unused), header.index)
 
     # Ready --------------------------------------------------------------------------------------------------------
     def take(self, sender: str, ready: Ready, state_digest: bytes) -> bool:
-        """Take a peer's Ready, or refuse it if the peer cannot be in the entry. Return whether it is taken."""
+        """Store a peer's Ready, or refuse it if the peer cannot be in the entry. Return True if it is stored."""
         context = self._context
         is_full = len(self._ready) >= MEMBER_LIMIT and sender not in self._ready
         if sender in self._log.excluded or self._is_two(sender, ready.incarnation) or is_full:
@@ -105,16 +105,16 @@ class Readiness:
         return True
 
     def _is_two(self, peer: str, incarnation: int) -> bool:
-        """Return whether a voter's Ready names another incarnation than its beats do. Voters do not vote for an entry
-        that takes a heard incarnation's vote; a peer that has restarted is soon heard in its new incarnation."""
+        """Return True if a voter's Ready names another incarnation than its beats. Other voters would refuse the entry
+        until they hear the new incarnation."""
         if self._log.voter_incarnations.get(peer, incarnation) == incarnation or peer == self._context.me:
             return False
         patience = self._context.settings.timing.heartbeat_expiry
         return peer in self._presence.voters_here(self._log, self._context.incarnation, patience)
 
     def _admit(self, sender: str, ready: Ready) -> None:
-        """Record the samples of a Ready. A grant of another leader is valid, too, unless this peer trains it or has
-        granted it to another peer.
+        """Record the samples of a Ready. A grant of another leader is valid, unless this peer trains the same samples
+        or has granted them to another peer.
 
         Raises:
             LogError: this Ready and the others cannot be in one entry.
@@ -128,14 +128,15 @@ class Readiness:
         if self._log.closes and not (member.tokens or self._log.counts(sender, ready.incarnation)):
             raise LogError("it has no tokens, so it cannot become a voter")
         self._check_commitment(sender, ready)
-        for peer in others:  # this sender has the samples that this peer trained itself
+        for peer in others:  # the grant is removed from the joiners, because this peer itself trained its samples
             del self._granted[peer]
             self._ready.pop(peer, None)
         if lease and sender not in self._log.leases:
             self._granted[sender] = lease
 
     def _check_commitment(self, sender: str, ready: Ready) -> None:
-        """Raises: LogError unless a peer with tokens has signed a commitment, in a format of this run."""
+        """Check a Ready's commitment. Raises: LogError unless a peer with tokens, and only such a peer, has signed a
+        commitment in a format of this run."""
         commitment = ready.commitment
         if (commitment is not None) != (ready.tokens > 0):
             raise LogError("a Ready has a commitment if and only if it has tokens")
@@ -156,7 +157,7 @@ class Readiness:
         self._ready.pop(peer, None)
 
     def forget(self) -> None:
-        """Drop Readys that are no longer repeated, and the grants of dead peers."""
+        """Drop the Readys that members no longer repeat, and the grants of dead peers."""
         now, live = self._context.now, self._presence.live()
         patience = death(self._context.settings.timing)
         for peer in list(self._ready):
@@ -167,22 +168,23 @@ class Readiness:
         self._granted = {peer: lease for peer, lease in self._granted.items() if peer in here}
 
     def of(self, view: int) -> dict[str, Ready]:
-        """Return the Readys of a view, by peer, without those of newcomers that are left out."""
+        """Return the Readys of a view, by peer, without those of excluded newcomers."""
         ready = self._ready.items()
         return {peer: one for peer, one in ready if one.view == view and peer not in self.strangers}
 
     def view_of(self, peer: str) -> int | None:
-        """Return the view in which a peer is ready; None if it is not."""
+        """Return the view for which a peer is ready; None if the peer is not ready."""
         ready = self._ready.get(peer)
         return None if ready is None else ready.view
 
     def views(self) -> dict[str, int]:
-        """Return the views of the peers that are ready."""
+        """Return the view of each ready peer."""
         return {peer: ready.view for peer, ready in self._ready.items()}
 
-    # Decisions --------------------------------------------------------------------------------------------------
+    # Start of a round -------------------------------------------------------------------------------------------
     def is_time(self, ready: Mapping[str, Ready]) -> bool:
-        """Return whether to begin: there is work, and all expected peers are ready or the grace is over."""
+        """Return True if the leader should begin a round: a peer has work, and all expected peers are ready or the wait
+        is over."""
         contributing = self.contributing(ready)
         if not ready or (self._log.closes and not contributing):
             return False
@@ -190,11 +192,12 @@ class Readiness:
         away = self._presence.unreached.union(self.strangers, (peer for peer in live if has_convicted(peer)))
         self.awaited.look(live, self._due(), away)
         view = max(one.view for one in ready.values())
-        beyond = {peer for peer, one in self._ready.items() if one.view > view}  # they do not come back to this view
+        beyond = {peer for peer, one in self._ready.items() if one.view > view}  # no peer returns from a later view
         return self.awaited.is_time(self._context.now, ready.keys() | beyond, contributing, self._voters())
 
     def _voters(self) -> set[str]:
-        """Return the voters that are heard in the incarnation that votes, and have not left."""
+        """Return the voters that this peer hears in their voting incarnation and that have not left, including this
+        peer."""
         live, context, log = self._presence.live(), self._context, self._log
         incarnations = {peer: live[peer].incarnation for peer in log.voters if peer in live} | {
             context.me: context.incarnation
@@ -202,8 +205,8 @@ class Readiness:
         return {peer for peer, incarnation in incarnations.items() if log.counts(peer, incarnation)}
 
     def _due(self) -> dict[str, int]:
-        """Return how many samples each awaited joiner trains. A slow one makes fewer inner steps than it was
-        granted."""
+        """Return the number of samples that each awaited joiner trains, which is smaller than its grant if the joiner
+        is slow."""
         whole, live = self._context.settings.inner_steps, self._presence.live()
         speeds = self._presence.speeds(self._log)
         due = dict[str, int]()
@@ -216,27 +219,28 @@ class Readiness:
         return due
 
     def is_full(self, view: int) -> bool:
-        """Return whether all peers that the leader waited for when time last passed are ready now."""
-        count = len(self._ready)  # in a large swarm most Readys arrive before half of the voters are ready
+        """Return True if all peers are ready that the leader waited for at the last Tick."""
+        count = len(self._ready)  # cheap first test: most Readys arrive before half of a large swarm is ready
         if count < self.awaited.fewest or 2 * count < len(self._log.voters):
             return False
         return self.awaited.are_all_in(self.of(view).keys())
 
     def contributing(self, ready: Mapping[str, Ready]) -> set[str]:
-        """Return the peers whose work counts. That of peers on probation does not, unless all are on probation."""
+        """Return the ready peers whose work counts. Work of peers on probation counts only if all ready peers are on
+        probation."""
         working = {peer for peer, one in ready.items() if one.tokens}
         new = {peer for peer in working if self._log.is_on_probation(peer)}
         return working - new if new and not all(map(self._log.is_on_probation, ready)) else working
 
     def roster(self, ready: Mapping[str, Ready]) -> tuple[Member, ...]:
-        """Return the members of an entry that these Readys make, with the tokens that count, in roster order."""
+        """Return the members of the entry that these Readys would make, with the tokens that count, in roster order."""
         offers = self._log.weighed([member_of(peer, one) for peer, one in ready.items()])
         by_peer = {member.peer: member for member in offers}
         return tuple(by_peer[peer] for peer in take_order(self._log.roster, by_peer))
 
 
 def member_of(peer: str, ready: Ready) -> Member:
-    """Return a peer's share in the entry, as it states it."""
+    """Return the peer's share in the entry, as its Ready states it."""
     return Member(
         peer=peer,
         tokens=ready.tokens,
@@ -248,13 +252,13 @@ def member_of(peer: str, ready: Ready) -> Member:
 
 
 def commitments_of(roster: Collection[Member], ready: Mapping[str, Ready]) -> tuple[Contribution, ...]:
-    """Return the contributions that the members with tokens have committed to, in roster order."""
+    """Return the contributions to which the members with tokens have committed, in roster order."""
     committed = (ready[member.peer].commitment for member in roster if member.tokens)
     return tuple(one.contribution for one in committed if one)
 
 
 def links_of(ready: Mapping[str, Ready]) -> dict[str, MemberLink]:
-    """Return the members' reports about their own links."""
+    """Return each ready member's report about its own link."""
     return {
         peer: MemberLink(one.rate, dict(one.seen), frozenset(one.relayed), frozenset(one.unreached))
         for peer, one in ready.items()

@@ -1,4 +1,4 @@
-"""This peer's copy of the run's state: its place in the log, and how it takes the next entries."""
+"""This peer's copy of the run's state: its place in the log, and how it gets and applies the next entries."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ class ReplicaState(StrEnum):
 
 LEVEL, FETCHING, REPLAYING, APPLYING = ReplicaState
 DIGESTED: dict[type, Row] = {Digested: Row("_digested")}
-"""The digest of a state is computed beside everything else, and may come at any time after the entry was applied."""
+"""The driver computes a state's digest in parallel, so Digested may arrive at any time after the entry was applied."""
 
 
 class Replica(StateMachine):
-    """The state's place in the log. It applies whole entries, in the log's order.
+    """This peer's copy of the run's state, and its place in the log. The replica applies whole entries in the log's
+    order.
 
     `log` is where theta and momentum are, or will be once its last entry is applied. `settled` is the last place whose
     `state_digest` is known; heartbeats name it. `undigested` is the place whose digest is being computed.
@@ -74,14 +75,14 @@ class Replica(StateMachine):
     state: ReplicaState
 
     def __init__(self, context: Context, presence: Presence, lineage: Lineage, state_digest: bytes) -> None:
-        """`lineage` ends at the state."""
+        """Start at the end of `lineage`, with the state that has this digest."""
         super().__init__(LEVEL)
         self.lineage = lineage
         self.log = self.settled = lineage.log
         self.state_digest = state_digest
         self.undigested: LogState | None = None
         self._behind: Behind | None = None
-        self._waiting: deque[EntryMade] = deque()  # entries of other fragments
+        self._waiting: deque[EntryMade] = deque()  # other fragments' entries, to be applied next
         self._advanced_at = context.now
         self._archives = SignedHeadsSeen(NOTHING_SIGNED)
         self._context = context
@@ -89,22 +90,23 @@ class Replica(StateMachine):
 
     @property
     def is_settled(self) -> bool:
-        """True if theta and momentum are where the log ends, and their digest is known."""
+        """True if theta and momentum are those at the end of the log, and their digest is known."""
         return self.settled.position == self.log.position and self.state is not FETCHING
 
     @property
     def replaying(self) -> Header | None:
-        """The entry that was made without this peer, while its payload is fetched."""
+        """The header of the entry that was made without this peer and whose payload is being fetched; None if there is
+        none."""
         return self._behind.header if self._behind else None
 
     @property
     def certificate(self) -> Certificate | None:
-        """The certificate of the entry that is being replayed."""
+        """The certificate of the entry that this peer is replaying; None if there is none."""
         return self._behind.certificate if self._behind else None
 
     def is_news(self, header: Header) -> bool:
-        """Return whether a large entry is still on its way to its members, so that inquiries about it need no answer
-        yet."""
+        """Return True if an entry with many members was applied just now, and is still being forwarded to them:
+        questions about the entry need no answer yet."""
         is_last = header.digest in self.log.ends or header in self.log.made
         has_lasted = self._context.now - self._advanced_at >= self._context.settings.timing.resend
         return is_last and len(header.roster) > PASSED_ON and not has_lasted
@@ -129,8 +131,7 @@ class Replica(StateMachine):
         self._waiting.append(made)
 
     def _applied(self, _: Applied) -> None:
-        """Finish an outer step of one fragment. After the last fragment of a cycle the digest of the state is
-        computed."""
+        """Finish the outer step of one fragment. After the last fragment of a cycle, expect the digest of the state."""
         if not self.log.made:
             index, roster = self.log.position.index, self.log.roster
             self.undigested = self.log
@@ -140,10 +141,10 @@ class Replica(StateMachine):
         self._go_on()
 
     def _go_on(self) -> None:
-        """Apply the next entry of another fragment that was made in the meantime, if there is one."""
+        """Apply the next waiting entry of another fragment, if there is one."""
         while self._waiting:
             made = self._waiting.popleft()
-            if made.header.fragment in self.log.pending:  # otherwise the replica has replayed this entry
+            if made.header.fragment in self.log.pending:  # otherwise this replica has replayed the entry already
                 self._apply(made)
                 return
         self._enter(LEVEL)
@@ -187,15 +188,15 @@ class Replica(StateMachine):
         before = self.claimant, self.furthest
         self._presence.branches.gave_nothing(failed.donor)
         after = self.claimant, self.furthest
-        if after.count(None) > before.count(None):  # no other peer is ahead, and to go on alone would be worse
+        if after.count(None) > before.count(None):  # no other peer is ahead, and going on alone would be worse
             self._presence.branches.ask_again(failed.donor)
         self._context.emit(Note("info", f"{failed.donor} gave no state: {failed.reason}"))
         self._enter(LEVEL)
 
-    # Compared with others ---------------------------------------------------------------------------------------
+    # Comparison with other peers --------------------------------------------------------------------------------
     @property
     def claimant(self) -> str | None:
-        """The peer that claims to be furthest on, or on another branch."""
+        """The peer that claims to be furthest ahead, or on another branch; None if there is none."""
         return self._presence.branches.claimant(self.log, self.lineage, self.contradiction is not None)
 
     @property
@@ -205,24 +206,24 @@ class Replica(StateMachine):
 
     @property
     def is_behind(self) -> bool:
-        """True if this peer should wait for entries that others have made, rather than go on from here."""
+        """True if this peer should wait for entries that others have made, instead of making the next entry."""
         return self._presence.branches.is_behind(self.log, self.lineage, self.contradiction is not None)
 
     @property
     def is_of_minority(self) -> bool:
-        """True if the lineage has an entry of a minority, and the present members are still one."""
+        """True if the lineage has an entry of a minority, and its present members are still a minority."""
         doubt = self.lineage.doubt
         return doubt is not None and not (self._presence.are_all_gone(doubt) or are_most(doubt, self.log.roster))
 
     @property
     def state_of_most(self) -> bytes | None:
-        """The state digest that more than half of the voters name for this peer's place, if any."""
+        """The state digest that more than half of the voters name for this peer's place; None if there is none."""
         return self._presence.branches.state_of_most(self.settled, self.state_digest, self._context.incarnation)
 
     # Signed heads (R19) -----------------------------------------------------------------------------------------
     def hear_signed(self, seen: SignedHeadsSeen) -> None:
-        """Take the heads that archives have signed. If they are new, peers that were passed over are considered again,
-        because they may have the signed log."""
+        """Store the heads that archives have signed. After new heads this peer asks again the peers that it passed
+        over, because they may have the signed log."""
         is_new, self._archives = seen.signed != self.signed, seen
         if is_new:
             self._presence.branches.look_again()
@@ -237,19 +238,19 @@ class Replica(StateMachine):
 
     @property
     def heads(self) -> dict[int, bytes]:
-        """The heads of this peer's log at the indices that archives have signed, as far as they are known."""
+        """The heads of this peer's own log at the indices that archives have signed, as far as known, by index."""
         ours = self._archives.ours
         known = {index: self.lineage.head_at(index) or ours.get(index) for index in self.signed.indices}
         return {index: head for index, head in known.items() if head and index <= self.log.position.index}
 
     @property
     def contradiction(self) -> SignedHead | None:
-        """The head that an archive has signed where this peer's log has a different one; None if its log may be the
+        """The signed head that differs from this peer's log at the same index; None if this peer's log may be the
         run's."""
         return self.signed.contradiction(self.heads) if self.signed.heads else None
 
     @property
     def needs_signed_log(self) -> bool:
-        """True if this peer has no log yet, and an archive has signed a head of the run's. It then founds no run, and
-        follows a peer only after it has seen that head in the peer's log."""
+        """True if this peer has no log yet, but an archive has signed a head of the run's. This peer then founds no
+        run, and follows only a peer whose log has the signed head."""
         return self.log.last is None and not self.log.made and bool(self.signed.indices)

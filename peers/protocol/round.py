@@ -1,4 +1,4 @@
-"""This peer's part in making the entry at one position: open, ready, exchanging, decided.
+"""This peer's part in making the entry at one position, a state machine: open, ready, exchanging, decided.
 
 There is one EntryRound for each cycle and fragment, from when the peer reaches the cycle until the entry is made or its
 work is dropped. It exists while the peer still trains, too, since the peer may vote and lead.
@@ -73,25 +73,25 @@ VOTES: dict[type, Row] = {
 """Messages of the vote: a voter takes them in every state, even while it trains or is in no exchange."""
 DATA: dict[type, Row] = {event: Row("_exchanged", COMMITTED) for event in ExchangeEvent.__args__} | {Want: Row("_want")}
 LATE_DATA: dict[type, Row] = {event: Row(row.method) for event, row in DATA.items()}
-"""The same rows once the entry is decided."""
+"""The rows of DATA once the entry is decided, without changes of state."""
 
 
 @dataclass
 class MissingPayload:
-    """A payload that no donor gave: since when it is missing, and how often it was asked for."""
+    """A payload that no donor gave: the time since when it is missing, and the number of tries to fetch it."""
 
     payload: bytes
     since: float
     tries: int = 0
 
     def pause(self, shortest: float, longest: float) -> float:
-        """Return the seconds before it is asked for again. They double with each try."""
+        """Return the seconds until the next try to fetch the payload, doubled after each try, up to `longest`."""
         return min(shortest * 2.0 ** (self.tries - 1), longest)
 
 
 @dataclass
 class Notes:
-    """The events at the position so far, as this peer saw them."""
+    """The events at a round's position so far, as this peer saw them: proposals, payloads and their times."""
 
     moved_at: float
     """The time at which the last chunk arrived."""
@@ -100,7 +100,7 @@ class Notes:
     heard: frozenset[tuple[str, int]] = frozenset()
     """The peers, with their incarnations, that were heard when this peer entered the round."""
     views: set[int] = field(default_factory=set)
-    """The views in which this peer's round was begun, or gone on with."""
+    """The views in which this peer's round was begun or continued."""
     propose: Propose | None = None
     objection: Objection | None = None
     """This peer's objection to `propose`."""
@@ -111,7 +111,7 @@ class Notes:
     fetching: bytes | None = None
     """The payload that is being fetched."""
     asked_at: float = -math.inf
-    """The time at which it was last asked for."""
+    """The time at which a payload was last requested."""
     lacking: MissingPayload | None = None
     """A payload of a prepared header that could not be fetched."""
     decided: Certified | None = None
@@ -121,8 +121,8 @@ class Notes:
 
 
 class EntryRound(StateMachine):
-    """The making of one entry, at one position. Its votes outlive it in the peer's record; the rest is dropped when the
-    peer moves on."""
+    """The making of one entry at one position. This peer's votes outlast the round in the voting record; all else is
+    dropped when the peer moves to another position."""
 
     TABLE: ClassVar[Table] = {
         OPEN: {
@@ -170,33 +170,33 @@ class EntryRound(StateMachine):
 
     @property
     def is_decided(self) -> bool:
-        """True if the entry is committed."""
+        """True if the entry is committed, even if this peer still waits for its payload."""
         return self.state is DECIDED
 
     @property
     def is_exchanging(self) -> bool:
-        """True if this peer is in an exchange, or waits for the payload of a decided entry."""
+        """True if this peer is in an exchange, or waits for the payload of a committed entry."""
         return self.state in (EXCHANGING, DECIDED)
 
     @property
     def is_fresh(self) -> bool:
-        """True if this peer may lead this round on: only one view has had it, and another peer led that view."""
+        """True if this peer may continue its round as a new leader: only one other leader has led it so far."""
         is_ours = self.exchange is not None and self.exchange.name.leader == self._context.me
         return len(self._notes.views) == 1 and not is_ours
 
     @property
     def pacemaker(self) -> Pacemaker:
-        """The view timer."""
+        """The view timer of this position."""
         return self.views.pacemaker
 
     @property
     def attendance(self) -> Attendance:
-        """The peers that are here."""
+        """The attendance at this position: the peers at work."""
         return self.views.attendance
 
     @property
     def led_by(self) -> str | None:
-        """The leader of this peer's view."""
+        """The leader of this peer's view; None if it is unknown."""
         return self.pacemaker.leader
 
     @property
@@ -206,32 +206,32 @@ class EntryRound(StateMachine):
 
     @property
     def here(self) -> LogState:
-        """The log before the entry, with this peer's state."""
+        """The log before the entry, with the digest of this peer's state."""
         return self.voter.here
 
     def granted(self, leader: str) -> None:
-        """Record the leader that granted this peer its lease."""
+        """Record that `leader` has just granted this peer its lease."""
         self.views.granted_by = leader, self._context.now
         self.look()
 
     @property
     def granted_by(self) -> str | None:
-        """The peer that granted this peer its lease here, if any."""
+        """The peer that granted this peer its lease at this position; None if no peer did."""
         return self.views.granted_by[0] if self.views.granted_by else None
 
     def was_asked(self, peer: str) -> bool:
-        """Return whether this peer has sent the other its Ready. The other's answer then counts more than its last
-        heartbeat."""
+        """Return True if `peer` is the leader to which this peer sends its Ready. That leader's answer counts more than
+        its last heartbeat."""
         return self.is_taking_part and peer == self.pacemaker.leader
 
     # The view -------------------------------------------------------------------------------------------------
     def look(self) -> None:
-        """Update the peers that are here, and the leader."""
+        """Update the peers at work at this position, this peer's view, and the view's leader."""
         readiness = self.leader.readiness
         self.views.look(self._work, self.is_taking_part, self._replica, readiness.views(), readiness.has_given)
 
     def leader_of(self, view: int) -> str | None:
-        """Return the leader of a view."""
+        """Return the leader of a view; None if it is unknown."""
         return self.views.leader_of(view)
 
     def _watch(self, _: Tick) -> None:
@@ -247,7 +247,7 @@ class EntryRound(StateMachine):
         self.say_ready()
 
     def say_ready(self) -> None:
-        """Send Ready to the leader of this peer's view, if it is time to repeat it."""
+        """Send Ready, this peer's last votes and proofs of faults to the view's leader, if a repetition is due."""
         leader = self.pacemaker.leader
         if not self._replica.is_settled or leader is None or not self._work.repetition.is_due:
             return
@@ -275,8 +275,8 @@ class EntryRound(StateMachine):
         self._go_on()
 
     def _go_on_without_the_entry(self) -> None:
-        """Give up this peer's vote if its record has a certified entry here that no peer has had for the partition
-        grace. A power failure can lose the end of a log but not the record."""
+        """Give up this peer's vote if, for the partition grace, no peer has had the entry that the voting record calls
+        certified. A power failure can lose the end of a log but not the record."""
         state, since, context = self.voter.state, self._work.since, self._context
         if state is None or not state.is_closed or since is None or self._replica.is_behind:
             return
@@ -297,7 +297,7 @@ class EntryRound(StateMachine):
             self._go_on()
 
     def _go_on(self) -> None:
-        """Send again what may have been lost, and vote if that is possible now."""
+        """Send data again that may be lost, vote on the proposal if that is possible now, and repeat Part and Ready."""
         if self.exchange is not None:
             self._context.emit(*self.exchange.tick(self._context.now, self._heard()))
         self._consider()
@@ -310,7 +310,7 @@ class EntryRound(StateMachine):
 
     # The exchange ---------------------------------------------------------------------------------------------
     def _begin(self, begin: Begin, sender: str) -> None:
-        """Join the exchange that the leader of this peer's view begins, or go on with it."""
+        """Enter the round that the leader of this peer's view begins, or continue the round in a later ballot."""
         notes, round = self._notes, begin.round
         if sender != self.pacemaker.leader or begin.ballot.view != self.pacemaker.view or begin.ballot < notes.begun:
             return
@@ -329,7 +329,7 @@ class EntryRound(StateMachine):
         notes.begun = begin.ballot
         notes.views.add(begin.ballot.view)
         if notes.propose is not None and notes.propose.ballot < begin.ballot:
-            notes.propose = notes.objection = None  # the proposal is taken back: other averages follow
+            notes.propose = notes.objection = None  # the leader has withdrawn the proposal: other averages will follow
         self.pacemaker.begun(seconds)
         if self.state is READY:
             self._enter(EXCHANGING)
@@ -337,7 +337,7 @@ class EntryRound(StateMachine):
         self._tell_part()
 
     def _join(self, begin: Begin, sender: str, seconds: float) -> bool:
-        """Enter a new round. Return whether this peer enters it."""
+        """Enter a new round, and send this peer's blocks. Return True; or False if the Begin is not acceptable."""
         round, notes = begin.round, self._notes
         if not self._work.is_taken_by(round):
             return False
@@ -367,10 +367,10 @@ class EntryRound(StateMachine):
         return True
 
     def _can_lead_to_an_entry(self, round: Round, leader: str) -> bool:
-        """Return whether the round's roster follows from the log, its formats are this run's, and its parts make up the
-        payload."""
+        """Return True if the log allows an entry of the round's roster, the formats are this run's, and the chunks to
+        average make up the payload."""
         try:
-            # any digest is good enough for this check
+            # The payload's digest is not known yet, and any digest passes this check.
             round.entry(self.log, {}, self.log.position.head, leader if self.log.closes else None)
         except LogError:
             return False
@@ -381,13 +381,13 @@ class EntryRound(StateMachine):
         return round.chunks == size.chunks and reducers <= {member.peer for member in round.contributors}
 
     def _contributions(self, begin: Begin) -> Contributions:
-        """Return the contributions to a round, as far as they are known, with this peer's own signature."""
+        """Return the contributions that a Begin describes, with their weights and this peer's own signature."""
         ours, settings = self._work.commitment(), self._context.settings
         weights = weights_of(begin.round.contributors, self.log, settings)
         return Contributions.of(begin, settings.clip, weights, ours.signature if ours else None)
 
     def _tell_part(self) -> None:
-        """Send the leader this peer's Part, until it proposes."""
+        """Send this peer's Part to the leader, once the Part is complete and until the leader proposes."""
         leader, propose = self.pacemaker.leader, self._notes.propose
         if self.exchange is None or leader is None:
             return
@@ -398,7 +398,7 @@ class EntryRound(StateMachine):
             self._context.emit(Send(leader, part))
 
     def _exchanged(self, event: ExchangeEvent) -> None:
-        """Take an event of the round's data."""
+        """Pass an event of the round's data to the exchange, after recording failed links and proofs of lies."""
         exchange, context = self.exchange, self._context
         if exchange is None or event.round_name != exchange.name:
             return
@@ -437,7 +437,7 @@ class EntryRound(StateMachine):
 
     # Vote 1 ---------------------------------------------------------------------------------------------------
     def _propose(self, propose: Propose, sender: str) -> None:
-        """Take a proposal of the leader of this peer's view, or of an earlier view's leader."""
+        """Store the newest proposal of the leader of this peer's view or an earlier one. Vote on it if possible."""
         known, view = self._notes.propose, propose.ballot.view
         if view > self.pacemaker.view or sender != self.leader_of(view) or (known and propose.ballot < known.ballot):
             return
@@ -451,7 +451,7 @@ class EntryRound(StateMachine):
         self._consider()
 
     def _consider(self) -> None:
-        """Vote for the newest proposal, if that is possible now."""
+        """Give vote 1 for the newest proposal if possible; otherwise tell the leader this peer's objection."""
         propose, notes = self._notes.propose, self._notes
         if propose is None or self.state is DECIDED:
             return
@@ -469,7 +469,7 @@ class EntryRound(StateMachine):
             self._is_certified(certified, self._context.me)
 
     def _objection(self, propose: Propose) -> Objection | None:
-        """Return the objection to a proposal, apart from this peer's own votes and the log (R5.5 to R5.11)."""
+        """Return this peer's objection to a proposal, by rules R5.5 to R5.11; None if it has none."""
         header, group = propose.header, propose.group
         if group and not self.attendance.joins(group):
             return Objection(Refusal.NOT_ALONE, named=self.attendance.left_out(group))
@@ -491,7 +491,7 @@ class EntryRound(StateMachine):
         return Objection(Refusal.UNPROVEN_FAULT, unproven=unproven) if unproven else None
 
     def _objection_to_data(self, propose: Propose) -> Objection | None:
-        """Return the objection that the exchange gives: its averages must be here, and signed by their reducers."""
+        """Return this peer's objection to a proposal's payload (R5.5, R5.6, R5.9); None if it has none."""
         header, exchange, log = propose.header, self.exchange, self.here
         if header.payload == NO_PAYLOAD:
             has_work = self._work.trained is not None and self._work.trained.tokens > 0
@@ -512,7 +512,7 @@ class EntryRound(StateMachine):
 
     def _forgotten(self, header: Header) -> tuple[str, ...]:
         """Return the voters that this peer hears and that would lose their vote, because the header calls them gone or
-        names another incarnation. Only the voter's own leaving, silence or restart justifies either (R12)."""
+        names another incarnation of them (R12)."""
         if not self.log.closes or not self.log.voters:
             return ()
         expiry = self._context.settings.timing.heartbeat_expiry
@@ -521,16 +521,16 @@ class EntryRound(StateMachine):
         return tuple(sorted(here & {*self.log.gone_in(header), *others}))
 
     def _strangers(self, header: Header) -> tuple[str, ...]:
-        """Return the members that would become voters or serve their probation, and that this peer has not heard since
-        it entered the round: a leader might have made them up (R5). Founders do not all hear each other, so before the
-        first entry there are none."""
+        """Return the members that would gain a vote or serve probation by this entry, and that this peer has not heard
+        since it entered the round: a leader may have invented them (R5.7). At a founding there are none, since founders
+        need not hear each other."""
         if not self.log.closes or self.log.last is None:
             return ()
         known = self.log.voter_incarnations.items() | self._notes.heard | self._heard_incarnations()
         return tuple(one.peer for one in header.roster if (one.peer, one.incarnation) not in known)
 
     def _heard_incarnations(self) -> frozenset[tuple[str, int]]:
-        """Return the peers that this peer hears, and itself, each with its incarnation."""
+        """Return the id and incarnation of each peer that this peer hears, and of this peer itself."""
         live = self._presence.live()
         return frozenset(
             {(self._context.me, self._context.incarnation), *((one, live[one].incarnation) for one in live)}
@@ -541,11 +541,11 @@ class EntryRound(StateMachine):
         return is_here or header.payload == NO_PAYLOAD or header.payload in self._notes.fetched
 
     def _look_for_payload(self, propose: Propose) -> Refusal:
-        """Fetch the payload of a prepared header from its voters. A peer that is locked on a header whose payload no
-        peer has for the partition grace gives up its vote."""
+        """Fetch a prepared header's payload from its voters, and return the refusal for now. If this peer is locked on
+        the header and no peer has had the payload for the partition grace, give up its vote."""
         context, notes, justify = self._context, self._notes, propose.justify
         assert justify is not None
-        is_foreign = justify.choice.alone and not propose.group  # otherwise one peer could fill this disk (R5)
+        is_foreign = justify.choice.alone and not propose.group  # otherwise one peer could fill this peer's disk (R5)
         if is_foreign or not self.voter.place.is_prepared(propose.header, justify):
             return Refusal.NO_PAYLOAD
         timing, lock, payload = context.settings.timing, self.voter.lock, propose.header.payload
@@ -578,14 +578,14 @@ class EntryRound(StateMachine):
         self._consider()
 
     def _note_trouble(self, payload: bytes, trouble: str) -> None:
-        """Record whether a payload is on the disk."""
+        """Record whether a payload is on the disk. `trouble` is the reason why it is not; empty if it is."""
         self._notes.unkept.discard(payload)
         if trouble:
             self._notes.unkept.add(payload)
             self._context.votes.fail(trouble)
 
     def _not_fetched(self, failed: PayloadNotFetched) -> None:
-        """Record that no donor gave a payload, or that the fetch broke off. From now on no peer may have it (R10)."""
+        """Record a failed fetch of a payload: perhaps no peer has the payload any more (R10)."""
         notes, payload = self._notes, failed.header.payload
         self._context.emit(Note("info", f"could not fetch the payload of entry {failed.header.index}: {failed.reason}"))
         notes.fetching = None if notes.fetching == payload else notes.fetching
@@ -595,7 +595,8 @@ class EntryRound(StateMachine):
 
     # Vote 2 and the entry ---------------------------------------------------------------------------------------
     def _vote(self, vote: Vote, sender: str) -> None:
-        """Count a vote. A repeated vote 1 is answered with the prepare certificate, if there is one."""
+        """Count a vote; act on a certificate that it completes. Answer a repeated vote 1 with the prepare
+        certificate."""
         ballot, phase = vote.choice.ballot, vote.choice.phase
         is_repeated = self.voter.voted_in(sender, ballot, phase)
         certified = self.voter.hear(sender, vote)
@@ -613,7 +614,7 @@ class EntryRound(StateMachine):
             self._context.emit(Send(sender, prepared))
 
     def _certified(self, certified: Certified, sender: str) -> None:
-        """Take a certificate that another peer shows."""
+        """Check a certificate that another peer sent, and act on its header."""
         certificate = certified.certificate
         if certificate is None:
             self._host.others_made(certified, sender, self)
@@ -628,12 +629,12 @@ class EntryRound(StateMachine):
             self._context.emit(Dropped(sender, "certificate", "it is no valid prepare certificate of this header"))
 
     def _is_certified(self, certified: Certified, sender: str) -> None:
-        """Act on a header that is prepared or committed."""
+        """Forward the certificate of a header; give vote 2 if it is prepared, take the entry if it is committed."""
         if self.state is DECIDED:
             return
         context, choice = self._context, choice_of(certified)
         context.convict(context.evidence.observe_certified(certified, self.log, self._replica.lineage))
-        if choice.phase is Phase.COMMIT:  # any peers can make one of another minority
+        if choice.phase is Phase.COMMIT:  # a minority's certificate counts only if this peer voted for it
             is_ours = not choice.alone or self.voter.has_committed(choice)
             is_news = is_ours and self._replica.replaying != certified.header
         else:
@@ -650,8 +651,8 @@ class EntryRound(StateMachine):
             self._is_certified(known, context.me)
 
     def _is_committed(self, certified: Certified, sender: str) -> None:
-        """Take a committed entry, if this peer may take it and its payload is here or arrives with the exchange;
-        otherwise hand it on to be replayed."""
+        """Take a committed entry if this peer has its payload, or wait for the payload from the exchange; otherwise
+        pass the entry on to be replayed."""
         header, notes = certified.header, self._notes
         assert certified.certificate is not None
         is_ours = self.voter.has_committed(certified.certificate.choice)
@@ -667,8 +668,8 @@ class EntryRound(StateMachine):
             self._host.others_made(certified, sender, self)
 
     def _await_payload(self, _: Tick | None = None) -> None:
-        """Take the decided payload from the exchange. Fetch it if no chunk arrives any more, or if not all arrive in
-        time: a reducer could send one chunk every other second."""
+        """Take the committed entry once the exchange has its payload. If no chunk arrives for a while, or the payload
+        is incomplete after the death time, replay the entry with a fetched payload."""
         notes, context = self._notes, self._context
         if notes.decided is None:
             return
@@ -685,7 +686,7 @@ class EntryRound(StateMachine):
             self._host.others_made(notes.decided, notes.source, self)
 
     def _make(self, certified: Certified) -> None:
-        """Hand on the entry: it is committed, and its payload is here."""
+        """Pass the committed entry to the peer's other parts, and record the round's duration."""
         if self.state is not DECIDED:
             self._enter(DECIDED)
         if self._notes.began_at:

@@ -1,4 +1,5 @@
-"""State machines for the parts of a peer. Each has a table: which events it takes in each state, and the next states.
+"""State machines for the parts of a peer. Each has a table: the events that it handles in each state, and the next
+states.
 
 An event that the table does not have in the present state came late or early, and is dropped; a peer that still needs
 an answer asks again. If the event is one that this peer creates itself (`EXACT`), the mismatch is a bug and raises.
@@ -16,7 +17,8 @@ from peers.errors import LocalProtocolError
 
 @dataclass(frozen=True)
 class Row:
-    """The method that handles an event, and the states that the part may enter in it, each with the reason."""
+    """The method that handles an event, and the states that the machine may enter in that method, each with the
+    reason."""
 
     method: str
     leads_to: Mapping[StrEnum, str] = field(default_factory=dict)
@@ -26,7 +28,7 @@ Table: TypeAlias = Mapping[StrEnum, Mapping[type, Row]]
 
 
 class StateMachine:
-    """One part of a peer: its state, and a table of the events that it takes in each state."""
+    """One part of a peer: its state, and a table of the events that it handles in each state."""
 
     TABLE: ClassVar[Table]
     EXACT: ClassVar[frozenset[type]] = frozenset()
@@ -37,7 +39,7 @@ class StateMachine:
         self._leads_to: Mapping[StrEnum, str] = {}
 
     def take(self, event: object, *context: Any) -> None:
-        """Call the method that the table names for the event.
+        """Handle the event with the method that the table names for the present state. Drop the event if there is none.
 
         Raises:
             LocalProtocolError: an event of EXACT is not in the table of the present state, or the method enters a state

@@ -1,5 +1,5 @@
-"""The cycle of one peer from outer step to outer step, which connects its parts: what a change of one part means for
-the others.
+"""The cycle of one peer from outer step to outer step. It connects the peer's parts: it handles the changes of one part
+that concern the others.
 
 One outer step runs like this: `join` or `on_applied` gives the trainer a lease. When the trainer is done
 (`on_trained`), the round is ready. When the round decides (`entry_made`), the work ends, the replica applies the entry,
@@ -39,8 +39,8 @@ from peers.values.manifest import Amendment
 
 
 class StepCycle:
-    """The parts of a peer, connected. `keeps_work` is true if the training under way goes into a later cycle than the
-    one that is being replayed."""
+    """The parts of one peer, connected. `keeps_work` is true if the training under way is for a later cycle than the
+    entry that is being replayed."""
 
     def __init__(self, context: Context, state_digest: bytes, lineage: Lineage) -> None:
         pause = 2 * context.settings.timing.round_timeout
@@ -55,7 +55,7 @@ class StepCycle:
         self.keeps_work = False
         self._context = context
         self._answers = Answers(context)
-        self._certified: list[Position] = []  # positions with a certified entry, in a cycle that is not whole
+        self._certified: list[Position] = []  # positions of this cycle with a certified entry, until the cycle is whole
         self.rounds: dict[int, EntryRound] = {}
         self._open_rounds()
         self._leave_by: float | None = None
@@ -66,7 +66,7 @@ class StepCycle:
 
     @property
     def state(self) -> State:
-        """The peer's activity, in one word."""
+        """The peer's activity in one word, such as training or averaging."""
         if self.has_left:
             return State.LEFT
         if self.replica.state is not ReplicaState.LEVEL:
@@ -82,16 +82,16 @@ class StepCycle:
 
     @property
     def round(self) -> EntryRound:
-        """The round whose entry closes the cycle, while it is open; otherwise another open one."""
+        """The round whose entry closes the cycle; once that entry is made, the open round of the highest fragment."""
         return self.rounds[max(self.rounds)]
 
     @property
     def _is_level(self) -> bool:
-        """True if this peer may move to another place of the log."""
+        """True if this peer may replay entries or fetch a state now: it does neither, and is not about to leave."""
         return self.replica.state is ReplicaState.LEVEL and not self._awaits_last_digest
 
     def tick(self) -> None:
-        """Let time pass in all parts."""
+        """Handle a Tick: leave the run if it is time, or try to join it, and run each open round and its leader."""
         if self._leave_by is not None and self._context.now >= self._leave_by:
             self._leave()
             return
@@ -109,8 +109,8 @@ class StepCycle:
         self.trainer.take(Leased(self.replica.log, lease, steps))
 
     def offer_captured(self, fragment: int) -> None:
-        """Bring a fragment's capture into its round, in this cycle or a later one. If the fragment's turn passed
-        without a capture, bring nothing: this peer still votes on its entry (R15)."""
+        """Pass a fragment's capture to the fragment's round. If this peer missed the fragment's turn, pass no work: the
+        peer still votes on the entry (R15)."""
         round = self.rounds.get(fragment)
         if round is None or round.state is not RoundState.OPEN or round.log.closes:
             return
@@ -123,7 +123,7 @@ class StepCycle:
             round.take(WorkDone(NOTHING))
 
     def on_trained(self, done: TrainingDone) -> None:
-        """Bring the finished training into the round, unless it is for a later one."""
+        """Pass the finished training to the closing entry's round, unless the training is for a later cycle."""
         was_training = self.trainer.is_training
         self.trainer.take(done)
         if was_training and not self.keeps_work:
@@ -134,7 +134,7 @@ class StepCycle:
             self.round.take(WorkDone(self.trainer.trained))
 
     def entry_made(self, header: Header, certificate: Certificate | None) -> None:
-        """Take the outer step of an entry that is committed and whose payload is here."""
+        """Append a committed entry, whose payload this peer has, to the log, and take its outer step."""
         log = self.replica.log
         if certificate is not None and not certificate.choice.alone and log.last is not None:
             self._certified.append(log.of(header.fragment).position)
@@ -143,14 +143,14 @@ class StepCycle:
             self.trainer.take(WorkEnds(log.position, header))
         self.trainer.captures.entry_made(header, self._context.me)
         self.replica.take(EntryMade(header, certificate, keeps))
-        if not self.replica.log.made:  # a disk has whole cycles only, so votes within a cycle may be needed again (R11)
+        if not self.replica.log.made:  # only whole cycles are on the disk, so these votes may be needed again (R11)
             for position in self._certified:
                 self._context.votes.close(position)
             self._certified.clear()
         self._turn()
 
     def _turn(self) -> None:
-        """Close the rounds whose entries are made. A new cycle gets new rounds."""
+        """Close the rounds whose entries are made, and open new rounds if a new cycle has begun."""
         log = self.replica.log
         if log.position.is_in_cycle_of(self.round.log.position):
             self.rounds = {fragment: self.rounds[fragment] for fragment in log.pending}
@@ -158,20 +158,20 @@ class StepCycle:
             self._open_rounds()
 
     def _open_rounds(self) -> None:
-        """Open new rounds. Earlier ones belong to another cycle, or to dropped work."""
+        """Replace all rounds by new ones, one for each entry that the cycle still needs."""
         self.rounds = {fragment: self._open_round(fragment) for fragment in self.replica.log.pending}
 
     def _open_round(self, fragment: int) -> EntryRound:
         return EntryRound(self._context, self.presence, self.trainer, self.replica, fragment, self)
 
     def on_applied(self) -> None:
-        """Train from the new theta, or go on with work for a later entry."""
+        """Train this peer's next lease from the new theta, continue work for a later entry, or ask for a lease."""
         self._turn()
         if self._leave_by is not None:
-            self.leave_if_possible()  # as soon as the digest is there
+            self.leave_if_possible()  # leaves once the digest of the state is known
             return
         if self.replica.state is not ReplicaState.LEVEL or self.replica.log.made:
-            self._look()  # others may have entries of the other fragments
+            self._look()  # other peers may have the cycle's other entries
             return
         kept, self.keeps_work = self.keeps_work, False
         lease = self.replica.log.leases.get(self._context.me)
@@ -183,12 +183,12 @@ class StepCycle:
         elif lease is not None and not self.replica.is_behind:
             self._begin(lease, self._context.settings.inner_steps)
         else:
-            self.look_for_hindrance()  # the last training may not have counted
+            self.look_for_hindrance()  # the finished training may not have counted
             self._ask_at_once()
             self.join()
 
     def on_digested(self) -> None:
-        """Tell others of the state, whose digest is now known."""
+        """Send Ready or a lease request with the new state's digest, or leave if this peer is leaving."""
         if self._leave_by is not None:
             self.leave_if_possible()
         elif self.state is State.JOINING:
@@ -199,7 +199,7 @@ class StepCycle:
 
     # Joining ----------------------------------------------------------------------------------------------------
     def join(self) -> None:
-        """Catch up with the others, then get a lease from the leader (R14)."""
+        """Catch up with the other peers; then train this peer's lease, or ask the leader for one (R14)."""
         if not self.joiner.knows_peers or self._leave_by is not None or not self.round.log.closes:
             return
         if self.search.question.is_due:
@@ -214,27 +214,27 @@ class StepCycle:
             self.joiner.ask(self.round.led_by)
 
     def on_grant(self, leader: str, grant: LeaseGrant) -> None:
-        """Train the samples that the leader granted."""
+        """Train the samples that the leader granted, if the grant is acceptable."""
         if self.joiner.accepts(leader, grant) and not self.replica.needs_signed_log:
             self.round.granted(leader)
             others = self.presence.speeds(self.replica.log)
             self._begin(grant.samples, self._context.pace.steps_of_grant(grant.steps, self.trainer.speed, others))
 
     def _ask_at_once(self) -> None:
-        """Ask for a lease, and for entries that others have made, at the next opportunity."""
+        """Make the next lease request, and the next question for others' entries, due immediately."""
         self.joiner.question.at_once()
         self.search.question.at_once()
 
     def on_refuse(self, leader: str, refuse: Refuse, round: EntryRound) -> None:
-        """Take the leader's state, or ask for other samples, unless the leader is the one that is wrong."""
+        """Handle a refusal: fetch the leader's state or ask for other samples, unless this peer's own are right."""
         is_waiting = self.state is State.JOINING or round.is_taking_part
         if not is_waiting or self.replica.state is not ReplicaState.LEVEL or leader == self._context.me:
             return
         self._context.emit(Note("info", f"the leader {leader} refused this peer: {refuse.reason}"))
         ours = self.replica.state_digest
         if refuse.state_digest == ours:
-            # Samples from the log or from this leader are valid. Another leader may have granted the same samples
-            # twice.
+            # Samples from the log or from this leader are valid. Another leader may have granted the same samples to
+            # two peers.
             is_good = leader == round.granted_by or self._context.me in self.replica.log.leases
             if round.is_taking_part and not is_good:
                 self._drop_work()
@@ -245,7 +245,7 @@ class StepCycle:
 
     # Catching up ------------------------------------------------------------------------------------------------
     def on_heartbeats(self) -> None:
-        """Check whether other peers are further on, and whether this peer's work can count."""
+        """Check this peer's state, whether other peers are ahead, and whether this peer's work can count."""
         self._check_state()
         self._look()
         self.look_for_hindrance()
@@ -255,8 +255,8 @@ class StepCycle:
             self.search.look()
 
     def on_lineage(self, event: LineageSeen | LineageNotSeen) -> None:
-        """Compare another peer's log. If it is better, fetch its state and send the donor the certificates that this
-        peer gives up: they convict peers that signed both branches (R9)."""
+        """Compare another peer's log with this peer's. If the other log is better, fetch its state, and send its donor
+        the certificates of this peer's branch: they convict peers that signed both branches (R9)."""
         if isinstance(event, LineageNotSeen):
             self.search.on_not_seen(event)
             return
@@ -273,12 +273,12 @@ class StepCycle:
         self._fetch(far)
 
     def on_elsewhere(self, sender: str) -> None:
-        """Compare logs with a peer that has not made the entry that it was asked for: it is on another lineage."""
+        """Fetch the log of a peer that claims to be ahead but, on another branch, has no answer to an Inquire."""
         if self._is_level and self.replica.claimant == sender:
             self.search.weigh(sender)
 
     def others_made(self, certified: Certified, sender: str, round: EntryRound) -> None:
-        """Replay an entry of other peers whose payload is not here, or that a minority has made."""
+        """Replay an entry that a minority made, or whose payload is missing, if this peer may follow the entry."""
         if not self._is_level:
             return
         header, log = certified.header, self.replica.log
@@ -287,7 +287,7 @@ class StepCycle:
         behind = self.belief.entry(sender, certified, support, was_asked)
         if behind is None:
             if self.replica.claimant == sender and not (support and support.is_certified):
-                self.search.weigh(sender)  # its log tells whether others are on the same branch
+                self.search.weigh(sender)  # the sender's log shows whether it is on the same branch
             return
         if log.is_closing(header):
             self.keeps_work = self.trainer.outlives(header)
@@ -300,7 +300,7 @@ class StepCycle:
             self.entry_made(header, behind.certificate)
 
     def on_not_replayed(self, header: Header, reason: str) -> None:
-        """Fetch another peer's state, if one is further on, because no donor has the payload of an entry."""
+        """Fetch the state of a peer ahead, or give up the replay, because no donor has the entry's payload."""
         self._context.emit(Note("info", f"could not fetch the payload of entry {header.index}: {reason}"))
         far = self.search.far_behind()
         if far is not None:
@@ -309,12 +309,12 @@ class StepCycle:
             self._drop_work()
             self.replica.take(NoneAhead())
             self._ask_at_once()
-        else:  # its round goes on: a peer that has the entry sends it again
+        else:  # the entry's round goes on: a peer that has the entry sends it again
             self.replica.take(NoneAhead())
             self._turn()
 
     def _check_state(self) -> None:
-        """Fetch the state of most voters, if this peer's differs at the same place: a bit has flipped."""
+        """Fetch the state of most voters if this peer's differs at the same place, as after a memory error."""
         replica = self.replica
         most = replica.state_of_most if self._is_level and replica.is_settled else None
         if most is None or most == replica.state_digest:
@@ -328,7 +328,7 @@ class StepCycle:
             self._fetch_from(donor)
 
     def _fetch_from(self, donor: str) -> None:
-        """Fetch another peer's state at this place, or further on."""
+        """Fetch a peer's state, at this peer's index or later."""
         self._fetch(FarBehind(donor, self.replica.log.position.index))
 
     def _fetch(self, far: FarBehind) -> None:
@@ -336,7 +336,7 @@ class StepCycle:
         self.replica.take(far)
 
     def on_fetched(self, event: SnapshotRestored | SnapshotFailed) -> None:
-        """Join the run at the fetched state."""
+        """Reset the search after a fetch. If a state was fetched, join the run with it."""
         self.search.fetched()
         if isinstance(event, SnapshotRestored):
             self._ask_at_once()
@@ -344,7 +344,7 @@ class StepCycle:
             self.join()
 
     def _drop_work(self) -> None:
-        """Drop the work in hand. This peer's votes in this cycle still bind it."""
+        """Discard this peer's training and its open rounds. Its votes in this cycle still bind it."""
         self.trainer.take(WorkEnds(self.replica.log.position))
         self.keeps_work = False
         self._open_rounds()
@@ -357,9 +357,9 @@ class StepCycle:
             self._drop_work()
             self._ask_at_once()
 
-    # Requests of others -----------------------------------------------------------------------------------------
+    # Requests of other peers ------------------------------------------------------------------------------------
     def hear_amendments(self, amendments: Iterable[Amendment | None]) -> None:
-        """Take the organiser's signed amendments, to pass them on and to put them into an entry as a leader."""
+        """Store the organiser's signed amendments, to send them on in heartbeats and to propose them as a leader."""
         amending, settings = self._context.amending, self._context.settings
         for news in [amendment for amendment in amendments if amendment and amending.hear(amendment)]:
             if news == amending.refused:
@@ -369,22 +369,23 @@ class StepCycle:
                 self._context.emit(Note("info", f"the organiser has signed {news}; the next outer step can take it in"))
 
     def inquire(self, round: EntryRound) -> None:
-        """Ask, as a leader, whether other peers have made the entry already."""
+        """Ask another member, as the leader, whether it has the round's entry already."""
         self.search.inquire(round.log)
 
     def answers(self, sender: str) -> bool:
-        """Return whether to handle a member's request: this peer's state is known, and the sender is heard. A new
-        sender's heartbeat arrives before it asks again."""
+        """Return True if this peer should handle a member's request: its own state is known, and the sender is live. A
+        new sender repeats a request after its first heartbeat."""
         is_here = self.replica.state in (ReplicaState.LEVEL, ReplicaState.APPLYING) and self.replica.is_settled
         return is_here and (sender == self._context.me or self.presence.is_live(sender))
 
     def gives_lease(self, round: EntryRound) -> bool:
-        """Return whether joiners may get samples here."""
+        """Return True if this peer may grant samples to joiners for the round's entry."""
         return round.log.closes and self.joiner.may_start() and not self.joiner.holds_back()
 
     def answer_elsewhere(self, sender: str, message: Message | Unread) -> None:
-        """Answer a message about a position that this peer has left, or has not reached; only once within a moment, as
-        entries are long."""
+        """Answer a message about a position that is not this peer's: with the entry made at that position, or an
+        Inquire with this peer's own position. Repeated questions get one answer within half a resend pause, as entries
+        are long."""
         if not self._answers.is_due(sender, message.position):
             return
         followed = self.replica.lineage.after(message.position)
@@ -397,18 +398,19 @@ class StepCycle:
 
     # Leaving ----------------------------------------------------------------------------------------------------
     def on_leave_requested(self, at_once: bool) -> None:
-        """Leave after the round under way, or at once."""
+        """Leave the run after the round under way, or immediately if `at_once`."""
         leave_by = self._context.now + (0 if at_once else self._context.settings.timing.leave)
         self._leave_by = min(leave_by, self._leave_by or leave_by)
         self.leave_if_possible()
 
     @property
     def _awaits_last_digest(self) -> bool:
-        """True if this peer leaves and waits only for the last entry's digest, so that nothing new begins."""
+        """True if this peer is leaving and waits only for its last entry's digest, so that it starts nothing new."""
         return self._leave_by is not None and self.replica.undigested is not None
 
     def leave_if_possible(self) -> None:
-        """Leave, unless a round is under way or its entry is being applied. Both have time until `_leave_by`."""
+        """Leave the run if the volunteer has asked for it, and no exchange or outer step is under way or the time limit
+        `_leave_by` has passed."""
         if self._leave_by is None:
             return
         is_applying = self.replica.state is ReplicaState.APPLYING or self.replica.undigested is not None
@@ -420,14 +422,14 @@ class StepCycle:
         self.has_left = True
         if self.presence.live().trainers:
             self.goodbye = self._context.votes.leave(self.replica.log.position)
-        self._context.emit(Stop())  # the driver sends the farewells
+        self._context.emit(Stop())  # the driver sends the farewell, then ends
 
     @property
     def _is_exchanging(self) -> bool:
-        # A list, because `any` takes three times as long.
+        # A list, because `any` over a generator takes three times as long.
         return RoundState.EXCHANGING in [round.state for round in self.rounds.values()]
 
     @property
     def _is_bound(self) -> bool:
-        """True if this peer is locked on an entry that may have been committed."""
+        """True if this peer is locked on a header that may have been committed."""
         return any(round.voter.lock is not None for round in self.rounds.values())

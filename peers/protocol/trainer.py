@@ -1,4 +1,4 @@
-"""The training of this peer: one lease after another, and the entries that take the work (R14, R15)."""
+"""This peer's training: one lease after another, and the entries in which the work counts (R14, R15)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from peers.values.leases import Lease, sample_count
 from peers.values.workload import Progress, Trained
 
 NOTHING = Trained((), 0, 0.0)
-"""The work of a peer that missed a fragment's turn."""
+"""The work of a peer that missed a fragment's turn: no tokens."""
 STUCK = 3.0
 """A worker counts as hanging after this multiple of its longest pause between two progress reports."""
 
@@ -32,8 +32,8 @@ IDLE, TRAINING, TRAINED = TrainerState
 
 
 class Trainer(StateMachine):
-    """The lease under way, its progress, and the finished work. Reports about work that has ended change only the
-    speed."""
+    """The lease that this peer trains, its progress and its finished work. Reports that arrive after the end of a
+    training change only the measured speed."""
 
     TABLE: ClassVar[Table] = {
         IDLE: {
@@ -62,11 +62,11 @@ class Trainer(StateMachine):
         self.progress: Progress | None = None
         self.captures = Captures()
         self.watch = WorkerWatch(context.settings.timing.partition_grace)
-        self.speed = 0.0  # tokens a second, at the last progress report
-        self.seconds: float | None = None  # duration of the last finished training
+        self.speed = 0.0  # tokens a second, by the last progress report
+        self.seconds: float | None = None  # seconds of the last finished training
         self.in_vain = 0  # consecutive leases without any work in an entry
         self._context = context
-        self._index = 0  # index of the cycle in which the training began
+        self._index = 0  # index of the cycle in which the present training began
         self._began_at = context.now
 
     def _begin(self, leased: Leased) -> None:
@@ -79,8 +79,8 @@ class Trainer(StateMachine):
         self._context.emit(Train(log.position.index, leased.lease, leased.steps, *lineage))
 
     def _progressed(self, event: TrainingProgress) -> None:
-        """Record progress. The first report only shows that the worker has begun, which it could do for each lease and
-        then hang. Inner step 0 still belongs to the lease before."""
+        """Record a progress report. The first inner step of a lease does not prove that the worker is alive: a worker
+        could begin each lease and then hang. A report of inner step 0 is about the lease before."""
         is_of_lease = event.progress.inner_step > 0
         if self.progress is not None or not is_of_lease:
             self.watch.progress(self._context.now)
@@ -120,14 +120,14 @@ class Trainer(StateMachine):
             self._enter(IDLE)
 
     def stop(self) -> None:
-        """Stop the workers, if they train."""
+        """Stop the workers, if they are training."""
         if self.state is TRAINING:
             self._context.emit(StopTraining())
 
-    # What other parts read --------------------------------------------------------------------------------------
+    # Values for other parts -------------------------------------------------------------------------------------
     @property
     def work(self) -> int:
-        """The trained tokens that are in no entry yet."""
+        """The number of trained tokens that are in no entry yet."""
         if self.trained is not None:
             return self.trained.tokens
         if self.progress is None or self.lease is None:
@@ -138,32 +138,32 @@ class Trainer(StateMachine):
 
     @property
     def is_training(self) -> bool:
-        """True if the workers train, even while a missed entry is applied."""
+        """True if the workers are training, even while this peer applies an entry that it missed."""
         return self.state is TRAINING
 
     @property
     def is_stuck(self) -> bool:
-        """True if the worker hangs, or is being restarted."""
+        """True if the worker has made no progress for so long that it hangs, or is being restarted."""
         return self.watch.is_stuck(self._context.now)
 
     def inner_step(self) -> int:
-        """Return the last inner step of the lease that the worker has reported."""
+        """Return the last inner step of the lease that the worker has reported; 0 if none."""
         return self.progress.inner_step if self.progress else 0
 
     def is_late(self, log: LogState) -> bool:
-        """Return whether the cycle in which the training began is over. Its worker then waits for no more averages."""
+        """Return True if the cycle in which the training began is over. The worker then waits for no more averages."""
         return log.position.index > self._index
 
     def outlives(self, entry: Header) -> bool:
-        """Return whether the work may still go into a later cycle, if this entry closes its cycle without it: the entry
-        leaves this peer its lease, and the worker has already loaded theta, which is about to change."""
+        """Return True if the work can still count in a later cycle when `entry` closes its cycle without the work: the
+        entry leaves this peer its lease, and the worker has already loaded theta, which the entry changes."""
         is_loaded = self.progress is not None or self.trained is not None
         lease = next((one.samples for one in entry.leases if one.peer == self._context.me), None)
         return self.lease is not None and is_loaded and self.lease == lease
 
 
 class Captures:
-    """Fragments captured during one training, each kept until it is in an entry (R15).
+    """Fragments captured during one training. Each capture is kept until it is in an entry (R15).
 
     If no average has changed a fragment since the training began, the worker goes on training it, and it is captured
     again. That is so if the cycle already had the fragment's entry (`made`), or skips it.
@@ -175,20 +175,21 @@ class Captures:
         self._changed = set[int]()
 
     def add(self, fragment: int, trained: Trained) -> None:
-        """Keep a fragment's capture, or nothing if it will be captured again."""
+        """Store a fragment's capture, or NOTHING if the worker will capture the fragment again."""
         self._trained[fragment] = NOTHING if self._goes_on(fragment) else trained
 
     def of(self, fragment: int) -> Trained | None:
-        """Return the capture of a fragment, if there is one."""
+        """Return a fragment's capture; None if the fragment has not been captured."""
         return self._trained.get(fragment)
 
     def keeps(self, fragment: int) -> bool:
-        """Return whether the capture of a fragment is in a round, waits for one, or is in an entry."""
+        """Return True if a fragment's capture is final: in a round, waiting for one, or in an entry. Otherwise the
+        worker will capture the fragment again."""
         return fragment in self._trained and not self._goes_on(fragment)
 
     def entry_made(self, entry: Header, me: str) -> None:
-        """Drop the capture that this entry has. If the entry has only a part of it, the rest is lost, since nothing may
-        count twice."""
+        """Drop the capture of the entry's fragment if its tokens count in the entry. The rest of a capture that counts
+        in part is lost, since nothing may count twice."""
         fragment = entry.fragment
         (self._made if entry.payload == NO_PAYLOAD else self._changed).add(fragment)
         if fragment in self._trained and (entry.tokens_of(me) or self._goes_on(fragment)):
@@ -199,47 +200,47 @@ class Captures:
 
 
 class WorkerWatch:
-    """Detection of a hanging worker: one without progress for much longer than in any finished training, and for at
-    least `patience` seconds. Consecutive stopped trainings count as one."""
+    """The detection of a hanging worker: one without progress for much longer than in any finished training, and for at
+    least `patience` seconds. Silence in consecutive stopped trainings is added up."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._silence = 0.0  # seconds without progress in trainings that were stopped
-        self._since: float | None = None  # time of the last progress in the present training
-        self._pause = 0.0  # the longest pause in the present training
-        self._longest: float | None = None  # the longest pause in finished trainings
-        self.is_resting = False  # true once the run has nothing left to train on the lease
+        self._silence = 0.0  # seconds without progress in the trainings that were stopped last
+        self._since: float | None = None  # time of the last progress in the present training; None between trainings
+        self._pause = 0.0  # longest pause in the present training, in seconds
+        self._longest: float | None = None  # longest pause in finished trainings, in seconds
+        self.is_resting = False  # True once the run has ended, so that no progress is expected
 
     def begin(self, now: float) -> None:
-        """Start watching a new training."""
+        """Start to watch a training that begins at the time `now`."""
         self._since, self._pause, self.is_resting = now, 0.0, False
 
     def rest(self) -> None:
-        """Expect no progress until the next training begins."""
+        """Expect no progress until the next training begins, because the run has ended."""
         self._since, self.is_resting = None, True
 
     def progress(self, now: float) -> None:
-        """Record progress."""
+        """Record progress at the time `now`, and the length of the pause before it."""
         self._pause = max(self._pause, self._silent(now))
         self.forgive(now)
 
     def forgive(self, now: float) -> None:
-        """Count no silence before now: the worker may have waited for an average."""
+        """Ignore the silence before `now`, because the worker may have waited for an average."""
         if self._since is not None:
             self._silence, self._since = 0.0, now
 
     def finish(self, now: float) -> None:
-        """Record that the training is done."""
+        """Record that the training was finished, and its longest pause."""
         self.progress(now)
         self._since, self._longest = None, max(self._pause, self._longest or 0.0)
 
     def end(self, now: float) -> None:
-        """Record that no training is under way."""
+        """Stop watching, and add the silence of an unfinished training to that of the next one."""
         self._silence, self._since = self._silent(now), None
 
     def is_stuck(self, now: float) -> bool:
-        """Return whether there has been no progress for longer than `patience` and than STUCK times the longest pause
-        in finished trainings. False before the first training is finished."""
+        """Return True if there has been no progress for longer than `patience` and than STUCK times the longest pause
+        in finished trainings. Return False before the first training is finished."""
         if self._since is None or self._longest is None:
             return False
         return self._silent(now) > max(self._patience, STUCK * self._longest)

@@ -1,4 +1,4 @@
-"""The views of one position: the peers at work here, the view that each has reached, and the leader (R1, R2, R13)."""
+"""The views of one position: the view that each peer has reached, and the leader of this peer's view (R1, R2, R13)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from peers.values.wire import digest_of, pack_plain
 
 
 class Views:
-    """The views of one position. `granted_by` is the peer that granted this peer its lease, and the time: it is a
-    candidate leader even before its beats show it at work."""
+    """The views of one position. `granted_by` has the peer that granted this peer its lease, and the time of the grant:
+    that peer may lead even before its beats show it at work."""
 
     def __init__(self, context: Context, presence: Presence, log: LogState) -> None:
         self.attendance = Attendance(context, presence, log)
@@ -36,12 +36,12 @@ class Views:
         reached_by_others: Mapping[str, int],
         has_given: bool,
     ) -> None:
-        """Update the peers at work here, the view and its leader.
+        """Update the peers at work at this position, this peer's view, and the view's leader.
 
         Args:
             is_taking_part: true if this peer is ready, or exchanges.
             reached_by_others: the views that members named to this peer in Ready.
-            has_given: true if this peer has granted samples to a joiner here.
+            has_given: true if this peer has granted samples to a joiner at this position.
         """
         self._has_given = has_given
         ready_since = work.since if is_taking_part else None
@@ -55,7 +55,7 @@ class Views:
         named = named_by_quorum(views, lambda peers: attendance.moves_on({peer: incarnations[peer] for peer in peers}))
         ready = attendance.ready() if is_taking_part else {}
         if self._log.last is None and not work.is_under_way:
-            ready = incarnations  # before the first entry peers change leaders, too, when one gives no samples
+            ready = incarnations  # before the first entry, peers also change a leader that grants no samples
         reached = {peer: incarnation for peer, incarnation in ready.items() if views.get(peer, 0) >= pacemaker.view}
         is_running = bool(ready) and attendance.moves_on(reached)
         turns = len(self._log.ring) if self._is_log_led else 1
@@ -63,13 +63,12 @@ class Views:
 
     @property
     def _is_log_led(self) -> bool:
-        """True if the log determines the leader: not before the first entry, nor when no peer of the ring can lead
-        (R13)."""
+        """True if the log determines the leader: there is an entry, and a peer of the ring can lead (R13)."""
         return any(self._is_there(peer) for peer in self._log.ring)
 
     def leader_of(self, view: int) -> str | None:
-        """Return the leader of a view (R1). If the log does not determine it (R13), it is in view 0 the lowest id of
-        the peers at work here, or else of all that are heard; in later views the one with the lowest hash, so that
+        """Return the leader of a view (R1). If the log determines none (R13), it is in view 0 the lowest id of the
+        peers at work at this position, or else of the founders; in later views the peer with the lowest hash, so that
         peers that hear different peers still mostly agree."""
         if self._is_log_led:
             return self._log.leader_of(view)
@@ -89,7 +88,8 @@ class Views:
         return at_work
 
     def _is_there(self, peer: str) -> bool:
-        """Return whether a peer can lead, by what this peer hears and by the other's own beat."""
+        """Return True if a peer can lead: this peer hears it and has no proof against it, and the peer's own beat shows
+        it able to lead and at work at this position."""
         if peer == self._context.me:
             return self._presence.can_lead
         beat = self._presence.live().get(peer)
@@ -99,5 +99,5 @@ class Views:
             return True
         index = self._log.position.index
         is_unproven = beat.index > index and peer in self._presence.branches.unproven
-        is_near = beat.index + 1 >= index or peer in self._log.roster  # an entry may be newer than the last beat
+        is_near = beat.index + 1 >= index or peer in self._log.roster  # the beat may be older than the last entry
         return beat.state in PARTICIPATING and is_near and not is_unproven

@@ -1,4 +1,4 @@
-"""The votes of one peer at one position, and its count of the others' votes.
+"""The votes that one peer gives at one position, and its count of the other peers' votes.
 
 The rules are in voting.py; this module applies them to messages. A vote is kept in the peer's record before it is sent.
 Among a few members all hear all votes, and each assembles the certificates itself. Among many the leader does, and the
@@ -29,8 +29,8 @@ REMEMBERED = 8
 
 
 class Voter:
-    """One peer as a voter at one position. `prepared` is the newest prepared header that this peer knows. `answers`
-    limits its answers to votes."""
+    """One peer as a voter at one position. `prepared` is the heaviest prepared header that this peer knows. `answers`
+    limits how often it answers repeated votes."""
 
     def __init__(self, context: Context, presence: Presence, replica: Replica, log: LogState) -> None:
         self.prepared: Certified | None = None
@@ -39,42 +39,43 @@ class Voter:
         self._presence = presence
         self._replica = replica
         self._log = self._here = log
-        self._proposed: dict[bytes, tuple[Header, Group]] = {}  # by digest
+        self._proposed: dict[bytes, tuple[Header, Group]] = {}  # proposed headers and their groups, by header digest
         self._tally = Tally(self.place)
         for vote in self._cast_before:
             self._tally.hear(context.me, vote)
 
     @property
     def place(self) -> VotingPlace:
-        """The position as the voting rules see it, with this peer's state."""
+        """The position as the voting rules need it: the log before the entry, with this peer's state, and this peer's
+        keys."""
         return VotingPlace(self.here, self._context.keys)
 
     @property
     def here(self) -> LogState:
-        """The log before the entry, with this peer's state; the same object until the state changes."""
+        """The log before the entry, with the digest of this peer's state; the same object until that digest changes."""
         if self._here.state != self._replica.state_digest:
             self._here = self._log.in_state(self._replica.state_digest)
         return self._here
 
     @property
     def state(self) -> VoterState | None:
-        """This peer's votes here; None once it has left."""
+        """This peer's votes at the position; None once it has left the run."""
         return self._context.votes.at(self._log.position)
 
     @property
     def lock(self) -> Certified | None:
-        """The header that this peer is locked on."""
+        """The prepared header that binds this peer's votes at the position; None without a lock."""
         return self.state.lock if self.state else None
 
     @property
     def has_voted(self) -> bool:
-        """True if this peer has voted for a header that may be committed."""
+        """True if this peer has voted at the position, so that a header it voted for may be committed."""
         return self.state is not None and bool(self.state.prepare or self.state.commit)
 
     # Own votes ------------------------------------------------------------------------------------------------
     def prepare(self, propose: Propose, leader: str, objection: Refusal | None) -> Refusal | None:
-        """Give vote 1, unless there is an objection (R5). Return the refusal. A peer that is no voter agrees as well,
-        but its vote is not sent."""
+        """Give vote 1 for a proposal, unless this peer objects or a rule forbids the vote (R5). Return the refusal;
+        None if this peer agrees. The vote of a peer that is no voter is not sent."""
         self._note(propose.header, propose.group)
         state = self.state
         if state is None:
@@ -83,7 +84,7 @@ class Voter:
         return self._cast(answer, propose.header, propose.group, leader)
 
     def commit(self, prepared: Certified, leader: str) -> bool:
-        """Give vote 2 for a prepared header (R6). Return whether this peer has given it."""
+        """Give vote 2 for a prepared header (R6). Return True if this peer has given the vote, now or earlier."""
         assert prepared.certificate is not None
         self._note(prepared.header, prepared.certificate.group)
         if self.prepared is None or choice_of(self.prepared).weight < choice_of(prepared).weight:
@@ -102,7 +103,7 @@ class Voter:
         return None
 
     def has_say(self, header: Header, group: Group) -> bool:
-        """Return whether this peer, in its incarnation, is a voter on a header."""
+        """Return True if this peer, in its incarnation, is a voter on the header."""
         return (self._context.me, self._context.incarnation) in electorate(self._log, header, group).voters
 
     def _sends(self, vote: Vote, header: Header, group: Group, leader: str) -> list[Send]:
@@ -112,41 +113,42 @@ class Voter:
         return [Send(peer, vote) for peer in receivers]
 
     def repeat(self, leader: str) -> None:
-        """Send the leader this peer's last votes again."""
+        """Send the leader this peer's last votes at the position again."""
         if leader != self._context.me:
             self._context.emit(*(Send(leader, vote) for vote in self._cast_before))
 
     @property
     def _cast_before(self) -> list[Vote]:
-        """This peer's last votes here, if they are on the disk. An earlier start may have cast them without sending
-        them."""
+        """This peer's last votes at the position, if they are on the disk. An earlier start may have stored votes
+        without sending them."""
         state = self.state if self._context.votes.are_kept else None
         return [vote for vote in (state.prepare, state.commit) if vote] if state else []
 
     # Others' votes --------------------------------------------------------------------------------------------
     def hear(self, sender: str, vote: Vote) -> Certified | None:
-        """Count a vote. Return the certificate that it completes, if any."""
+        """Count another peer's vote. Return the header with the certificate that the vote completes; None if there is
+        none."""
         if not self._may_count(sender, vote):
             return None
         self._tally.hear(sender, vote)
         return self._certified(vote.choice)
 
     def _may_count(self, sender: str, vote: Vote) -> bool:
-        """Return whether to count a vote: of the run's voters, and of live peers, which may be in a minority's group or
-        found the run."""
+        """Return True if a sender's vote may count: the sender is a voter of the run, this peer itself, or a live peer,
+        which may be in a minority's group or a founder."""
         is_voter = self._log.last is not None and self._log.counts(sender, vote.incarnation)
         return is_voter or sender == self._context.me or self._presence.is_live(sender)
 
     def _note(self, header: Header, group: Group) -> None:
-        """Remember a header, so that votes for it can be counted."""
+        """Store a proposed header and its group, so that votes for the header can be counted."""
         self._proposed.pop(header.digest, None)
         self._proposed[header.digest] = header, group
         while len(self._proposed) > REMEMBERED:
             del self._proposed[next(iter(self._proposed))]
 
     def recount(self, choice: Choice) -> list[Certified]:
-        """Return the certificates of a header that its votes already complete, given its choice in phase 1: votes may
-        arrive before the header."""
+        """Return the header with each certificate, of phase 1 or 2, that its votes already complete: votes may arrive
+        before the header. `choice` is the header's choice of phase 1."""
         found = [self._certified(choice), self._certified(commit_of(choice))]
         return [certified for certified in found if certified]
 
@@ -159,21 +161,22 @@ class Voter:
         return Certified(header=header, certificate=certificate) if certificate else None
 
     def is_news(self, choice: Choice) -> bool:
-        """Return whether the choice is newer than the newest prepared header that this peer knows."""
+        """Return True if the choice is heavier than that of the heaviest prepared header that this peer knows."""
         return self.prepared is None or choice_of(self.prepared).weight < choice.weight
 
     def is_prepared(self, certified: Certified) -> bool:
-        """Return whether a message shows a valid prepare certificate of its header. Founders certify their own
-        founding, so before the first entry it must also have enough members (R13)."""
+        """Return True if the message has a valid prepare certificate of its header. Founders certify their own
+        founding, so before the first entry the header must also have the minimum of members, or be a minority's
+        (R13)."""
         certificate, least = certified.certificate, self._context.settings.minimum_peers
         if certificate is None or not self.place.is_prepared(certified.header, certificate):
             return False
         return self._log.last is not None or certificate.choice.alone or len(certified.header.roster) >= least
 
     def proves(self, certified: Certified, sender: str) -> bool:
-        """Return whether a message shows a valid commit certificate of its header."""
+        """Return True if the message has a valid commit certificate of its header; otherwise report the sender."""
         assert certified.certificate is not None
-        # the state digest may still be that of the state before
+        # Before this peer's new state is digested, `self.here` has the digest of the state before.
         here = self.here if self._replica.is_settled else self._log
         try:
             here.check_next(certified.header)
@@ -184,8 +187,8 @@ class Voter:
         return True
 
     def pass_on(self, certified: Certified, leader: str | None, asked: Collection[str]) -> None:
-        """Forward a certificate. With many members it goes down a tree; with a few, the leader sends it to the members
-        that it has not `asked` for vote 1, which do not know the header."""
+        """Forward a certificate: down a tree if there are many members; otherwise the leader sends a prepare
+        certificate to the members that it has not `asked` for vote 1, since they do not know the header."""
         assert certified.certificate is not None
         header, group, me = certified.header, certified.certificate.group, self._context.me
         members = audience(self._log, header, group)
@@ -197,40 +200,40 @@ class Voter:
         self._context.emit(*(Send(peer, certified) for peer in receivers if peer != me))
 
     def has_committed(self, choice: Choice) -> bool:
-        """Return whether this peer has given this vote 2."""
+        """Return True if this peer has given vote 2 for this choice."""
         state = self.state
         return state is not None and state.commit is not None and state.commit.choice == choice
 
     def voted_in(self, peer: str, ballot: Ballot, phase: Phase) -> bool:
-        """Return whether a peer's newest vote in a phase is in this ballot."""
+        """Return True if the peer's newest vote in this phase is in this ballot."""
         return self._tally.ballot_of(peer, phase) == ballot
 
 
 # Receivers of votes and certificates --------------------------------------------------------------------------
 def choice_of(certified: Certified) -> Choice:
-    """Return the choice that a certificate is for."""
+    """Return the choice that the votes of a header's certificate are for."""
     assert certified.certificate is not None
     return certified.certificate.choice
 
 
 def commit_of(choice: Choice) -> Choice:
-    """Return the choice of phase 2 that follows a choice of phase 1."""
+    """Return the choice of phase 2 with the same ballot and header as a choice of phase 1."""
     return choice.model_copy(update={"phase": Phase.COMMIT, "justify": None})
 
 
 def audience(log: LogState, header: Header, group: Group) -> tuple[str, ...]:
-    """Return the peers that receive votes and certificates of a header: its members, and all that vote on it."""
+    """Return the peers that receive a header's votes and certificates: its members, and all that vote on it."""
     return tuple(dict.fromkeys([*header.peers, *(peer for peer, _ in electorate(log, header, group).voters)]))
 
 
 def is_open(log: LogState, header: Header, group: Group) -> bool:
-    """Return whether all of a header's audience receive all votes."""
+    """Return True if the header's audience is so small that each peer of it receives all votes."""
     return len(audience(log, header, group)) <= OPEN_LIMIT
 
 
 def forward_to(me: str, leader: str, members: Sequence[str]) -> tuple[str, ...]:
-    """Return the members to which one member forwards a certificate: its children in a tree with the leader at the
-    root. A member that the tree misses, because one above it is gone, asks the leader again."""
+    """Return the members to which `me` forwards a certificate: its children in a tree with the leader at the root. A
+    member whose parent in the tree is gone asks the leader again."""
     order = [leader, *(peer for peer in members if peer != leader)]
     first = order.index(me) * FANOUT + 1 if me in order else len(order)
     return tuple(order[first : first + FANOUT])

@@ -1,4 +1,5 @@
-"""The votes of one peer: which votes it gives at a position of the log, and what it must write to the disk first.
+"""The voting rules of one peer: the votes that it gives at a position of the log, and the record that it must write to
+the disk first.
 
 Two votes make an entry. In phase 1 a voter agrees to a proposal; a quorum of these votes is a *prepare certificate*. In
 phase 2 a voter *locks* the header of a prepare certificate; a quorum of these votes commits the entry. Safety rests on
@@ -55,27 +56,27 @@ FIRST = Ballot(view=0, attempt=0)
 
 
 class Refusal(StrEnum):
-    """The reason why a voter does not vote. The comment beside each names the rule."""
+    """The reason why a voter does not vote for a header. The comment beside each names the rule."""
 
     ELSEWHERE = "the proposal is for another position than this voter's"
-    CLOSED = "a certified entry of this position is known"  # R11
-    LEFT = "the voter has left the run"  # R11
-    FORGOTTEN = "the voter may have voted here and does not remember it"  # R11
-    OLD_BALLOT = "the voter has voted in a newer ballot"  # R5.1, R6
-    OTHER_VOTE = "the voter has voted for something else in this ballot"  # R5.1, R6
-    BAD_CERTIFICATE = "the certificate shown does not prepare this header in an older ballot"  # R5.2
-    NO_PREPARE = "the certificate does not prepare this header"  # R6
-    LOCKED = "the voter's lock is newer than the certificate shown"  # R5.3
-    DOES_NOT_FOLLOW = "the header does not follow from the log"  # R5.4, R5.10
-    NO_PAYLOAD = "the voter does not have the payload"  # R5.5
-    UNSIGNED_AVERAGE = "an average, or the absence of a member's blocks, is not signed by its reducer"  # R5.6
-    MOST_ABSENT = "less than half of the round's tokens would count"  # R5.6
-    NOT_GONE = "the voter hears a peer that the header says is gone"  # R5.7
-    STRANGER = "the voter does not hear a member that would get a say"  # R5.7
-    UNPROVEN_FAULT = "the voter has not seen the proof of a fault that the header names"  # R5.8
-    HAS_WORK = "the voter has trained the fragment that the header skips"  # R5.9
-    NOT_ALONE = "the voter hears a quorum, or its owner waits for one"  # R5.11
-    NOT_FOLLOWED = "the voter cannot follow the amendment that the header takes in"  # R5.10
+    CLOSED = "a certified entry of this position is known"  # rule R11
+    LEFT = "the voter has left the run"  # rule R11
+    FORGOTTEN = "the voter may have voted here and does not remember it"  # rule R11
+    OLD_BALLOT = "the voter has voted in a newer ballot"  # rules R5.1 and R6
+    OTHER_VOTE = "the voter has voted for something else in this ballot"  # rules R5.1 and R6
+    BAD_CERTIFICATE = "the certificate shown does not prepare this header in an older ballot"  # rule R5.2
+    NO_PREPARE = "the certificate does not prepare this header"  # rule R6
+    LOCKED = "the voter's lock is newer than the certificate shown"  # rule R5.3
+    DOES_NOT_FOLLOW = "the header does not follow from the log"  # rules R5.4 and R5.10
+    NO_PAYLOAD = "the voter does not have the payload"  # rule R5.5
+    UNSIGNED_AVERAGE = "an average, or the absence of a member's blocks, is not signed by its reducer"  # rule R5.6
+    MOST_ABSENT = "less than half of the round's tokens would count"  # rule R5.6
+    NOT_GONE = "the voter hears a peer that the header says is gone"  # rule R5.7
+    STRANGER = "the voter does not hear a member that would get a say"  # rule R5.7
+    UNPROVEN_FAULT = "the voter has not seen the proof of a fault that the header names"  # rule R5.8
+    HAS_WORK = "the voter has trained the fragment that the header skips"  # rule R5.9
+    NOT_ALONE = "the voter hears a quorum, or its owner waits for one"  # rule R5.11
+    NOT_FOLLOWED = "the voter cannot follow the amendment that the header takes in"  # rule R5.10
 
 
 LASTING = frozenset({Refusal.NO_PAYLOAD, Refusal.NOT_ALONE})
@@ -86,13 +87,13 @@ that says a peer is gone that has come back since."""
 
 @dataclass(frozen=True)
 class VotingPlace:
-    """A position as a voter sees it, apart from its own votes: the log before the entry, and the voter's keys."""
+    """A position as the voting rules see it: the log before the entry, and the voter's keys, but not its votes."""
 
     log: LogState
     keys: Keys
 
     def is_prepared(self, header: Header, certificate: Certificate) -> bool:
-        """Return whether this is a valid prepare certificate of the header."""
+        """Return True if the certificate is a valid prepare certificate of the header."""
         try:
             prove(certificate, self.log, header, self.keys.verify, Phase.PREPARE)
         except CertificateError:
@@ -100,7 +101,7 @@ class VotingPlace:
         return True
 
     def follows(self, header: Header) -> bool:
-        """Return whether the header may be the next entry."""
+        """Return True if the log allows the header as the next entry."""
         try:
             self.log.check_next(header)
         except LogError:
@@ -125,13 +126,13 @@ class VoterState(Value):
 
     @property
     def promised(self) -> Ballot:
-        """The newest ballot in which this voter has voted."""
+        """The newest ballot in which this voter has voted at the position; FIRST if it has not voted."""
         return max((vote.choice.ballot for vote in (self.prepare, self.commit) if vote), default=FIRST)
 
 
 @dataclass(frozen=True)
 class Cast:
-    """A vote, and the state that must be on the disk before the vote is sent."""
+    """A vote, and the voter's state that must be on the disk before the vote is sent."""
 
     state: VoterState
     vote: Vote
@@ -140,8 +141,8 @@ class Cast:
 def vote_prepare(
     state: VoterState, propose: Propose, place: VotingPlace, objection: Refusal | None = None
 ) -> Cast | Refusal:
-    """Return vote 1, which agrees to a proposal, or why the voter refuses. A vote given before is returned again, with
-    the same bytes.
+    """Return vote 1, which agrees to a proposal, or the voter's refusal. A voter that has agreed to the proposal before
+    returns the same bytes again.
 
     `objection` is the round's reason against the proposal (R5.5 to R5.11).
     """
@@ -167,8 +168,8 @@ def vote_prepare(
 
 
 def vote_commit(state: VoterState, prepared: Certified, place: VotingPlace) -> Cast | Refusal:
-    """Return vote 2, which locks the header that a prepare certificate proves, or why the voter refuses. It needs
-    neither vote 1 nor the payload: the voters that gave vote 1 have the payload, and the others fetch it."""
+    """Return vote 2, which locks the header of a prepare certificate, or the voter's refusal. The voter needs neither
+    vote 1 nor the payload: it fetches the payload from voters that gave vote 1."""
     header, certificate = prepared.header, prepared.certificate
     if certificate is None:
         return Refusal.NO_PREPARE
@@ -190,7 +191,8 @@ def vote_commit(state: VoterState, prepared: Certified, place: VotingPlace) -> C
 
 
 def _why_not_in(state: VoterState, ballot: Ballot, last: Vote | None) -> Refusal | None:
-    """Return why the voter gives no new vote in a ballot. `last` is its last vote of the same phase."""
+    """Return the refusal of a voter that gives no new vote in a ballot; None if it may vote. `last` is its last vote of
+    the same phase."""
     if state.is_closed:
         return Refusal.CLOSED
     if ballot < state.promised or ballot <= FIRST:
@@ -199,8 +201,8 @@ def _why_not_in(state: VoterState, ballot: Ballot, last: Vote | None) -> Refusal
 
 
 def _is_bound(lock: Certified | None, propose: Propose) -> bool:
-    """Return whether the lock forbids voting for a proposal. It does unless the proposal shows a newer certificate, or
-    one as new for the same header. A minority's lock binds only in a minority's ballots."""
+    """Return True if the voter's lock forbids vote 1 for the proposal: the proposal shows neither a heavier
+    certificate, nor one as heavy for the locked header. A minority's lock binds only in a minority's ballots."""
     if lock is None:
         return False
     locked = _choice_of(lock)
@@ -215,7 +217,7 @@ def _is_bound(lock: Certified | None, propose: Propose) -> bool:
 
 
 def _choice_of(lock: Certified) -> Choice:
-    """Return the choice of the certificate that prepared a locked header."""
+    """Return the choice that the votes of a lock's certificate are for."""
     assert lock.certificate is not None, "a lock has its prepare certificate"
     return lock.certificate.choice
 
@@ -225,13 +227,13 @@ def _sign(state: VoterState, choice: Choice, place: VotingPlace) -> Vote:
     return Vote(position=state.position, incarnation=state.incarnation, choice=choice, signature=signature)
 
 
-# What is on the disk -------------------------------------------------------------------------------------------
+# Record on the disk --------------------------------------------------------------------------------------------
 class RecordError(ValueError):
-    """A voting record that is damaged, or of another version, run or peer. The peer starts as another incarnation."""
+    """A voting record that is damaged, or of another version, run or peer. Its peer becomes another incarnation."""
 
 
 class VotingRecord(Value):
-    """A peer's votes in one run, as its disk holds them. Immutable; each change returns the record to write next.
+    """A peer's votes in one run, as its disk stores them. Immutable: each change returns a new record to write.
 
     `incarnation` numbers this unbroken memory of votes: a peer that restarts with its record is the same voter, and one
     that has lost it takes another number. From index `left` on the peer has promised not to vote. Below index
@@ -247,10 +249,10 @@ class VotingRecord(Value):
     states: Annotated[tuple[VoterState, ...], Field(max_length=POSITIONS)] = ()
 
     def at(self, position: Position) -> VoterState | Refusal:
-        """Return the peer's votes at a position, or why it does not vote there."""
+        """Return the peer's votes at a position, or the refusal if the peer must not vote at the position."""
         if self.left is not None and position.index >= self.left:
             return Refusal.LEFT
-        there = (state for state in self.states if state.position.index == position.index)  # faster than all fields
+        there = (state for state in self.states if state.position.index == position.index)  # a cheap filter, for speed
         known = next((state for state in there if state.position == position), None)
         if known is not None:
             return known
@@ -259,7 +261,7 @@ class VotingRecord(Value):
         return VoterState(position=position, incarnation=self.incarnation)
 
     def after(self, state: VoterState) -> VotingRecord:
-        """Return the record with this state of its position. Above POSITIONS the oldest position is forgotten."""
+        """Return the record with this state. Above POSITIONS states, those of the oldest positions are dropped."""
         others = [known for known in self.states if known.position != state.position]
         states = sorted([*others, state], key=lambda one: (one.position.index, one.position.fragment))
         dropped = states[: max(0, len(states) - POSITIONS)]
@@ -267,34 +269,34 @@ class VotingRecord(Value):
         return self.model_copy(update={"states": tuple(states[len(dropped) :]), "forgotten": forgotten})
 
     def closed(self, position: Position) -> VotingRecord:
-        """Return the record with the position closed: its certified entry is known, so no vote is needed there and its
-        votes are dropped."""
+        """Return the record with the position marked as closed: its certified entry is known, so its votes are dropped
+        and no more are given."""
         return self.after(VoterState(position=position, incarnation=self.incarnation, is_closed=True))
 
     @property
     def departure(self) -> int:
-        """The first index at and above which the peer has not voted."""
+        """The index after the last one at which the peer may have voted."""
         return max([self.forgotten, *(state.position.index + 1 for state in self.states)])
 
     def farewell(self) -> tuple[VotingRecord, Departure]:
-        """Return the record of a peer that leaves, and the farewell that it then signs."""
+        """Return the record of a peer that leaves the run, and the farewell for the peer to sign."""
         left = self.departure if self.left is None else self.left
         departure = Departure(run=self.run, peer=self.peer, incarnation=self.incarnation, index=left)
         return self.model_copy(update={"left": left}), departure
 
     def renewed(self, incarnation: int) -> VotingRecord:
-        """Return the empty record of another incarnation, for a peer that comes back after a farewell, or that gives up
-        its lock since no peer has its payload any more."""
+        """Return an empty record of another incarnation, for a peer that returns after a farewell or gives up its
+        vote."""
         return VotingRecord(run=self.run, peer=self.peer, incarnation=incarnation)
 
     def pack(self) -> bytes:
-        """Return the bytes of the file: a digest, which reveals damage, and the record."""
+        """Return the record as the bytes of a file: a digest that reveals damage, then the packed record."""
         packed = pack(self)
         return digest_of(packed) + packed
 
     @classmethod
     def load(cls, data: bytes, run: str, peer: str) -> VotingRecord:
-        """Return the record in these bytes. Raises: RecordError unless it is intact, and of this peer in this run."""
+        """Return the record packed in `data`. Raises: RecordError if it is damaged, or not of this peer and run."""
         digest, packed = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
         if digest_of(packed) != digest:
             raise RecordError("the voting record is damaged: its digest does not match")
@@ -307,7 +309,7 @@ class VotingRecord(Value):
         return record
 
 
-# Counting ------------------------------------------------------------------------------------------------------
+# Counting votes ------------------------------------------------------------------------------------------------
 @dataclass
 class Tally:
     """The newest vote of each peer in each phase, at one position."""
@@ -316,8 +318,8 @@ class Tally:
     _votes: dict[tuple[str, Phase], Vote] = field(default_factory=dict)
 
     def hear(self, peer: str, vote: Vote) -> bool:
-        """Count a vote if its signature is valid and it is newer than the peer's last vote. Return whether it
-        counts."""
+        """Store a vote if its signature is valid and its ballot newer than that of the peer's last vote in the phase.
+        Return True if the vote is stored."""
         key = peer, vote.choice.phase
         before = self._votes.get(key)
         is_new = before is None or before.choice.ballot < vote.choice.ballot
@@ -329,14 +331,14 @@ class Tally:
         return True
 
     def ballot_of(self, peer: str, phase: Phase) -> Ballot | None:
-        """Return the ballot of a peer's newest vote in a phase."""
+        """Return the ballot of a peer's newest vote in a phase; None if the peer has not voted."""
         vote = self._votes.get((peer, phase))
         return vote.choice.ballot if vote else None
 
     def certificate(
         self, header: Header, choice: Choice, farewells: Mapping[str, tuple[int, bytes]], group: Group = ()
     ) -> Certificate | None:
-        """Return the certificate of this choice of the header; None while too few have voted for it."""
+        """Return the certificate of the votes for this choice of the header; None while they are too few."""
         signatures = {
             (peer, vote.incarnation): vote.signature for (peer, _), vote in self._votes.items() if vote.choice == choice
         }

@@ -1,5 +1,5 @@
-"""The chunks of a round: which arriving ones are accepted, and how they are averaged. Every driver uses this module, so
-that simulations run the deployed code.
+"""The chunks of a round: checks of chunks that arrive, and their averaging. Every driver uses this module, so that
+simulations run the deployed code.
 
 Until it has trained again, each member serves its contribution to the other members of its round. It serves single
 chunks, each with the Merkle path to its commitment, so that others can repeat an average (spot checks).
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from peers.protocol.peer import Peer
 
 CONTRIBUTION = "contribution"
-READERS = 4  # chunks that are served at once
-TIMEOUT = 60.0  # seconds for one chunk; rounds have priority
+READERS = 4  # maximum number of chunks served at once
+TIMEOUT = 60.0  # seconds for one chunk of a contribution; chunks of rounds are sent first
 
 
 # Arriving chunks ------------------------------------------------------------------------------------------------------
 class ChunkHeader(Value):
-    """The announcement of a chunk.
+    """The announcement of a chunk, sent before its bytes.
 
     An average names the members whose blocks are `absent`, and its signed `origin`. The sender's own blocks have the
     `proof` that they belong to its commitment, and its `signature` of the commitment.
@@ -55,7 +55,7 @@ class ChunkHeader(Value):
 
     @classmethod
     def of(cls, send: SendChunk, buffers: PayloadBuffers) -> ChunkHeader:
-        """Return the announcement of a chunk to be sent."""
+        """Return the announcement of a chunk that this peer is about to send."""
         return cls(
             chunk=send.chunk,
             reduced=send.reduced,
@@ -67,14 +67,15 @@ class ChunkHeader(Value):
 
 
 class Admitted(NamedTuple):
-    """The decision on an arrived chunk: the protocol's event, if any, and whether the sender need not send it again."""
+    """The decision on a chunk that arrived: the event for the protocol, if any, and `is_taken`, True if the sender need
+    not send the chunk again."""
 
     event: ContributionArrived | ReducedArrived | BadBlocks | None
     is_taken: bool
 
 
 class Admission:
-    """Checks the chunks that arrive at one peer, and puts those that a round waits for into its buffers.
+    """Checks of the chunks that arrive at one peer. A chunk that a round waits for is stored in the round's buffers.
 
     Any other chunk is not stored, and its sender learns whether to send it again. A wrong chunk is its sender's fault:
     it raises RemoteProtocolError if no honest peer would have announced it, else it gives BadBlocks. The protocol gets
@@ -87,12 +88,12 @@ class Admission:
         self._inspect = inspection(measure, buffers)
 
     def is_shared(self, round_name: RoundName, sender: str) -> bool:
-        """Return whether the sender and this peer are in this round together now."""
+        """Return True if the sender and this peer are both in this round now."""
         exchange = self._peer.exchange_of(round_name)
         return exchange is not None and exchange.is_with(sender)
 
     def check_size(self, sender: str, round_name: RoundName, header: ChunkHeader, length: int) -> None:
-        """Raise RemoteProtocolError unless a chunk has the length that its format demands.
+        """Raise RemoteProtocolError unless a chunk has the length, in bytes, that its format demands.
 
         Formats are those of averages or of this sender; any format of the run for a round that this peer is not in.
         """
@@ -109,7 +110,7 @@ class Admission:
             raise RemoteProtocolError(sender, f"its chunk {chunk} has {length} bytes, not {wanted}")
 
     def take(self, sender: str, round_name: RoundName, header: ChunkHeader, data: bytes | bytearray) -> Admitted:
-        """Store a chunk of the announced size, if the round waits for it.
+        """Store a chunk whose size was checked, if the round waits for it. Return the decision on the chunk.
 
         Members' own blocks are stored without a copy, and must not change; averages are copied. The caller must hand
         the event to the protocol before any other event.
@@ -129,7 +130,8 @@ class Admission:
         return Admitted(ContributionArrived(round_name, sender, chunk), is_taken=True)
 
     def _take_average(self, sender: str, exchange: Exchange, header: ChunkHeader, data: Blocks) -> Admitted:
-        """Store a signed average, whichever member sent it; once an average is proposed, only that one."""
+        """Store an average that its reducer signed, from any member. Once an average is proposed, only that one is
+        stored."""
         chunk, digest, origin, name = header.chunk, digest_of(data), header.origin, exchange.name
         unsigned = BadBlocks(name, sender, chunk, "its reducer has not signed it", reduced=True)
         if origin is None:
@@ -149,7 +151,8 @@ class Admission:
         return Admitted(ReducedArrived(name, sender, chunk, header.absent, digest, origin, squares), is_taken=True)
 
     def _fault(self, sender: str, exchange: Exchange, header: ChunkHeader, data: bytes | bytearray) -> BadBlocks | None:
-        """Return the fault in blocks to be averaged, if any. It convicts their owner if the owner committed to them."""
+        """Return the fault in a member's blocks; None if they are valid. If the member committed to them, the fault has
+        evidence against it."""
         round_name, chunk, proof = exchange.name, header.chunk, header.proof
         if proof is None or not exchange.contributions.has(sender, chunk, digest_of(data), proof):
             return BadBlocks(round_name, sender, chunk, "it has not committed to these blocks")
@@ -174,8 +177,8 @@ Average: TypeAlias = Callable[[Reduction], Awaitable[Blocks]]
 async def average_chunk(
     average: Average, buffers: PayloadBuffers, exchange: Exchange, reduce: ReduceChunk
 ) -> ReducedArrived | BadBlocks | None:
-    """Average the blocks of a chunk, and store the result. Return the event, or None if the average is not wanted any
-    more. The caller must hand the event to the protocol before any other event.
+    """Average the blocks of a chunk, and store the result. Return the event for the protocol, or None if the round no
+    longer waits for the average. The caller must hand the event to the protocol before any other event.
 
     Blocks may pass every check on arrival, and still have no average: then BadBlocks names the member that sent them.
     Raises: BadBlocksError or DilocoPeerError when they are this peer's own.
@@ -210,23 +213,25 @@ def _reduction(
     buffers: PayloadBuffers,
     room: bytearray,
 ) -> Reduction:
-    """Return the input of a chunk's average: the members' blocks, and room for the result."""
+    """Return the input for averaging a chunk: the members' blocks, and memory for the result."""
     first_block, place = buffers.chunking.blocks(reduce.chunk)[0], reduce.round_name.position
     tokens = sum(weight for _, weight in reduce.members)
     return Reduction(contributions, first_block, memoryview(room), tokens, place.fragment, place.index, formats)
 
 
 async def _find_spoiler(average: Average, failing: Reduction) -> int:
-    """Return the index of the first contribution whose addition makes the average fail. All together must fail.
+    """Return the index of the first contribution that makes the average fail when added to those before it. The average
+    of all contributions must fail.
 
     Bisection finds it: beside a contribution that makes a sum overflow, honest ones are within its rounding.
     """
-    good, bad = 0, len(failing.contributions)  # the first `good` have an average, the first `bad` have none
+    # the first `good` contributions have an average, the first `bad` have none
+    good, bad = 0, len(failing.contributions)
     while bad - good > 1:
         middle = (good + bad) // 2
         tried = replace(failing, contributions=failing.contributions[:middle], formats=failing.formats[:middle])
         try:
-            if any(weight for _, weight in tried.contributions):  # without any weight there is no average
+            if any(weight for _, weight in tried.contributions):  # contributions without any weight have no average
                 await average(tried)
             good = middle
         except (BadBlocksError, DilocoPeerError):
@@ -236,7 +241,7 @@ async def _find_spoiler(average: Average, failing: Reduction) -> int:
 
 # Contributions for spot checks ----------------------------------------------------------------------------------------
 class ContributionRequest(Value):
-    """A request to a member for one chunk of the contribution that it made last to a fragment."""
+    """A request to a member for one chunk of its last contribution to a fragment."""
 
     run: RunId
     fragment: Count
@@ -246,7 +251,7 @@ class ContributionRequest(Value):
 async def serve_contributions(
     transport: PullTransport, run: str, buffers: Sequence[PayloadBuffers], is_member: Callable[[int, str], bool]
 ) -> None:
-    """Serve this peer's contribution to the members of the fragment's round that it is in, from now on."""
+    """Serve chunks of this peer's last contributions from now on, to members of the round of the fragment."""
     places = Places(READERS, 1)
 
     @asynccontextmanager
@@ -269,8 +274,8 @@ async def serve_contributions(
 async def ask_for_contributions(
     transport: PullTransport, run: str, me: str, own: PayloadBuffers, peers: Mapping[str, int], chunk: int
 ) -> list[tuple[ChunkProof, Blocks] | None]:
-    """Ask these peers at once for their contributions to a chunk, each in its format. Return one answer for each, None
-    if a peer gives none. This peer may be among them; its blocks are in `own`."""
+    """Ask these peers at once for a chunk of their contributions, in the format given for each. Return their proofs and
+    blocks in order, None for a peer that gives none. For this peer (`me`) the blocks come from `own`."""
     request = pack(ContributionRequest(run=run, fragment=own.fragment, chunk=chunk))
 
     async def ask(peer: str) -> tuple[ChunkProof, Blocks] | None:

@@ -1,4 +1,4 @@
-"""Memory for payloads, while a round makes one and afterwards; used by every driver.
+"""Memory for the payloads of a round, during the round and afterwards; used by every driver.
 
 A round of n members needs two payloads and at most (n - 1) / n of a third: our own blocks, the average, and the others'
 blocks for our part until they are averaged. The payloads that are kept for peers that fell behind come on top.
@@ -20,24 +20,24 @@ from peers.values.chunks import ChunkedPayload, Chunking, KeptPayloads, PayloadS
 from peers.values.wire import digest_of
 from peers.values.workload import BadBlocksError, Blocked, Blocks, Inspect
 
-SPARE_BYTES = 1 << 25  # of chunk memory that is kept from one round to the next
+SPARE_BYTES = 1 << 25  # maximum bytes of chunk memory kept from one round to the next
 
 
 @dataclass
 class _RoundBuffers:
-    """The blocks of one round."""
+    """The memory of one round: the members' blocks, and the averages made from them."""
 
     name: RoundName
     average: memoryview
-    is_kept: bool = False  # as a payload, so that it must not change any more
-    digests: dict[int, bytes] = field(default_factory=dict)  # of the averaged chunks that are here
+    is_kept: bool = False  # True once the average is kept as a payload, and must not change
+    digests: dict[int, bytes] = field(default_factory=dict)  # digests of the averaged chunks so far, by chunk
     contributions: defaultdict[int, dict[str, bytes | bytearray]] = field(
         default_factory=lambda: defaultdict(dict)
-    )  # by chunk and sender
+    )  # members' blocks, by chunk and sender
 
 
 class PayloadBuffers:
-    """One fragment's memory: the blocks of the present round, and the payloads that are kept."""
+    """One fragment's memory: the blocks of the present round, and the payloads kept from earlier rounds."""
 
     def __init__(
         self,
@@ -46,7 +46,8 @@ class PayloadBuffers:
         older: Callable[[bytes], ChunkedPayload | None] = lambda digest: None,
         fragment: int = 0,
     ) -> None:
-        """`older` finds payloads that are not in memory any more."""
+        """Create buffers that keep `budget` bytes of payloads. `older` finds a payload that is no longer in memory, by
+        digest."""
         self.fragment = fragment
         self._byte_range = blocked.byte_range
         self.chunking = Chunking(blocked.block_count)
@@ -54,11 +55,12 @@ class PayloadBuffers:
         self.size = PayloadSize(self.chunking.count, whole, tuple(thinner))
         self.kept = KeptPayloads(budget)
         self._older = older
-        self._found = KeptPayloads(0)  # older ones, apart: others' requests must not push out payloads that we need
+        # older payloads found for other peers, apart, so that they do not push out those that this peer needs
+        self._found = KeptPayloads(0)
         self._finding = Lock()
-        self.own: Blocks = b""  # our last contribution, for this round or a later one
+        self.own: Blocks = b""  # this peer's last contribution, for this round or a later one
         self.own_format = 0
-        self.tree: SumTree | None = None  # over its chunks
+        self.tree: SumTree | None = None  # Merkle tree over the chunks of `own`
         self._round: _RoundBuffers | None = None
         self._last: _RoundBuffers | None = None  # the round before, if its payload is kept
         self._spare: memoryview | None = None
@@ -71,12 +73,13 @@ class PayloadBuffers:
         budget: int = 0,
         older: Callable[[bytes], ChunkedPayload | None] = lambda digest: None,
     ) -> tuple[Self, ...]:
-        """Create the buffers of each fragment, which share the budget of bytes equally."""
+        """Create the buffers of each fragment, which share `budget` bytes for kept payloads equally."""
         share = budget // len(fragments)
         return tuple(cls(blocked, share, older, fragment) for fragment, blocked in enumerate(fragments))
 
     def find(self, digest: bytes) -> ChunkedPayload | None:
-        """Return a payload that is kept here. Call it in a thread, since it may read all of it from a disk."""
+        """Return the payload with this digest, from memory or the disk; None if it is in neither. Call this in a
+        thread, since reading from a disk takes time."""
         if payload := self.kept.get(digest):
             return payload
         with self._finding:
@@ -86,7 +89,7 @@ class PayloadBuffers:
             return payload
 
     def prepare(self) -> None:
-        """Reserve the next round's memory now, since all other work of a round would wait for that."""
+        """Reserve memory for the next round's average now, so that the round need not wait for the system."""
         if self._spare is None:
             spare = empty(self.size.bytes)
             for offset in range(0, self.size.bytes, mmap.PAGESIZE):
@@ -97,20 +100,21 @@ class PayloadBuffers:
         self._round, self._last = _RoundBuffers(name, self.room_for_payload()), None
 
     def room_for_payload(self) -> memoryview:
-        """Return memory for a whole payload: the prepared one, if it is unused."""
+        """Return memory for a whole payload: that reserved by `prepare`, if it is unused."""
         spare, self._spare = self._spare, None
         return empty(self.size.bytes) if spare is None else spare
 
     def room_for_fetch(self) -> memoryview:
-        """Return memory for a whole payload, with the averages of the open round in their places."""
+        """Return memory for a payload to be fetched, filled with the averages of the open round, which need not be
+        fetched."""
         room = self.room_for_payload()
         if self._round is not None:
             room[:] = self._round.average
         return room
 
     def close(self) -> None:
-        """End the round, and release its memory, except some chunks for later use. If all averages are here, they are
-        served until the next round begins; if not, their memory is the next room for a payload."""
+        """End the round, and release its memory, except some chunks for later use. A complete average is served until
+        the next round begins; the memory of an incomplete one is used for the next payload."""
         current, self._round = self._round, None
         if current is not None and current.is_kept:
             current.contributions.clear()
@@ -123,28 +127,29 @@ class PayloadBuffers:
         return self._round if self._round and self._round.name == name else None
 
     def last(self, name: RoundName) -> _RoundBuffers | None:
-        """Return the round before, if all of its averages are here."""
+        """Return the round before, if it has this name and all its averages are stored; else None."""
         return self._last if self._last and self._last.name == name else None
 
     def room(self, length: int) -> bytearray:
-        """Return memory for a chunk: used memory if possible, since the system is slow to give new memory."""
+        """Return memory for a chunk of `length` bytes: memory of an earlier chunk if possible, since new memory is slow
+        to get."""
         if self._used and len(self._used[-1]) == length:
             return self._used.pop()
         return bytearray(length)
 
     def release(self, name: RoundName, chunk: int, room: Blocks) -> None:
-        """Reuse the memory of a chunk's blocks, and the `room` in which its average was made. They must not be read any
-        more."""
+        """Mark the memory of a chunk's blocks, and the `room` in which its average was made, for reuse. Callers must
+        not read either any more."""
         size, contributions = self.chunk_length(0), self._open_round(name).contributions.pop(chunk, {})
         used = [room, *contributions.values()]
         self._used += [one for one in used if isinstance(one, bytearray) and len(one) == size]
 
     def chunk_bytes(self, chunk: int, format: int = 0) -> tuple[int, int]:
-        """Return the byte offsets [start, stop) of a chunk in a payload."""
+        """Return the byte offsets [start, stop) of a chunk in a payload of this format."""
         return self._byte_range(*self.chunking.blocks(chunk), format)
 
     def chunk_length(self, chunk: int, format: int = 0) -> int:
-        """Return the length of a chunk in bytes."""
+        """Return the length in bytes of a chunk in a payload of this format."""
         start, stop = self.chunk_bytes(chunk, format)
         return stop - start
 
@@ -153,12 +158,13 @@ class PayloadBuffers:
         return self.chunk_bytes(first)[0], self.chunk_bytes(last - 1)[1]
 
     def own_chunk(self, chunk: int) -> memoryview:
-        """Return a chunk of our last contribution."""
+        """Return a chunk of this peer's last contribution."""
         start, stop = self.chunk_bytes(chunk, self.own_format)
         return memoryview(self.own)[start:stop]
 
     def proof(self, chunk: int) -> ChunkProof:
-        """Return the proof that our own blocks of a chunk belong to our commitment. Raises: KeyError without any."""
+        """Return the proof that this peer's blocks of a chunk belong to its commitment. Raises: KeyError without a
+        commitment."""
         if self.tree is None:
             raise KeyError("this peer has committed to nothing yet")
         return ChunkProof(squares=self.tree.squares(chunk), path=self.tree.path(chunk))
@@ -166,13 +172,14 @@ class PayloadBuffers:
     def contributions(
         self, name: RoundName, chunk: int, me: str, weights: Sequence[tuple[str, float]]
     ) -> list[tuple[Blocks, float]]:
-        """Return the blocks of a chunk with their members' weights, in the order of `weights`. Raises: KeyError."""
+        """Return the members' blocks of a chunk, each with its weight, in the order of `weights`. Raises: KeyError when
+        the round is over, or a member's blocks are missing."""
         arrived = self._open_round(name).contributions[chunk]
         own_blocks = self.own_chunk(chunk)
         return [(own_blocks if peer == me else arrived[peer], weight) for peer, weight in weights]
 
     def store(self, name: RoundName, chunk: int, data: Blocks, digest: bytes | None = None) -> bytes:
-        """Put an averaged chunk into its place; it replaces an earlier average. Return its digest.
+        """Store an averaged chunk in the round's payload, in place of an earlier average. Return the chunk's digest.
 
         A payload that is kept already is copied first, as a vote may depend on it. Raises: KeyError.
         """
@@ -187,13 +194,14 @@ class PayloadBuffers:
         return current.digests[chunk]
 
     def read(self, name: RoundName, chunk: int, is_averaged: bool) -> memoryview:
-        """Return a chunk of the average, or of our own blocks. Raises: KeyError when it is not here any more."""
+        """Return a chunk of the average, or of this peer's own blocks. Raises: KeyError when the round is over."""
         current = (self.last(name) if is_averaged else None) or self._open_round(name)
         start, stop = self.chunk_bytes(chunk)
         return current.average[start:stop] if is_averaged else self.own_chunk(chunk)
 
     def assemble(self, name: RoundName) -> bytes:
-        """Keep the payload of a round whose chunks are all here. Return its digest. Raises: KeyError."""
+        """Keep the payload of a round whose averaged chunks are all stored. Return the payload's digest. Raises:
+        KeyError when the round is over, or a chunk is missing."""
         current = self._open_round(name)
         digests = tuple(current.digests[chunk] for chunk in range(self.size.chunks))
         payload = ChunkedPayload(current.average, digests)
@@ -213,7 +221,7 @@ Measure: TypeAlias = Callable[[Blocks, int, int, int], float]
 
 
 def inspection(measure: Measure, buffers: PayloadBuffers) -> Inspect:
-    """Return a function that measures the squared norm of a chunk, and raises BadBlocksError on invalid bytes."""
+    """Return a function that returns the squared norm of a chunk, and raises BadBlocksError on invalid bytes."""
 
     def inspect(chunk: int, data: Blocks, format: int = 0) -> float:
         if not buffers.size.has(format):
@@ -226,7 +234,8 @@ def inspection(measure: Measure, buffers: PayloadBuffers) -> Inspect:
 
 
 def offer(own: Blocks, buffers: PayloadBuffers, inspect: Inspect, format: int = 0) -> Sum:
-    """Make this our own blocks from now on, in a format. Return the Merkle root over their digests and squared norms.
+    """Make `own` this peer's contribution from now on, in a format. Return the root of the Merkle tree over its chunks'
+    digests and squared norms.
 
     Raises: BadBlocksError when they are no payload.
     """

@@ -29,9 +29,10 @@ PLACES: Mapping[Reach | None, int] = {Reach.OPEN: 4, Reach.PUNCHED: 4, None: 4, 
 data only where too few direct donors are left, and an unreachable donor is tried only when it is the last one."""
 RANK: Mapping[Reach | None, int] = {Reach.OPEN: 0, Reach.PUNCHED: 0, None: 1, Reach.RELAYED: 2, Reach.NONE: 3}
 MOST = LONGEST  # seconds after which a request to a donor is given up
-SILENT = 10.0  # seconds without a range after which another donor is added; also expected of a new donor for its first
-RANGES = 4  # asked of each donor at once: a link of 1 Gbit/s and 40 ms is not idle between two of 8 MiB
-PULLS = RANGES + 1  # served to one peer at once: one may have been given up, with its end not seen yet
+SILENT = 10.0  # seconds without a range after which another donor is added; a new donor is expected to need as long
+RANGES = 4  # ranges asked of each donor at once: a link of 1 Gbit/s and 40 ms is not idle between two of 8 MiB
+# pulls served to one peer at once: one more than RANGES, since the server may see late that a pull was given up
+PULLS = RANGES + 1
 LOOK = 1.0  # seconds between two checks for silent donors
 
 
@@ -45,17 +46,18 @@ class PullTransport(Protocol):
 
 
 def _best_first(transport: PullTransport, donors: Collection[str]) -> list[str]:
-    """Return the donors with direct ones first and unreachable ones last, otherwise in the given order."""
+    """Return the donors sorted by reach: direct ones first, unreachable ones last, otherwise in the given order."""
     return sorted(donors, key=lambda donor: RANK[transport.reach_of(donor)])
 
 
 def shuffled(transport: PullTransport, donors: Collection[str]) -> list[str]:
-    """Return the donors with direct ones first and unreachable ones last, otherwise in random order."""
+    """Return the donors sorted by reach: direct ones first, unreachable ones last, otherwise in random order."""
     return _best_first(transport, CHANCE.sample(list(donors), len(donors)))
 
 
 def to_ask(transport: PullTransport, donors: Sequence[str], most: int) -> list[str]:
-    """Return at most `most` donors to ask for an offer: the first one, which leads, and others by reach and at random.
+    """Return at most `most` donors to ask for an offer: the first donor, which leads, then others by reach and at
+    random.
 
     Unreachable donors are left out, unless there are no others.
     """
@@ -66,30 +68,30 @@ def to_ask(transport: PullTransport, donors: Sequence[str], most: int) -> list[s
 
 @dataclass(frozen=True)
 class _Request:
-    """A range that a donor was asked for."""
+    """A pending request to a donor for one range of chunks."""
 
     donor: str
-    size: int  # bytes
-    at: float  # seconds
+    size: int  # bytes of the range
+    at: float  # time of the request on the event loop's clock, in seconds
 
 
 class _DonorPace:
-    """The pace of each donor, measured on the ranges that it has given."""
+    """The pace of each donor, in seconds per byte, measured on the ranges that the donor has sent."""
 
     def __init__(self) -> None:
         self._seconds_per_byte: dict[str, float] = {}
 
     def answered(self, request: _Request, now: float) -> None:
-        """Record that a donor has given a range. The last range counts as much as all before."""
+        """Record that a donor has sent a range. The latest range counts as much as all earlier ones together."""
         latest = (now - request.at) / max(1, request.size)
         self._seconds_per_byte[request.donor] = (self._seconds_per_byte.get(request.donor, latest) + latest) / 2
 
     def seconds(self, donor: str, size: int) -> float:
-        """Return the seconds that a donor probably needs for so many bytes."""
+        """Return the seconds that a donor is expected to need for `size` bytes."""
         return size * self._seconds_per_byte[donor] if donor in self._seconds_per_byte else SILENT
 
     def seconds_left(self, request: _Request, now: float) -> float:
-        """Return the seconds that a donor will probably still need.
+        """Return the seconds until a donor is expected to complete a pending request.
 
         A donor that has taken twice its usual time, or has given nothing so far, is expected to need as long again.
         """
@@ -104,7 +106,8 @@ Kept = TypeVar("Kept")
 
 
 def kept_for(transport: PullTransport, kept: Mapping[str, Kept], run: str, sender: str) -> Kept:
-    """Return the data of a run that a peer asks for. Raises: RefusalError when there is none, or not for this peer."""
+    """Return the data of a run, for a peer that asks for them. Raises: RefusalError when this peer has no such run, or
+    the asking peer is not admitted."""
     if run not in kept:
         raise RefusalError(f"run {run} is not here")
     transport.check_admitted(run, sender)
@@ -112,18 +115,18 @@ def kept_for(transport: PullTransport, kept: Mapping[str, Kept], run: str, sende
 
 
 class DownloadError(Exception):
-    """No donor is left before the download is complete. The message lists why each one failed."""
+    """Error: no donor is left before the download is complete. The message lists why each donor failed."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The data to fetch: its chunks, and the pull that asks for them."""
+    """The data to fetch: the chunks, and the requests for them."""
 
-    name: str  # of the pull
-    digests: Sequence[bytes]  # of the chunks
-    bounds: Callable[[int, int], tuple[int, int]]  # chunks [first, last) -> bytes [start, stop)
-    request: Callable[[int, int], bytes]  # chunks [first, last) -> the pull's header
-    range: int  # chunks asked for at once
+    name: str  # name of the pull
+    digests: Sequence[bytes]  # digests of the chunks, in order
+    bounds: Callable[[int, int], tuple[int, int]]  # bytes [start, stop) of the chunks [first, last)
+    request: Callable[[int, int], bytes]  # header of the request for the chunks [first, last)
+    range: int  # maximum chunks in one request
 
 
 Range: TypeAlias = tuple[int, int]
@@ -131,7 +134,7 @@ Range: TypeAlias = tuple[int, int]
 
 
 class Download:
-    """Fills `data` from several donors. `fetched` counts bytes by donor."""
+    """A download that fills `data` from several donors. `fetched` counts the bytes from each donor."""
 
     def __init__(self, transport: PullTransport, wanted: Wanted, data: memoryview) -> None:
         self._transport = transport
@@ -139,28 +142,31 @@ class Download:
         self._wanted = wanted
         self._data = data
         self._missing = deque(_ranges(range(len(wanted.digests)), wanted.range))
-        self._asked: dict[Range, dict[asyncio.Task[tuple[bytes, bytearray]], _Request]] = {}  # oldest requests first
-        self._reasons: dict[str, str] = {}  # by donor: why it failed
-        self._workers: dict[asyncio.Task[None], str] = {}  # each asks its donor for one range after another
-        self._gave_at: dict[str, float] = {}  # when each donor gave its last range, or was first asked
+        # requests by range, oldest range first
+        self._asked: dict[Range, dict[asyncio.Task[tuple[bytes, bytearray]], _Request]] = {}
+        self._reasons: dict[str, str] = {}  # reason of failure, by donor
+        # donor by worker; a worker asks its donor for one range after another
+        self._workers: dict[asyncio.Task[None], str] = {}
+        self._gave_at: dict[str, float] = {}  # when each donor sent its last range, or was first asked
         self._pace = _DonorPace()
         self._changed = asyncio.Event()
         self._now = asyncio.get_running_loop().time
 
     @property
     def size(self) -> int:
-        """The bytes of the whole data, those that were there before included."""
+        """The number of bytes of the whole data, including chunks from an interrupted download."""
         first, last = self._wanted.bounds(0, len(self._wanted.digests))
         return last - first
 
     async def adopt(self) -> int:
-        """Keep the chunks that `data` holds already from an interrupted download. Return their number."""
+        """Keep the chunks in `data` that an interrupted download has left and whose digests are right. Return their
+        number."""
         missing = await asyncio.to_thread(self._wrong_chunks)
         self._missing = deque(_ranges(missing, self._wanted.range))
         return len(self._wanted.digests) - len(missing)
 
     async def run(self, donors: Sequence[str]) -> None:
-        """Fetch all that is missing, from the donors with the best reach first. Call it once for each download.
+        """Fetch all missing chunks, from the donors with the best reach first. Call this once for each download.
 
         Raises: DownloadError when no donor is left; the chunks that have arrived stay in `data`.
         """
@@ -174,10 +180,11 @@ class Download:
                 await self._change_or_look()
         finally:
             await cancel_and_wait(*self._workers)
-            self._data = memoryview(b"")  # tracebacks of failed pulls refer to us, and the data is large
+            self._data = memoryview(b"")  # release the data, since tracebacks of failed pulls refer to this object
 
     def _ask_more_of(self, waiting: deque[str]) -> None:
-        """Start as many donors as have places. Each is asked for one range before any is asked for a second."""
+        """Start workers for as many waiting donors as there are places. Each donor is asked for one range before any
+        donor is asked for a second."""
         begun: list[str] = []
         while waiting and self._has_place_for(waiting[0], begun):
             begun.append(waiting.popleft())
@@ -190,10 +197,11 @@ class Download:
     def _forget_those_that_ended(self) -> None:
         for worker in [worker for worker in self._workers if worker.done()]:
             del self._workers[worker]
-            worker.result()  # raises an error that is no donor's fault
+            worker.result()  # raises the worker's error, which is no donor's fault
 
     def _has_place_for(self, donor: str, begun: Sequence[str]) -> bool:
-        """Return whether too few donors give. Silent donors do not count, up to the number of places."""
+        """Return True if fewer donors are at work than the places for this donor's reach. Silent donors do not count,
+        up to the number of places."""
         places, at_work = PLACES[self._transport.reach_of(donor)], set(self._workers.values())
         silent = sum(self._now() - self._gave_at[donor] > SILENT for donor in at_work)
         return len(at_work) + len(begun) - min(silent, places) < places
@@ -211,14 +219,14 @@ class Download:
                 logger.debug("%s", error)
                 workers = sum(other == donor and not worker.done() for worker, other in self._workers.items())
                 if isinstance(error, PeerRefusedError) and workers > 1:
-                    return  # it serves fewer pulls at once
+                    return  # the donor serves fewer pulls at once
                 self._reasons[donor] = str(error)
             finally:
                 self._notify()
 
     def _choose(self, donor: str) -> Range | None:
-        """Return a range that no donor was asked for; else one that this donor would deliver sooner than every donor
-        already asked for it; else None."""
+        """Return a range that no donor was asked for; else one that this donor is expected to send sooner than all
+        donors asked for it; else None."""
         if self._missing:
             return self._missing.popleft()
         now = self._now()
@@ -232,7 +240,8 @@ class Download:
         return None
 
     async def _fetch(self, donor: str, wanted: Range) -> None:
-        """Fetch a range, unless another donor is faster. It is missing again if no donor gives it."""
+        """Fetch a range from a donor, unless another donor sends it first. If all requests for the range fail, it is
+        missing again."""
         start, stop = self._wanted.bounds(*wanted)
         message = self._wanted.request(*wanted)
         request = _Request(donor, stop - start, self._now())
@@ -253,7 +262,7 @@ class Download:
                 self._missing.appendleft(wanted)
 
     def _check(self, donor: str, wanted: Range, chunks: bytearray) -> None:
-        """Raise RemoteProtocolError unless these are the chunks that the digests name."""
+        """Raise RemoteProtocolError unless the digests of these chunks are right."""
         start, _ = self._wanted.bounds(*wanted)
         for chunk in range(*wanted):
             first, last = self._wanted.bounds(chunk, chunk + 1)
@@ -266,7 +275,7 @@ class Download:
         self.fetched[donor] += stop - start
         self._gave_at[donor] = self._now()
         for pull in self._asked.pop(wanted):
-            pull.cancel()  # of other donors; our own pull is done
+            pull.cancel()  # cancel the other donors' pulls; this donor's is done
 
     def _wrong_chunks(self) -> list[int]:
         digests = self._wanted.digests
@@ -285,7 +294,7 @@ class Download:
         self._changed = asyncio.Event()
 
     async def _change_or_look(self) -> None:
-        """Wait until a request ends, or it is time to check for silent donors."""
+        """Wait until a request ends, at most LOOK seconds, and then wake idle workers."""
         try:
             async with asyncio.timeout(LOOK):
                 await self._changed.wait()
@@ -294,7 +303,7 @@ class Download:
 
 
 def _ranges(chunks: Sequence[int], size: int) -> list[Range]:
-    """Return runs of consecutive chunks, each at most `size` long."""
+    """Return ranges [first, last) of consecutive chunks, each of at most `size` chunks."""
     ranges: list[Range] = []
     for chunk in chunks:
         if ranges and ranges[-1][1] == chunk and chunk - ranges[-1][0] < size:

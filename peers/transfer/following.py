@@ -1,4 +1,4 @@
-"""Followers of a run: they fetch a snapshot, and then entry after entry, from the peer that is furthest on.
+"""Followers of a run: they fetch a snapshot, and then entry after entry, from the peer with the longest log.
 
 Evaluation, export, mirrors and onlookers follow a run, and take no part in it. A follower takes an entry that no quorum
 has signed only after the partition grace, since a minority that goes on alone has waited for it, too. A quorum would
@@ -39,13 +39,13 @@ from peers.values.workload import BadBlocksError, Blocks, ReplicatedState, Snaps
 
 
 async def step(state: ReplicatedState, index: int, payloads: Mapping[int, Blocks], amendment: Amendment | None) -> None:
-    """Take outer step `index` of each fragment that has a payload. The others stay as they are.
+    """Apply outer step `index` to each fragment that has a payload; leave the other fragments unchanged.
 
     `amendment` is the one in force before the cycle.
 
     Raises: BadBlocksError, with nothing changed.
     """
-    if len(payloads) > 1:  # a single one is checked when it is applied
+    if len(payloads) > 1:  # a single payload is checked when it is applied
         for fragment, payload in payloads.items():
             blocked = state.fragments[fragment]
             if len(payload) != blocked.byte_range(0, blocked.block_count)[1]:
@@ -59,16 +59,16 @@ logger = logging.getLogger(__name__)
 
 
 class UncertifiedWait:
-    """Measures for how long a follower has seen no certified entry after its place in the log."""
+    """The wait of a follower before it follows an entry that no quorum has certified."""
 
     def __init__(self, grace: float) -> None:
-        """`grace` is in seconds."""
+        """Create a wait that ends after `grace` seconds."""
         self._grace = grace
         self._place: Position | None = None
         self._since = 0.0
 
     def may_follow(self, log: LogState, support: Support, beats: Iterable[Heartbeat]) -> bool:
-        """Return whether to follow an entry after `log` that has this support.
+        """Return True if the follower may follow an entry after `log` whose certificate has this support.
 
         An uncertified entry waits until the grace is over. It waits on while `beats` show a quorum that could certify
         one, since any peer may publish an uncertified entry.
@@ -87,14 +87,15 @@ class UncertifiedWait:
 
 
 def no_training_peer_error(run: str) -> SwarmUnreachableError:
-    """Return the error for a run without a peer that trains."""
+    """Return the error for a run in which no peer trains."""
     return SwarmUnreachableError(
         f"no peer trains in the run {run} now, so its state is not available.", "Ask a volunteer to join it again."
     )
 
 
 class CannotFollowError(SwarmUnreachableError):
-    """The next entry is not available, or does not fit. A snapshot of index `least` or later leads further."""
+    """Error: the next entry is not available, or does not fit. To continue, the follower needs a snapshot of outer step
+    `least` or later."""
 
     def __init__(self, message: str, least: int) -> None:
         super().__init__(message, "Begin again, with a new snapshot.")
@@ -102,13 +103,13 @@ class CannotFollowError(SwarmUnreachableError):
 
 
 class _OtherLineageError(LogError):
-    """An entry of a log that split off from ours."""
+    """Error: an entry of a log that split off from this follower's log."""
 
 
 @dataclass(frozen=True)
 class _Next:
-    """The next cycle in a donor's log: the log with it, its entries with their certificates, and the weakest support
-    among the entries."""
+    """The next cycle in a donor's log: the log after the cycle, the cycle's entries with their certificates, and the
+    weakest support of an entry."""
 
     donor: str
     log: LogState
@@ -119,7 +120,8 @@ class _Next:
 async def next_in_log(
     transport: PullTransport, donor: str, log: LogState, signed: SignedHeads, heads: dict[int, bytes]
 ) -> _Next:
-    """Return the next cycle in a donor's log. `heads` are those of our log at the indices that archives have signed.
+    """Return the next cycle in a donor's log. `heads` are the heads of this follower's log at the indices that archives
+    have signed.
 
     Raises: PeerUnreachableError, RemoteProtocolError; LogError, also where it contradicts an archive's signature;
         CertificateError where a signature is false; _OtherLineageError where the donor's log is another.
@@ -147,18 +149,19 @@ class FollowTransport(PullTransport, Protocol):
 
 
 class Donors:
-    """The peers that have the state of a run."""
+    """The peers of a run that have its state."""
 
     def __init__(self, transport: FollowTransport, log: LogState) -> None:
-        """`log` is the run's log before its first entry."""
+        """Create an object that finds donors when `live` is called. `log` is the run's log before its first entry."""
         self.heartbeats: Sequence[Heartbeat] = ()
         """Of all peers of the run, from the last call of `live`."""
         self._transport = transport
         self._log = log
-        self._connected: dict[str, tuple[str, ...]] = {}  # by peer: the addresses at which it was connected
+        self._connected: dict[str, tuple[str, ...]] = {}  # addresses at which each peer was connected, by peer
 
     async def live(self) -> list[Heartbeat]:
-        """Return the heartbeats of live donors, the furthest on first. Raises: SwarmUnreachableError without any."""
+        """Return the heartbeats of live donors, most training tokens first. Raises: SwarmUnreachableError without
+        any."""
         self.heartbeats = await self._transport.heartbeats(self._log.run)
         beats = [beat for beat in self.heartbeats if beat.state in DONATING]
         beats.sort(key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
@@ -171,7 +174,8 @@ class Donors:
         return beats
 
     async def state_size(self, memory: int) -> int:
-        """Return the bytes of the state, as most donors report. `memory` are the bytes that are free.
+        """Return the number of bytes of the run's state, as most donors report. `memory` is the number of free bytes of
+        this machine's memory.
 
         Raises: SwarmUnreachableError.
         """
@@ -186,7 +190,8 @@ def _no_state_given(reasons: str) -> SwarmUnreachableError:
 
 
 class Following:
-    """The state of a run on this machine. `log` ends where `state` is, whose digest is `state_digest`."""
+    """The state of a run on a follower's machine. `log` ends at the entry after which the state has the digest
+    `state_digest`."""
 
     def __init__(self, transport: FollowTransport, state: ReplicatedState, settings: RunSettings) -> None:
         self.log = settings.empty_log
@@ -204,12 +209,12 @@ class Following:
 
     @property
     def _heads(self) -> dict[int, bytes]:
-        """The heads of our log at the indices that archives have signed."""
+        """The heads of this follower's log at the indices that archives have signed."""
         end = self.log.position.index
         return self.past.heads_at(index for index in self._signed.indices if index <= end)
 
     async def begin(self, least: int = 0) -> None:
-        """Take over a snapshot, at index `least` or later.
+        """Fetch a snapshot of outer step `least` or later, and continue from there.
 
         Raises: SwarmUnreachableError, with nothing changed, when no peer gives a valid one.
         """
@@ -220,7 +225,7 @@ class Following:
         async def vouch() -> Vouched:
             nonlocal beats, was_asked
             if was_asked:
-                beats = await self.donors.live()  # by now they may report more
+                beats = await self.donors.live()  # fetch heartbeats again: by now they may report more
             was_asked = True
             branch, self.past = await best_branch(self._transport, beats, empty_log, self._signed)
             return Vouched(branch, partial(reported_state, branch, beats), least, is_wary=True)
@@ -239,7 +244,8 @@ class Following:
         raise _no_state_given("; ".join(reasons))
 
     async def advance(self) -> tuple[Header, bytes] | None:
-        """Take the next outer step. Return the entry that closes it, and the state digest after it.
+        """Apply the next outer step. Return the header of its closing entry, and the digest of the state after the
+        step.
 
         Return None when no peer is further on, and while the next entry has no quorum's signatures but may still get
         them.
@@ -254,7 +260,7 @@ class Following:
         index, tokens = self.log.position.index, self.log.lineage_tokens
         beats = [beat for beat in live if beat.index > index or beat.lineage_tokens > tokens]
         donors, reasons, followers = [beat.peer for beat in beats if beat.index > index], list[str](), list[_Next]()
-        least = None  # set by the first peer that has a better log than ours
+        least = None  # minimum index of a new snapshot, if some peer has a better log
         is_waiting = False
         for beat in beats:
             try:
@@ -272,7 +278,7 @@ class Following:
             if all(found.log.position != other.log.position for other in followers):
                 followers.append(found)
             if found.support.is_certified:
-                break  # no other entry can be certified
+                break  # no other entry at this position can be certified
         if not (reasons or followers) or (is_waiting and least is None):
             return None
         for found in sorted(followers, key=lambda one: one.support, reverse=True):
@@ -295,7 +301,8 @@ class Following:
         )
 
     async def _next(self, beat: Heartbeat, donors: Sequence[str]) -> _Next | None:
-        """Return the next cycle of a peer's log. Return None if that log is another one and no better than ours.
+        """Return the next cycle of a peer's log; None if the peer's log split off from this follower's and is no
+        better.
 
         Raises: PeerUnreachableError, RemoteProtocolError, LogError; _OtherLineageError if its log is better.
         """
@@ -311,8 +318,8 @@ class Following:
             raise
 
     async def _payloads(self, headers: Sequence[Header], donors: Sequence[str]) -> dict[int, memoryview]:
-        """Fetch the payloads of a cycle's entries that have one, by fragment. They are not kept, as nothing here serves
-        them.
+        """Return the payloads of a cycle's entries, by fragment, without fragments that the cycle leaves unchanged.
+        This follower serves no payloads, so none is kept.
 
         Raises: PayloadError.
         """

@@ -1,4 +1,4 @@
-"""Headers of past entries: served to peers, and fetched from one peer from where its log leaves ours.
+"""Headers of past entries: served to peers, and fetched from one peer, from where its log splits off from this peer's.
 
 The signatures of fetched entries are checked, and the two branches are compared.
 """
@@ -31,15 +31,15 @@ from peers.values.system import now
 from peers.values.wire import Buffer, Count, RunId, Value, pack, unpack_from
 
 HEADERS = "headers"
-READERS = 8  # pulls of members of the log that are served at once; each may take megabytes meanwhile
-STRANGERS = 4  # further pulls, of other peers: some join or follow the run, some may only want to keep us busy
-PULLS = 1  # of one peer at once: packing a stretch of a large run takes the event loop's time
+READERS = 8  # pulls served at once to members of the log; each may use megabytes meanwhile
+STRANGERS = 4  # pulls served at once to other peers, which join or follow the run, or only want to keep this peer busy
+PULLS = 1  # pulls served at once to one peer: packing a stretch of a large run takes the event loop's time
 PACKING_BURST, PACKING_SHARE = 30.0, 0.25
 """Processor seconds at once, and in each second, that packing entries may take for one member, or for all strangers
 together. A second packs some thousand entries, and a peer can ask for them without reading them."""
-BYTES_LIMIT = 1 << 23  # bytes: the outcomes of a stretch, and the header that it may begin with
+BYTES_LIMIT = 1 << 23  # maximum bytes of an answer: outcomes, certificates, and a header
 TIMEOUT = 30.0  # seconds for an answer: the donor may be in a round
-TIMEOUT_PER_ENTRY = 0.25  # seconds more for each entry: 30 KB at 1 Mbit/s
+TIMEOUT_PER_ENTRY = 0.25  # seconds more for each entry of an answer: 30 KB at 1 Mbit/s
 
 StretchSource: TypeAlias = Callable[[int, int, bool], Stretch]
 """Returns those of the cycles [first, last) that are here, with the first one whole or not: see `Chain.stretch`."""
@@ -47,15 +47,15 @@ BACK = 16
 """Factor by which each search step for the place where two logs split goes further back than the one before."""
 ASKED = 16
 """Peers whose logs a peer without one compares; also peers that are asked for entries that a donor does not have."""
-PATIENCE = 60.0  # seconds for one comparison, before the time that its entries add
-PATIENCE_PER_ENTRY = 0.05  # seconds more for each fetched entry; to check its certificate takes milliseconds
-LONGEST = 1800.0  # seconds for one comparison, however many entries it fetches
-CHAIN_BYTES = 1 << 30  # of entries fetched in one comparison
+PATIENCE = 60.0  # seconds for one comparison, to which each fetched entry adds
+PATIENCE_PER_ENTRY = 0.05  # seconds more for each fetched entry; the check of its certificate takes milliseconds
+LONGEST = 1800.0  # maximum seconds for one comparison, however many entries it fetches
+CHAIN_BYTES = 1 << 30  # maximum bytes of entries fetched in one comparison
 NO_STRETCH = Stretch()
 
 
 class HeadersRequest(Value):
-    """A request for those of the cycles [first, last) that the donor has.
+    """A request for the cycles [first, last), as far as the donor has them.
 
     The first one `is_whole` if the asker does not know the entry before it.
     """
@@ -71,7 +71,7 @@ async def serve_headers(
     sources: Mapping[str, StretchSource],
     is_member: Callable[[str, str], bool] = lambda run, peer: False,
 ) -> None:
-    """Answer `fetch_stretch` requests about these runs from now on.
+    """Answer requests of `fetch_stretch` for these runs from now on.
 
     `is_member` returns whether the log of a run has a lease for a peer. Such peers have places of their own, so that
     strangers cannot keep them from being answered.
@@ -99,7 +99,7 @@ async def serve_headers(
 async def fetch_stretch(
     transport: PullTransport, donor: str, run: str, first: int, last: int, is_whole: bool
 ) -> Stretch:
-    """Fetch as many of the cycles [first, last) as the donor gives at once, from `first` on.
+    """Return as many of the cycles [first, last) as the donor sends in one answer, from `first` on.
 
     The caller must check that they follow from its log. Raises: PeerUnreachableError, RemoteProtocolError.
     """
@@ -110,7 +110,7 @@ async def fetch_stretch(
 
 
 async def add_headers_before(transport: PullTransport, donor: str, log: RunLog) -> bool:
-    """Add some of the entries before a log's first one. Return whether the donor has any.
+    """Fetch some of the entries before a log's first one, and put them before it. Return True if the donor had any.
 
     Raises: PeerUnreachableError, RemoteProtocolError, LogError, LogFolderError.
     """
@@ -124,12 +124,13 @@ HeaderAndCertificate = tuple[Header, Certificate | None]
 
 
 class LineageError(LogError):
-    """No peer shows the log that a heartbeat claims. The message lists the peers' answers."""
+    """Error: no peer shows the log that a heartbeat claims. The message lists the peers' answers."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A donor's branch and our own, from the last place that both logs share on; `chain` holds the donor's entries.
+    """A donor's branch and this peer's own, both from the last place that the two logs share; `chain` has the donor's
+    entries.
 
     The branches also name the places before, as far as they are known here.
     """
@@ -141,7 +142,8 @@ class Compared:
 
 @dataclass
 class _Look:
-    """The progress of a comparison with one donor's log. `here` is the position of our state when it began."""
+    """The progress of a comparison with one donor's log. `here` is the position of this peer's state when the
+    comparison began."""
 
     donor: str
     here: Position
@@ -152,7 +154,8 @@ class _Look:
 
 
 class LineageFetch:
-    """Compares our log with those of other peers. A second comparison with one donor goes on where the first ended."""
+    """A comparison of this peer's log with those of others. If the same donor is compared again, only newer entries are
+    fetched."""
 
     def __init__(
         self,
@@ -160,7 +163,8 @@ class LineageFetch:
         ours: RunLog,
         recent: Callable[[Position], HeaderAndCertificate | None] = lambda position: None,
     ) -> None:
-        """`recent` returns an entry of our state that the log may not have yet, or None."""
+        """Compare other logs with `ours`. `recent` returns the entry that this peer made at a position, and that may
+        not be in `ours` yet; None without one."""
         self._transport = transport
         self._ours = ours
         self._recent = recent
@@ -169,7 +173,7 @@ class LineageFetch:
     async def compare(
         self, donor: str, index: int, others: Sequence[str], here: LogState, head: bytes | None = None
     ) -> Compared:
-        """Compare the donor's log up to `index` with ours. `here` is where our state is.
+        """Compare the donor's log up to `index` with this peer's. `here` is the log at which this peer's state is.
 
         `others` are asked for entries that `donor` does not have; signatures show whether they fit. No peer is asked if
         our own log already contains the `head` that the donor is at, since a straggler's log may be long.
@@ -203,7 +207,8 @@ class LineageFetch:
         return await asyncio.to_thread(self._compared, theirs, here, chain)
 
     async def _begin(self, donor: str, others: Sequence[str], here: LogState) -> tuple[_Look, Stretch]:
-        """Return the state of the comparison with the donor, and the stretch after it. Raises: LineageError."""
+        """Return the progress of the comparison with the donor so far, and the next stretch of the donor's log. Raises:
+        LineageError."""
         last, self._last = self._last, None
         if last is not None and (last.donor, last.here) == (donor, here.position):
             return last, await self._next(donor, others, last.walk.end)
@@ -211,14 +216,15 @@ class LineageFetch:
         return _Look(donor, here.position, Walk(start, verify), Chain(self._ours.empty_log)), stretch
 
     def _compared(self, theirs: Branch, here: LogState, chain: Chain) -> Compared:
-        """Return both branches, with the places before their start as far as they are known here."""
+        """Return both branches, with the heads before their start that this peer knows."""
         both = theirs, self._own_branch(theirs.start, here)
         first, heads = self._ours.first + 1, self._ours.heads(0, theirs.start.position.index)
         theirs, ours = (branch.preceded_by(first, heads) for branch in both)
         return Compared(theirs, ours, chain)
 
     async def _find_split(self, donor: str, others: Sequence[str], here: LogState) -> tuple[LogState, Stretch]:
-        """Return the last place that both logs share, and the donor's stretch after it. Raises: LineageError."""
+        """Return the log at the last place that both logs share, and the donor's stretch after it. Raises:
+        LineageError."""
         index, back = min(self._ours.next_index, here.position.index), 1
         while True:
             log = await asyncio.to_thread(self._ours.log_after, index)
@@ -236,7 +242,7 @@ class LineageFetch:
     async def _go_along_shared(
         self, donor: str, others: Sequence[str], log: LogState, stretch: Stretch
     ) -> tuple[LogState, Stretch]:
-        """Skip the entries that both logs share. Return the last place, and the stretch after it.
+        """Skip entries that both logs share. Return the log at the last shared place, and the donor's stretch after it.
 
         Raises: LineageError.
         """
@@ -250,7 +256,8 @@ class LineageFetch:
         return log, NO_STRETCH
 
     def _skip_shared(self, log: LogState, stretch: Stretch) -> tuple[LogState, Stretch]:
-        """Return the last place whose cycle is in our log, too, and the rest of the stretch after it."""
+        """Return the log after the last cycle in the stretch that this peer's log has, too, and the rest of the
+        stretch."""
         with suppress(LogError):
             for place in range(0, len(stretch.contents), log.fragments):
                 after = log
@@ -262,7 +269,7 @@ class LineageFetch:
         return log, NO_STRETCH
 
     async def _next(self, donor: str, others: Sequence[str], end: LogState) -> Stretch:
-        """Return the stretch after an entry from the first peer that has it; an empty one if no peer does."""
+        """Return the stretch after `end` from the first peer that has it; an empty stretch if no peer does."""
         for asked in (donor, *shuffled(self._transport, others)[:ASKED]):
             with suppress(PeerUnreachableError, RemoteProtocolError):
                 stretch = await self._stretch(asked, end.position.index)
@@ -275,7 +282,7 @@ class LineageFetch:
         return await fetch_stretch(self._transport, donor, run, index, index + STRETCH_LIMIT, is_whole=False)
 
     def _own_branch(self, start: LogState, here: LogState) -> Branch:
-        """Return our branch from `start` to `here`.
+        """Return this peer's branch from `start` to `here`.
 
         It holds the entries of its first cycle only, since no comparison needs more; of the later ones it holds the
         heads, which archives may have signed.
@@ -292,7 +299,7 @@ class LineageFetch:
         return Branch(start, here, branch.first, heads, certificates=branch.certificates)
 
     def _own_entries(self, start: LogState) -> list[HeaderAndCertificate]:
-        """Return the entries of our cycle that begins at `start`."""
+        """Return the headers and certificates of this peer's cycle that begins at `start`."""
         index = start.position.index
         recent = [self._recent(start.of(fragment).position) for fragment in range(start.fragments)]
         if all(recent):
@@ -304,7 +311,7 @@ class LineageFetch:
 async def best_branch(
     transport: PullTransport, beats: Sequence[Heartbeat], empty_log: LogState, signed: SignedHeads = NOTHING_SIGNED
 ) -> tuple[Branch, RunLog]:
-    """Return the best branch that these peers show, from the run's start, and a log with its entries.
+    """Return the best branch in these peers' logs, from the run's start on, and a log with its entries.
 
     Raises: LineageError when no peer shows a branch, or none contains the heads that the run's archives signed.
     """
@@ -326,13 +333,15 @@ async def best_branch(
             await asyncio.to_thread(log.follow, found.chain, found.theirs.end.position.index)
     if best.end.last is None:
         raise LineageError("; ".join(reasons) or "no peer shows the run's log; try again when a peer trains")
-    if signed.indices and not signed.vouched(best.heads):  # it may be another founding that has not come so far
+    # the branch may be of another founding that has not yet come so far
+    if signed.indices and not signed.vouched(best.heads):
         raise LineageError(f"no peer shows a log up to outer step {min(signed.indices)}, which archives have signed")
     return best, log
 
 
 def _go_on(walk: Walk, chain: Chain, stretch: Stretch) -> int:
-    """Check entries, and append them to the chain until one fails. Return how many were appended."""
+    """Check a stretch's entries, and append them to the chain until one fails. Return the number of appended
+    entries."""
     taken = 0
     with suppress(LogError):
         for content, certificate in stretch.contents:

@@ -1,4 +1,5 @@
-"""Data that entries name by digest and that is stored beside them: payloads, and proofs of faults. Served and fetched.
+"""Data that entries name by digest and that is stored beside them (payloads, and proofs of faults), as peers serve and
+fetch it.
 
 A payload comes from several peers at once, and each chunk is checked. A voter has seen the proofs that an entry's annex
 names before it signs. A peer that takes the entry over later has not: it joined, followed, or keeps an archive. It may
@@ -28,23 +29,24 @@ from peers.values.wire import DIGEST_BYTES, Buffer, Count, Digest, RunId, Value,
 logger = logging.getLogger(__name__)
 
 PAYLOAD = "payload"
-READERS = 16  # pulls that are served at once
-RANGE = 16  # chunks asked for at once, at most
-RANGES_AT_LEAST = 32  # if there are as many chunks, so that several donors take part
+READERS = 16  # maximum pulls of payloads served at once
+RANGE = 16  # maximum chunks in one request for a payload
+RANGES_AT_LEAST = 32  # minimum ranges of a payload, if it has as many chunks, so that several donors take part
 DIGESTS_TIMEOUT = 60.0  # seconds for the digests of a payload's chunks
 STAGGER = 3.0  # seconds after which another donor is asked for the digests, too
 
 PROOF = "proof"
-PROOF_READERS = 4  # pulls that are served at once; each takes up to a megabyte meanwhile
-PROOF_TIMEOUT = 60.0  # seconds for an answer: a megabyte at 1 Mbit/s takes 8, and the donor may be in a round
-AT_ONCE = 16  # proofs that one `fetch` asks for
-ASKED = 4  # peers that one `fetch` asks for a proof
-TIMES = 4  # requests to one peer for a proof: it may have had no place, or have received it since
-PATIENCE = 16  # peers without a proof after which it is given up
+PROOF_READERS = 4  # maximum pulls of proofs served at once; each uses up to a megabyte meanwhile
+PROOF_TIMEOUT = 60.0  # seconds for a proof: a megabyte at 1 Mbit/s takes 8, and the donor may be in a round
+AT_ONCE = 16  # proofs requested in one `MissingProofs.fetch`, at most
+ASKED = 4  # peers that one `MissingProofs.fetch` asks for a proof, at most
+TIMES = 4  # requests to one peer for a proof, at most: it may have been busy, or have received the proof since
+PATIENCE = 16  # number of peers that failed to send a proof, after which no more are asked
 
 
 class PayloadRequest(Value):
-    """A request for chunks [first, last) of a fragment's payload; of no chunks: for the digests of all of them."""
+    """A request for chunks [first, last) of a fragment's payload; if that range is empty, for the digests of all its
+    chunks."""
 
     run: RunId
     fragment: Count
@@ -54,11 +56,11 @@ class PayloadRequest(Value):
 
 
 class PayloadError(Exception):
-    """A payload is not available from the peers that should have it."""
+    """Error: a payload is not available from the peers that should have it."""
 
 
 async def serve_payloads(transport: PullTransport, kept: Mapping[str, Sequence[PayloadBuffers]]) -> None:
-    """Serve the kept payloads of these runs' fragments to peers that ask, from now on."""
+    """Serve the kept payloads of these runs, by run and fragment, to peers that ask, from now on."""
     places = Places(READERS, PULLS)
 
     @asynccontextmanager
@@ -82,17 +84,17 @@ async def serve_payloads(transport: PullTransport, kept: Mapping[str, Sequence[P
 
 
 class Payloads:
-    """Fetches payloads of one run for one peer."""
+    """One peer's fetching of one run's payloads."""
 
     def __init__(self, transport: PullTransport, run: str, buffers: Sequence[PayloadBuffers]) -> None:
-        """`buffers` has one element for each fragment."""
+        """Fetch payloads into `buffers`, with one element for each fragment."""
         self._transport = transport
         self._run = run
         self._buffers = buffers
         self._fetches: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def fetch(self, header: Header, donors: Sequence[str]) -> ChunkedPayload:
-        """Fetch and keep the payload of an entry. Raises: PayloadError when no donor has all of it."""
+        """Fetch, keep and return the payload of an entry. Raises: PayloadError when no donor has all of it."""
         async with self._fetches.setdefault(header.payload, asyncio.Lock()):
             buffers = self._buffers[header.fragment]
             payload = await asyncio.to_thread(buffers.find, header.payload)
@@ -126,7 +128,7 @@ class Payloads:
     async def _digests(
         self, buffers: PayloadBuffers, payload: bytes, donors: Sequence[str]
     ) -> tuple[tuple[bytes, ...], list[str]]:
-        """Return the digests of the payload's chunks, and the donors that may have it, with slow ones last.
+        """Return the digests of the payload's chunks, and the donors that may have the payload, slow ones last.
 
         Another donor is asked every few seconds, so that no slow one holds up the rest. Raises: PayloadError.
         """
@@ -152,7 +154,8 @@ class Payloads:
         raise PayloadError("; ".join(reasons) or "there was no peer to ask for the payload")
 
     async def _ask_digests(self, buffers: PayloadBuffers, donor: str, payload: bytes) -> tuple[bytes, ...]:
-        """Ask a donor for the digests. Raises: PeerUnreachableError; RemoteProtocolError when they do not match."""
+        """Return the digests of a payload's chunks from a donor. Raises: PeerUnreachableError; RemoteProtocolError when
+        they do not match the payload's digest."""
         count, request = buffers.size.chunks, self._request(buffers.fragment, payload, 0, 0)
         _, packed = await self._transport.pull(donor, PAYLOAD, request, DIGEST_BYTES * count, DIGESTS_TIMEOUT)
         return chunks_of(donor, PAYLOAD, packed, count, payload)
@@ -160,14 +163,14 @@ class Payloads:
 
 # Proofs ---------------------------------------------------------------------------------------------------------------
 class ProofRequest(Value):
-    """A request for the proof with this digest, which an entry's annex names."""
+    """A request for the proof of a fault, by the digest that an entry's annex names."""
 
     run: RunId
     proof: Digest
 
 
 async def serve_proofs(transport: PullTransport, logs: Mapping[str, RunLog]) -> None:
-    """Serve the kept proofs of these runs to peers that ask, from now on."""
+    """Serve the proofs in these runs' logs to peers that ask, from now on."""
     places = Places(PROOF_READERS, 1)
 
     @asynccontextmanager
@@ -184,22 +187,22 @@ async def serve_proofs(transport: PullTransport, logs: Mapping[str, RunLog]) -> 
 
 
 class MissingProofs:
-    """Proofs that a log on the disk does not have yet: finds and fetches them. A log in memory needs none."""
+    """The proofs that a log on the disk does not have yet, and their fetching. A log in memory needs no proofs."""
 
     def __init__(self, transport: PullTransport, log: RunLog) -> None:
         self._transport = transport
         self._log = log
         self._missing: dict[bytes, None] = {}
-        self._asked: defaultdict[bytes, Counter[str]] = defaultdict(Counter)  # by proof: failed requests to each peer
-        self._looked = (0, 0, b"")  # entries [first, stop) were looked at, in the lineage that ends with this digest
+        self._asked: defaultdict[bytes, Counter[str]] = defaultdict(Counter)  # failed requests for each proof, by peer
+        self._looked = (0, 0, b"")  # cycles [first, stop) searched so far, and the head of the log after them
         self._turn = asyncio.Lock()
 
     def look(self) -> None:
-        """Record which entries have missing proofs: entries that were appended, or prepended, since the last call."""
+        """Record the missing proofs of entries that were added to either end of the log since the last call."""
         log, (first, stop, head) = self._log, self._looked
         if not log.is_on_disk:
             return
-        if log.heads(stop - 1, stop) != [head]:  # another lineage
+        if log.heads(stop - 1, stop) != [head]:  # the log has another lineage now
             first = stop = log.next_index
         faults = [*log.faults(log.first, first), *log.faults(stop, log.next_index)]
         proofs = [fault.proof for fault in faults]
@@ -207,7 +210,7 @@ class MissingProofs:
         self._looked = log.first, log.next_index, b"".join(log.heads(log.next_index - 1, log.next_index))
 
     async def fetch(self, donors: Collection[str]) -> None:
-        """Fetch some of the missing proofs, unless another call does already."""
+        """Fetch some of the missing proofs; do nothing while another call does so."""
         if self._turn.locked():
             return
         async with self._turn:
@@ -219,7 +222,8 @@ class MissingProofs:
                         break
 
     async def _fetch(self, proof: bytes, donor: str) -> bool:
-        """Ask one peer for a proof. Return whether no other peer is to be asked for it now."""
+        """Ask one peer for a proof. Return True if no other peer need be asked for it: it was stored, or is given
+        up."""
         try:
             request = pack(ProofRequest(run=self._log.empty_log.run, proof=proof))
             _, data = await self._transport.pull(donor, PROOF, request, PROOF_LIMIT, PROOF_TIMEOUT)

@@ -1,5 +1,5 @@
-"""Snapshots of the outer state: frozen while training goes on, held for a while, served to peers that join. A joining
-peer fetches the one that the log vouches for and that most peers have.
+"""Snapshots of the outer state: frozen while training goes on, held for a while, and served to peers that join. A
+joining peer fetches the snapshot that the log vouches for and that most peers have.
 
 After every `snapshot_every`-th cycle each peer copies momentum and theta; in larger swarms a few peers do, in turn. The
 state at one place in the log is the same on all peers, and so are its digests. A joiner takes the snapshot on which
@@ -42,28 +42,29 @@ from peers.values.wire import DIGEST_BYTES, Buffer, Count, Digest, RunId, Value,
 from peers.values.workload import SnapshotError, Workload
 
 SNAPSHOT = "snapshot"
-READERS = 16  # pulls of peers of the run that are served at once
-STRANGERS = 6  # further pulls, of other peers: an export has no heartbeat, nor has a peer that only keeps us busy
+READERS = 16  # pulls of snapshots served at once to peers of the run
+# pulls served at once to other peers: exports, which send no heartbeats, or peers that only want to keep this peer busy
+STRANGERS = 6
 OFFERED = 15.0  # seconds for which a snapshot is held after an offer, even if it is no longer the newest
-IN_USE = 60.0  # seconds after its last pull for which a snapshot is held
-LEAVE = 600.0  # seconds, at least, for which the second snapshot may be fetched
+IN_USE = 60.0  # seconds for which a snapshot is held after its last pull
+LEAVE = 600.0  # minimum seconds for which the second snapshot may be fetched
 SLOWEST = 500_000  # bytes a second; the second snapshot is held for as long as a joiner needs at this rate
-SETTLE_TIMEOUT = 20.0  # seconds that a joiner may wait for us to finish an outer step
+SETTLE_TIMEOUT = 20.0  # seconds that a joiner may wait for this peer to finish an outer step
 NOT_YET = "the snapshot is made when the outer step under way ends; ask again then"
 NO_ROOM = "as many snapshots as there is room for are being fetched; ask again later"
-SNAPSHOT_PEERS = 8  # peers that freeze the same entry in a larger swarm
-ASKED = 16  # peers that are asked for an offer
+SNAPSHOT_PEERS = 8  # number of peers that freeze the same entry in a larger swarm
+ASKED = 16  # maximum number of peers that a joiner asks for an offer
 OFFER_TIMEOUT = 60.0  # seconds for an offer: the slowest peer may have to finish an outer step first
-PATIENCE, PAUSE = 10.0, 1.0  # seconds until the log must vouch for a snapshot, and between two tries
-RANGES_AT_LEAST = 64  # if there are as many chunks, so that the last ranges do not take long
-RANGE = 8  # chunks asked for at once, at most
-DIGESTS_LIMIT = 1 << 26  # bytes; of a state of two TiB
-MEMORY_SHARE = 4096  # digests may take this fraction of free memory: enough for a state of eight times the memory
+PATIENCE, PAUSE = 10.0, 1.0  # seconds until the log must vouch for a snapshot, and between two checks
+RANGES_AT_LEAST = 64  # minimum ranges of a snapshot, if it has as many chunks, so that the last ones do not take long
+RANGE = 8  # maximum chunks in one request for a snapshot
+DIGESTS_LIMIT = 1 << 26  # maximum bytes of a snapshot's chunk digests: those of a state of two TiB
+MEMORY_SHARE = 4096  # digests may take 1/MEMORY_SHARE of free memory: enough for a state of eight times the memory
 
 
 class SnapshotRequest(Value):
-    """A request for chunks [first, last) of the snapshot at `head`. If `head` is None: a request for an offer of a
-    snapshot at index `least` or later."""
+    """A request for chunks [first, last) of the snapshot at `head`; if `head` is None, for an offer of a snapshot of
+    outer step `least` or later."""
 
     run: RunId
     head: Digest | None
@@ -73,7 +74,7 @@ class SnapshotRequest(Value):
 
 
 class SnapshotOffer(Value):
-    """A donor's newest snapshot, answered together with the digests of its chunks.
+    """A donor's offer of a snapshot, sent together with the digests of the snapshot's chunks.
 
     `last` is the entry that closes its last cycle (None: before the first), and `ends` are the digests of all entries
     of that cycle.
@@ -87,7 +88,7 @@ class SnapshotOffer(Value):
 
 @dataclass(eq=False)
 class Snapshot:
-    """The state after the cycle that `last` closes, whose entries have the digests `ends`.
+    """The state after the cycle that the header `last` closes and whose entries have the digests `ends`.
 
     Its memory is released when no reference to it is left.
     """
@@ -103,16 +104,16 @@ class Snapshot:
 
     @property
     def index(self) -> int:
-        """The number of cycles that it contains."""
+        """The number of cycles whose outer steps the snapshot contains."""
         return self.last.index + 1 if self.last else 0
 
     def is_in_use(self, now: float) -> bool:
-        """Return whether a peer seems to be fetching it. `now` is a time of time.monotonic."""
+        """Return True if a peer seems to be fetching the snapshot at the time `now`, in seconds of time.monotonic."""
         return bool(self._pulls) or self.used_at > now - IN_USE or self.offered_at > now - OFFERED
 
     @asynccontextmanager
     async def being_read(self) -> AsyncIterator[None]:
-        """Hold the snapshot for one pull, until it ends or `let_go` is called. Raises: TimeoutError then."""
+        """Hold the snapshot while one pull sends it. Raises: TimeoutError when `let_go` is called meanwhile."""
         async with asyncio.timeout(None) as pull:
             self._pulls.add(pull)
             try:
@@ -122,27 +123,27 @@ class Snapshot:
                 self.used_at = time.monotonic()
 
     def let_go(self) -> None:
-        """Break off all pulls, since each keeps the memory in use."""
+        """Cancel all pulls of the snapshot, since each keeps its memory in use."""
         for pull in self._pulls:
             pull.reschedule(asyncio.get_running_loop().time())
 
 
 @dataclass(eq=False)
 class FrozenSnapshot(Snapshot):
-    """A snapshot in memory that another process may inherit."""
+    """A snapshot in memory that a child process may inherit."""
 
     memory: MemoryFile = field(kw_only=True)
 
 
 class SnapshotSource(Protocol):
-    """The holder of one run's snapshots."""
+    """The interface of the holder of one run's snapshots."""
 
     def is_member(self, peer: str) -> bool: ...
     async def newest(self, least: int) -> Snapshot:
-        """Return one at index `least` or later. Raises: RefusalError when there is none."""
+        """Return a snapshot of outer step `least` or later. Raises: RefusalError when there is none."""
 
     def held(self, head: bytes) -> Snapshot | None:
-        """Return the snapshot at a head of the log, if it is held."""
+        """Return the held snapshot at a head of the log; None if there is none."""
 
 
 async def serve_snapshots(transport: PullTransport, sources: Mapping[str, SnapshotSource]) -> None:
@@ -176,7 +177,7 @@ async def serve_snapshots(transport: PullTransport, sources: Mapping[str, Snapsh
 
 
 class _SnapshotCache:
-    """The two snapshots that are held, each with its head of the log."""
+    """The two snapshots that a peer holds at most, each with the head of the log at its position."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -190,7 +191,8 @@ class _SnapshotCache:
         return next((snapshot for at, snapshot in self._all if at == head), None)
 
     def new_enough(self, least: int) -> Snapshot | None:
-        """Return one at index `least` or later; the first if both are, since other peers have it, too.
+        """Return a held snapshot of outer step `least` or later, the first one if possible, since other peers have it,
+        too; None without one.
 
         A second snapshot that was replaced as the first is not returned: it may be of a log that was left.
         """
@@ -198,14 +200,15 @@ class _SnapshotCache:
         return next((snapshot for _, snapshot in given if snapshot.index >= least), None)
 
     def reuse(self, head: bytes) -> bool:
-        """Return whether the snapshot at this head is held. If so, make it the first."""
+        """Return True if the snapshot at this head is held, and make it the first one."""
         snapshot = self.held(head)
         if snapshot is not None and self._second is not None and self._second[1] is snapshot:
             self.add_chosen(head, snapshot)
         return snapshot is not None
 
     def has_room(self, is_chosen: bool) -> bool:
-        """Return whether another snapshot may be frozen, which `is_chosen` or was asked for.
+        """Return True if another snapshot may be frozen: one of a chosen entry (`is_chosen`), or one that a joiner
+        asked for.
 
         Drop the second one if no peer fetches it any more, its time is over, or a chosen one replaces it.
         """
@@ -218,7 +221,7 @@ class _SnapshotCache:
         return True
 
     def add_chosen(self, head: bytes, snapshot: Snapshot) -> None:
-        """Make this the first snapshot, and keep the one before as the second while a peer fetches it."""
+        """Make this snapshot the first one. Keep the former first one as the second while a peer fetches it."""
         before, self._first = self._first, (head, snapshot)
         if before is not None and before[0] != head and before[1].is_in_use(self._clock()):
             self._put_second(*before, is_asked_for=False)
@@ -226,7 +229,8 @@ class _SnapshotCache:
             self._second = None
 
     def add_asked_for(self, head: bytes, snapshot: Snapshot) -> None:
-        """Make this the second snapshot, for joiners for which the first is too old; the first, if there is none."""
+        """Make this snapshot the second one, for joiners for which the first is too old; the first, if there is
+        none."""
         if self._first is None:
             self._first = head, snapshot
         else:
@@ -252,14 +256,14 @@ logger = logging.getLogger(__name__)
 
 
 class _Host(Protocol):
-    """The driver for which snapshots are made."""
+    """The driver of the peer for which snapshots are made."""
 
     async def until(self, condition: Callable[[Peer], bool]) -> None: ...
     def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]: ...
 
 
 class Snapshotter:
-    """Makes and holds one peer's snapshots.
+    """The maker and holder of one peer's snapshots.
 
     `state_lock` is held while theta and momentum change, and while the pseudo-gradient is computed from them. Copying a
     snapshot, which may take long on a disk, delays only changes.
@@ -287,11 +291,11 @@ class Snapshotter:
         self._cache = _SnapshotCache(clock)
         self._freezing = asyncio.Lock()
         self._on_demand: asyncio.Task[None] | None = None
-        self._refusal = ""  # the reason why the last one on demand was not made
+        self._refusal = ""  # reason why the last snapshot for a joiner was not made
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
-        """Hold the state for a change: no task reads it meanwhile."""
+        """Lock the state for a change, so that no task reads the state meanwhile."""
         async with self._copy_lock, self.state_lock:
             yield
 
@@ -302,7 +306,8 @@ class Snapshotter:
         return self._cache.held(head)
 
     async def newest(self, least: int) -> Snapshot:
-        """Return a snapshot at index `least` or later; make one if necessary. Raises: RefusalError."""
+        """Return a snapshot of outer step `least` or later; make one if necessary. Raises: RefusalError when this peer
+        cannot."""
         if self._peer.log.position.index < least:
             raise RefusalError(f"this peer has not reached outer step {least}; ask a peer that has")
         try:
@@ -310,7 +315,8 @@ class Snapshotter:
                 while (snapshot := self._cache.new_enough(least)) is None:
                     if self._on_demand is None or self._on_demand.done():
                         self._on_demand = self._host.start(self._freeze_on_demand())
-                    await asyncio.wait([self._on_demand])  # it goes on for the next joiner if this one gives up
+                    # if this joiner gives up, the task continues for the next one
+                    await asyncio.wait([self._on_demand])
                     if self._refusal:
                         raise RefusalError(self._refusal)
         except TimeoutError:
@@ -328,12 +334,12 @@ class Snapshotter:
             self._refusal = "this peer cannot make a snapshot; ask another one"
 
     def hold(self, snapshot: FrozenSnapshot) -> None:
-        """Make this the first snapshot; keep the one before only as long as a peer fetches it."""
+        """Make this snapshot the first one. Keep the former first one only as long as a peer fetches it."""
         self._cache.add_chosen(self._peer.log.at(snapshot.last, snapshot.ends).position.head, snapshot)
         self._on_snapshot(snapshot)
 
     async def freeze_if_due(self) -> None:
-        """Freeze the state after a cycle, if this peer is to do so at this entry, or holds no snapshot yet.
+        """Freeze the state after a cycle, if it is this peer's turn at this entry, or the peer holds no snapshot yet.
 
         Amid a cycle of several entries nothing can be frozen on request, so a peer should hold one. Raises: OSError,
         SnapshotError.
@@ -343,7 +349,8 @@ class Snapshotter:
             logger.info("no snapshot of outer step %d: older ones are being fetched", log.position.index)
 
     async def _freeze(self, place: Position | None = None) -> bool:
-        """Freeze the present state, if it is at `place`. Return whether there was room for another snapshot.
+        """Freeze the present state, if it is at `place`, or `place` is None. Return True unless there was no room for
+        another snapshot.
 
         Raises: OSError, without memory; SnapshotError, when the state is corrupt.
         """
@@ -373,7 +380,8 @@ class Snapshotter:
 
 
 def _is_chosen(me: str, log: LogState, every: int) -> bool:
-    """Return whether this peer freezes the state here. At every such entry eight peers of the roster do, in turn."""
+    """Return True if the peer `me` freezes the state at the end of `log`: at every `every`-th cycle, eight peers of the
+    roster do so, in turn."""
     if log.position.index % every:
         return False
     roster = log.roster
@@ -386,7 +394,7 @@ def _is_chosen(me: str, log: LogState, every: int) -> bool:
 # Fetching a snapshot --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Offered:
-    """An offer, with its position in the log and the digests of its chunks."""
+    """A donor's offer, with the snapshot's position in the log and the digests of its chunks."""
 
     offer: SnapshotOffer
     position: Position
@@ -394,7 +402,8 @@ class Offered:
 
 
 class NotYetVouchedError(SnapshotError):
-    """The log vouches for no offered snapshot. It may soon, when heartbeats or the next entry name the state of one."""
+    """Error: the log vouches for no offered snapshot yet. Heartbeats or the next entry may soon name the state of
+    one."""
 
 
 @dataclass(frozen=True)
@@ -416,8 +425,8 @@ class Vouched:
         return self.least <= position.index and self.branch.has(position)
 
     def _state_at(self, index: int) -> bytes | None:
-        """Return the digest of the state at an index: from an entry, else as reported, else as claimed by an entry that
-        too few have signed.
+        """Return the digest of the state at an index: as a certified entry names it, else as live peers report it, else
+        as claimed by an entry that too few voters have signed; None if unknown.
 
         Reports come before the claim, because any peer may append such an entry.
         """
@@ -427,16 +436,18 @@ class Vouched:
 
     @cached_property
     def _places(self) -> dict[int, LogState]:
-        """The places whose state other peers may report: the end, and where an entry that too few signed claims it."""
+        """The log at places whose state other peers may report, by index: the branch's end, and places where an entry
+        that too few voters have signed claims the state."""
         claimed = (place for place in self.branch.doubts if place.position.index in self.branch.claimed)
         return {place.position.index: place for place in (*claimed, self.branch.end)}
 
     def _doubts(self, position: Position) -> int:
-        """Return how many entries before a place too few have signed; 0 unless `is_wary`."""
+        """Return the number of entries before a position that too few voters have signed; 0 unless `is_wary`."""
         return self.is_wary and sum(doubt.position.index < position.index for doubt in self.branch.doubts)
 
     def choose(self, offered: Mapping[str, Offered]) -> list[str]:
-        """Return the donors of the snapshot that most have; of two, the newer one. Raises: SnapshotError."""
+        """Return the donors of the snapshot that most donors offer, among those that the log vouches for; of equals,
+        the newest. Raises: SnapshotError."""
         votes = Counter((offer.position, offer.offer.state_digest) for offer in offered.values())
         good = {
             (place, state): count
@@ -462,7 +473,7 @@ async def fetch_snapshot(
     size: int,
     on_download: Callable[[Download], None] = lambda download: None,
 ) -> FrozenSnapshot:
-    """Fetch the snapshot of `size` bytes, of outer step `least` or later, that most donors have.
+    """Fetch and return the snapshot of `size` bytes, of outer step `least` or later, that most donors have.
 
     `vouch` returns the snapshots that the log vouches for. It is called after the donors' offers, so that it knows
     entries as new as these, and again while the log does not vouch for any. `on_download` is called with the download
@@ -499,7 +510,7 @@ async def fetch_snapshot(
 
 
 async def _choose(offered: Mapping[str, Offered], vouch: Callable[[], Awaitable[Vouched]]) -> list[str]:
-    """Return the donors of the snapshot to fetch, as soon as the log vouches for one.
+    """Return the donors of the snapshot to fetch, as soon as the log vouches for one, after at most PATIENCE seconds.
 
     Raises: SnapshotError; the exceptions of `vouch`.
     """
@@ -517,8 +528,8 @@ async def _choose(offered: Mapping[str, Offered], vouch: Callable[[], Awaitable[
 async def _offers(
     transport: PullTransport, donors: Sequence[str], log: LogState, least: int, limit: int, size: int | None = None
 ) -> dict[str, Offered]:
-    """Return the donors' offers. Leave out donors that do not answer, or whose state has another `size`, or digests
-    beyond the limit. Of too many donors ask the first one, and others at random.
+    """Return the offers of at most ASKED donors, by donor: the first donor's, and others at random. Offers are left out
+    whose state has another `size` in bytes, or whose digests have more than `limit` bytes.
 
     Raises: SnapshotError when no offer is left.
     """
@@ -540,7 +551,7 @@ async def _offers(
 
 
 async def ask_size(transport: PullTransport, donors: Sequence[str], log: LogState, memory: int) -> int:
-    """Return the bytes of the run's state, as most donors report: for a peer that has not built the model.
+    """Return the size of the run's state in bytes, as most donors report it, for a peer that has not built the model.
 
     `memory` are the bytes that are free: a liar about the size must not be able to fill them with digests.
 
@@ -555,7 +566,7 @@ async def ask_size(transport: PullTransport, donors: Sequence[str], log: LogStat
 async def _ask_offer(
     transport: PullTransport, donor: str, log: LogState, least: int, limit: int, size: int | None
 ) -> Offered:
-    """Return a donor's offer. Raises: PeerUnreachableError, RemoteProtocolError."""
+    """Return a donor's offer. Raises: PeerUnreachableError; RemoteProtocolError when the offer is not valid."""
     request = pack(SnapshotRequest(run=log.run, head=None, least=least, first=0, last=0))
     packed, digests = await transport.pull(donor, SNAPSHOT, request, limit, OFFER_TIMEOUT)
     offer = unpack_from(donor, SnapshotOffer, packed)

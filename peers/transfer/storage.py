@@ -1,4 +1,4 @@
-"""Memory for large data: payloads, snapshots that a peer serves, and the snapshot that it fetches."""
+"""Memory for large data: payloads, snapshots that a peer serves, and the snapshot that a joiner fetches."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-MADV_POPULATE_WRITE = 23  # of Linux 5.14; Python has no name for it
-PIECE = 1 << 24  # bytes reserved by one call, which lets no other thread run
+MADV_POPULATE_WRITE = 23  # madvise option of Linux 5.14, for which Python has no name
+PIECE = 1 << 24  # bytes that one madvise call reserves, since no other thread runs meanwhile
 SUFFIX = ".state"
-IN_MEMORY = 1 << 26  # bytes: a snapshot of at most this size stays in memory, even with a folder
+IN_MEMORY = 1 << 26  # maximum bytes of a snapshot that stays in memory, even with a folder
 
 
 def empty(size: int) -> memoryview:
-    """Return memory that the system provides page by page on the first write, in huge pages if it has any."""
+    """Return `size` bytes of memory that the system provides page by page on the first write, in huge pages if
+    possible."""
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
+    with suppress(OSError):  # the kernel has no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)[:size]
 
 
 class MemoryFile:
-    """`size` bytes, mapped at `data`. Their memory is released when it is closed and no view of it is left."""
+    """A file of `size` bytes, mapped into memory as `data`. The memory is released when the file is closed and no view
+    of it is left."""
 
     def __init__(self, descriptor: int, size: int, is_reserved: bool = True) -> None:
-        """Take over the descriptor. With `is_reserved` the system provides all memory now.
+        """Map the file of this descriptor, which the object then owns. With `is_reserved` the system provides all bytes
+        now.
 
         Raises: OSError when there is no room.
         """
@@ -49,15 +52,15 @@ class MemoryFile:
 
     @classmethod
     def in_memory(cls, size: int) -> Self:
-        """Create one in memory whose pages the system provides on the first write."""
+        """Create a file in memory whose pages the system provides on the first write."""
         return cls(os.memfd_create("diloco-peer"), size, is_reserved=False)
 
     @classmethod
     def ready_in_memory(cls, size: int) -> Self:
-        """Create one in memory with all pages provided now. Best called in a thread, since this is slow."""
+        """Create a file in memory with all pages provided now. Best called in a thread, since this is slow."""
         file = cls(os.memfd_create("diloco-peer"), size)
         with suppress(OSError):  # an older kernel provides the pages on the first write
-            for start in range(0, size, PIECE):  # between two pieces other threads run
+            for start in range(0, size, PIECE):  # one call for each piece, so that other threads run in between
                 file._mapping.madvise(MADV_POPULATE_WRITE, start, min(PIECE, size - start))
         return file
 
@@ -67,7 +70,7 @@ class MemoryFile:
             return cls(os.dup(file.fileno()), size)
 
     def close(self) -> None:
-        """Close the descriptor. Other processes that have inherited it keep the bytes."""
+        """Close the descriptor. Other processes that have inherited it can still read the bytes."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -80,29 +83,31 @@ logger = logging.getLogger(__name__)
 
 
 class Storage:
-    """Storage in memory only: an interrupted download starts from the beginning."""
+    """Storage in memory only: an interrupted download starts again from the beginning."""
 
     def snapshot(self, size: int) -> MemoryFile:
-        """Return memory for a frozen state. Raises: OSError when there is no room."""
+        """Return memory for a frozen state of `size` bytes. Raises: OSError when there is no room."""
         return MemoryFile.ready_in_memory(size)
 
     def download(self, digest: bytes, size: int) -> MemoryFile:
-        """Return memory for the state with this digest, with the part fetched earlier, if any. Raises: OSError."""
+        """Return memory for fetching the state with this digest, with the part fetched before a restart, if any.
+        Raises: OSError."""
         return MemoryFile.in_memory(size)
 
     def downloaded(self) -> None:
-        """Delete what the completed download has stored, except the memory itself, which lasts until it is closed."""
+        """Delete the files of the completed download. Its memory stays until it is closed."""
 
 
 class FolderStorage(Storage):
-    """Storage in a folder, for snapshots over 64 MiB, and for downloads, which then outlive a restart."""
+    """Storage in a folder, for snapshots over 64 MiB, and for downloads, which then continue after a restart."""
 
     def __init__(self, folder: Path, available_memory: Callable[[], int]) -> None:
         self._folder = folder
         self._available_memory = available_memory
 
     def snapshot(self, size: int) -> MemoryFile:
-        """Return space in the folder; without room there, memory, if twice as much is free. Raises: OSError."""
+        """Return `size` bytes in the folder; without room there, in memory, if twice as much is free. Raises:
+        OSError."""
         if size > IN_MEMORY:
             try:
                 return MemoryFile.on_disk(size, self._folder)
@@ -113,7 +118,8 @@ class FolderStorage(Storage):
         return MemoryFile.ready_in_memory(size)
 
     def download(self, digest: bytes, size: int) -> MemoryFile:
-        """Open the folder's file for the state with this digest, and delete those of other states."""
+        """Open the folder's file for fetching the state with this digest, and delete the files of other states. Raises:
+        OSError."""
         path = self._folder / f"{digest.hex()}{SUFFIX}"
         self._drop(but=path)
         return MemoryFile(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), size)

@@ -1,4 +1,5 @@
-"""Plain values that all other rooms use, and their packing into bytes: identities, leases, manifests, tickets, chunks.
+"""Plain values that all other packages of `peers` use, and their packing into bytes: identities, leases, manifests,
+tickets, chunks.
 
 Nothing here knows of another peer.
 

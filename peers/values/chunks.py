@@ -1,4 +1,5 @@
-"""The chunks of payloads and of states: their bounds, their digests, and the tree by which a peer commits to them.
+"""The chunks of payloads and of states: their bounds, their digests, and the Merkle tree by which a peer commits to
+them.
 
 A chunk of a payload is a run of consecutive blocks. Its bounds follow from the number of blocks alone, so the digest of
 a payload, taken over the digests of its chunks, is the same everywhere, and each chunk can be checked by itself. The
@@ -23,13 +24,13 @@ from peers.errors import RemoteProtocolError
 from peers.values.wire import DIGEST_BYTES, Buffer, digest_of
 
 CHUNK_BLOCKS = 128  # maximum blocks in a chunk: half a MiB of int8, the size at which hivemind's streams are fastest
-CHUNKS = 64  # minimum chunks, given as many blocks, so that small payloads can be pipelined, too
+CHUNKS = 64  # minimum chunks of a payload with as many blocks, so that small payloads can be pipelined, too
 CONTEXT = b"diloco-peer sum\0"
 NODE = struct.Struct(f"<{DIGEST_BYTES}sd")
-MOST_LEVELS = 24  # levels of the tree over a payload's chunks: enough for 8 TiB
+MOST_LEVELS = 24  # maximum levels of the tree over a payload's chunks: enough for 8 TiB
 KEPT_BYTES = 1 << 26  # maximum bytes of payloads in memory, for peers that fell behind
-KEPT_AT_LEAST = 3  # payloads not on the disk: the newest, the last applied one, and one that a peer may be fetching
-STATE_CHUNK = 1 << 20  # bytes
+KEPT_AT_LEAST = 3  # payloads always kept: the newest, the last applied one, and one that a peer may be fetching
+STATE_CHUNK = 1 << 20  # bytes of one chunk of a state
 THREADS = min(8, os.cpu_count() or 1)
 
 
@@ -49,13 +50,13 @@ class Chunking:
         return -(-self.block_count // self.size)
 
     def blocks(self, chunk: int) -> tuple[int, int]:
-        """Return the blocks [first, last) of a chunk."""
+        """Return the range of blocks [first, last) of a chunk."""
         return chunk * self.size, min((chunk + 1) * self.size, self.block_count)
 
 
 @dataclass(frozen=True)
 class PayloadSize:
-    """The size of a payload. `thinner` are its bytes in the other formats of contributions, from the largest to the
+    """The size of a payload. `thinner` are the bytes of a contribution in the other formats, from the largest to the
     smallest."""
 
     chunks: int
@@ -64,31 +65,31 @@ class PayloadSize:
 
     @property
     def by_format(self) -> tuple[int, ...]:
-        """The bytes of a contribution in each format."""
+        """The bytes of a contribution in each format, by the format's number."""
         return (self.bytes, *self.thinner)
 
     def has(self, format: int) -> bool:
-        """Return whether there is a format with this number."""
+        """Return True if there is a format with this number."""
         return format < len(self.by_format)
 
     def share(self, format: int) -> float:
-        """Return the bytes of a contribution in a format, as a share of an average's bytes."""
+        """Return the bytes of a contribution in a format, divided by the bytes of an average."""
         return self.by_format[format] / max(self.bytes, 1)
 
 
 def digest_of_chunks(digests: Iterable[bytes]) -> bytes:
-    """Return the digest of a payload or a state, from those of its chunks in order."""
+    """Return the digest of a payload or a state, given the digests of its chunks in order."""
     return digest_of(b"".join(digests))
 
 
 def parts_of(shares: Sequence[int]) -> list[range]:
-    """Return the chunks of each part: consecutive ones, as many as `shares` says."""
+    """Return the range of chunks in each part, given the number of chunks in each part."""
     return [range(start, stop) for start, stop in pairwise(accumulate(shares, initial=0))]
 
 
 def payloads_moved(members: int, share: float) -> float:
-    """Return how many payloads a link carries each way in a round with this number of members, if its owner reduces
-    this share of the payload.
+    """Return the number of payloads that a link carries each way in a round of `members`, if its owner reduces the part
+    `share` of the payload, between 0 and 1.
 
     The owner sends its blocks of the others' parts, and the average of its own part to all: (1 - x) + (n - 1) x.
     """
@@ -96,8 +97,8 @@ def payloads_moved(members: int, share: float) -> float:
 
 
 def split_by_rate(chunk_count: int, rates: Sequence[float], members: int) -> list[int]:
-    """Return the number of chunks for each reducer, so that the slowest link is done as early as possible. Parts are as
-    equal as possible if that makes no difference, or no rate is known.
+    """Return the number of chunks for each reducer, so that the slowest link is done as early as possible. If rates
+    make no difference or none is known, the numbers are as equal as possible.
 
     With n members, one that reduces a share x of the payload sends and receives 1 + (n - 2) x payloads; one that
     reduces nothing sends and receives one, however the others share. So the time T that all reducers need is the one at
@@ -115,21 +116,21 @@ def split_by_rate(chunk_count: int, rates: Sequence[float], members: int) -> lis
     rates = [(rate or known[0]) / known[-1] for rate in rates]
     shares = [0.0] * reducers
     fastest = sorted(rates, reverse=True)
-    for count in range(1, reducers + 1):  # the fastest `count` reduce something
+    for count in range(1, reducers + 1):  # the fastest `count` reducers reduce something
         time = (members - 2 + count) / sum(fastest[:count])
         if count == reducers or time * fastest[count] <= 1:
             shares = [max(0.0, (time * rate - 1) / (members - 2)) for rate in rates]
             break
     whole = max(sum(shares), 1e-9)
-    # The sums are rounded, so that the parts add up and none is more than one chunk off.
+    # Rounding the sums, not the parts, makes the parts add up, each at most one chunk off.
     bounds = [min(chunk_count, round(chunk_count * total / whole)) for total in accumulate(shares, initial=0.0)]
     return [after - before for before, after in pairwise(bounds)]
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A node of a SumTree: a digest of all chunks below it, and the sum of their squared norms. A leaf has its chunk's
-    digest."""
+    """A node of a SumTree: a digest of all chunks below the node, and the sum of their squared norms. A leaf has its
+    chunk's digest."""
 
     digest: bytes
     squares: float
@@ -157,7 +158,7 @@ class SumTree:
         return self._levels[0][chunk].squares
 
     def path(self, chunk: int) -> bytes:
-        """Return the sibling nodes from a chunk up to the root, packed, the lowest first."""
+        """Return the sibling nodes on the path from a chunk up to the root, packed, the lowest first."""
         beside, place = list[Sum](), chunk
         for level in self._levels:
             beside += level[place ^ 1 : (place ^ 1) + 1]
@@ -166,12 +167,12 @@ class SumTree:
 
 
 def root_of(chunk: int, count: int, leaf: Sum, path: bytes) -> Sum | None:
-    """Return the root to which a leaf of a tree with `count` leaves leads; None if the path does not fit such a
-    tree."""
+    """Return the root that follows from a leaf and its path in a tree with `count` leaves; None if the path does not
+    fit such a tree."""
     if len(path) % NODE.size:
         return None
     nodes = [Sum(*fields) for fields in NODE.iter_unpack(path)]
-    if any(not 0 <= node.squares < math.inf for node in nodes):  # also rejects NaN
+    if any(not 0 <= node.squares < math.inf for node in nodes):  # the comparison is also false for NaN
         return None
     node, place, left = leaf, chunk, count
     while left > 1:
@@ -197,8 +198,7 @@ class ChunkedPayload:
 
     @classmethod
     def cut(cls, data: memoryview, block_bytes: int) -> ChunkedPayload:
-        """Create a payload from its bytes, and digest its chunks. All blocks have `block_bytes` bytes, except the
-        last."""
+        """Create a payload from its bytes, and digest its chunks. Each block but the last has `block_bytes` bytes."""
         chunking = Chunking(-(-len(data) // block_bytes))
         size = chunking.size * block_bytes
         return cls(data, tuple(digest_of(data[start : start + size]) for start in range(0, len(data), size)))
@@ -209,8 +209,8 @@ class ChunkedPayload:
 
 
 class KeptPayloads:
-    """The last payloads, within a budget of bytes. Those that are also on a disk are dropped first, then the oldest;
-    but a few that are not on a disk are always kept."""
+    """The newest payloads, within a budget of bytes. Payloads that are also on a disk are dropped first, then the
+    oldest; but KEPT_AT_LEAST payloads that are not on a disk are always kept."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
@@ -218,14 +218,14 @@ class KeptPayloads:
         self._on_disk: set[bytes] = set()
 
     def keep(self, payload: ChunkedPayload) -> None:
-        """Keep a payload: it counts as the newest, and as not on a disk."""
+        """Store a payload as the newest one, and as not on a disk."""
         self._payloads[payload.digest] = payload
         self._payloads.move_to_end(payload.digest)
         self._on_disk.discard(payload.digest)
         self._drop_what_is_too_much()
 
     def lies_on_disk(self, digest: bytes) -> None:
-        """Keep a payload only while there is room, because it can be read from the disk."""
+        """Mark a payload as also on a disk, so that it is kept only while there is room."""
         if digest in self._payloads:
             self._on_disk.add(digest)
             self._drop_what_is_too_much()
@@ -254,13 +254,13 @@ class StateChunking:
         return -(-self.bytes // STATE_CHUNK)
 
     def bounds(self, first: int, last: int) -> tuple[int, int]:
-        """Return the byte offsets [start, stop) of chunks [first, last)."""
+        """Return the byte offsets [start, stop) of the chunks [first, last)."""
         return first * STATE_CHUNK, min(last * STATE_CHUNK, self.bytes)
 
 
 def chunk_digests(vectors: Sequence[Buffer]) -> tuple[bytes, ...]:
-    """Return the chunk digests of the state that these buffers form, computed on all cores because training waits for
-    it."""
+    """Return the digests of all chunks of the state in these buffers, computed on up to 8 cores because training waits
+    for them."""
     views = [memoryview(vector).cast("B") for vector in vectors]
     chunking = StateChunking(sum(view.nbytes for view in views))
 
@@ -277,7 +277,7 @@ def chunk_digests(vectors: Sequence[Buffer]) -> tuple[bytes, ...]:
 
 
 def chunks_of(peer: str, what: str, digests: Buffer, count: int, digest: bytes) -> tuple[bytes, ...]:
-    """Return the chunk digests that `peer` sent for data with this number of chunks and this digest.
+    """Return the chunk digests in bytes that `peer` sent, for data with `count` chunks and this digest.
 
     Raises:
         RemoteProtocolError: they do not have this number or this digest.
@@ -289,12 +289,12 @@ def chunks_of(peer: str, what: str, digests: Buffer, count: int, digest: bytes) 
 
 
 def digest_of_state(vectors: Sequence[Buffer]) -> bytes:
-    """Return the digest (32 bytes) of the state that these buffers form."""
+    """Return the digest (32 bytes) of the state in these buffers, one after another."""
     return digest_of_chunks(chunk_digests(vectors))
 
 
 def _pieces(views: Sequence[memoryview], start: int, stop: int) -> Iterator[memoryview]:
-    """Yield the bytes [start, stop) of the concatenated views."""
+    """Yield the parts of the views that form the bytes [start, stop) of their concatenation."""
     for view in views:
         if start < view.nbytes and stop > 0:
             yield view[max(start, 0) : stop]

@@ -22,9 +22,9 @@ from pydantic import Field
 
 from peers.errors import IdentityFileError, quoted
 
-SIGNATURE_BYTES = 64  # an Ed25519 signature
-KEY_BYTES = 32  # an Ed25519 public key
-PEER_ID_MAX_LENGTH = 64  # 38 bytes are 52 characters in base58; longer strings are not decoded
+SIGNATURE_BYTES = 64  # bytes of an Ed25519 signature
+KEY_BYTES = 32  # bytes of an Ed25519 public key
+PEER_ID_MAX_LENGTH = 64  # maximum characters: 38 bytes are 52 characters in base58; longer strings are not decoded
 # Multihash "identity" of 36 bytes: a protobuf with field 1 (key type) = 1 (Ed25519), field 2 = 32 bytes of key.
 PEER_ID_PREFIX = bytes((0x00, 0x24, 0x08, 0x01, 0x12, KEY_BYTES))
 # The private key's protobuf: the same key type, then 64 bytes: seed and public key.
@@ -32,7 +32,7 @@ PRIVATE_KEY_PREFIX = bytes((0x08, 0x01, 0x12, 2 * KEY_BYTES))
 
 
 class Identity:
-    """An Ed25519 key pair. Its owner is the peer with its id."""
+    """A peer's Ed25519 key pair, whose public key is in the peer's id."""
 
     def __init__(self, private_key: Ed25519PrivateKey) -> None:
         self.private_key = private_key
@@ -45,17 +45,18 @@ class Identity:
 
     @classmethod
     def of_seed(cls, seed: bytes) -> Identity:
-        """Return the key pair that follows from 32 secret bytes."""
+        """Return the key pair that follows from 32 secret bytes, the seed."""
         return cls(Ed25519PrivateKey.from_private_bytes(seed))
 
     @property
     def seed(self) -> bytes:
-        """The private key, 32 bytes."""
+        """The private key's seed, 32 bytes."""
         return self.private_key.private_bytes_raw()
 
     @classmethod
     def load(cls, path: Path) -> Identity:
-        """Read a PEM file. Raises: IdentityFileError when it cannot be read or is no unencrypted Ed25519 key."""
+        """Return the identity in a PEM file. Raises: IdentityFileError when the file cannot be read or has no
+        unencrypted Ed25519 key."""
         try:
             key = load_pem_private_key(path.read_bytes(), password=None)
         except OSError as error:
@@ -63,7 +64,7 @@ class Identity:
             raise IdentityFileError(
                 f"cannot read the identity file {path}: {reason}.", "Check the path and its permissions."
             ) from error
-        except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: the key is encrypted
+        except (ValueError, TypeError, UnsupportedAlgorithm):  # a TypeError means that the key is encrypted
             key = None
         if not isinstance(key, Ed25519PrivateKey):
             raise IdentityFileError(
@@ -74,15 +75,15 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """Return the identity in `path`. If there is no such file, a new identity is saved there. Raises:
-        IdentityFileError."""
-        with suppress(OSError):  # another process was faster, or the file name is invalid: load() reports it
+        """Return the identity in the file `path`. If there is no such file, create an identity and save it there.
+        Raises: IdentityFileError."""
+        with suppress(OSError):  # another process was faster, or the file name is invalid, which load() reports
             if not path.exists():
                 cls.generate().save(path)
         return cls.load(path)
 
     def save(self, path: Path) -> None:
-        """Write a PEM file (PKCS8, mode 0600), whole or not at all, never over an existing one.
+        """Write the identity to a PEM file (PKCS8, mode 0600), whole or not at all, never over an existing file.
 
         Raises:
             FileExistsError: the file exists.
@@ -109,21 +110,21 @@ class Identity:
             ) from error
 
     def sign(self, data: bytes) -> bytes:
-        """Return the signature of these bytes, 64 bytes."""
+        """Return this identity's signature of these bytes, 64 bytes."""
         return self.private_key.sign(data)
 
     def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
-        """Return whether `signature` is that of the peer over `data`; see the function `verify`."""
+        """Return True if `signature` is that of the peer over `data`; see the function `verify`."""
         return verify(peer, data, signature)
 
     def libp2p_private_key(self) -> bytes:
-        """Return the private key as libp2p's protobuf, for the file that libp2p's daemon reads."""
+        """Return the private key in libp2p's protobuf encoding, for the key file of libp2p's daemon."""
         return PRIVATE_KEY_PREFIX + self.seed + self.public_bytes
 
 
 @lru_cache(maxsize=4096)  # evidence, rounds and certificates check the same signatures, at 0.1 ms each
 def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
-    """Return whether `signature` is that of the peer `peer_id` over `data`. False also for a malformed peer id."""
+    """Return True if `signature` is that of the peer `peer_id` over `data`; False also for a malformed peer id."""
     key = _public_key(peer_id)
     if key is None or len(signature) != SIGNATURE_BYTES:
         return False
@@ -141,14 +142,14 @@ def peer_id_of_bytes(key: bytes) -> str:
 
 
 def key_of_peer(peer_id: str) -> bytes:
-    """Return the public key in a peer id, 32 bytes. Raises: ValueError when it is no peer id."""
+    """Return the public key in a peer id, 32 bytes. Raises: ValueError when `peer_id` is no peer id."""
     if not is_peer_id(peer_id):
         raise ValueError(f"{quoted(peer_id, 80)} is not the peer id of an Ed25519 key")
     return base58.b58decode(peer_id)[len(PEER_ID_PREFIX) :]
 
 
 def is_peer_id(text: str) -> bool:
-    """Return whether `text` is the peer id of an Ed25519 key."""
+    """Return True if `text` is the peer id of an Ed25519 key."""
     return _public_key(text) is not None
 
 
@@ -165,7 +166,7 @@ def _public_key(peer_id: str) -> Ed25519PublicKey | None:
         return None
     try:
         return Ed25519PublicKey.from_public_bytes(raw[len(PEER_ID_PREFIX) :])
-    except ValueError:  # the key is too short, or too long
+    except ValueError:  # the key's length is wrong
         return None
 
 
@@ -175,10 +176,11 @@ Verify: TypeAlias = Callable[[str, bytes, bytes], bool]
 
 
 class Keys(Protocol):
-    """One peer's key pair, and the check of other peers' signatures, whose keys are in their ids."""
+    """The interface of one peer's key pair, which signs, and checks the signatures of other peers by the keys in their
+    ids."""
 
     def sign(self, data: bytes) -> bytes:
-        """Return this peer's signature, 64 bytes."""
+        """Return this peer's signature of these bytes, 64 bytes."""
 
     def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
-        """Return whether the peer with this id has signed these bytes."""
+        """Return True if the signature of these bytes is that of the peer with this id."""

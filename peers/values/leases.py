@@ -1,5 +1,5 @@
-"""The samples that each peer trains. Sample numbers count along the run's endless deterministic order; ranges are half
-open.
+"""The samples that each peer trains. Sample numbers count along the run's endless deterministic order of samples;
+ranges are half open.
 
 The pool is a pure function of the log. Samples below the cursor that are neither trained nor leased are free, and are
 dealt again before any fresh ones, so that other peers train a dead peer's samples.
@@ -16,7 +16,7 @@ from pydantic import StrictInt
 
 
 class SampleRange(NamedTuple):
-    """Samples start, start + 1, … stop - 1."""
+    """The samples with the numbers start, start + 1, … stop - 1."""
 
     start: StrictInt
     stop: StrictInt
@@ -39,7 +39,7 @@ def sample_count(ranges: Iterable[SampleRange]) -> int:
 
 
 def _merge(ranges: Iterable[SampleRange]) -> Lease:
-    """Return the ranges sorted and without empty ones, with adjacent ones joined."""
+    """Return the ranges sorted by sample number, without empty ones, and with adjacent ones joined."""
     joined: list[SampleRange] = []
     for piece in sorted(piece for piece in ranges if piece.size > 0):
         if joined and piece.start <= joined[-1].stop:
@@ -62,14 +62,15 @@ def prefix(lease: Sequence[SampleRange], count: int) -> Lease:
 
 @dataclass(frozen=True)
 class SamplePool:
-    """Samples that no peer has: the `free` ranges below `cursor`, and everything from `cursor` on."""
+    """The samples that no peer has trained or leased: the `free` ranges below `cursor`, and all samples from `cursor`
+    on."""
 
     cursor: int = 0
     free: Lease = ()
 
     def deal(self, counts: Iterable[int]) -> tuple[list[Lease], SamplePool]:
         """Return leases with exactly these numbers of samples, in at most PIECE_LIMIT ranges each, and the pool without
-        them."""
+        the leases."""
         free, cursor = list(reversed(self.free)), self.cursor
         dealt: list[Lease] = []
         for count in counts:
@@ -92,7 +93,7 @@ class SamplePool:
         return dealt, SamplePool(cursor, tuple(reversed(free)))
 
     def claim(self, lease: Iterable[SampleRange]) -> SamplePool:
-        """Return the pool without ranges that peers hold. Samples skipped over on the way become free.
+        """Return the pool without ranges that peers hold. Unclaimed samples below the new cursor become free.
 
         Raises:
             ValueError: a range is not in the pool, because another peer trained or holds it, or is claimed twice.
@@ -112,8 +113,7 @@ class SamplePool:
         return SamplePool(cursor, _merge(left))
 
     def bounded(self, limit: int) -> SamplePool:
-        """Return the pool without its smallest free ranges, the later ones first if equal, so that at most `limit` are
-        left.
+        """Return the pool with its `limit` largest free ranges only, the earlier ones if equally large.
 
         The dropped ranges are below the cursor, and no peer has them, so they are never trained.
         """
@@ -123,5 +123,5 @@ class SamplePool:
         return SamplePool(self.cursor, tuple(sorted(largest)))
 
     def release(self, returned: Iterable[SampleRange]) -> SamplePool:
-        """Return the pool with these ranges put back; they will be dealt again."""
+        """Return the pool with these ranges added, for later leases."""
         return SamplePool(self.cursor, _merge((*self.free, *returned)))

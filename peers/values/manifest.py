@@ -1,4 +1,4 @@
-"""The definition of a run, signed by its organiser, and the amendments by which the organiser changes it later.
+"""The manifest of a run, signed by its organiser, and the amendments by which the organiser changes the run later.
 
 The run id ends in the digest of the whole signed manifest, so a peer with the id can check every manifest that the
 network returns. An invite is the run id with addresses of the swarm, in one string that needs no quoting in a shell:
@@ -38,24 +38,28 @@ from peers.values.wire import (
     unpack,
 )
 
-SIZE_LIMIT = 64 * 1024  # bytes of a packed manifest
-CONTENT_LIMIT = SIZE_LIMIT - 1024  # bytes; the rest is for name, organiser and signature
+SIZE_LIMIT = 64 * 1024  # maximum bytes of a packed manifest
+# maximum bytes of a manifest's content; the rest is for name, organiser and signature
+CONTENT_LIMIT = SIZE_LIMIT - 1024
 NAME = re.compile(r"[a-z0-9-]{1,40}")
-DIGEST_CHARACTERS = 32  # of lower-case base32: 160 bits
+DIGEST_CHARACTERS = 32  # characters of lower-case base32 in a run id: 160 bits
 RUN_ID = re.compile(rf"(?P<name>[a-z0-9-]{{1,40}})-[a-z2-7]{{{DIGEST_CHARACTERS}}}")
 ADDRESS = re.compile(r"(/[A-Za-z0-9.:%_-]+)+/p2p/[A-Za-z0-9]+")
-SIGNING_CONTEXT = b"diloco-peer manifest\0"  # keeps signatures for other purposes from counting here
+# prefix of signed bytes, so that no other signature is valid as a manifest's
+SIGNING_CONTEXT = b"diloco-peer manifest\0"
 AROUND = " \t\r\n<>()'\"`“”."
 """Characters that no invite begins or ends with, so that they are stripped."""
 INVITE_PREFIX = "diloco:"
 ASK_AGAIN = "Ask the organiser for the invite again."
-AMENDMENT_CONTEXT = b"diloco-peer amendment\0"  # keeps signatures for other purposes from counting here
-AMENDMENT_LIMIT = 512  # bytes of the content; a heartbeat has room for two amendments
-AMENDMENTS_LIMIT = 64  # amendments of a run, since its headers have all of them
+# prefix of signed bytes, so that no other signature is valid as an amendment's
+AMENDMENT_CONTEXT = b"diloco-peer amendment\0"
+AMENDMENT_LIMIT = 512  # maximum bytes of an amendment's content; a heartbeat has room for two amendments
+AMENDMENTS_LIMIT = 64  # maximum amendments of a run, since its headers have all of them
 
 
 class SignedManifest(Value):
-    """A run's definition. `content` is the checked run.toml as canonical JSON; only the training side interprets it."""
+    """The manifest of a run. `content` is the checked run.toml as canonical JSON; only the training side interprets
+    it."""
 
     version: Count
     name: Annotated[str, Field(strict=True)]
@@ -65,7 +69,8 @@ class SignedManifest(Value):
 
     @classmethod
     def create(cls, identity: Identity, name: str, content: Mapping[str, Any]) -> SignedManifest:
-        """Sign `content` (values that JSON can represent) as the run `name`. Raises: ManifestError."""
+        """Return a manifest of the run `name`, with `content` (values that JSON can represent), signed by the
+        organiser. Raises: ManifestError."""
         _check_name(name)
         try:
             canonical = _canonical(content)
@@ -96,20 +101,20 @@ class SignedManifest(Value):
 
     @property
     def values(self) -> dict[str, Any]:
-        """The parsed content; a fresh copy each time."""
+        """The parsed content, as a new object at each access."""
         values: dict[str, Any] = json.loads(self.content)
         return values
 
     @cached_property
     def is_by_invitation(self) -> bool:
-        """True if only peers with a ticket from the organiser may join."""
+        """True if only peers with a ticket from the organiser may join the run."""
         admission = self.values.get("admission")
         return isinstance(admission, dict) and admission.get("mode") == "invite"
 
     @cached_property
     def archives(self) -> tuple[str, ...]:
-        """The peer ids of the keys whose signatures of the log's heads decide between branches; by default the
-        organiser's."""
+        """The peer ids of the run's archives, whose signatures of the log's heads decide between branches; by default
+        the organiser's."""
         named = self.values.get("archives")
         if named is None:
             return (self.organiser,)
@@ -121,7 +126,7 @@ class SignedManifest(Value):
 
     @classmethod
     def unpack(cls, data: bytes, expected_run_id: str | None = None) -> SignedManifest:
-        """Return a manifest from untrusted bytes, with all checks done. Raises: ManifestError naming the check that
+        """Return the manifest in untrusted bytes, after all checks. Raises: ManifestError naming the check that
         failed."""
         try:
             manifest = unpack(cls, data, SIZE_LIMIT)
@@ -155,7 +160,7 @@ class SignedManifest(Value):
 
 @dataclass(frozen=True)
 class Invite:
-    """A run, and the addresses of peers through which it can be found."""
+    """A run id, and the addresses of peers through which the run can be found."""
 
     run_id: str
     addresses: tuple[str, ...] = ()
@@ -166,8 +171,8 @@ class Invite:
 
     @classmethod
     def parse(cls, text: str) -> Invite:
-        """Return the invite in a text, which may be only a run id. Punctuation around it, as in an e-mail or a chat, is
-        ignored. Raises: ManifestError naming the part that is wrong."""
+        """Return the invite in a text, which may be only a run id. Punctuation around the invite, as in an e-mail or a
+        chat, is ignored. Raises: ManifestError naming the part that is wrong."""
         run_id, at, addresses = text.strip(AROUND).removeprefix(INVITE_PREFIX).partition("@")
         if run_id.startswith("/"):
             raise ManifestError(
@@ -190,7 +195,7 @@ class Invite:
 
 
 def _check_name(name: str) -> None:
-    """Raises: ManifestError when the name is not allowed for a run."""
+    """Raise ManifestError when the name is not allowed for a run."""
     if NAME.fullmatch(name) is None:
         raise ManifestError(
             f"the run's name {quoted(name, 60)} is not allowed.", "Use 1 to 40 lower-case letters, digits and hyphens."
@@ -208,8 +213,8 @@ def _signed_bytes(name: str, organiser: str, content: bytes) -> bytes:
 
 
 class Amendment(Value):
-    """A change of a running run. Only the training side interprets its `content`, which replaces that of all earlier
-    amendments."""
+    """A signed change of the run's settings. Only the training side interprets its `content`, which replaces the
+    content of all earlier amendments."""
 
     number: Annotated[int, Field(strict=True, ge=1, le=AMENDMENTS_LIMIT)]
     content: Annotated[bytes, Field(strict=True, max_length=AMENDMENT_LIMIT)]
@@ -217,7 +222,7 @@ class Amendment(Value):
 
     @classmethod
     def sign(cls, run: str, number: int, content: bytes, organiser: Identity) -> Self:
-        """Sign an amendment as the organiser. Raises: ValueError when the content is too long."""
+        """Return an amendment that the organiser signs. Raises: ValueError when the content is too long."""
         unsigned = cls(number=number, content=content, signature=bytes(SIGNATURE_BYTES))
         return unsigned.model_copy(update={"signature": organiser.sign(unsigned._text(run))})
 
@@ -225,28 +230,28 @@ class Amendment(Value):
         return f"amendment {self.number} {printable(self.content.decode(errors='replace'))}"
 
     def is_signed(self, run: str, organiser: str) -> bool:
-        """Return whether the organiser has signed it for this run."""
+        """Return True if the organiser has signed this amendment for this run."""
         return _is_signed(self._text(run), self.signature, organiser)
 
     def _text(self, run: str) -> bytes:
-        """Return the bytes that the organiser signs."""
+        """Return the bytes that the organiser signs for this amendment."""
         return AMENDMENT_CONTEXT + pack_plain([run, self.number, self.content])
 
 
 class LoggedAmendment(Value):
-    """An amendment that an entry has taken in, and the `cursor` after it: the first sample number that was in no lease
-    yet."""
+    """An amendment that an entry has added to the log, and the `cursor` after that entry: the first sample number that
+    was in no lease yet."""
 
     amendment: Amendment
     cursor: Count
 
 
-# Cached, since heartbeats and headers repeat the same few, and checking a signature takes 0.1 ms.
+# Cached, since heartbeats and headers repeat the same few amendments, and checking a signature takes 0.1 ms.
 @lru_cache(maxsize=4096)
 def _is_signed(text: bytes, signature: bytes, organiser: str) -> bool:
     return verify(organiser, text, signature)
 
 
 def newest(*amendments: Amendment | None) -> Amendment | None:
-    """Return the amendment with the highest number, the first one if several have it; None without amendments."""
+    """Return the amendment with the highest number, the first one of equals; None if there are no amendments."""
     return max(filter(None, amendments), key=lambda amendment: amendment.number, default=None)

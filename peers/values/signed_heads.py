@@ -20,17 +20,19 @@ from pydantic import Field
 from peers.values.identity import Keys, Signature, Verify, verify
 from peers.values.wire import Digest, PeerId, Value, WireError, pack, pack_plain, unpack
 
-SIGNING_CONTEXT = b"diloco-peer signed head\0"  # keeps signatures for other purposes from counting here
-KEYS_LIMIT = 8  # maximum number of archives in a manifest, since every node keeps and checks their heads
+# prefix of signed bytes, so that no other signature is valid as a head's
+SIGNING_CONTEXT = b"diloco-peer signed head\0"
+KEYS_LIMIT = 8  # maximum archives in a manifest, since every node keeps and checks their heads
 KEPT = 4
 """Number of a key's newest heads that are kept, besides two that show why it does not count any more."""
-HEADS_LIMIT = KEYS_LIMIT * (KEPT + 2)  # for all keys together
+HEADS_LIMIT = KEYS_LIMIT * (KEPT + 2)  # maximum heads kept of all archives together
 HEADS_BYTES = 16 * 1024  # maximum bytes of packed heads; HEADS_LIMIT of them are 8 KB
-CONTRADICTED = -1  # lower than any index, and than no signature (0), so that such a branch loses
+CONTRADICTED = -1  # standing of a branch that a signed head contradicts: less than all others
 
 
 class SignedHeadsError(ValueError):
-    """Heads that no archive of the run has signed. The message says why, as the end of a sentence."""
+    """Error: the heads are not all signed by archives of the run. The message gives the reason, as the end of a
+    sentence."""
 
 
 class SignedHead(Value):
@@ -43,27 +45,28 @@ class SignedHead(Value):
 
     @classmethod
     def sign(cls, run: str, index: int, head: bytes, archive: str, keys: Keys) -> Self:
-        """Sign a head as the peer `archive`, which has these keys."""
+        """Return a head signed by the peer `archive`, which has these keys."""
         return cls(archive=archive, index=index, head=head, signature=keys.sign(_text(run, index, head)))
 
     def is_signed(self, run: str, verify: Verify = verify) -> bool:
-        """Return whether its archive has signed it for this run."""
+        """Return True if the archive has signed this head for this run."""
         return verify(self.archive, _text(run, self.index, self.head), self.signature)
 
 
 class HeadList(Value):
-    """Heads, as nodes send them and keep them on their disks."""
+    """Signed heads, as nodes send them to each other and keep them on their disks."""
 
     heads: Annotated[tuple[SignedHead, ...], Field(max_length=HEADS_LIMIT)]
 
 
 def pack_heads(heads: Iterable[SignedHead]) -> bytes:
-    """Return the bytes of these heads, for another node or the disk."""
+    """Return the bytes of signed heads, for another node or the disk."""
     return pack(HeadList(heads=tuple(heads)))
 
 
 def unpack_heads(packed: bytes) -> tuple[SignedHead, ...]:
-    """Return the heads in these bytes; their signatures are not checked. Raises: SignedHeadsError."""
+    """Return the signed heads in these bytes, without a check of their signatures. Raises: SignedHeadsError when they
+    cannot be read."""
     try:
         return unpack(HeadList, packed, HEADS_BYTES).heads
     except WireError as error:
@@ -72,14 +75,15 @@ def unpack_heads(packed: bytes) -> tuple[SignedHead, ...]:
 
 @dataclass(frozen=True)
 class SignedHeads:
-    """The keys of a run's archives, and the heads that they have signed, as far as they are needed."""
+    """The keys of a run's archives, and the newest heads that the archives have signed, with those that show a
+    contradiction."""
 
     run: str
     keys: tuple[str, ...] = ()
     heads: tuple[SignedHead, ...] = ()
 
     def with_heads(self, heads: Iterable[SignedHead]) -> SignedHeads:
-        """Return these heads and more, whose signatures have been checked."""
+        """Return these heads with more heads added, whose signatures have been checked."""
         by_place = {(one.index, one.archive, one.head): one for one in (*heads, *self.heads)}
         ordered = [by_place[place] for place in sorted(by_place)]
         ends, kept = _disbelieved(ordered), list[SignedHead]()
@@ -90,7 +94,8 @@ class SignedHeads:
         return self if tuple(kept) == self.heads else replace(self, heads=tuple(kept))
 
     def taking(self, heads: Iterable[SignedHead], verify: Verify = verify) -> SignedHeads:
-        """Return these heads and those of another node, once their signatures are checked. Raises: SignedHeadsError."""
+        """Return these heads with those of another node added, after a check of their signatures. Raises:
+        SignedHeadsError."""
         new = [head for head in heads if head not in self.heads]
         for head in new:
             if head.archive not in self.keys:
@@ -100,36 +105,36 @@ class SignedHeads:
         return self.with_heads(new) if new else self
 
     def only(self, key: str) -> SignedHeads:
-        """Return the heads that this key has signed."""
+        """Return only those of these heads that the archive with this key has signed."""
         return replace(self, keys=(key,), heads=tuple(head for head in self.heads if head.archive == key))
 
     @cached_property
     def disbelieved(self) -> Mapping[str, int]:
-        """The keys that have contradicted themselves or each other, each with the index from which on it does not
-        count."""
+        """The archives that have contradicted themselves or each other, each with the index from which on its heads do
+        not count."""
         return _disbelieved(self.heads)
 
     @cached_property
     def believed(self) -> tuple[SignedHead, ...]:
-        """The heads that count, in the log's order."""
+        """The heads that count, those below the index of their archive in `disbelieved`, in the log's order."""
         ends = self.disbelieved
         counting = (head for head in self.heads if head.index < ends.get(head.archive, head.index + 1))
         return tuple(sorted(counting, key=lambda head: (head.index, head.archive)))
 
     @cached_property
     def indices(self) -> frozenset[int]:
-        """The indices of the heads that count."""
+        """The indices of the heads in `believed`."""
         return frozenset(head.index for head in self.believed)
 
     @property
     def newest(self) -> SignedHead | None:
-        """The newest head that counts."""
+        """The head in `believed` with the highest index; None without one."""
         return self.believed[-1] if self.believed else None
 
     # Branches -------------------------------------------------------------------------------------------------
     def standing(self, heads: Mapping[int, bytes], after: int = 0) -> int:
-        """Return the newest index after `after` at which this branch has a signed head; 0 if there is none;
-        CONTRADICTED if it has a different head than a signed one. `heads` are the branch's, by index.
+        """Return the highest index above `after` at which a branch's head is signed; 0 if there is none; CONTRADICTED
+        if the branch has another head at a signed index. `heads` are the branch's, by index.
 
         Of two branches that split there, the one with the greater standing is the run's.
         """
@@ -139,11 +144,11 @@ class SignedHeads:
         return max((one.index for one in reached), default=0)
 
     def contradiction(self, heads: Mapping[int, bytes]) -> SignedHead | None:
-        """Return the first signed head at an index where the branch has a different one, if any."""
+        """Return the first signed head that differs from the branch's head at the same index; None without one."""
         return next((one for one in self.believed if heads.get(one.index, one.head) != one.head), None)
 
     def vouched(self, heads: Mapping[int, bytes]) -> int:
-        """Return the index up to which archives vouch for a branch; 0 if they do not."""
+        """Return the index up to which archives vouch for a branch, given its heads by index; 0 if they do not."""
         return max(0, self.standing(heads))
 
 
@@ -151,12 +156,13 @@ NOTHING_SIGNED = SignedHeads("")
 
 
 def _text(run: str, index: int, head: bytes) -> bytes:
-    """Return the bytes that an archive signs: the log of this run has this head after this number of outer steps."""
+    """Return the bytes that an archive signs: the log of this run has this head after `index` outer steps."""
     return SIGNING_CONTEXT + pack_plain([run, index, head])
 
 
 def _disbelieved(heads: Iterable[SignedHead]) -> dict[str, int]:
-    """Return the index from which each key does not count: where it contradicts itself, or else another key."""
+    """Return, by archive, the index from which on its heads do not count: there the archive contradicts itself, or
+    another archive that has not contradicted itself."""
     at: dict[int, dict[str, set[bytes]]] = {}
     for one in heads:
         at.setdefault(one.index, {}).setdefault(one.archive, set()).add(one.head)

@@ -1,4 +1,4 @@
-"""The operating system and the event loop, as the swarm uses them: a clock that goes on while the machine sleeps,
+"""The operating system and the event loop, as peers use them: a clock that also counts while the machine sleeps,
 private folders whatever the umask, files that are whole or missing, and tasks whose exceptions are logged."""
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-UNSEEN_SECONDS = 1.0  # after a task's end, for its owner to take its exception; an awaiting owner takes it at once
+UNSEEN_SECONDS = 1.0  # seconds after a task's end, in which its owner should take its exception
 PARTIAL = ".partial"
 """The suffix of a file's name while it is written. A killed process leaves the file behind."""
 
 
 def now() -> float:
-    """Return the time in seconds. Unlike the monotonic clock, it goes on while a laptop's lid is closed, as for all
-    others."""
+    """Return the time in seconds since boot. Unlike the monotonic clock, it also counts while the machine is
+    suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def start_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Start a task. Its exception is logged if no caller takes it. All tasks outside of a TaskGroup start here."""
-    import asyncio  # here: the process that writes checkpoints needs no asyncio and must start fast
+    """Start a task, whose exception is logged if no caller takes it. All tasks outside of a TaskGroup must be started
+    by this function."""
+    import asyncio  # imported late: the process that writes checkpoints needs no asyncio and must start fast
 
     task = asyncio.create_task(work)
     task.add_done_callback(_look_later)
@@ -43,7 +44,8 @@ def start_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 
 def _look_later(task: asyncio.Task[Any]) -> None:
-    # true while no caller has taken the exception; asyncio itself logs it only when the task is deleted
+    # `_log_traceback` is true while no caller has taken the exception; asyncio itself logs it only when the task is
+    # deleted.
     if task._log_traceback:
         # A weak reference, because the traceback keeps the frames' memory alive. asyncio logs the exception of a
         # deleted task.
@@ -57,8 +59,8 @@ def _report_unseen(reference: weakref.ref[asyncio.Task[Any]]) -> None:
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel these tasks, and return when all have ended. The error of a task that had failed before is logged, unless
-    a caller has taken it. Errors during the cancellation are logged for debugging only."""
+    """Cancel these tasks, and return when all have ended. If a task had failed before and no caller has taken its
+    error, log the error; log errors during the cancellation for debugging only."""
     import asyncio
 
     failed = [task for task in tasks if task.done() and task._log_traceback]
@@ -72,12 +74,12 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
 
 def next_sequence(*last: int) -> int:
     """Return the sequence number of a peer's next heartbeat: milliseconds since the epoch, but above each of its `last`
-    numbers, even if the clock was set back or two heartbeats come within a millisecond."""
+    numbers, even if the clock was set back or two heartbeats are sent within a millisecond."""
     return max(time.time_ns() // 1_000_000, *(one + 1 for one in last))
 
 
 def make_private_folder(folder: Path) -> None:
-    """Create a folder, and missing parents, that only this user may enter. An existing one stays as it is. Raises:
+    """Create a folder, and missing parents, that only this user may enter. An existing folder stays as it is. Raises:
     OSError."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -89,18 +91,19 @@ def make_private_folder(folder: Path) -> None:
 
 
 def open_private(path: str, flags: int) -> int:
-    """Open a file that, if it is created now, only this user may read: an `opener` for secrets. Raises: OSError."""
+    """Return the descriptor of an opened file. If the file is created now, only this user may read it. Used as `opener`
+    for secrets. Raises: OSError."""
     return os.open(path, flags, 0o600)
 
 
 @contextmanager
 def temporary_folder(base: Path, prefix: str) -> Iterator[Path]:
-    """Create a private folder, and remove it at the end of the context. `sweep_folders` removes that of a killed
-    process."""
+    """Create a private folder, and remove it at the end of the context. If the process is killed, `sweep_folders`
+    removes the folder later."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         with suppress(FileNotFoundError), _held(folder) as is_ours:
-            if is_ours and folder.exists():  # otherwise it was swept before it was locked
+            if is_ours and folder.exists():  # otherwise another process has removed the folder before it was locked
                 try:
                     yield folder
                 finally:
@@ -110,8 +113,8 @@ def temporary_folder(base: Path, prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[bool]:
-    """Lock a folder for the context, unless a living process holds the lock; the kernel releases those of dead ones.
-    Yield whether it is locked. Raises: OSError."""
+    """Lock a folder for the context, unless a living process holds the lock; the kernel releases locks of dead
+    processes. Yield True if the folder is locked. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         try:
@@ -126,10 +129,10 @@ def _held(folder: Path) -> Iterator[bool]:
 
 @contextmanager
 def shared_folder(folder: Path) -> Iterator[None]:
-    """Create a private folder, or use that of another process. The last process to leave the context removes it, and
-    with it the folders beside it that killed processes left behind."""
+    """Create a private folder, or use an existing one together with other processes. The last process to leave the
+    context removes the folder, and folders beside it that killed processes left behind."""
     while (descriptor := _shared(folder)) is None:
-        pass  # another process has just removed it
+        pass  # another process has just removed the folder, so try again
     try:
         yield
     finally:
@@ -138,7 +141,8 @@ def shared_folder(folder: Path) -> Iterator[None]:
 
 
 def _shared(folder: Path) -> int | None:
-    """Return a descriptor that locks a folder against its removal; None if the folder was removed. Raises: OSError."""
+    """Return a descriptor that locks a folder against removal; None if another process has removed the folder. Raises:
+    OSError."""
     make_private_folder(folder)
     with suppress(FileNotFoundError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -151,7 +155,8 @@ def _shared(folder: Path) -> int | None:
 
 
 def sweep_folders(base: Path, prefix: str) -> None:
-    """Remove the temporary folders that killed processes of this user left behind."""
+    """Remove the folders in `base`, with names that begin with `prefix`, that killed processes of this user left
+    behind."""
     for folder in base.glob(f"{prefix}*"):
         with suppress(OSError):
             if folder.lstat().st_uid == os.getuid():
@@ -161,8 +166,8 @@ def sweep_folders(base: Path, prefix: str) -> None:
 
 
 def write_whole(path: Path, pieces: Iterable[bytes | memoryview], is_durable: bool = False) -> None:
-    """Write a file, whole or not at all. With `is_durable` it is whole after a power failure, too, which takes the
-    disk's time. Raises: OSError."""
+    """Write a file, whole or not at all. With `is_durable` wait for the disk, so that the file survives a power
+    failure. Raises: OSError."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         with partial.open("wb") as file:
@@ -180,7 +185,7 @@ def write_whole(path: Path, pieces: Iterable[bytes | memoryview], is_durable: bo
 
 
 def sync_folder(folder: Path) -> None:
-    """Write a folder's new file names to the disk. Raises: OSError."""
+    """Write the names of a folder's new files to the disk. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

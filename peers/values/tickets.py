@@ -20,13 +20,13 @@ from peers.values.identity import KEY_BYTES, Identity, Signature, key_of_peer, p
 from peers.values.wire import Count, RunId, Value, WireError, digest_of, pack, pack_plain, unpack
 
 TICKET_PREFIX = "diloco-ticket:"
-SHOWN_BYTES = 256  # of a ticket, as heartbeats show it
+SHOWN_BYTES = 256  # maximum bytes of a ticket as heartbeats show it
 TICKET_BYTES = 1024  # maximum bytes of a packed ticket; usual ones have about 200
-ID_BYTES = 8  # of a grant's digest, enough that no two tickets of a run collide by chance
-GRANT_CONTEXT = b"diloco-peer grant\0"  # keeps signatures for other purposes from counting here
+ID_BYTES = 8  # bytes of a grant's digest: enough that no two tickets of a run have the same by chance
+GRANT_CONTEXT = b"diloco-peer grant\0"  # prefix of signed bytes, so that no other signature is valid as a grant's
 BEARER_CONTEXT = b"diloco-peer bearer\0"
-REVOKED_LIMIT = 2000  # maximum number of tickets on one list, which is sent whole: 20 KB
-LIST_BYTES = 64 * 1024  # maximum bytes of a packed list
+REVOKED_LIMIT = 2000  # maximum tickets on one list, which is sent whole: 20 KB
+LIST_BYTES = 64 * 1024  # maximum bytes of a packed list of revoked tickets
 REVOCATION_CONTEXT = b"diloco-peer revocations\0"
 GRACE = 600.0
 """Seconds after a ticket's expiry for which other peers still accept it: more than honest clocks differ. Its holder
@@ -38,17 +38,18 @@ TicketId = Annotated[bytes, Field(strict=True, min_length=ID_BYTES, max_length=I
 
 
 class TicketError(ValueError):
-    """A ticket, or a list of revoked ones, that is not valid. The message says why, as the end of a sentence about
-    it."""
+    """Error: a ticket, or a list of revoked tickets, is not valid. The message gives the reason, as the end of a
+    sentence."""
 
 
 def _grant(run: str, key: bytes, is_for_bearers: bool, expires: int) -> bytes:
-    """Return the bytes of a ticket that the organiser signs. `expires` is in seconds since the epoch."""
+    """Return the bytes that the organiser signs for a ticket. `expires` is in seconds since the epoch."""
     return GRANT_CONTEXT + pack_plain([run, key, is_for_bearers, expires])
 
 
 class ShownTicket(Value):
-    """A ticket as the heartbeats of one peer show it. Only a bearer ticket has a signature of the peer's id."""
+    """A ticket as one peer's heartbeats show it. A ticket for all bearers also has its bearer key's signature of the
+    peer's id."""
 
     key: Key
     expires: Count
@@ -57,15 +58,16 @@ class ShownTicket(Value):
 
 
 class _CheckedTicket(NamedTuple):
-    """The facts of a ticket with valid signatures. `expires` is in seconds since the epoch."""
+    """The id and expiry of a ticket with valid signatures. `expires` is in seconds since the epoch."""
 
     id: bytes
     expires: int
 
 
-@lru_cache(maxsize=4096)  # a peer's heartbeats show the same bytes; a signature takes 0.1 ms to check
+@lru_cache(maxsize=4096)  # a peer's heartbeats repeat the same bytes, and a signature takes 0.1 ms to check
 def check_ticket(shown: bytes, peer: str, run: str, organiser: str) -> _CheckedTicket:
-    """Check that a packed ShownTicket admits a peer to a run, apart from its expiry. Raises: TicketError."""
+    """Return the id and expiry of a packed ShownTicket that admits a peer to a run. The caller must check the expiry.
+    Raises: TicketError."""
     try:
         ticket = unpack(ShownTicket, shown, SHOWN_BYTES)
     except WireError as error:
@@ -83,7 +85,7 @@ def check_ticket(shown: bytes, peer: str, run: str, organiser: str) -> _CheckedT
 
 
 class Ticket(Value):
-    """A ticket as people pass it on. `secret` is the seed of its bearer key; None if it is for one peer."""
+    """A ticket as people pass it on. `secret` is the seed of its bearer key; None if the ticket is for one peer."""
 
     run: RunId
     key: Key
@@ -93,7 +95,8 @@ class Ticket(Value):
 
     @classmethod
     def give(cls, run: str, organiser: Identity, expires: int, to: str | None = None) -> Self:
-        """Sign a ticket as the organiser: for the peer `to`, or for every peer that has the ticket."""
+        """Return a ticket that the organiser signs: for the peer `to`, or without `to` for every peer that has the
+        ticket."""
         bearer = Identity.generate()
         secret, key = (bearer.seed, bearer.public_bytes) if to is None else (None, key_of_peer(to))
         signature = organiser.sign(_grant(run, key, to is None, expires))
@@ -101,16 +104,16 @@ class Ticket(Value):
 
     @property
     def id(self) -> bytes:
-        """The id of the ticket in lists of revoked ones."""
+        """The id of this ticket in lists of revoked tickets."""
         return digest_of(_grant(self.run, self.key, self.secret is not None, self.expires))[:ID_BYTES]
 
     @property
     def peer(self) -> str | None:
-        """The id of the only peer that it admits; None if it admits every peer that has it."""
+        """The id of the only peer that this ticket admits; None if it admits every peer that has it."""
         return peer_id_of_bytes(self.key) if self.secret is None else None
 
     def shown_by(self, peer: str) -> bytes:
-        """Return the packed form that a peer's heartbeats show. Raises: AdmissionError when the ticket is for another
+        """Return the packed ShownTicket for a peer's heartbeats. Raises: AdmissionError when the ticket is for another
         peer."""
         if self.peer not in (None, peer):
             raise AdmissionError(
@@ -126,7 +129,7 @@ class Ticket(Value):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the ticket in a text. Raises: AdmissionError."""
+        """Return the ticket in a text. Raises: AdmissionError when the text is no ticket."""
         plain = "".join(text.split()).removeprefix(TICKET_PREFIX)
         try:
             packed = base64.b64decode(plain + "=" * (-len(plain) % 4), altchars=b"-_", validate=True)
@@ -153,7 +156,8 @@ class Revocations(Value):
 
     @classmethod
     def unpack(cls, packed: bytes, run: str, organiser: str) -> Self:
-        """Return the list in untrusted bytes. Raises: TicketError."""
+        """Return the list of revoked tickets in untrusted bytes, after a check of its signature. Raises:
+        TicketError."""
         try:
             found = unpack(cls, packed, LIST_BYTES)
         except WireError as error:
@@ -164,5 +168,5 @@ class Revocations(Value):
 
 
 def _revocation(run: str, number: int, revoked: tuple[bytes, ...]) -> bytes:
-    """Return the bytes of a list of revoked tickets that the organiser signs."""
+    """Return the bytes that the organiser signs for a list of revoked tickets."""
     return REVOCATION_CONTEXT + pack_plain([run, number, revoked])

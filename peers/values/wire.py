@@ -1,5 +1,5 @@
-"""Conversion of bytes to typed values and back, and types of fields that values share. All data from the network enters
-through `unpack`.
+"""Conversion of typed values to bytes and back, and types of fields that values share. All data from the network is
+checked by `unpack`.
 
 Values are pydantic models packed as msgpack arrays in field order: canonical (the same value always gives the same
 bytes, so digests can be taken of them), bounded in size, and checked field by field. Never pickle.
@@ -20,19 +20,20 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 from peers.errors import RemoteProtocolError
 from peers.values.leases import SampleRange
 
-# goes up when peers of the earlier version would misread this one's messages: the two cannot share a run
+# increased when peers of the earlier version would misread new messages: the two versions cannot share a run
 PROTOCOL_VERSION = 18
-DIGEST_BYTES = 32  # a BLAKE3 digest
-REASON_LIMIT = 500  # characters
-LONGEST_WAIT = 30 * 86400.0  # seconds
-MESSAGE_LIMIT = 1 << 20  # bytes; a roster of 1,000 peers with their leases needs about 200 KB
-NICKNAME_LENGTH = 32  # characters
+DIGEST_BYTES = 32  # bytes of a BLAKE3 digest
+REASON_LIMIT = 500  # maximum characters of a text from a peer
+LONGEST_WAIT = 30 * 86400.0  # maximum seconds in a message: 30 days
+MESSAGE_LIMIT = 1 << 20  # maximum bytes of a message; a roster of 1,000 peers with their leases needs about 200 KB
+NICKNAME_LENGTH = 32  # maximum characters of a name
 NICKNAME = r"^([!-~]([ -~]*[!-~])?)?$"
 """Printable ASCII without spaces at its ends; may be empty."""
 
 
 def _sample_range(plain: object) -> SampleRange:
-    """Return a checked range. pydantic would create each one anew, which would take most of a member's time."""
+    """Return a sample range from the network, checked. pydantic would create each range anew, which would take most of
+    a member's time."""
     match plain:
         case [start, stop] if type(start) is int and type(stop) is int and 0 <= start < stop < 2**62:
             return plain if type(plain) is SampleRange else SampleRange(start, stop)
@@ -40,8 +41,8 @@ def _sample_range(plain: object) -> SampleRange:
 
 
 def printable(text: str) -> str:
-    """Return a peer's text in a form that is safe for a terminal or a log: one line, no control characters, limited
-    length."""
+    """Return a peer's text in a form that is safe for a terminal or a log: one line, without control characters, at
+    most REASON_LIMIT characters."""
     return "".join(character if character.isprintable() else " " for character in text[:REASON_LIMIT])
 
 
@@ -56,12 +57,12 @@ Reason = Annotated[str, Field(strict=True, max_length=REASON_LIMIT), AfterValida
 
 @cache
 def field_names(kind: type[BaseModel]) -> tuple[str, ...]:
-    """Return the names of a model's fields in order. Cached, since pydantic looks for them anew each time."""
+    """Return the names of a model's fields in order. Cached, since pydantic collects them anew each time."""
     return tuple(kind.model_fields)
 
 
 class Value(BaseModel):
-    """Base of all values that cross the network: immutable, no unknown fields."""
+    """The base class of all values that peers send over the network: immutable, without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -76,15 +77,15 @@ class Value(BaseModel):
         return dict(zip(fields, plain, strict=True))
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy with some fields changed. Cached properties, such as digests, are computed anew."""
+        """Return a copy with some fields changed, without cached properties, such as digests."""
         copied = super().model_copy(update=update, deep=deep)
         for name in copied.__dict__.keys() - set(field_names(type(self))):
             del copied.__dict__[name]
         return copied
 
     def __eq__(self, other: object) -> bool:
-        """Compare fields. pydantic's own comparison covers more than these values have, and takes up to ten times as
-        long; each incoming message's position is compared."""
+        """Return True if all fields are equal. pydantic's own comparison takes up to ten times as long, and peers
+        compare the position of each message."""
         if self is other:
             return True
         if type(self) is not type(other):
@@ -93,7 +94,7 @@ class Value(BaseModel):
         if mine == theirs:
             return True
         fields = type(self).__pydantic_fields__
-        if len(mine) == len(theirs) == len(fields):  # otherwise one of them also has cached properties
+        if len(mine) == len(theirs) == len(fields):  # otherwise one of the values also has cached properties
             return False
         return all(mine.get(name) == theirs.get(name) for name in fields)
 
@@ -105,33 +106,33 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 def digest_of(data: Buffer) -> bytes:
-    """Return the BLAKE3 digest, 32 bytes."""
+    """Return the BLAKE3 digest of these bytes, 32 bytes."""
     return blake3(data).digest()
 
 
 def _plain_fields(value: Value) -> list[object]:
-    """Return a model's fields in order. msgpack calls this for objects that it cannot pack."""
+    """Return the fields of a value in order; msgpack calls this function for objects that it cannot pack."""
     fields = value.__dict__
     return [fields[name] for name in field_names(type(value))]
 
 
 def pack_plain(value: object) -> bytes:
-    """Return the canonical bytes of plain values, and of models among them."""
+    """Return the canonical msgpack bytes of plain values, and of `Value`s among them."""
     packed: bytes = msgpack.packb(value, default=_plain_fields, use_bin_type=True)
     return packed
 
 
 def pack(value: Value) -> bytes:
-    """Return the canonical bytes of a value."""
+    """Return the canonical msgpack bytes of a value."""
     return pack_plain(value)
 
 
 class WireError(ValueError):
-    """Bytes that are not a value of the expected kind."""
+    """Error: bytes are not a value of the expected kind."""
 
 
 def decode(data: bytes, limit: int = MESSAGE_LIMIT) -> Any:
-    """Return msgpack bytes as plain lists, numbers, strings and bytes. Raises: WireError."""
+    """Return the plain lists, numbers, strings and bytes in msgpack bytes. Raises: WireError."""
     if len(data) > limit:
         raise WireError(f"{len(data)} bytes exceed the limit of {limit}")
     try:
@@ -141,7 +142,7 @@ def decode(data: bytes, limit: int = MESSAGE_LIMIT) -> Any:
 
 
 def from_plain(kind: type[ValueT], plain: object) -> ValueT:
-    """Return nested lists in field order as a checked model. Raises: WireError naming the field."""
+    """Return a checked value of this kind from nested lists in field order. Raises: WireError naming the field."""
     try:
         return kind.model_validate(plain)
     except ValidationError as error:
@@ -151,12 +152,12 @@ def from_plain(kind: type[ValueT], plain: object) -> ValueT:
 
 
 def unpack(kind: type[ValueT], data: bytes, limit: int = MESSAGE_LIMIT) -> ValueT:
-    """Return bytes from the network as a checked model. Raises: WireError."""
+    """Return a checked value of this kind from bytes of the network. Raises: WireError."""
     return from_plain(kind, decode(data, limit))
 
 
 def unpack_from(peer: str, kind: type[ValueT], data: bytes, limit: int = MESSAGE_LIMIT) -> ValueT:
-    """Return bytes from `peer` as a checked model. Raises: RemoteProtocolError."""
+    """Return a checked value of this kind from bytes that `peer` sent. Raises: RemoteProtocolError."""
     try:
         return unpack(kind, data, limit)
     except WireError as error:
@@ -164,7 +165,7 @@ def unpack_from(peer: str, kind: type[ValueT], data: bytes, limit: int = MESSAGE
 
 
 def check_nickname(name: str) -> None:
-    """Raises: ValueError unless this is a valid name of a team or peer."""
+    """Raise ValueError unless this is a valid name of a team or peer."""
     if not name or len(name) > NICKNAME_LENGTH or not re.fullmatch(NICKNAME, name):
         raise ValueError(
             f"{name!r} is not a valid name of a team or peer: give 1 to {NICKNAME_LENGTH} printable ASCII characters,"
@@ -173,7 +174,7 @@ def check_nickname(name: str) -> None:
 
 
 class Reach(StrEnum):
-    """The way of bulk data between two peers; the same in both directions."""
+    """The kind of connection over which two peers send bulk data; the same in both directions."""
 
     OPEN = "open"
     """One of the two can dial the other."""

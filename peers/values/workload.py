@@ -1,4 +1,5 @@
-"""The interface of the training side. It has bytes and counts only: this package does not interpret the numbers."""
+"""The interface of the training side to the package `peers`, which handles bytes and counts only and does not interpret
+the numbers."""
 
 from __future__ import annotations
 
@@ -30,15 +31,15 @@ OnCaptured: TypeAlias = Callable[[int], Awaitable[None]]
 
 
 async def captures_nothing(fragment: int) -> None:
-    """Do nothing: in a run with one fragment nothing is captured before training ends."""
+    """Do nothing, as the default for `on_captured`: in a run with one fragment no values are stored before training
+    ends."""
 
 
 @dataclass(frozen=True)
 class InnerLoop:
     """The training of one peer for one outer step: from theta after `index` entries, at most `steps` inner steps on a
-    lease's samples, in their order. `tokens` are those that the log's lineage has trained before. `amendments` are
-    those that it has taken in until then; the last one is in force in that outer step, even for work that comes
-    late."""
+    lease's samples, in order. `tokens` is the number of tokens trained before in the log's lineage. `amendments` are
+    all in the log so far; the last one is in force in the outer step, even for work that is finished late."""
 
     index: int
     samples: tuple[SampleRange, ...]
@@ -48,7 +49,7 @@ class InnerLoop:
 
     @property
     def amendment(self) -> Amendment | None:
-        """The amendment in force."""
+        """The amendment in force in this outer step; None without one."""
         return self.amendments[-1].amendment if self.amendments else None
 
 
@@ -68,7 +69,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of one outer step's inner steps: the trained samples (a prefix of the lease) and their tokens.
+    """The result of one outer step's training: the trained samples (a prefix of the lease), the number of their tokens,
+    and the loss.
 
     `contribution` is the root over the chunks of its pseudo-gradient, once that is quantized in a `format`.
     """
@@ -83,7 +85,7 @@ class Trained:
 @dataclass(frozen=True)
 class Reduction:
     """The blocks to average for outer step `index`: checked blocks of a fragment, from `first_block` on, each with its
-    owner's weight. `formats` has the format of each; if it is empty, they are in the average's format.
+    owner's weight. `formats` has the format of each; if it is empty, all are in the average's format.
 
     Weights are tokens, or less for a contribution that is old or clipped. The sum is divided by `tokens`, the sum of
     the weights before clipping; by default it is the sum of the weights. The average may be written to `out`, which has
@@ -109,36 +111,36 @@ class Blocked(Protocol):
 
     @property
     def format_count(self) -> int:
-        """The number of formats in which a peer may contribute."""
+        """The number of formats in which a peer may send contributions."""
 
     def byte_range(self, first_block: int, last_block: int, format: int = 0) -> tuple[int, int]:
         """Return the byte offsets [start, stop) of blocks [first_block, last_block) within a payload."""
 
     def check(self, blocks: Blocks, first_block: int) -> None:
-        """Raises: BadBlocksError unless these bytes are whole blocks, from `first_block` on, that an encoder can
+        """Raise BadBlocksError unless these bytes are whole blocks, from `first_block` on, that an encoder can
         produce."""
 
 
 class ReplicatedState(Protocol):
-    """The state that the log drives: momentum and theta. A follower of a run needs only this. Calls are never
-    concurrent."""
+    """The state that the entries of the log determine: momentum and theta. A follower of a run needs only this
+    interface. Callers never make two calls at once."""
 
     @property
     def fragments(self) -> Sequence[Blocked]:
-        """The blocks of each fragment's payloads. Plain DiLoCo has one fragment."""
+        """The blocks of each fragment's payloads, by fragment. Plain DiLoCo has one fragment."""
 
     async def apply(
         self, payload: Blocks, index: int, fragment: int = 0, *, amendment: Amendment | None = None
     ) -> None:
-        """Take outer step `index` of one fragment with the payload, whole or not at all. `amendment` is the one that
-        the log has in force there; None for the manifest's values.
+        """Apply outer step `index` to one fragment with the averaged payload, whole or not at all. `amendment` is the
+        one in force; None for the manifest's values.
 
         Raises:
             BadBlocksError: the payload is invalid; nothing is changed.
         """
 
     async def state_digest(self) -> bytes:
-        """Return the digest of momentum and theta, 32 bytes: the same on every peer at one log position. See
+        """Return the digest of momentum and theta, 32 bytes: the same on every peer at one position of the log. See
         `digest_of_state`."""
 
     @property
@@ -146,15 +148,15 @@ class ReplicatedState(Protocol):
         """The number of bytes of momentum and theta together."""
 
     async def copy_state(self, out: memoryview) -> None:
-        """Write momentum's bytes, then theta's."""
+        """Write momentum's bytes, then theta's, to `out`."""
 
     async def restore(self, state: Blocks, state_digest: bytes) -> None:
-        """Replace momentum and theta. Raises: SnapshotError, and changes nothing, unless these bytes are the state with
-        that digest."""
+        """Replace momentum and theta by those in `state`. Raises: SnapshotError, with nothing changed, unless these
+        bytes have the digest `state_digest`."""
 
 
 class Workload(ReplicatedState, Protocol):
-    """The replicated state and the workers that train from it.
+    """The replicated state, and the workers that train from it.
 
     A payload is a sequence of `block_count` independently decodable blocks. Some calls may be concurrent, all others
     never are. `reduce` reads neither theta nor momentum, and may run beside anything. `copy_state` and `state_digest`
@@ -166,7 +168,8 @@ class Workload(ReplicatedState, Protocol):
     async def run_inner_loop(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
     ) -> Trained:
-        """Load theta into the workers and train. Cancelling stops them within an inner step.
+        """Load theta into the workers, train, and return the result. If the caller cancels this call, the workers stop
+        within one inner step.
 
         `on_captured` is awaited for each fragment but the last, once all workers have stored its local values. Those of
         the last fragment are stored when this returns. In a run with an overlap the workers then still take their last
@@ -175,8 +178,8 @@ class Workload(ReplicatedState, Protocol):
 
     async def contribution(self, fragment: int = 0, format: int = 0) -> Blocks:
         """Return a fragment's pseudo-gradient, quantized in a format, as a whole payload: the theta that its training
-        began with, less the local values. Called once for each capture. The bytes may reuse the memory of the call
-        before."""
+        began with, less the local values. Called once for each time that the workers have stored local values. The
+        bytes may reuse the memory of the previous call."""
 
     async def reduce(self, reduction: Reduction) -> Blocks:
         """Return the weighted average of the blocks: summed in fp32, in their order, and quantized once.
@@ -186,8 +189,8 @@ class Workload(ReplicatedState, Protocol):
         """
 
     def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0, format: int = 0) -> float:
-        """Return the sum of the squares of the values that a fragment's blocks, from `first_block` on, decode to. It
-        has the same bits on every machine.
+        """Return the sum of squares of the decoded values of a fragment's blocks, from `first_block` on. The result has
+        the same bits on every machine.
 
         Raises:
             BadBlocksError: the bytes are not whole blocks, or not what an encoder can produce.
@@ -203,18 +206,18 @@ class Workload(ReplicatedState, Protocol):
         *,
         amendment: Amendment | None = None,
     ) -> None:
-        """Take an outer step as `ReplicatedState.apply` does. With `keeps_work`, the training under way or finished
-        still counts, relative to the theta that it began with. `counts` is true if the average has this peer's
+        """Apply an outer step as `ReplicatedState.apply` does. With `keeps_work`, training under way or finished still
+        counts, relative to the theta that it began with. `counts` is True if the average includes this peer's
         contribution."""
 
     async def unchanged(self, index: int, fragment: int) -> None:
         """Record that outer step `index` leaves a fragment unchanged, since no peer has trained it. Workers that wait
-        for it go on."""
+        for the fragment continue."""
 
 
 class BadBlocksError(Exception):
-    """Bytes from a peer that are not blocks of a payload."""
+    """Error: bytes from a peer are not blocks of a payload."""
 
 
 class SnapshotError(Exception):
-    """Bytes that are not the expected state."""
+    """Error: bytes are not the expected state."""

@@ -217,7 +217,7 @@ def test_a_devices_memory_is_measured_beside_the_formula(kept: OptimizerState) -
 @pytest.mark.parametrize(
     ("name", "gpus"),
     [
-        pytest.param(*case, marks=() if case[0] in ("llama-15m", "llama-10b") else pytest.mark.thorough)
+        pytest.param(*case, marks=() if case[0] == "llama-15m" else pytest.mark.thorough)
         for case in device_memory.ON_CARDS
     ],
 )

@@ -394,6 +394,7 @@ def test_a_leader_with_a_slow_link_leads_all_the_same() -> None:
     assert views == {0}
 
 
+@pytest.mark.thorough
 def test_a_pair_of_which_one_hears_the_other_counts() -> None:
     """What the second sends reaches the first, and nothing comes back."""
     swarm = swarm_of(5)

@@ -115,6 +115,7 @@ class StallsFirst(CallsItAMinority):
             yield from super().says(to, message)
 
 
+@pytest.mark.thorough
 def test_most_who_call_themselves_a_minority_take_nobody_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leader that stalls for the partition grace goes on alone with its ally and one of the honest."""
     monkeypatch.setitem(KINDS, "stalls first", StallsFirst)

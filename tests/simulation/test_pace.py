@@ -26,7 +26,8 @@ BLOCKS, KEPT_BYTES = 7, 200
 SPEEDS = (1.0, 0.95, 0.9, 0.85)
 
 
-@pytest.mark.parametrize("unevenness", [pytest.param(0.0, marks=pytest.mark.thorough), 0.03])
+@pytest.mark.thorough
+@pytest.mark.parametrize("unevenness", [0.0, 0.03])
 def test_peers_that_are_nearly_as_fast_are_in_every_entry(unevenness: float) -> None:
     """Regression: each trained as much as the fastest, came later than the grace, and was in every other entry."""
     settings = replace(SETTINGS, minimum_peers=len(SPEEDS))
@@ -64,6 +65,7 @@ def test_a_leader_leads_on_where_entries_come_faster_than_beats() -> None:
     assert len(set(leaders)) == 1, leaders
 
 
+@pytest.mark.thorough
 def test_a_peer_that_is_never_ready_does_not_hold_up_each_round() -> None:
     """It asks for work once in half an hour: then the others wait for a twentieth of the training, 30 seconds."""
     settings, speeds = replace(SETTINGS, minimum_peers=4), (1.0, 1.0, 1.0, 0.001)
@@ -140,6 +142,7 @@ def test_an_asynchronous_run_does_not_wait_for_those_who_are_far_away(training: 
     assert going.count_of("peer4") >= 0.85 * len(going.entries), "so does who trains less"
 
 
+@pytest.mark.thorough
 def test_whoever_is_late_in_an_asynchronous_run_trains_all_the_time_and_all_of_it_counts() -> None:
     Watched.weights.clear()
     going = Uneven(0.5, 100.0, cycles=31)

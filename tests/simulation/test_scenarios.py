@@ -248,6 +248,7 @@ def of_five(kind: str | None) -> Entries:
     return entries
 
 
+@pytest.mark.thorough
 def test_who_says_that_it_reaches_nobody_changes_nothing_but_its_own_part() -> None:
     """Before, the leader became the only one that averages; and by heartbeats alone three honest peers were split."""
     usual, with_liar = of_five(None), of_five("reaches nobody")

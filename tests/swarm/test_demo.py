@@ -24,6 +24,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     site.assert_nothing_is_left()
 
 
+@pytest.mark.thorough
 def test_from_start_to_end(site: Site) -> None:
     """It ends with the run, within a minute; three are for a machine that is doing much else."""
     with site.start("demo", "--plain", "--peers", "2", "--minutes", "3", "--run", "run.toml", "--out", "demo") as demo:

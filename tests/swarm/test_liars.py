@@ -84,6 +84,7 @@ def test_a_joiner_gets_the_state_of_the_log(tell: Tell) -> None:
     tell(story)
 
 
+@pytest.mark.thorough
 def test_a_bit_that_flipped_is_put_right(tell: Tell) -> None:
     async def story(swarm: LiarSwarm) -> None:
         await swarm.led_by_others()

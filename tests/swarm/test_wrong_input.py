@@ -127,6 +127,7 @@ def test_identity_file(place: Place) -> None:
     assert "nowhere" in place.refuses(2, *join, "nowhere/identity.pem")
 
 
+@pytest.mark.thorough
 def test_no_corpus(place: Place, tmp_path: Path) -> None:
     run = Site(tmp_path).write_run("/nowhere/at/all")
     create = ("run", "create", str(run), "--initial-peer", place.address)

@@ -293,7 +293,8 @@ class Broken:
 
 
 @pytest.mark.usefixtures("_process_group_ends")
-@pytest.mark.parametrize("is_sharded", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_sharded", [False, True])
 def test_a_model_that_cannot_be_compiled_trains_all_the_same(
     is_sharded: bool, small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

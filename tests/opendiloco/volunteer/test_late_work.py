@@ -113,6 +113,7 @@ def test_late_work_counts_from_where_it_began_and_less_the_older_it_is(
     assert list(Reference(config).run(early))[2] != expected[2]
 
 
+@pytest.mark.thorough
 def test_late_work_trains_with_what_was_in_force_where_it_began_and_reads_what_its_lease_had(
     small_content: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -265,6 +265,7 @@ end([stage for stage in said if stage.startswith(("not compiling", "attention"))
 """
 
 
+@pytest.mark.thorough
 def test_what_fails_on_one_worker_alone_is_left_out_on_all(
     small_content: dict[str, Any], tmp_path: Path, ranks: Ranks
 ) -> None:
