@@ -201,10 +201,14 @@ class Exchange:
         if want.round != self.name or sender not in self.round.peers or sender == self.me:
             return []
         mask = slice(-(-self.round.chunks // 8))  # a few bytes can name half a million chunks that are not in the round
-        averages = [chunk for chunk in chunks_in(want.averages[mask]) if self._may_give(chunk)]
-        averages = averages[: max(0, GIVEN * self.round.chunks - self._outbox.asked[sender])]
-        self._outbox.asked[sender] += len(averages)
-        effects = self._owe([sender], True, averages)
+        averages = [chunk for chunk in chunks_in(want.averages[mask]) if chunk < self.round.chunks]
+        now = [chunk for chunk in averages if self.averages.is_right(chunk)]
+        now = now[: max(0, GIVEN * self.round.chunks - self._outbox.asked[sender])]
+        self._outbox.asked[sender] += len(now)
+        for chunk in averages:
+            if not self.averages.is_right(chunk):
+                self._outbox.later[chunk].add(sender)
+        effects = self._owe([sender], True, now)
         if self.me in self._weights:
             own = self._reducers.chunks_of(sender)
             lacking = self._outbox.not_under_way(sender, set(chunks_in(want.blocks[mask])).intersection(own))
@@ -212,9 +216,6 @@ class Exchange:
             self._outbox.asked_blocks[sender] += len(blocks)
             effects += self._owe([sender], False, blocks)
         return effects
-
-    def _may_give(self, chunk: int) -> bool:
-        return chunk < self.round.chunks and self.averages.is_right(chunk)
 
     # Data that the exchange accepts -------------------------------------------------------------------------------
     def is_with(self, peer: str) -> bool:
@@ -306,6 +307,8 @@ class Exchange:
             self.payload = None
         if event.sender == self.me:
             effects += self._owe(self.round.peers, True, [chunk])
+        elif self.averages.is_right(chunk):
+            effects += self._owe(sorted(self._outbox.later.pop(chunk, ())), True, [chunk])
         if self.averages.are_whole:
             effects.append(AssemblePayload(self.name))
         return effects
@@ -438,6 +441,8 @@ class Outbox:
     def __init__(self, now: float, resend: float) -> None:
         self.asked: Counter[str] = Counter()
         """Number of averages that each member got because it asked."""
+        self.later: defaultdict[int, set[str]] = defaultdict(set)
+        """By chunk: the members that asked for its average before this peer had it. They get it when it arrives."""
         self.asked_blocks: Counter[str] = Counter()
         self._owed: dict[Flight, bool] = {}  # True while the chunk is under way
         self._resend = resend

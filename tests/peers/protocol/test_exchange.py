@@ -507,6 +507,17 @@ def test_averages_are_given_to_any_member_that_asks() -> None:
     assert exchange.hear("c", other) == []
 
 
+def test_an_average_that_a_member_asks_for_too_early_is_sent_once_it_arrives() -> None:
+    """Regression: a member that cannot reach a reducer asked another one while the average was still on its way there.
+    That request was ignored, and the next one came three seconds later, in each round."""
+    exchange = opened("b")
+    for effect in (exchange.hear("a", wanted(averages=[2])), exchange.hear("a", wanted(averages=[2]))):
+        assert effect == []
+    assert exchange.handle(arrived(signed("c", 2))) == [average("a", 2)]
+    assert exchange.handle(ChunkSent(AT, "a", 2, reduced=True)) == []
+    assert exchange.hear("a", wanted(averages=[2])) == [average("a", 2)], "asked again, as it got lost"
+
+
 def test_another_average_than_the_proposed_one_is_not_given() -> None:
     exchange = whole()
     exchange.proposed(marks(*OTHERWISE))
