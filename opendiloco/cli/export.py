@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Place:
-    """The model that a command reads: from the peers of a run (`invite`) or from a checkpoint (`source`), with the
-    user's own files.
+    """The source of the model that `export` or `sample` reads: the peers of a run (`invite`) or a checkpoint
+    (`source`), with the user's own files.
 
     With `data` = None none of the run's text is read.
     """
@@ -72,7 +72,8 @@ class _Place:
 def _place_of(
     run: str | None, initial_peers: tuple[str, ...], model: Path | None, tokenizer: Path | None, **chosen: Any
 ) -> _Place:
-    """Return the model that the command's options name. Raises: UsageError if the options contradict each other."""
+    """Return the source of the model that the command's options name. Raises: UsageError if the options contradict each
+    other."""
     source = chosen["source"]
     if source is not None and not is_typed(click.get_current_context(), "run"):
         run = None  # --from on the command line prevails over a run id from the configuration file or the environment

@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _FollowPlan:
-    """The options of the command `follow`: `every` so many outer steps, a state is evaluated or exported. `page` is the
-    dashboard's socket, or None."""
+    """The options of `follow`. `every` is the number of outer steps between two states to evaluate or export; `page` is
+    the dashboard's socket, or None."""
 
     every: int
     evaluate: bool

@@ -114,7 +114,7 @@ class _Joining:
     page: socket.socket | None
 
     async def live(self, interrupts: Interrupts) -> None:
-        """Train until the owner ends the volunteer. After a long pause, take part in the run again."""
+        """Train until the owner ends the volunteer. After a long pause by the owner, take part in the run again."""
         from opendiloco.owner.controls import OwnerRequest, VolunteerStatus, serve_controls
         from opendiloco.storage.run_folder import RunFolder
 

@@ -85,7 +85,7 @@ class _LogPlace:
         return True
 
 
-PLACE = _LogPlace()  # place of this process, which the commands set
+PLACE = _LogPlace()  # run, peer and outer step in this process's log lines
 
 
 class _JsonFormatter(logging.Formatter):

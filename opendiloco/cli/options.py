@@ -92,8 +92,7 @@ class RunCommand(click.Command):
 
 
 class SettingsCommand(RunCommand):
-    """A command with an option for each setting of `join`, whose help lists the options in the sections of the
-    reference page."""
+    """A command with an option for each setting of `join`, which the help lists in the reference page's sections."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         titles = {setting.name: part.TITLE for part in JoinSettings.SECTIONS for setting in settings_of(part)}
@@ -131,8 +130,8 @@ def _option_for(setting: Setting, **changed: Any) -> Callable[[Command], Command
 
 
 def join_option(name: str, **changed: Any) -> Callable[[Command], Command]:
-    """Return a decorator that adds the option for a setting of `join` to another command. `changed` overrides arguments
-    of `click.option`."""
+    """Return a decorator that adds a `join` setting's option to another command. `changed` overrides click's
+    arguments."""
     return _option_for(JOIN[name], **changed)
 
 
@@ -176,8 +175,7 @@ def join_settings(needs_run: bool = True) -> Callable[[Command], Command]:
 
 
 def _checked(values: Mapping[str, Any]) -> JoinSettings:
-    """Return the settings of `join` from these values, checked. Raises: BadParameter, which names the option of the
-    first wrong value."""
+    """Return checked settings of `join`. Raises: BadParameter, which names the option of the first wrong value."""
     from pydantic import ValidationError
 
     try:
@@ -204,8 +202,7 @@ def _type_of(setting: Setting) -> Any:
 
 
 def run_here() -> str | None:
-    """Return the id of the run in which this machine's volunteers train; None if they train in no run, or in
-    several."""
+    """Return the id of the run in which this machine's volunteers train; None if they train in none or in several."""
     from opendiloco.owner.controls import volunteers
     from opendiloco.storage.run_folder import default_state_folder
 
@@ -231,22 +228,21 @@ own_files_options = all_of(
 
 
 def data_option(help: str) -> Callable[[Command], Command]:
-    """Return a decorator that adds --data, the option for the folders of a run's local sources. `help` describes the
-    use of their text."""
+    """Return a decorator that adds --data for the folders of a run's local sources. `help` describes their text's
+    use."""
     help += " Give one for each local source of the run, in their order."
     return typed_option("data", help=help, click_type=click.Path(exists=True, path_type=Path))
 
 
 def own_words(data: Sequence[Path], own: OwnFiles) -> list[str]:
-    """Return --data and the options for own files as words of a command, with TEXTS and PATH instead of this machine's
+    """Return --data and own files' options as a command's words, with TEXTS and PATH instead of this machine's
     paths."""
     named = [name for name, path in vars(own).items() if path is not None]
     return ["--data", "TEXTS"] * len(data) + [word for name in named for word in (f"--{name}", "PATH")]
 
 
 def open_dashboard(address: str | None) -> socket.socket | None:
-    """Open a socket for the dashboard that listens at `address` (HOST:PORT), print its URL, and return the socket; None
-    without an address.
+    """Return a socket that listens at `address` (HOST:PORT), and print the dashboard's URL; None without an address.
 
     Raises: LocalNetworkError.
     """
@@ -261,8 +257,7 @@ def open_dashboard(address: str | None) -> socket.socket | None:
 
 @contextmanager
 def reader(path: Path | None) -> Iterator[Identity]:
-    """Yield the key in the file `path`, or a new key if `path` is None, with which a command reads a run. Raises:
-    LocalNetworkError."""
+    """Yield the key with which to read a run: from the file `path`, or else a new key. Raises: LocalNetworkError."""
     from opendiloco.volunteer.identity import hold_identity
     from peers.values.identity import Identity
 
@@ -331,8 +326,7 @@ def _nearby(run_id: str) -> tuple[str, ...]:
 
 
 def known_addresses(addresses: tuple[str, ...], why: str = "no address of the swarm is known") -> tuple[str, ...]:
-    """Return the addresses as multiaddrs. Raises: UsageError if there are none; its text lists the ways to get an
-    address."""
+    """Return the addresses as multiaddrs. Raises: UsageError for none, whose text lists the ways to get an address."""
     if not addresses:
         raise click.UsageError(
             f"{why}: add --initial-peer, set {INITIAL_PEERS}, or initial_peers in the configuration file, or give the "
@@ -343,6 +337,6 @@ def known_addresses(addresses: tuple[str, ...], why: str = "no address of the sw
 
 
 def spelled_out(addresses: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the addresses as multiaddrs. PEER@example.org stands for the addresses of the node PEER that the DNS lists
-    for example.org."""
+    """Return the addresses as multiaddrs. PEER@HOST stands for the addresses of the node PEER that the DNS has for
+    HOST."""
     return tuple(NAMED_NODE.sub(r"/dnsaddr/\g<host>/p2p/\g<peer>", address) for address in addresses)

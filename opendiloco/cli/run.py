@@ -1,5 +1,4 @@
-"""The commands of an organiser: `plan` and `tokenize`, used before a run; and `run …`, which creates, shows and amends
-runs."""
+"""The organiser's commands: `plan` and `tokenize` before a run; `run …` creates, shows and amends runs."""
 
 from __future__ import annotations
 
@@ -123,8 +122,7 @@ def tokenize(
 
 
 def _section_of(config: RunConfig, place: int | None) -> SourceSection:
-    """Return the source of a run with the number `place`, from 1 (None: the only one), without shards. Raises:
-    UsageError if the run has no such source, or several for None."""
+    """Return the run's source number `place` (from 1; None: the only source), without shards. Raises: UsageError."""
     sources = config.data.all_sources
     if place is None and len(sources) > 1:
         raise click.UsageError(f"the run has {len(sources)} sources: choose one with --source.")
@@ -134,8 +132,7 @@ def _section_of(config: RunConfig, place: int | None) -> SourceSection:
 
 
 def _read_pieces(training: Path, held_out: Path, dtype: str) -> Iterator[Piece]:
-    """Yield the token ids in the files of training and held-out text, piece by piece. Raises: DataError for a file that
-    cannot be read."""
+    """Yield token ids from the training and the held-out file, piece by piece. Raises: DataError for a broken file."""
     import numpy as np
 
     kind: Any = np.dtype(dtype).newbyteorder("<")
@@ -211,7 +208,7 @@ def _create(
 
 @contextmanager
 def _collected_warnings() -> Iterator[list[str]]:
-    """Yield a list, to which each warning is added that is logged meanwhile."""
+    """Yield a list, to which the text of each logged warning is added until the context ends."""
     warnings = list[str]()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
@@ -223,8 +220,7 @@ def _collected_warnings() -> Iterator[list[str]]:
 
 
 def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
-    """Yield the lines that tell the organiser the next commands, for volunteers' machines and for the organiser's
-    own."""
+    """Yield lines with the next commands to type, on volunteers' machines and on the organiser's."""
     from opendiloco.run import local_tables
     from peers.network.contacts import host_of, is_loopback
 
@@ -303,8 +299,8 @@ def _needs(
 
 
 async def _announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:
-    """Announce a run to bootstrap nodes. Return the addresses of the nodes that remember it. Raises:
-    SwarmUnreachableError if no node does."""
+    """Announce a run. Return the addresses of the bootstrap nodes that keep it. Raises: SwarmUnreachableError for
+    none."""
     from opendiloco.volunteer.volunteer import connected
     from peers.network.bootstrap import announce_manifest
     from peers.values.identity import Identity
@@ -383,8 +379,7 @@ def _with_digest(config: RunConfig, table: str, digest: str) -> RunConfig:
 
 
 def _with_tokenizer_named(config: RunConfig) -> RunConfig:
-    """Return the run's configuration with the tokenizer's digest, if the tokenizer is not "bytes" and exists on this
-    machine.
+    """Return `config` with the digest of its tokenizer, unless that is "bytes" or not on this machine.
 
     Raises: MachineError when the run names another digest.
     """
@@ -403,8 +398,7 @@ def _with_tokenizer_named(config: RunConfig) -> RunConfig:
 
 
 def _with_tokens_named(config: RunConfig) -> RunConfig:
-    """Return the run's configuration with the digest of each source that is a folder of tokens, so that all peers read
-    the same tokens.
+    """Return `config` with the digest of each source that is a folder of tokens: all peers must read the same tokens.
 
     Raises: DataError when the run names another digest, or when a folder cannot be read.
     """
@@ -427,8 +421,7 @@ def _with_tokens_named(config: RunConfig) -> RunConfig:
 
 
 def _with_weights_named(config: RunConfig) -> RunConfig:
-    """Return the run's configuration with the digest of its initial weights, if they are pretrained. The whole model is
-    loaded into memory.
+    """Return `config` with the digest of its initial weights, if they are pretrained. Loads the model into memory.
 
     Raises: MachineError when the run names another digest; ManifestError and DataError: see `initial_theta`.
     """
@@ -446,7 +439,7 @@ def _with_weights_named(config: RunConfig) -> RunConfig:
 
 
 def _with_held_out_text_named(config: RunConfig) -> RunConfig:
-    """Return the run's configuration with the digest of its held-out text, if its local sources exist on this machine.
+    """Return `config` with the digest of its held-out text, if its local sources exist on this machine.
 
     A peer whose text has another digest does not publish its losses. Raises: DataError when the run names another
     digest, or when the text cannot be used; MachineError without memory for the tokens.
@@ -556,8 +549,7 @@ def _amend(
 
 
 async def _send_amendment(invite: Invite, key: Identity, changes: Mapping[str, Any]) -> tuple[Amendment, int]:
-    """Sign the run's next amendment and send it to peers. Return the amendment and the number of peers that accepted
-    it.
+    """Sign the run's next amendment and send it to peers. Return the amendment and the number of peers that accept it.
 
     Raises: DilocoPeerError.
     """
@@ -637,8 +629,7 @@ def _weight(text: str) -> tuple[str, float]:
 def _with_weights(
     data: DataSection, before: tuple[float, ...] | None, changes: Iterable[tuple[str, float]]
 ) -> tuple[float, ...]:
-    """Return the weights of a run's sources, in the order of the sources, after these changes. Raises: ManifestError
-    for an unknown source."""
+    """Return the weights of a run's sources, in the sources' order, after these changes. Raises: ManifestError."""
     weights = list(data.weights if before is None else before)
     names = [source.source for source in data.all_sources]
     for named, weight in changes:
@@ -654,7 +645,7 @@ def _with_weights(
 
 
 def _rise(view: RunView, amendment: Amendment) -> str:
-    """Return a warning if an amendment raises the inner learning rate, as a second decay may do; otherwise an empty
+    """Return a warning if an amendment raises the inner learning rate, as a second decay may do; or else an empty
     text."""
     from opendiloco.config.overrides import Overrides
     from opendiloco.training.outer import inner_learning_rate_factor
@@ -672,8 +663,7 @@ def _rise(view: RunView, amendment: Amendment) -> str:
 
 
 def _objection(view: RunView, overrides: Overrides, changes: Mapping[str, Any]) -> str:
-    """Return the reason why `changes` are too late, or lead to a learning rate of 0; an empty text if they are
-    valid."""
+    """Return the reason why `changes` are too late, or lead to learning rate 0; an empty text if they are valid."""
     taken, first = view.outer_step, view.outer_step + 1
     if view.is_finished:
         return (

@@ -70,8 +70,8 @@ class _Child:
 
     @classmethod
     async def start(cls, name: str, arguments: list[str], folder: Path) -> _Child:
-        """Start `diloco-peer ARGUMENTS` as a child process that logs to `folder`. Its own session keeps Ctrl-C away
-        from it: the demo ends its children in order."""
+        """Start `diloco-peer ARGUMENTS` as a child process that logs to `folder`. In its own session it does not
+        receive Ctrl-C, so that the demo can end its children in order."""
         ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
         log = folder / f"{name.replace(' ', '-')}.log"
         with log.open("wb") as file:

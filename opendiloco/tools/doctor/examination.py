@@ -372,8 +372,8 @@ class Examination:
         self._report(check_bandwidth(self._bandwidth))
 
     async def _find(self, transport: HivemindTransport, run_id: str) -> Run | None:
-        """Look up the run, report the findings on it, and return it with this machine's files; None if the bootstrap
-        nodes do not know the run, or if this machine has not named a file that the run needs."""
+        """Look up the run, report the findings on it, and return it with this machine's files; None if no node knows
+        the run, or if the settings do not name its model or tokenizer files."""
         try:
             run = await find_run(transport, run_id)
         except DilocoPeerError as error:
