@@ -90,8 +90,7 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
 
 
 def _owners_watch(settings: JoinSettings, view: JoinView, monthly: Sequence[Condition] = ()) -> OwnersWatch:
-    """Return the watch that pauses the volunteer by the owner's settings and by the conditions `monthly` of traffic
-    limits."""
+    """Return the watch that pauses the volunteer by the owner's settings and by the `monthly` traffic limits."""
     from opendiloco.owner.facts import Observer
     from opendiloco.owner.watch import OwnersWatch
 

@@ -266,7 +266,7 @@ async def _views(transport: HivemindTransport, run: Run) -> AsyncIterator[RunVie
 
 
 async def _compare(transport: HivemindTransport, run: Run) -> RunView:
-    """Return a view of the run as soon as it has two peers at the same outer step, or after `COMPARE_SECONDS`.
+    """Return a view of the run as soon as it has two peers at the same outer step, or after at most `COMPARE_SECONDS`.
 
     Only then their digests can be compared. With short outer steps that is rare.
     """
