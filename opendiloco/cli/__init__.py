@@ -1,4 +1,4 @@
-"""The command line `diloco-peer`. Each module holds some commands, which import heavy packages only when they run:
+"""The command line `diloco-peer`. Each module defines some commands, which import heavy packages only when they run:
 `--help` never waits for torch, hivemind or pydantic."""
 
 from __future__ import annotations

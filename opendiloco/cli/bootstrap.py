@@ -1,4 +1,5 @@
-"""The command `diloco-peer bootstrap`: a node with a fixed address, which remembers runs."""
+"""The command `diloco-peer bootstrap`: a node with a fixed address, through which peers find each other and the runs
+that it remembers."""
 
 from __future__ import annotations
 
@@ -26,15 +27,15 @@ if TYPE_CHECKING:
     from peers.network.transport import HivemindTransport
     from peers.values.manifest import SignedManifest
 
-LIBP2P_PORT, DATA_PORT = 31337, 31338  # fixed ports, so that a firewall is configured once
+LIBP2P_PORT, DATA_PORT = 31337, 31338  # fixed ports, so that an operator configures the firewall once
 RELAY_MEGABITS = 100.0
 """Default relay limit: a tenth of an ordinary server's link, and at most 32 TB a month in each direction."""
 
 
 def _check_addresses(addresses: tuple[str, ...], needs_peer_id: bool = False) -> None:
-    """Raises: ValueError for a malformed address."""
+    """Check the form of the multiaddrs that an option gives. Raises: ValueError for a malformed address."""
     if not addresses:
-        return  # saves the import of hivemind, which takes seconds
+        return  # no addresses: saves the import of hivemind, which takes seconds
     from peers.network.daemon import parse_addresses
 
     try:
@@ -159,7 +160,7 @@ def bootstrap(
 
 
 async def _tell_local_network(transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
-    """Announce the bootstrap node in the local network to peers of any run, until the task is cancelled."""
+    """Announce the bootstrap node to peers of any run in the local network, until the task is cancelled."""
     import asyncio
 
     from peers.network.neighbours import announced
@@ -169,14 +170,14 @@ async def _tell_local_network(transport: HivemindTransport, manifests: Iterable[
 
 
 def _are_here(addresses: tuple[str, ...]) -> bool:
-    """Return True if there is an address, and each address is a loopback address of this machine."""
+    """Return True if `addresses` is not empty and has only loopback addresses of this machine."""
     from peers.network.contacts import host_of, is_loopback
 
     return bool(addresses) and all(map(is_loopback, map(host_of, addresses)))
 
 
 def _show_addresses(addresses: tuple[str, ...]) -> None:
-    """Print the node's addresses and the commands that start a run."""
+    """Print the bootstrap node's addresses, and the commands with which an organiser starts a run."""
     click.echo("\n".join(("This node can be reached at", *(f"  {address}" for address in addresses))))
     where = "this" if _are_here(addresses) else "any"
     click.echo(f"To start a run with it, type on {where} machine (the first command writes a small run.toml):")

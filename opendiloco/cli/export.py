@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Place:
-    """The source of a model: the peers of a run (`invite`) or a checkpoint (`source`), and the user's own files.
+    """The source of the model that `export` or `sample` reads: the peers of a run (`invite`) or a checkpoint
+    (`source`), with the user's own files.
 
     With `data` = None none of the run's text is read.
     """
@@ -55,7 +56,8 @@ class _Place:
 
     @asynccontextmanager
     async def state(self) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
-        """Yield the run, its history and a workload that holds the state. Raises: DilocoPeerError."""
+        """Fetch or load the state; yield the run, its history, and a workload that holds the state. Raises:
+        DilocoPeerError."""
         from opendiloco.volunteer.states import find_origin, newest_state, state_of
 
         if self.source is not None:
@@ -70,10 +72,11 @@ class _Place:
 def _place_of(
     run: str | None, initial_peers: tuple[str, ...], model: Path | None, tokenizer: Path | None, **chosen: Any
 ) -> _Place:
-    """Return the source of the model that the options name. Raises: UsageError if they contradict each other."""
+    """Return the source of the model that the command's options name. Raises: UsageError if the options contradict each
+    other."""
     source = chosen["source"]
     if source is not None and not is_typed(click.get_current_context(), "run"):
-        run = None  # --from prevails over a run id from the configuration file or the environment
+        run = None  # --from on the command line prevails over a run id from the configuration file or the environment
     if run is None and source is None:
         run = run_here()
     if (run is None) == (source is None):
@@ -126,7 +129,7 @@ def export(out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) ->
     if out is None and push_to is None:
         raise click.UsageError("name where to write the model: give --out, --push-to or both.")
     if push_to is not None:
-        Remote(push_to)  # raises an error for a wrong URL before minutes of work
+        Remote(push_to)  # raises an error for a wrong URL now, before minutes of work
     with tempfile.TemporaryDirectory(prefix="diloco-peer-") as temporary:
         folder = Path(temporary) / "model" if out is None else out
 
@@ -147,7 +150,8 @@ def export(out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) ->
 
 
 def _commands(place: _Place, run: Run, past: Past, dtype: Dtype) -> str:
-    """Return the `export` commands that write the same model again, with words such as FOLDER instead of paths."""
+    """Return the text of `export` commands that write the same model again, with words such as FOLDER in place of
+    paths."""
     from opendiloco.volunteer.states import command_line
 
     options = own_words(place.data or (), place.own) + ([] if dtype == "float32" else ["--dtype", dtype])

@@ -50,7 +50,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _FollowPlan:
-    """The options of `follow`: which states to evaluate and export, and `page`, the dashboard's socket or None."""
+    """The options of `follow`. `every` is the number of outer steps between two states to evaluate or export; `page` is
+    the dashboard's socket, or None."""
 
     every: int
     evaluate: bool
@@ -114,7 +115,7 @@ def follow(
     invite = parse_run(run, initial_peers)
     plan, audit = _FollowPlan(page=open_dashboard(dashboard), **chosen), Audit()
     if plan.push_to is not None:
-        Remote(plan.push_to)  # raises an error for a wrong URL before minutes of work
+        Remote(plan.push_to)  # raises an error for a wrong URL now, before minutes of work
     with _staging(plan) as folder:
         run_interruptible(lambda interrupts: _follow(invite, identity, plan, folder, audit))
     audit.check()
@@ -122,7 +123,8 @@ def follow(
 
 @contextmanager
 def _staging(plan: _FollowPlan) -> Iterator[Path | None]:
-    """Yield a temporary folder in which models are written, so that no unfinished model is visible.
+    """Yield a temporary folder in which models are written before they are moved, so that no unfinished model is
+    visible.
 
     Yields None when no model is exported. Raises: MachineError.
     """
@@ -193,7 +195,7 @@ async def _track(
     source = follower_source(run, transport, lambda: following.past if following else None)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(dashboard(plan.page, lambda: [source]))
-        # A worker, which needs torch and the corpus, starts only if the plan evaluates or exports models.
+        # Only a plan that evaluates or exports models needs a worker, with torch and the corpus.
         model = await stack.enter_async_context(working(run, options)) if plan.needs_model else None
         state: ReplicatedState
         state = await retrying(partial(state_for, run, transport), poll) if model is None else model
@@ -223,7 +225,8 @@ async def _use_model(
     plan: _FollowPlan,
     folder: Path | None,
 ) -> float | None:
-    """Return the held-out loss of a state, if the model reads text, and print it. With a `folder`, also export it."""
+    """Evaluate a state's model, print its held-out loss (nats per token) and return it; None if no text is read. With a
+    `folder`, also export the model."""
     import asyncio
 
     from opendiloco.evaluation_turns import bits_per_byte
@@ -251,7 +254,8 @@ async def _use_model(
 
 
 def _deliver(made: Path, plan: _FollowPlan) -> str | None:
-    """Move the folder `made` to the plan's destinations. Log failures; return the names of those reached, or None."""
+    """Move the folder `made` with a model to the plan's destinations, and log failures. Return the destinations reached
+    as text, or None."""
     from opendiloco.storage.remote import push_folder, without_secrets
 
     places = []
@@ -300,7 +304,8 @@ def _show_reached(reached: Reached, as_json: bool) -> None:
 
 
 def _show_change(run: Run, reached: Reached, before: Amendment | None, as_json: bool) -> None:
-    """Print the values that an amendment changes from this outer step on. `before` = None: the manifest's values."""
+    """Print the run's values that an amendment changes after this outer step. `before` is the amendment in force until
+    then (None: the manifest's values)."""
     from opendiloco.view.amended import changed_values, changes_in_words, values_in_force
 
     amendment, config = reached.log.amendment, run.config

@@ -1,4 +1,5 @@
-"""The command group: loads commands from their modules, and turns errors into one line and an exit code."""
+"""The command group `diloco-peer`: loads each command from its module, and turns errors into one line and an exit
+code."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ EXIT_CODES = {
     130: "left at once: after a second Ctrl-C, or after the first when there is nothing to finish",
 }
 """Exit codes and their meaning, as `diloco-peer --help` and docs/commands.md show them."""
-UNEXPECTED, UNFIT, INTERRUPTED = 1, 16, 130  # exit codes that the command line sets without a DilocoPeerError
+UNEXPECTED, UNFIT, INTERRUPTED = 1, 16, 130  # exit codes set by the command line itself, not by a DilocoPeerError
 
 COMMANDS = {
     "demo": "machine:demo",
@@ -80,7 +81,8 @@ HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_d
 
 
 class _Commands(click.Group):
-    """The group of all commands, which loads a command when it is needed and reports its error."""
+    """The group of all commands. It imports a command's module when the command is needed, and reports the command's
+    errors."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -95,7 +97,8 @@ class _Commands(click.Group):
     def resolve_command(
         self, context: click.Context, arguments: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the arguments name. The error for an unknown name suggests similar names."""
+        """Return the command that the arguments name. Raises: UsageError, which suggests similar names, for an unknown
+        name."""
         name = arguments[0]
         if name not in COMMANDS and not name.startswith("-") and not context.resilient_parsing:
             from difflib import get_close_matches
@@ -115,9 +118,9 @@ class _Commands(click.Group):
 
     def invoke(self, context: click.Context) -> object:
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # print a substitute for what cannot be encoded
+            if isinstance(stream, io.TextIOWrapper):  # replace characters that the terminal's encoding does not have
                 stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")
-        # Deny other users writing to new files and folders: torch runs compiled code from its cache folder.
+        # Other users must not write to new files and folders: torch runs compiled code from its cache folder.
         os.umask(os.umask(0o077) | 0o022)
         try:
             result: object = super().invoke(context)
@@ -131,7 +134,7 @@ class _Commands(click.Group):
 
 
 def _report(error: Exception, debug: bool) -> int:
-    """Print an error on stderr, in one line and with `debug` also its traceback. Return the exit code."""
+    """Print an error on stderr in one line, with `debug` after its traceback. Return the exit code."""
     if debug:
         click.echo("".join(traceback.format_exception(error)), err=True)
     if isinstance(error, DilocoPeerError):
@@ -165,7 +168,8 @@ def _show_version(context: click.Context, parameter: click.Parameter, is_wanted:
 
 
 def _read_settings(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
-    """Read the configuration file into the context, from which the options take their values."""
+    """Read the configuration file and store its settings in click's context, from which the options take their
+    values."""
     if context.resilient_parsing:
         return
     try:

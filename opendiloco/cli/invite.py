@@ -103,7 +103,8 @@ def _revoke(
 
 
 def _organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Identity]:
-    """Return a manifest's run and its organiser's key. Raises: ManifestError, AdmissionError, LocalNetworkError."""
+    """Return the manifest in the file `path` and its organiser's key. Raises: ManifestError; AdmissionError if the key
+    or the run is the wrong one; LocalNetworkError."""
     from opendiloco.storage.run_folder import read_manifest
     from opendiloco.volunteer.identity import load_identity
 
@@ -123,7 +124,7 @@ def _organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Ident
 async def _publish_revocations(
     run: SignedManifest, key: Identity, given: GivenTickets, ids: tuple[str, ...], initial_peers: tuple[str, ...]
 ) -> int:
-    """Sign the next list of revoked tickets and send it to the run's nodes. Return the number of nodes reached.
+    """Sign the run's next list of revoked tickets and send it to the run's nodes. Return the number of nodes reached.
 
     Raises: SwarmUnreachableError when no node is reached; the list is kept and sent with the next revocation.
     """
@@ -149,7 +150,7 @@ async def _publish_revocations(
                 return True
             return False
 
-        for node in nodes:  # fetches lists that the organiser signed on another machine, before a new list is signed
+        for node in nodes:  # first fetches the lists that the organiser has signed on other machines
             await exchange(node)
         admission.revoke(pack(given.revoke(ids, key, admission.revocations)))
         used = sum(bool(admission.refusal(beat.peer, beat.ticket, time.time())) for beat in beats)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-ADDRESSES = 8  # most addresses in a volunteer's answer to its owner: the answer's size is limited
+ADDRESSES = 8  # most addresses in a volunteer's answer to its owner, because the answer's size is limited
 
 
 @click.command(cls=SettingsCommand)
@@ -86,11 +86,11 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
             run_interruptible(joining.live)
         finally:
             view.close()
-            gc.freeze()  # the process ends now, and Python 3.11 crashed when it collected views of shared memory
+            gc.freeze()  # Python 3.11 crashed at the process's end when it collected views of shared memory
 
 
 def _owners_watch(settings: JoinSettings, view: JoinView, monthly: Sequence[Condition] = ()) -> OwnersWatch:
-    """Return the watch that pauses the volunteer by the owner's settings and by `monthly` traffic limits."""
+    """Return the watch that pauses the volunteer by the owner's settings and by the `monthly` traffic limits."""
     from opendiloco.owner.facts import Observer
     from opendiloco.owner.watch import OwnersWatch
 
@@ -102,7 +102,7 @@ def _owners_watch(settings: JoinSettings, view: JoinView, monthly: Sequence[Cond
 
 @dataclass(frozen=True)
 class _Joining:
-    """One running `join`. `page` is the socket of its dashboard, or None."""
+    """The context of one running `join`. `page` is the listening socket of its dashboard, or None."""
 
     settings: JoinSettings
     invite: Invite
@@ -113,13 +113,13 @@ class _Joining:
     page: socket.socket | None
 
     async def live(self, interrupts: Interrupts) -> None:
-        """Train until asked to leave. After a long pause of the owner's, take part again."""
+        """Train until the owner ends the volunteer. After a long pause by the owner, take part in the run again."""
         from opendiloco.owner.controls import OwnerRequest, VolunteerStatus, serve_controls
         from opendiloco.storage.run_folder import RunFolder
 
         interrupts.heard = self.watch.stop
         folder = RunFolder.at(self.invite.run_id, self.key.peer_id, self.settings.state).path
-        sources: list[Source] = []  # none while this machine is paused
+        sources: list[Source] = []  # the dashboard's sources; empty while the volunteer is paused
         page: AbstractAsyncContextManager[None] = nullcontext()
         if self.page is not None:
             from opendiloco.dashboard.server import dashboard
@@ -135,7 +135,7 @@ class _Joining:
                 await self._take_part(interrupts, sources)
                 if not self.watch.comes_back:
                     break
-                gc.collect()  # frees the memory while the volunteer is paused
+                gc.collect()  # frees memory while the volunteer is paused
 
     async def _take_part(self, interrupts: Interrupts, sources: list[Source]) -> None:
         """Take part in the run once, until the volunteer leaves or pauses. Raises: AdmissionError, MachineError."""
@@ -176,7 +176,8 @@ class _Joining:
 
 
 def _view_for(log: LogOptions, is_plain: bool) -> JoinView:
-    """Begin to log, and return the view for `join`: a live screen, or log lines if stdout is no terminal."""
+    """Begin to log, and return the view for `join`: a live screen, or log lines if stdout is no terminal or
+    `is_plain`."""
     from opendiloco.view.progress import Lines, Screen
 
     if is_plain or (log.is_json and log.file is None) or not sys.stdout.isatty():
@@ -187,7 +188,7 @@ def _view_for(log: LogOptions, is_plain: bool) -> JoinView:
 
     console = Console()
     if log.file is None:
-        # The live screen already shows each outer step, so only warnings are logged beside it.
+        # The live screen already shows each outer step, so only warnings are logged above it.
         log.send_to(RichHandler(console=console, show_path=False, show_level=False, show_time=False), "warning")
     else:
         log.start("info")
@@ -205,7 +206,8 @@ _volunteer_options = all_of(
 
 
 def _find(run: str | None, state: Path | None, peer: str, all_of_them: bool) -> list[Path]:
-    """Return the sockets of the chosen volunteers. Raises: MachineError for none, or for several without `--all`."""
+    """Return the control sockets of the volunteers that the options choose. Raises: MachineError if there is none, or
+    several without `--all`."""
     from opendiloco.owner.controls import volunteers
     from opendiloco.storage.run_folder import default_state_folder
     from peers.values.manifest import Invite
@@ -231,13 +233,14 @@ def _find(run: str | None, state: Path | None, peer: str, all_of_them: bool) -> 
 
 
 def _name(volunteer: Path) -> str:
-    """Return a volunteer's run id and the end of its peer id, as text."""
+    """Return the run id and the end of the peer id of the volunteer with this control socket, as text."""
     run, peer = volunteer.parent.parent.name, volunteer.parent.name
     return f"{run} (…{peer[-8:]})"
 
 
 def _command(do: Literal["pause", "resume", "finish"], anyway: bool = False, **which: Any) -> None:
-    """Send a request to each chosen volunteer and print its answer. Raises: MachineError without an answer."""
+    """Send a request to each chosen volunteer and print its answer. Raises: MachineError if a volunteer does not
+    answer."""
     from opendiloco.owner.controls import OwnerRequest, ask
 
     for path in _find(**which):

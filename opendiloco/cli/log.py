@@ -1,4 +1,4 @@
-"""The commands `diloco-peer log …`, which print and verify the log on this machine."""
+"""The commands `diloco-peer log …`, which print and verify a run's log on this machine."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def _verify(
 
 
 def _find_log(run: str | None, folder: Path | None) -> Path:
-    """Return the folder of the log. Raises: UsageError unless there is exactly one; ManifestError."""
+    """Return the folder of the log that the options choose. Raises: UsageError if there is no log or several;
+    ManifestError for a malformed invite."""
     from opendiloco.storage.run_folder import RunFolder, default_state_folder
     from peers.log.folder import ENTRIES
     from peers.values.manifest import Invite
@@ -139,7 +140,7 @@ def _find_log(run: str | None, folder: Path | None) -> Path:
 
 
 def _find_manifest(log: Path, manifest: Path | None) -> Run:
-    """Return the run of a log, from the given manifest or the one beside the log. Raises: ManifestError."""
+    """Return the run of a log, from the file `manifest` or from the manifest beside the log. Raises: ManifestError."""
     from opendiloco.storage.run_folder import RunFolder, read_manifest
 
     if manifest is not None:
@@ -154,12 +155,12 @@ def _find_manifest(log: Path, manifest: Path | None) -> Run:
 
 
 def _cells(entry: Entry, header: Header) -> tuple[str, ...]:
-    """Return the cells of an entry's row in the table."""
+    """Return the cells of an entry's row in the table that `log show` prints."""
     from opendiloco.view.amended import amendment_in_words
 
     digests = (header.payload, header.digest, entry.state_digest)
     fragment, amended = f"/{header.fragment}" if header.fragment else "", header.amendment
-    in_all = f"{header.lineage_tokens:,}" if header.lineage_tokens else "-"  # only a cycle's last entry has a count
+    in_all = f"{header.lineage_tokens:,}" if header.lineage_tokens else "-"  # only a cycle's last entry has a token sum
     return (
         f"{header.index:,}{fragment}",
         f"{len(header.roster):,}",
@@ -171,7 +172,7 @@ def _cells(entry: Entry, header: Header) -> tuple[str, ...]:
 
 
 def _plain(entry: Entry, header: Header) -> dict[str, object]:
-    """Return an entry as JSON types, with digests in hexadecimal."""
+    """Return an entry of the log as JSON types, with digests in hexadecimal."""
     from opendiloco.view.amended import plain_amendment
 
     return {

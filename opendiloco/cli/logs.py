@@ -1,4 +1,5 @@
-"""The destination and the format of log lines: text or JSON, each with the run, the peer and the outer step."""
+"""The set-up of logging: the destination of log lines and their format, text or JSON, with the run, the peer and the
+outer step."""
 
 from __future__ import annotations
 
@@ -25,27 +26,29 @@ FILE_BYTES, OLD_FILES = 10_000_000, 3
 
 ORDINARY = frozenset({"opendiloco.storage.checkpointer", "opendiloco.workers.telemetry"})
 """Modules that log in each outer step, which may be short."""
-ORDINARY_SECONDS = 60.0  # seconds between two ordinary messages of one line of code, at least
+ORDINARY_SECONDS = 60.0  # least seconds between two ordinary messages of one line of code
 OF_STRANGERS = "peers.network"
-WARNINGS_AT_ONCE, WARNINGS_PER_SECOND = 30.0, 0.2  # limits for each line of code that logs
+WARNINGS_AT_ONCE, WARNINGS_PER_SECOND = 30.0, 0.2  # messages of one line of code: in a burst, and then a second
 
 
 def _is_no_disconnect(record: logging.LogRecord) -> bool:
-    """Return False for the traceback that asyncio logs when a peer disconnects while hivemind reads from it."""
+    """Return False for the traceback that asyncio logs when a peer disconnects while hivemind reads from the
+    connection."""
     error = record.exc_info[1] if record.exc_info else None
     return not (record.name == "asyncio" and isinstance(error, EOFError | ConnectionError))
 
 
 class _FloodGate:
-    """A filter that drops messages of one line of code when they come too fast: warnings and network messages, which
-    strangers can cause, and ordinary messages of outer steps."""
+    """A log filter that drops messages of one line of code when they come too fast: warnings and network messages,
+    which strangers can cause, and ordinary messages of outer steps."""
 
     def __init__(self) -> None:
         self._allowances: dict[tuple[str, int], Allowance] = {}
         self._left_out = Counter[tuple[str, int]]()
 
     def __call__(self, record: logging.LogRecord) -> bool:
-        """Return True if the record is to be logged. The next logged record says how many were dropped."""
+        """Return True if the record is to be logged. The next logged record of that line of code says how many were
+        dropped."""
         is_ordinary = record.name in ORDINARY and record.levelno < logging.WARNING
         if not (is_ordinary or record.levelno >= logging.WARNING or record.name.startswith(OF_STRANGERS)):
             return True
@@ -63,29 +66,30 @@ class _FloodGate:
 
 @dataclass
 class _LogPlace:
-    """The run, the peer and the outer step of this process; None while unknown."""
+    """The run, the peer and the outer step of this process, for its log lines; each is None while unknown."""
 
     run: str | None = None
     peer: str | None = None
     outer_step: Callable[[], int | None] = field(default=lambda: None)
 
     def fill(self, record: logging.LogRecord) -> bool:
-        """Add the place to a log record. Return True, as a filter that drops nothing."""
+        """Add the run, the peer and the outer step to a log record. Return True, since this log filter drops no
+        record."""
         step = self.outer_step()
         known = {"run": self.run, "peer": self.peer, "outer_step": step}
         record.known = {name: value for name, value in known.items() if value is not None}
-        run = self.run and self.run[: self.run.rfind("-") + 9]  # the run's name and the first digits of its digest
+        run = self.run and self.run[: self.run.rfind("-") + 9]  # the run's name and the first 8 digits of its digest
         parts = [run, self.peer and f"…{self.peer[-8:]}", "" if step is None else f"#{step}"]
         words = " ".join(filter(None, parts))
         record.place = f"[{words}] " if words else ""
         return True
 
 
-PLACE = _LogPlace()  # the run, peer and outer step of this process
+PLACE = _LogPlace()  # run, peer and outer step in this process's log lines
 
 
 class _JsonFormatter(logging.Formatter):
-    """A formatter that writes one JSON object a line.
+    """A log formatter that writes one JSON object a line.
 
     Its keys are `time`, `level`, `logger` and `message`; `run`, `peer` and `outer_step` if known; the keys of the
     caller's `details`; and `error`, the traceback of an exception.
@@ -106,7 +110,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _PlainFormatter(logging.Formatter):
-    """A formatter that writes text without control characters: some messages quote peers and manifests."""
+    """A log formatter that writes text without control characters, because some messages quote peers and manifests."""
 
     def format(self, record: logging.LogRecord) -> str:
         return fit_for_terminal(super().format(record).replace("\t", "    "))
@@ -114,14 +118,14 @@ class _PlainFormatter(logging.Formatter):
 
 @dataclass(frozen=True)
 class LogOptions:
-    """The options about logging. None leaves the choice to the command."""
+    """The values of the options about logging. `level` None: the command chooses. `file` None: stderr."""
 
     level: str | None
     file: Path | None
     is_json: bool = False
 
     def start(self, default_level: str) -> None:
-        """Begin to log to the file, or else to stderr.
+        """Begin to log to the file of --log-file, or else to stderr.
 
         Messages of other libraries are logged from level warning on; with level debug, all of them. Raises:
         MachineError when the file cannot be written.
@@ -139,7 +143,7 @@ class LogOptions:
         self.send_to(handler, default_level, FORMAT_WITH_PLACE)
 
     def send_to(self, handler: logging.Handler, default_level: str, format: str = FORMAT) -> None:
-        """Begin to log to this handler."""
+        """Begin to log to `handler`: messages from the level of --log-level on, or else from `default_level` on."""
         level = (self.level or default_level).upper()
         if level != "DEBUG":
             handler.addFilter(_is_no_disconnect)

@@ -105,7 +105,7 @@ def doctor(settings: JoinSettings, trial: bool, is_json: bool) -> None:
 
     refuse_torchrun(os.environ)
     invite = parse_run(settings.run, settings.initial_peers, settings.state) if settings.run else None
-    is_named = is_typed(click.get_current_context(), "identity")  # the default key may be in use by a volunteer
+    is_named = is_typed(click.get_current_context(), "identity")  # if not, a volunteer may be using the default key
     console = Console()
     is_live = console.is_terminal and not is_json
     with (
@@ -164,7 +164,7 @@ def _show_config(context: click.Context, settings: JoinSettings, as_json: bool) 
 
 
 def _origin(context: click.Context, setting: Setting) -> str:
-    """Return the source of a setting's value."""
+    """Return the source of a setting's value as text, such as "file" or "command line"."""
     source = context.get_parameter_source(setting.name)
     if source is ParameterSource.ENVIRONMENT:
         return f"environment, {setting.variable}"
@@ -174,7 +174,8 @@ def _origin(context: click.Context, setting: Setting) -> str:
 
 
 def _line(setting: Setting, value: Any, origin: str) -> str:
-    """Return a setting as a line of the configuration file, commented out if it has no value."""
+    """Return a setting as a line of the configuration file, with its source; commented out if the setting has no
+    value."""
     if value is None or value == ():
         unset = f"# {setting.name}"
         return f"{unset}  ({setting.default_text})" if setting.default_text else unset
@@ -228,7 +229,7 @@ WantedBy={target}
 )
 FINAL_CODES = "2 3 6 7 9 10 11 13 14 15"
 """Exit codes after which systemd must not restart the process, because only a person can fix the cause."""
-_LEAVE_SECONDS = {"join": 300, "bootstrap": 30}  # seconds between systemd's request to stop and its kill
+_LEAVE_SECONDS = {"join": 300, "bootstrap": 30}  # seconds from systemd's request to stop until it kills the process
 
 
 @click.group()
@@ -264,7 +265,7 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
     within = click.get_current_context().find_root()
     checked = group.get_command(within, command).make_context(command, list(given), parent=within)  # raises UsageError
     if not system:
-        Invite.parse(checked.params["run"])  # raises ManifestError
+        Invite.parse(checked.params["run"])  # raises ManifestError for a wrong invite
     name = "diloco-bootstrap" if system else "diloco-volunteer"
     folder = Path("/etc/systemd/system") if system else default_settings_path().parents[1] / "systemd" / "user"
     own = f"DynamicUser=yes\nStateDirectory={name}\nWorkingDirectory=%S/{name}\nEnvironment=HOME=%S/{name}"
@@ -300,6 +301,6 @@ def _install(system: bool, prints: bool, arguments: tuple[str, ...]) -> None:
 
 
 def _for_systemd(word: str) -> str:
-    """Return `word` quoted for a systemd unit, in which systemd replaces % and $, and splits at spaces."""
+    """Return `word` quoted for a systemd unit, because systemd replaces % and $, and splits at spaces."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{escaped}"' if escaped != word or re.search(r"[\s;']", word) or not word else word

@@ -1,4 +1,4 @@
-"""The options of the commands: those made from settings, and those that several commands share.
+"""The options of the commands: options made from settings, and options that several commands share.
 
 The first of these that has a value counts: the command line, the environment, the configuration file.
 """
@@ -43,7 +43,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def all_of(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
-    """Return one decorator that adds several options, in the order of the help."""
+    """Return one decorator that adds several options to a command, in the order of its help."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -55,7 +55,7 @@ def all_of(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
 
 # Options made from settings -------------------------------------------------------------------------------------------
 class _SettingOption(click.Option):
-    """An option that takes its value from the configuration file before it takes the default."""
+    """A click option that falls back on the configuration file before the default."""
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
         value, source = super().consume_value(ctx, opts)
@@ -67,14 +67,14 @@ class _SettingOption(click.Option):
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         try:
             return super().process_value(ctx, value)
-        except click.MissingParameter as error:  # `run` is the only required setting
+        except click.MissingParameter as error:  # only `run` can be missing: no other setting is required
             if ctx.info_name != "join" and (run := run_here()) is not None:
                 return run
             raise click.MissingParameter(HOW_TO_FIND_A_RUN, ctx, self) from error
 
 
 class RunCommand(click.Command):
-    """A command about one run, which accepts the invite without --run."""
+    """A command about one run, which accepts the run's invite as an argument, without --run."""
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[INVITE]"]
@@ -92,7 +92,7 @@ class RunCommand(click.Command):
 
 
 class SettingsCommand(RunCommand):
-    """A command with all settings, whose help shows them in the sections of the reference page."""
+    """A command with an option for each setting of `join`, which the help lists in the reference page's sections."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         titles = {setting.name: part.TITLE for part in JoinSettings.SECTIONS for setting in settings_of(part)}
@@ -107,12 +107,12 @@ class SettingsCommand(RunCommand):
 
 
 def is_typed(context: click.Context, name: str) -> bool:
-    """Return True if this option was given on the command line."""
+    """Return True if the option `name` was given on the command line."""
     return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def _option_for(setting: Setting, **changed: Any) -> Callable[[Command], Command]:
-    """Return the click option for a setting. `changed` overrides click's arguments."""
+    """Return a decorator that adds the click option for a setting. `changed` overrides arguments of `click.option`."""
     about: dict[str, Any] = {
         "cls": _SettingOption,
         "type": _type_of(setting),
@@ -130,12 +130,14 @@ def _option_for(setting: Setting, **changed: Any) -> Callable[[Command], Command
 
 
 def join_option(name: str, **changed: Any) -> Callable[[Command], Command]:
-    """Return the option for a setting of `join`, for another command that shares it."""
+    """Return a decorator that adds a `join` setting's option to another command. `changed` overrides click's
+    arguments."""
     return _option_for(JOIN[name], **changed)
 
 
 def typed_option(name: str, *, click_type: Any = None, **about: Any) -> Callable[[Any], Any]:
-    """Return the option for a setting of `join` that only the command line can set, not the environment or the file.
+    """Return a decorator that adds the option for a setting of `join`. Only the command line can set the option, not
+    the environment or the configuration file.
 
     `about` overrides fields of the `Setting`.
     """
@@ -173,7 +175,7 @@ def join_settings(needs_run: bool = True) -> Callable[[Command], Command]:
 
 
 def _checked(values: Mapping[str, Any]) -> JoinSettings:
-    """Return checked settings. Raises: BadParameter, which names the option of the first wrong value."""
+    """Return checked settings of `join`. Raises: BadParameter, which names the option of the first wrong value."""
     from pydantic import ValidationError
 
     try:
@@ -185,7 +187,7 @@ def _checked(values: Mapping[str, Any]) -> JoinSettings:
 
 
 def _type_of(setting: Setting) -> Any:
-    """Return click's type for one value of a setting."""
+    """Return the type that click gives each value of a setting."""
     if setting.choices:
         return click.Choice(setting.choices)
     if setting.kind is Path:
@@ -200,7 +202,7 @@ def _type_of(setting: Setting) -> Any:
 
 
 def run_here() -> str | None:
-    """Return the id of the run in which this machine's volunteers train; None for no run or for several."""
+    """Return the id of the run in which this machine's volunteers train; None if they train in none or in several."""
     from opendiloco.owner.controls import volunteers
     from opendiloco.storage.run_folder import default_state_folder
 
@@ -226,19 +228,21 @@ own_files_options = all_of(
 
 
 def data_option(help: str) -> Callable[[Command], Command]:
-    """Return the option for the folders of a run's local sources. `help` describes the use of their text."""
+    """Return a decorator that adds --data for the folders of a run's local sources. `help` describes their text's
+    use."""
     help += " Give one for each local source of the run, in their order."
     return typed_option("data", help=help, click_type=click.Path(exists=True, path_type=Path))
 
 
 def own_words(data: Sequence[Path], own: OwnFiles) -> list[str]:
-    """Return the options for local sources and own files, with words such as PATH instead of this machine's paths."""
+    """Return --data and own files' options as a command's words, with TEXTS and PATH instead of this machine's
+    paths."""
     named = [name for name, path in vars(own).items() if path is not None]
     return ["--data", "TEXTS"] * len(data) + [word for name in named for word in (f"--{name}", "PATH")]
 
 
 def open_dashboard(address: str | None) -> socket.socket | None:
-    """Return a socket that listens at HOST:PORT, and print its URL. Without an address, return None.
+    """Return a socket that listens at `address` (HOST:PORT), and print the dashboard's URL; None without an address.
 
     Raises: LocalNetworkError.
     """
@@ -253,7 +257,7 @@ def open_dashboard(address: str | None) -> socket.socket | None:
 
 @contextmanager
 def reader(path: Path | None) -> Iterator[Identity]:
-    """Yield the key in this file, or without a file a new key, for reading a run. Raises: LocalNetworkError."""
+    """Yield the key with which to read a run: from the file `path`, or else a new key. Raises: LocalNetworkError."""
     from opendiloco.volunteer.identity import hold_identity
     from peers.values.identity import Identity
 
@@ -266,7 +270,7 @@ def reader(path: Path | None) -> Iterator[Identity]:
 
 @contextmanager
 def writing(path: Path, remedy: str) -> Iterator[None]:
-    """Wrap code that writes to `path`. Raises: MachineError, with this remedy, if it cannot be written."""
+    """Turn an OSError of the code that writes to `path` into a MachineError with this remedy."""
     try:
         yield
     except OSError as error:
@@ -276,7 +280,7 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
 def refuse_torchrun(environment: Mapping[str, str]) -> None:
     """Raise SettingsError if torchrun has started several processes: each would be a volunteer on the same GPUs."""
     size = environment.get("WORLD_SIZE", "1")
-    if "TORCHELASTIC_RUN_ID" in environment and size != "1":  # Slurm and Kubeflow also set WORLD_SIZE
+    if "TORCHELASTIC_RUN_ID" in environment and size != "1":  # WORLD_SIZE alone may be Slurm's or Kubeflow's
         raise SettingsError(
             f"torchrun has started {size} processes (WORLD_SIZE), and each process would become a volunteer.",
             "Run `diloco-peer join` once on each machine, without torchrun: it starts a worker for each GPU.",
@@ -284,7 +288,7 @@ def refuse_torchrun(environment: Mapping[str, str]) -> None:
 
 
 def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = None) -> Invite:
-    """Return an invite with the run id and addresses of the run's swarm.
+    """Return an invite with the run id in `run`, and with addresses of the run's swarm.
 
     The addresses are those of the invite and of the option; else those of the environment or the configuration file;
     else those that this machine remembers in the `state` folder; else those of a volunteer that runs there; else those
@@ -294,7 +298,7 @@ def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = Non
 
     invite, initial_peers = Invite.parse(run), spelled_out(initial_peers)
     if invite.addresses and not is_typed(click.get_current_context(), "initial_peers"):
-        return invite  # addresses in the environment or the configuration file may be another swarm's
+        return invite  # the option's addresses, from the environment or the file, may be another swarm's
     addresses = tuple(dict.fromkeys((*invite.addresses, *initial_peers)))
     if not addresses:
         from opendiloco.owner.controls import volunteers
@@ -307,13 +311,13 @@ def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = Non
 
 
 def _nearby(run_id: str) -> tuple[str, ...]:
-    """Return the addresses of a run's peers in the local network; none if --no-local-network forbids the search."""
+    """Return the addresses of a run's peers in the local network; empty if --no-local-network forbids the search."""
     import asyncio
 
     from peers.network.neighbours import neighbours
 
     context = click.get_current_context()
-    # Most commands do not have this option, but the environment and the file can set it for them, too.
+    # The environment and the configuration file can set --no-local-network also for commands without this option.
     [option] = join_option("local_network")(lambda: None).__click_params__  # type: ignore[attr-defined]
     if not option.type_cast_value(context, option.consume_value(context, context.params)[0]):
         return ()
@@ -322,7 +326,7 @@ def _nearby(run_id: str) -> tuple[str, ...]:
 
 
 def known_addresses(addresses: tuple[str, ...], why: str = "no address of the swarm is known") -> tuple[str, ...]:
-    """Return the addresses, spelled out. Raises: UsageError for none, with ways to get one."""
+    """Return the addresses as multiaddrs. Raises: UsageError for none, whose text lists the ways to get an address."""
     if not addresses:
         raise click.UsageError(
             f"{why}: add --initial-peer, set {INITIAL_PEERS}, or initial_peers in the configuration file, or give the "
@@ -333,5 +337,6 @@ def known_addresses(addresses: tuple[str, ...], why: str = "no address of the sw
 
 
 def spelled_out(addresses: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the addresses as multiaddrs. PEER@example.org stands for the addresses that the DNS has of a node."""
+    """Return the addresses as multiaddrs. PEER@HOST stands for the addresses of the node PEER that the DNS has for
+    HOST."""
     return tuple(NAMED_NODE.sub(r"/dnsaddr/\g<host>/p2p/\g<peer>", address) for address in addresses)

@@ -1,4 +1,4 @@
-"""The commands of an organiser: `plan` and `tokenize` before a run, and `run …`, which creates and amends runs."""
+"""The organiser's commands: `plan` and `tokenize` before a run; `run …` creates, shows and amends runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-READ_AT_ONCE = 1 << 22  # tokens read from a file at once
+READ_AT_ONCE = 1 << 22  # most tokens read from a file at once
 GIVEN_TO = 16
 """Most peers to which an amendment is sent. They pass it on to the others."""
 
@@ -65,9 +65,9 @@ def plan(run_toml: Path, links_toml: Path, json_file: Path | None) -> None:
 
     config, links = RunConfig.from_toml(run_toml), LinksFile.from_toml(links_toml)
 
-    from opendiloco.model.build import sized_skeleton  # slow to import: errors in the files come first
+    from opendiloco.model.build import sized_skeleton  # slow import, so errors in the two files are reported first
 
-    with chdir(run_toml.parent):  # relative paths in run.toml start there
+    with chdir(run_toml.parent):  # base of the relative paths in run.toml
         planned = plan_of(config, sized_skeleton(config), links)
     found = forecast(planned)
     needed = {target: least_bandwidth(planned, target) for target in TARGETS}
@@ -108,7 +108,7 @@ def tokenize(
         raise click.UsageError("--tokens and --held-out need each other: give both or neither.")
     config = RunConfig.from_toml(run_toml)
     out, tokens, held_out = out.absolute(), tokens and tokens.absolute(), held_out and held_out.absolute()
-    with chdir(run_toml.parent), new_folder(out), watched_by(StageLog()):  # relative paths in run.toml start there
+    with chdir(run_toml.parent), new_folder(out), watched_by(StageLog()):  # base of the relative paths in run.toml
         tokenizer = build_tokenizer(config.tokenizer)
         if tokens is None or held_out is None:
             section, split = _section_of(config, source), config.data.held_out
@@ -122,7 +122,7 @@ def tokenize(
 
 
 def _section_of(config: RunConfig, place: int | None) -> SourceSection:
-    """Return the chosen source of a run, without shards. Raises: UsageError."""
+    """Return the run's source number `place` (from 1; None: the only source), without shards. Raises: UsageError."""
     sources = config.data.all_sources
     if place is None and len(sources) > 1:
         raise click.UsageError(f"the run has {len(sources)} sources: choose one with --source.")
@@ -132,7 +132,7 @@ def _section_of(config: RunConfig, place: int | None) -> SourceSection:
 
 
 def _read_pieces(training: Path, held_out: Path, dtype: str) -> Iterator[Piece]:
-    """Yield the token ids of two files, piece by piece. Raises: DataError."""
+    """Yield token ids from the training and the held-out file, piece by piece. Raises: DataError for a broken file."""
     import numpy as np
 
     kind: Any = np.dtype(dtype).newbyteorder("<")
@@ -185,11 +185,11 @@ def _create(
     config = RunConfig.from_toml(run_toml)
     remedy = "Name a folder with --out."
     with writing(out, remedy):
-        out.mkdir(parents=True, exist_ok=True)  # fails before the slow steps, if at all
+        out.mkdir(parents=True, exist_ok=True)  # if this folder cannot be created, fail before the slow steps
     with _collected_warnings() as warnings, chdir(run_toml.parent):
         config = _with_tokens_named(_with_tokenizer_named(config))
         _check(config, without_text)
-        from opendiloco.model.build import with_sizes_named  # imports transformers, after checks that do not need it
+        from opendiloco.model.build import with_sizes_named  # imports transformers; the checks above do not need it
 
         config = with_sizes_named(config)
         run = Run.sign(_with_held_out_text_named(_with_weights_named(config)), key)
@@ -202,13 +202,13 @@ def _create(
     with chdir(run_toml.parent):
         lines = list(_next_lines(run, invite, path, identity))
     click.echo("\n".join(lines))
-    for warning in warnings:  # again, since the lines above have moved them out of sight
+    for warning in warnings:  # repeated below the lines that have moved the warnings out of sight
         click.echo(f"warning: {warning}", err=True)
 
 
 @contextmanager
 def _collected_warnings() -> Iterator[list[str]]:
-    """Yield a list to which each warning that is logged is added."""
+    """Yield a list, to which the text of each logged warning is added until the context ends."""
     warnings = list[str]()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
@@ -220,7 +220,7 @@ def _collected_warnings() -> Iterator[list[str]]:
 
 
 def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
-    """Yield the lines that say what to type next, on volunteers' machines and on the organiser's."""
+    """Yield lines with the next commands to type, on volunteers' machines and on the organiser's."""
     from opendiloco.run import local_tables
     from peers.network.contacts import host_of, is_loopback
 
@@ -286,11 +286,11 @@ def _needs(
     from opendiloco.run import with_own_files
 
     config = with_own_files(RunConfig.from_toml(run_toml), OwnFiles(model, tokenizer))
-    from opendiloco.model.build import sized_skeleton  # slow to import: errors in run.toml come first
+    from opendiloco.model.build import sized_skeleton  # slow import, so errors in run.toml are reported first
     from opendiloco.workers.needs import needs_lines, needs_of
     from opendiloco.workers.options import WorkerOptions
 
-    with chdir(run_toml.parent):  # relative paths in run.toml start there
+    with chdir(run_toml.parent):  # base of the relative paths in run.toml
         skeleton, options = sized_skeleton(config), WorkerOptions(optimizer_state=optimizer_state)
     if as_json:
         click.echo(json.dumps(needs_of(config, skeleton, options=options).plain(), indent=2))
@@ -299,7 +299,8 @@ def _needs(
 
 
 async def _announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:
-    """Announce a run. Return the addresses of the nodes that remember it. Raises: SwarmUnreachableError for none."""
+    """Announce a run. Return the addresses of the bootstrap nodes that keep it. Raises: SwarmUnreachableError for
+    none."""
     from opendiloco.volunteer.volunteer import connected
     from peers.network.bootstrap import announce_manifest
     from peers.values.identity import Identity
@@ -315,7 +316,7 @@ async def _announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]
 
 
 def _check(config: RunConfig, without_text: bool = False) -> None:
-    """Check that the model and the inner optimizer of a run can be built. Imports transformers, which takes seconds.
+    """Check that a run's model and inner optimizer can be built. The check imports transformers, which takes seconds.
 
     Raises: ManifestError; DataError, also for local text that is not here, unless it is known to be elsewhere: the run
     has its digest, or is created `without_text`.
@@ -378,7 +379,7 @@ def _with_digest(config: RunConfig, table: str, digest: str) -> RunConfig:
 
 
 def _with_tokenizer_named(config: RunConfig) -> RunConfig:
-    """Return the run with the digest of its tokenizer, if it is not "bytes" and exists on this machine.
+    """Return `config` with the digest of its tokenizer, unless that is "bytes" or not on this machine.
 
     Raises: MachineError when the run names another digest.
     """
@@ -397,7 +398,7 @@ def _with_tokenizer_named(config: RunConfig) -> RunConfig:
 
 
 def _with_tokens_named(config: RunConfig) -> RunConfig:
-    """Return the run with the digest of each source that is a folder of tokens, so that all peers read the same.
+    """Return `config` with the digest of each source that is a folder of tokens: all peers must read the same tokens.
 
     Raises: DataError when the run names another digest, or when a folder cannot be read.
     """
@@ -420,7 +421,7 @@ def _with_tokens_named(config: RunConfig) -> RunConfig:
 
 
 def _with_weights_named(config: RunConfig) -> RunConfig:
-    """Return the run with the digest of its initial weights, if they are pretrained. Loads the model into memory.
+    """Return `config` with the digest of its initial weights, if they are pretrained. Loads the model into memory.
 
     Raises: MachineError when the run names another digest; ManifestError and DataError: see `initial_theta`.
     """
@@ -438,7 +439,7 @@ def _with_weights_named(config: RunConfig) -> RunConfig:
 
 
 def _with_held_out_text_named(config: RunConfig) -> RunConfig:
-    """Return the run with the digest of its held-out text, if its sources are local and exist on this machine.
+    """Return `config` with the digest of its held-out text, if its local sources exist on this machine.
 
     A peer whose text has another digest does not publish its losses. Raises: DataError when the run names another
     digest, or when the text cannot be used; MachineError without memory for the tokens.
@@ -548,7 +549,7 @@ def _amend(
 
 
 async def _send_amendment(invite: Invite, key: Identity, changes: Mapping[str, Any]) -> tuple[Amendment, int]:
-    """Sign the next amendment and send it to peers. Return the amendment and the number of peers that accepted it.
+    """Sign the run's next amendment and send it to peers. Return the amendment and the number of peers that accept it.
 
     Raises: DilocoPeerError.
     """
@@ -586,7 +587,7 @@ def _check_key(run: Run, key: Identity) -> None:
 
 
 def _next_amendment(view: RunView, key: Identity, changes: Mapping[str, Any]) -> Amendment:
-    """Return a signed amendment that applies `changes` to the newest amendment that the view's peers report.
+    """Return a signed amendment that applies `changes` to the newest amendment that the run's peers report.
 
     A decay without a start begins with the next outer step. Raises: ManifestError when the run cannot use the values.
     """
@@ -617,7 +618,7 @@ def _next_amendment(view: RunView, key: Identity, changes: Mapping[str, Any]) ->
 
 
 def _weight(text: str) -> tuple[str, float]:
-    """Return the source and the weight in a text SOURCE=WEIGHT. Raises: UsageError."""
+    """Return the source and the weight that `text` contains as SOURCE=WEIGHT. Raises: UsageError for another form."""
     source, _, weight = text.rpartition("=")
     try:
         return source, float(weight)
@@ -628,7 +629,7 @@ def _weight(text: str) -> tuple[str, float]:
 def _with_weights(
     data: DataSection, before: tuple[float, ...] | None, changes: Iterable[tuple[str, float]]
 ) -> tuple[float, ...]:
-    """Return the weights of a run's sources, in their order, after these changes. Raises: ManifestError."""
+    """Return the weights of a run's sources, in the sources' order, after these changes. Raises: ManifestError."""
     weights = list(data.weights if before is None else before)
     names = [source.source for source in data.all_sources]
     for named, weight in changes:
@@ -644,13 +645,14 @@ def _with_weights(
 
 
 def _rise(view: RunView, amendment: Amendment) -> str:
-    """Return a warning if an amendment raises the inner learning rate, as a second decay may do; else an empty text."""
+    """Return a warning if an amendment raises the inner learning rate, as a second decay may do; or else an empty
+    text."""
     from opendiloco.config.overrides import Overrides
     from opendiloco.training.outer import inner_learning_rate_factor
 
     config, step = view.run.config, (view.outer_step + 1) * view.run.config.training.inner_steps
     if config.schedule.unit == "tokens":
-        return ""  # the rates below are computed for an inner step, without the run's token count
+        return ""  # the rates below are computed from an inner step, not from tokens
     before, after = (
         inner_learning_rate_factor(config, Overrides.of(each, config), step, 0)
         for each in (view.amended.latest, amendment)
@@ -661,7 +663,7 @@ def _rise(view: RunView, amendment: Amendment) -> str:
 
 
 def _objection(view: RunView, overrides: Overrides, changes: Mapping[str, Any]) -> str:
-    """Return the reason why `changes` are too late or lead to learning rate 0, or an empty text for valid changes."""
+    """Return the reason why `changes` are too late, or lead to learning rate 0; an empty text if they are valid."""
     taken, first = view.outer_step, view.outer_step + 1
     if view.is_finished:
         return (
@@ -673,7 +675,7 @@ def _objection(view: RunView, overrides: Overrides, changes: Mapping[str, Any]) 
         return f"decay.after = {overrides.decay.after}: the run has taken {taken} outer steps. Use {first} or more."
     streams = (
         not view.run.config.streaming.is_plain
-    )  # a streaming run's last cycle must be known as the last when it begins
+    )  # a streaming run's peers must know its last cycle when that cycle begins
     least = first + streams
     if overrides.total_outer_steps(view.run.config) < least:
         return f"outer_steps = {overrides.outer_steps}: the run has taken {taken} outer steps. Use {least} or more."

@@ -1,4 +1,4 @@
-"""The commands `runs`, which lists the runs that a bootstrap node remembers, and `status`, which shows one run."""
+"""The commands `runs`, which lists the runs that bootstrap nodes remember, and `status`, which shows one run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 NOT_MEASURED = "needs are not computed: the runs before took too long"
 MOST_SECONDS = 30.0
 """Most processor seconds for computing the needs of all runs: strangers' models may be slow to lay out, and many."""
-WATCH_SECONDS = 1.0  # seconds between two updates of the table, half the time between a peer's heartbeats
+WATCH_SECONDS = 1.0  # seconds between two updates of the table: half the time between a peer's heartbeats
 COMPARE_SECONDS = 15.0
 """Longest time that `status` waits to see two peers at the same outer step, which may be short."""
 
@@ -50,7 +50,7 @@ COMPARE_SECONDS = 15.0
 # Runs -----------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _ListedRun:
-    """A run in the list that `runs` prints.
+    """A run in the list that the command `runs` prints.
 
     `problem` is the reason why `view` or `needs` is missing; empty if both are known. `needs` is the memory, disk and
     traffic that the run needs on a machine.
@@ -62,7 +62,7 @@ class _ListedRun:
     needs: Needs | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the run as JSON types."""
+        """Return the listed run as JSON types."""
         view = self.view
         if view is None:
             return {"run": self.run_id, "problem": self.problem}
@@ -83,7 +83,8 @@ class _ListedRun:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield lines of text about the run, without control characters of a stranger's."""
+        """Yield lines of text about the run. Control characters, which a stranger may have put into them, are
+        replaced."""
         from opendiloco.quantities import in_words
         from peers.values.wire import printable
 
@@ -134,7 +135,8 @@ def runs(initial_peers: tuple[str, ...], limit: int, needs: bool, as_json: bool)
 
 
 async def _look(addresses: tuple[str, ...], limit: int) -> list[_ListedRun]:
-    """Return the runs that the nodes at these addresses list. Raises: SwarmUnreachableError, LocalNetworkError."""
+    """Return the runs that the bootstrap nodes at these addresses list, with their heartbeats or a problem. Raises:
+    SwarmUnreachableError, LocalNetworkError."""
     import asyncio
 
     from opendiloco.run import find_run
@@ -156,12 +158,13 @@ async def _look(addresses: tuple[str, ...], limit: int) -> list[_ListedRun]:
 
 
 def _processor_time() -> float:
-    """Return the processor seconds that this process and its ended children have used."""
+    """Return the processor time in seconds that this process and its ended children have used."""
     return sum(os.times()[:4])
 
 
 def _with_needs(found: Iterable[_ListedRun], clock: Callable[[], float] = _processor_time) -> Iterator[_ListedRun]:
-    """Yield the runs with their needs, or with the reason why these are unknown after `MOST_SECONDS`."""
+    """Yield the runs with their needs of memory, disk and traffic; after `MOST_SECONDS` of `clock`, with a reason why
+    the needs are unknown."""
     ends = clock() + MOST_SECONDS
     for each in found:
         if each.view is None:
@@ -173,12 +176,12 @@ def _with_needs(found: Iterable[_ListedRun], clock: Callable[[], float] = _proce
                 yield replace(each, needs=_needs_here(each.view.run))
             except DilocoPeerError as error:
                 yield replace(each, problem=error.message)
-            except ModuleNotFoundError as error:  # for example torch, which a bootstrap node may lack
+            except ModuleNotFoundError as error:  # for example torch, which a bootstrap node may not have
                 yield replace(each, problem=f"needs are not computed: the Python package {error.name} is missing here")
 
 
 def _needs_here(run: Run) -> Needs:
-    """Return the memory, disk and traffic that a run needs on a machine. Imports torch.
+    """Return the memory, disk and traffic that a run needs on a machine. The function imports torch.
 
     Raises: DataError for a model that each volunteer must name; ManifestError for a model that cannot be built.
     """
@@ -213,7 +216,7 @@ def status(run: str, initial_peers: tuple[str, ...], identity: Path | None, as_j
 
 
 async def _show_status(invite: Invite, key: Identity, as_json: bool, watch: bool) -> None:
-    """Print the state of the run, once or until cancelled. Raises: DilocoPeerError."""
+    """Print the state of the run, once or, with `watch`, again and again until cancelled. Raises: DilocoPeerError."""
     from rich.console import Console
     from rich.live import Live
 
@@ -251,7 +254,7 @@ async def _show_status(invite: Invite, key: Identity, as_json: bool, watch: bool
 
 
 async def _views(transport: HivemindTransport, run: Run) -> AsyncIterator[RunView]:
-    """Yield a view of the run's live peers every `WATCH_SECONDS`."""
+    """Yield a new view of the run's live peers every `WATCH_SECONDS`."""
     import asyncio
 
     from opendiloco.view.run_view import Agreement, RunView
@@ -263,7 +266,7 @@ async def _views(transport: HivemindTransport, run: Run) -> AsyncIterator[RunVie
 
 
 async def _compare(transport: HivemindTransport, run: Run) -> RunView:
-    """Return a view of the run, after waiting up to `COMPARE_SECONDS` for two peers at the same outer step.
+    """Return a view of the run as soon as it has two peers at the same outer step, or after at most `COMPARE_SECONDS`.
 
     Only then their digests can be compared. With short outer steps that is rare.
     """
@@ -278,7 +281,8 @@ async def _compare(transport: HivemindTransport, run: Run) -> RunView:
 
 
 def _picture(view: RunView, signed: SignedHeads, here: Mapping[str, VolunteerStatus]) -> Group:
-    """Return a table of the peers, with lines about the run and the volunteers on this machine below it."""
+    """Return the text that `status` prints: a table of the peers, and below it lines about the run and this machine's
+    volunteers."""
     from rich.console import Group
     from rich.text import Text
 
@@ -293,11 +297,11 @@ def _picture(view: RunView, signed: SignedHeads, here: Mapping[str, VolunteerSta
         return Group(run.run_id, "no live peers: this run is not training now", *signed_lines(signed), *own)
     table = peers_table([row_of(beat, run.config) for beat in view.peers], run.run_id)
     lines = *held_out_lines(view), *reach_lines(view.peers), *view.amended.lines(), *signed_lines(signed)
-    return Group(table, *map(Text, [*lines, str(view.agreement), *own]))  # Text: a peer's words must not be markup
+    return Group(table, *map(Text, [*lines, str(view.agreement), *own]))  # Text: rich finds no markup in peers' words
 
 
 def _volunteers_here(run_id: str) -> dict[str, VolunteerStatus]:
-    """Return the answers of a run's volunteers on this machine, by peer id."""
+    """Return the answers of this machine's volunteers in a run, by peer id."""
     from opendiloco.owner.controls import volunteers
     from opendiloco.storage.run_folder import default_state_folder
 
@@ -305,7 +309,8 @@ def _volunteers_here(run_id: str) -> dict[str, VolunteerStatus]:
 
 
 def _plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
-    """Return a heartbeat as JSON types: hexadecimal digests, `seen` in seconds since the epoch, by its peer's clock."""
+    """Return a heartbeat as JSON types: digests in hexadecimal; `seen`, the time by the peer's clock, in seconds since
+    1970."""
     from opendiloco.view.run_view import plain_peer
 
     return plain_peer(beat, config) | {

@@ -1,4 +1,4 @@
-"""Tools to try and plan a run: the doctor, which checks a machine, the planner, and the demo.
+"""Tools before a run: the doctor, which checks a machine; the planner, which forecasts a run; and the demo.
 
 Other rooms import:
 demo: DemoScreen, run_demo

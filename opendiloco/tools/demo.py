@@ -1,5 +1,5 @@
-"""A complete swarm on this machine, as `make demo` shows it. A bootstrap node and volunteers run as separate processes;
-half way, one is killed and a new one joins.
+"""The demo: a complete swarm on this machine, which `make demo` shows. A bootstrap node and volunteers run as separate
+processes; halfway, the demo kills one volunteer and starts another.
 
 The display reads only the DHT, as any observer could. The demo itself needs no torch: its child processes do.
 """
@@ -45,23 +45,23 @@ from peers.presence.membership import PARTICIPATING
 from peers.values.identity import Identity
 from peers.values.system import cancel_and_wait, make_private_folder, start_task
 
-LINES_SHOWN = 10  # last log lines that are shown of a process that did not start
-LOG_SECONDS = 0.1  # between two reads of a log
-STOP_SECONDS = 20.0  # limit for a process to end: it may finish a round before it leaves
-EVENTS_SHOWN = 8  # newest events on the screen, which must fit a small terminal
-PLAIN_SECONDS = 10.0  # between two lines about a peer, without a terminal
+LINES_SHOWN = 10  # newest log lines of a child process that an error message shows
+LOG_SECONDS = 0.1  # seconds between two reads of a child process's log
+STOP_SECONDS = 20.0  # seconds until a child process is killed: it may finish a round before it leaves
+EVENTS_SHOWN = 8  # number of newest events on the screen, which must fit a small terminal
+PLAIN_SECONDS = 10.0  # seconds between two lines about each peer in plain output
 DEFAULT_RUN = Path(__file__).parents[1] / "demo.toml"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-START_SECONDS = 60.0  # limit for the bootstrap node's start, which takes a few on an idle machine
-WRAP_UP_SECONDS = 10.0  # reserved for the end: fetching the state, evaluating, exporting, leaving
-LOOK_SECONDS = 0.5  # between two updates of the screen
+START_SECONDS = 60.0  # limit in seconds for the bootstrap node's start, which takes a few on an idle machine
+WRAP_UP_SECONDS = 10.0  # seconds reserved at the demo's end to fetch the state, evaluate and export it
+LOOK_SECONDS = 0.5  # seconds between two updates of the screen
 LONGER = "Give it more time: --minutes, or make demo MINUTES=…"
-SAMPLE_TOKENS = 160  # length of the sample that the model generates at the end
+SAMPLE_TOKENS = 160  # number of tokens that the model generates at the demo's end
 
 
 class _Child:
-    """A child process, whose output goes to the file `log`. Create it with `start`; to end it, `send` a signal and
-    await `ended`."""
+    """A child process of the demo, whose output goes to the file `log`. Create it with `start`; to end it, `send` a
+    signal and await `ended`."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
         self.name = name
@@ -70,8 +70,8 @@ class _Child:
 
     @classmethod
     async def start(cls, name: str, arguments: list[str], folder: Path) -> _Child:
-        """Start the process in a session of its own, so that Ctrl-C reaches only the demo, which then ends its children
-        in order."""
+        """Start `diloco-peer ARGUMENTS` as a child process that logs to `folder`. In its own session it does not
+        receive Ctrl-C, so that the demo can end its children in order."""
         ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
         log = folder / f"{name.replace(' ', '-')}.log"
         with log.open("wb") as file:
@@ -90,8 +90,8 @@ class _Child:
         return self._process.returncode
 
     async def line(self, pattern: str, seconds: float) -> str:
-        """Return the first match of the pattern in the log's lines. Raises: DemoError if the process ends or the time
-        is up before."""
+        """Wait for text in the log that matches `pattern`, and return that text. Raises: DemoError if the process ends
+        or `seconds` pass first."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 has_ended = False
@@ -114,7 +114,7 @@ class _Child:
             self._process.send_signal(number)
 
     async def ended(self) -> None:
-        """Wait for the process to end; kill it after `STOP_SECONDS`."""
+        """Wait until the process ends; kill it after `STOP_SECONDS`."""
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await self._process.wait()
@@ -124,8 +124,8 @@ class _Child:
 
 
 class DemoScreen:
-    """The display of the demo, a context manager: a live picture on a terminal; with `plain`, or without a terminal,
-    lines."""
+    """The display of the demo, a context manager. On a terminal it is a live table of the peers; with `plain`, or
+    without a terminal, it prints lines."""
 
     def __init__(self, seconds: float, plain: bool) -> None:
         self.console = Console()
@@ -147,11 +147,11 @@ class DemoScreen:
 
     @property
     def elapsed(self) -> float:
-        """The seconds since the demo began."""
+        """The seconds since the display was created."""
         return time.monotonic() - self._started
 
     def event(self, text: str) -> None:
-        """Show an event."""
+        """Show the text of an event with the time since the demo's start."""
         line = f"{_clock(self.elapsed)}  {text}"
         self._events.append(line)
         if self._live is None:
@@ -160,7 +160,7 @@ class DemoScreen:
             self._draw()
 
     def show(self, rows: Sequence[PeerRow]) -> None:
-        """Show the present rows of the peers."""
+        """Show the peers' current states: in the live table, or every `PLAIN_SECONDS` as lines."""
         self._rows = rows
         if self._live is not None:
             self._draw()
@@ -170,7 +170,7 @@ class DemoScreen:
                 self.say(f"{_clock(self.elapsed)}  {plain_line(row)}")
 
     def say(self, text: str) -> None:
-        """Print a line above the picture."""
+        """Print a line of text above the live table."""
         self.console.print(Text(text), soft_wrap=True)
 
     def _draw(self) -> None:
@@ -186,8 +186,8 @@ def _clock(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The outcome of a demo. `before` is the fresh model's held-out loss; `problems` are events that should not
-    happen."""
+    """The outcome of a demo. `before` is the held-out loss of the untrained model; `problems` are texts about
+    failures."""
 
     before: float
     facts: RunFacts
@@ -208,7 +208,7 @@ class _DemoVolunteer:
 
 @dataclass
 class _Swarm:
-    """The processes of the demo, and their state as the demo has observed it."""
+    """The demo's processes, and the volunteers' states as far as the demo has observed them."""
 
     run: Run
     address: str
@@ -237,7 +237,7 @@ class _Swarm:
         return self.volunteers[identity.peer_id]
 
     def observe(self, heartbeats: list[Heartbeat]) -> None:
-        """Record heartbeats from the DHT, and processes that have ended."""
+        """Record these heartbeats and the volunteers whose processes have ended, and update the screen."""
         self.agreement.observe(heartbeats)
         for beat in heartbeats:
             volunteer = self.volunteers.get(beat.peer)
@@ -267,7 +267,7 @@ class _Swarm:
         return max((one.heartbeat.index for one in self.live() if one.heartbeat), default=0)
 
     def finished(self) -> bool:
-        """Return True if every live volunteer has been through the whole run."""
+        """Return True if every live volunteer has reported the run's last outer step."""
         return all(one.heartbeat is not None and is_finished(one.heartbeat, self.run.config) for one in self.live())
 
     def _row(self, volunteer: _DemoVolunteer) -> PeerRow:
@@ -279,8 +279,8 @@ class _Swarm:
 
 
 async def run_demo(peers: int, run_toml: Path | None, out: Path | None, screen: DemoScreen) -> DemoResult:
-    """Run a swarm of `peers` volunteers in a new folder, by default a temporary one. It leaves no process behind.
-    Raises: DilocoPeerError if the demo cannot continue."""
+    """Run a swarm of `peers` volunteers with its files in the new folder `out` (None: a temporary one), and end all its
+    processes. Raises: DilocoPeerError if the demo cannot continue."""
     run_toml = run_toml or DEFAULT_RUN
     config = RunConfig.from_toml(run_toml)
     folders = [run_toml.parent / source for source in local_sources(config.data)]
@@ -303,17 +303,17 @@ async def run_demo(peers: int, run_toml: Path | None, out: Path | None, screen: 
                 await swarm.add_volunteer()
             return await _train_and_export(swarm, transport)
     finally:
-        for child in reversed(children):  # the bootstrap node last
+        for child in reversed(children):  # stops the bootstrap node last
             child.send(signal.SIGINT)
         for child in children:
             await child.ended()
-        sweep_sockets()  # the killed volunteer left sockets behind
+        sweep_sockets()  # deletes the sockets that the killed volunteer left behind
 
 
 async def _train_and_export(swarm: _Swarm, transport: HivemindTransport) -> DemoResult:
-    """Watch the volunteers from their start to the export of the model."""
+    """Watch the volunteers train until the demo's end, export the model, and return the demo's result."""
     async with AsyncExitStack() as stack:
-        # A worker of the demo itself, which evaluates the model before and after the training.
+        # The demo's own worker evaluates the model before and after the training.
         starting = start_task(stack.enter_async_context(working(swarm.run)))
         try:
             while not starting.done():
@@ -328,7 +328,8 @@ async def _train_and_export(swarm: _Swarm, transport: HivemindTransport) -> Demo
 
 
 async def _train(swarm: _Swarm, transport: HivemindTransport) -> None:
-    """Watch the training until the time is up or the run is over; half way, kill a volunteer and start another."""
+    """Watch the training until the demo's time is up or the run is over; halfway, kill a volunteer and start
+    another."""
     seconds = swarm.screen.seconds - WRAP_UP_SECONDS
     total = swarm.run.config.total_outer_steps
     while swarm.screen.elapsed < seconds and not swarm.finished():
@@ -339,7 +340,7 @@ async def _train(swarm: _Swarm, transport: HivemindTransport) -> None:
         if half_way and swarm.newcomer is None and (outer_step := swarm.outer_step()) > 0:
             victim = swarm.live()[-1]
             victim.fate = "killed"
-            victim.child.send(signal.SIGKILL)  # without a farewell, as a machine that loses power
+            victim.child.send(signal.SIGKILL)  # the volunteer sends no farewell, like a machine that loses power
             swarm.screen.event(f"{victim.name} was killed (SIGKILL) at outer step {outer_step}; the others go on")
             swarm.newcomer = await swarm.add_volunteer()
             swarm.screen.event(f"{swarm.newcomer.name} starts; it will fetch the run's state from a peer")
@@ -351,7 +352,8 @@ async def _look(swarm: _Swarm, transport: HivemindTransport) -> None:
 
 
 async def _finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWorkload, before: float) -> DemoResult:
-    """Fetch the state from a volunteer, end all volunteers, and export and evaluate the model."""
+    """Fetch the state from a volunteer, end all volunteers, export and evaluate the model, and return the demo's
+    result."""
     if swarm.outer_step() == 0:
         raise DemoError(f"the demo was too short: no outer step was taken in {duration(swarm.screen.elapsed)}.", LONGER)
     past = past_of(swarm.run, await fetch_state(swarm.run, transport, workload), {})
@@ -373,7 +375,7 @@ async def _finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWo
 
 
 def _judge(swarm: _Swarm, facts: RunFacts, before: float) -> tuple[str, ...]:
-    """Return the problems of the demo, and the parts that it was too short to show."""
+    """Return texts about the demo's problems, and about parts of the demo for which the time was too short."""
     problems = list(swarm.problems)
     if swarm.agreement.disagreements or (not swarm.agreement.compared and len(swarm.volunteers) > 2):
         problems.append(str(swarm.agreement))
@@ -390,7 +392,8 @@ def _judge(swarm: _Swarm, facts: RunFacts, before: float) -> tuple[str, ...]:
 
 
 def _prepare_folder(out: Path | None) -> Path:
-    """Return a new folder with a subfolder for logs. Raises: MachineError."""
+    """Create the new folder `out` (None: a temporary folder) with a subfolder for logs, and return its path. Raises:
+    MachineError if that fails."""
     if out is not None:
         make_folder(out)
     try:

@@ -1,5 +1,5 @@
-"""The planner: a forecast of a run for given machines and links, before they are rented: utilisation, tokens, traffic,
-cost, joining times and the bandwidth needed.
+"""The planner: forecasts a run on given machines and links, before they are rented: utilisation, tokens, traffic, cost,
+joining times and the bandwidth needed.
 
 Only sizing a model needs torch. docs/runs.md lists the assumptions.
 """
@@ -47,9 +47,10 @@ PEERS_LIMIT = 1000
 
 
 class PeerSection(Section):
-    """A number of equal peers. `latency_ms` is a round trip to a well-connected server, as ping shows it. Exactly one
-    of these gives the speed of each: `step_seconds` (an inner step of its whole batch), `tokens_per_second`, or `gpu`
-    (torch's name of it) with the number `gpus`. `optimizer_state` is the option of `join`."""
+    """A kind of peer in `links.toml`, with `count` equal peers. `latency_ms` is a round trip to a well-connected
+    server, as ping shows it. Exactly one of these gives the speed of each peer: `step_seconds` (an inner step of its
+    whole batch), `tokens_per_second`, or `gpu` (torch's name of it) with the number `gpus`. `optimizer_state` is the
+    option of `join`."""
 
     name: Name | None = None
     count: Positive = 1
@@ -77,7 +78,7 @@ class PeerSection(Section):
 
 
 class LinksFile(Section):
-    """The content of a `links.toml`."""
+    """The content of a `links.toml`: the peers with their links and speeds."""
 
     peers: Annotated[tuple[PeerSection, ...], Field(strict=False, min_length=1, max_length=PEERS_LIMIT)]
 
@@ -90,7 +91,7 @@ class LinksFile(Section):
 
     @classmethod
     def from_toml(cls, path: Path) -> Self:
-        """Read and check a file. Raises: ManifestError with a line for each problem."""
+        """Read a `links.toml` and return its checked content. Raises: ManifestError with a line for each problem."""
         content = read_toml(path, "Give a file that exists.")
         try:
             return cls.model_validate(content)
@@ -114,9 +115,10 @@ STEPPED = 1.69e9
 
 @dataclass(frozen=True)
 class PeerGroup:
-    """A number of equal peers. Bandwidths are bits a second, `latency` is the seconds of a round trip to a
-    well-connected server. With `gpus` 0, they train on the CPU. Memory in bytes and prices are None if not given.
-    `main_needed` is the main memory that the run needs, `gpu_needed` the memory of each GPU, without activations."""
+    """A kind of peer in a plan, with `count` equal peers. `up` and `down` are bits a second, `latency` is a round trip
+    to a well-connected server in seconds. With `gpus` 0, the peers train on the CPU. Memory is in bytes; it and the
+    price are None if not given. `main_needed` is the main memory that the run needs, `gpu_needed` the memory of each
+    GPU, without activations."""
 
     name: str
     count: int
@@ -133,19 +135,19 @@ class PeerGroup:
 
     @property
     def rate(self) -> float:
-        """The bits of data a second that its link carries, both ways at once."""
+        """The bits of data a second that a peer's link carries in both directions at once."""
         return LINK_SHARE * min(self.up, self.down)
 
     @property
     def uplink(self) -> float:
-        """The bytes of data a second that its uplink carries."""
+        """The bytes of data a second that a peer's uplink carries."""
         return LINK_SHARE * self.up / 8
 
 
 @dataclass(frozen=True)
 class _Round:
-    """One round, in seconds; and for each kind of peer: the payloads received (`moved`) and `sent`, the seconds for
-    which its link is busy, and the format of its contribution."""
+    """The forecast of one round, in seconds. Tuples have a value for each kind of peer: the payloads received (`moved`)
+    and `sent`, the seconds for which its link is `busy`, and the format of its contribution (`sending`)."""
 
     arithmetic: float
     delays: float
@@ -158,7 +160,7 @@ class _Round:
 
     @property
     def lag(self) -> float:
-        """The seconds of the round beside its transfer. During them the link is free for the next round."""
+        """The seconds of the round besides its transfer. During them the link is free for the next round."""
         return self.arithmetic + self.delays
 
     @property
@@ -175,9 +177,9 @@ def round_of(
     timing: Timing | None = None,
     overlaps: Sequence[float] = (),
 ) -> _Round:
-    """Return the round that averages `values` values of `bits` bits each; a peer encodes `encoded` values a second.
-    Chunks are dealt to reducers, and contributions may use the `thinner` formats (bits a value), as in the protocol.
-    `overlaps` are the seconds for which each kind of peer keeps training meanwhile; the default is none."""
+    """Return the forecast of a round that averages `values` values of `bits` bits; a peer encodes `encoded` values a
+    second. Chunks are dealt to reducers, and contributions may use the `thinner` formats (bits a value), as in the
+    protocol. `overlaps` are the seconds for which each kind of peer trains during the round; the default is 0."""
     timing, overlaps = timing or Timing(), overlaps or [0.0] * len(peers)
     kinds = [kind for kind, peer in enumerate(peers) for _ in range(peer.count)]
     names = [str(place) for place in range(len(kinds))]
@@ -229,8 +231,8 @@ def round_of(
 class Plan:
     """The properties of a run that the planner needs. The defaults are those of the manifest. `fragments` are the
     numbers of values in each fragment. `bits` are the bits of a transferred value, and a peer encodes `encoded` values
-    a second. Contributions may also have the bits of `thinner` formats; `formats` has the names of all, the run's own
-    first. Training continues for `overlap` inner steps (tau in the papers) without the result; with 0 it waits."""
+    a second. `thinner` are the bits of other formats for contributions; `formats` has the names of all, the run's own
+    first. Peers train for `overlap` inner steps (tau in the papers) while a fragment is averaged; with 0 they wait."""
 
     fragments: tuple[int, ...]
     peers: tuple[PeerGroup, ...]
@@ -258,7 +260,7 @@ class Plan:
 
     @property
     def pace(self) -> Pace:
-        """The pace of the run's peers."""
+        """The settings that determine the leases of the run's peers, and the leader's waits."""
         return Pace(
             self.inner_steps,
             self.inner_steps * self.tokens_per_step,
@@ -271,7 +273,7 @@ class Plan:
 
     @cached_property
     def rounds(self) -> tuple[_Round, ...]:
-        """The round of each fragment."""
+        """The forecast of each fragment's round."""
         speeds = [self.tokens_per_step / peer.step_seconds for peer in self.peers]
         overlaps = list(map(self.pace.overlap_seconds, speeds))
         return tuple(
@@ -280,19 +282,20 @@ class Plan:
         )
 
     def own_steps(self, peer: PeerGroup) -> int:
-        """Return a peer's inner steps in the time in which the fastest peer makes all of them: the size of its
-        leases."""
+        """Return the number of inner steps in a peer's lease: those that the peer makes while the fastest peer makes a
+        whole lease, within the run's limits."""
         fastest = min(each.step_seconds for each in self.peers)
         return self.pace.steps(self.tokens_per_step / peer.step_seconds, self.tokens_per_step / fastest)
 
     def training_seconds(self, peer: PeerGroup) -> float:
-        """Return the seconds that a peer needs to train its lease."""
+        """Return the seconds for which a peer trains on a lease."""
         return self.own_steps(peer) * peer.step_seconds
 
     @property
     def closes_after(self) -> float:
-        """The seconds from the start of training until the leader waits no longer: until most peers are ready, and the
-        grace; in an asynchronous run, until most and `contributions` of them are, and the slack."""
+        """The seconds from the start of training until the leader stops waiting: when most peers are ready, plus the
+        grace; in an asynchronous run, when most and the share `contributions` of the peers are ready, plus the
+        slack."""
         trainings = sorted(self.training_seconds(peer) for peer in self.peers for _ in range(peer.count))
         majority = len(trainings) // 2
         if self.contributions is None:
@@ -302,9 +305,9 @@ class Plan:
 
 
 def plan_of(config: RunConfig, skeleton: Any, links: LinksFile) -> Plan:
-    """Return the plan of a run. Raises: ManifestError if a peer's GPU is unknown, so that its speed does not follow
-    from it."""
-    from opendiloco.model.parameters import layout_of  # this and the next import torch
+    """Return the plan of a run with the peers of `links`; `skeleton` is the model without weights. Raises:
+    ManifestError if a peer's speed is given only by an unknown GPU."""
+    from opendiloco.model.parameters import layout_of  # this import and the next import torch
     from opendiloco.workers.needs import UTILISATION, needs_of
 
     training, peers = config.training, []
@@ -338,12 +341,13 @@ def plan_of(config: RunConfig, skeleton: Any, links: LinksFile) -> Plan:
 
 
 def _bits_of(codec: str) -> float:
-    """Return the bits a value of a codec, including block headers."""
+    """Return the bits that a codec uses for each value, including the value's share of the block's header."""
     return 8 * FORMATS[codec].block_bytes / FORMATS[codec].block_values
 
 
 def _peer(section: PeerSection, place: int, tokens: int, rate: float | None, needs: Needs) -> PeerGroup:
-    """Return the peers of a section. An inner step has `tokens` tokens, and each peer trains `rate` tokens a second."""
+    """Return a section's kind of peer. An inner step has `tokens` tokens, and each peer trains `rate` tokens a
+    second."""
     if section.step_seconds is not None:
         seconds = section.step_seconds
     elif rate is not None:
@@ -382,10 +386,10 @@ CYCLES = 2
 
 @dataclass(frozen=True)
 class _PeerForecast:
-    """The forecast for each of a number of equal peers. `inner_steps` for an entry; `cycles` from one entry with its
-    work to the next (0: its work never counts); `utilisation`, the share of its time spent computing for them;
-    `link_share`, the share of time in which its link is busy; `formats` of its contributions, thinnest last; `joining`,
-    seconds until a newcomer has the state, None if it never catches up."""
+    """The forecast for a kind of peer with `count` equal peers. A peer makes `inner_steps` for an entry; its work
+    counts in an entry every `cycles` cycles (0: never). `utilisation` is the share of its time spent on them,
+    `link_share` the share of time in which its link is busy. `formats` of its contributions end with the thinnest;
+    `joining` is the seconds until a newcomer has the state, None if it never catches up."""
 
     name: str
     count: int
@@ -421,7 +425,7 @@ class Forecast:
 
     @property
     def joining(self) -> float | None:
-        """The seconds of the slowest joiner; None if a joiner never catches up."""
+        """The seconds that the slowest joiner needs to fetch the state; None if a joiner never catches up."""
         each = [peer.joining for peer in self.peers]
         return None if None in each else max(seconds for seconds in each if seconds is not None)
 
@@ -431,8 +435,8 @@ class Forecast:
 
 
 def forecast(plan: Plan) -> Forecast:
-    """Return the forecast of a run. Peers wait for one another at each cycle's end, but not for late peers. A late
-    peer's work counts in a later entry, while its lease lasts."""
+    """Return the forecast of a run. At each cycle's end, peers wait for one another, but not for peers that are too
+    slow (`closes_after`). A slow peer's work counts in a later entry, if its lease lasts until then."""
     kinds = plan.peers
     steps = [plan.own_steps(peer) for peer in kinds]
     waited_for = [peer for peer in kinds if plan.training_seconds(peer) <= plan.closes_after]
@@ -470,13 +474,13 @@ def forecast(plan: Plan) -> Forecast:
 
 
 def _cycle_seconds(plan: Plan, peer: PeerGroup) -> float:
-    """Return the mean seconds of a peer's cycle in a long run. It waits for rounds, but not for other peers. Each
-    fragment has a round of its own, which begins after an inner step and ends before one. The transfer of an earlier
-    round goes first. During the rest of a round, the link is free for the next one."""
+    """Return the mean seconds of a peer's cycle, from a simulation of several. The peer waits for rounds, but not for
+    other peers. Each fragment has its own round, which begins after an inner step and ends before one. Transfers happen
+    one by one; during the rest of a round, the link is free for the next transfer."""
     steps = plan.own_steps(peer)
     overlap = min(plan.overlap, steps - 1)
     taken = sorted(zip(_taken_after(plan, steps, overlap), plan.rounds, strict=True), key=lambda each: each[0])
-    due = deque[tuple[int, float]]()  # the inner step that needs a result, and the time of the result
+    due = deque[tuple[int, float]]()  # each awaited result: inner step that needs it, second of its arrival
     done, now, link_free, all_there, ends = 0, 0.0, 0.0, 0.0, list[float]()
 
     def train(until: int) -> None:
@@ -500,24 +504,25 @@ def _cycle_seconds(plan: Plan, peer: PeerGroup) -> float:
 
 
 def _taken_after(plan: Plan, steps: int, overlap: int) -> Sequence[int]:
-    """Return for each fragment the inner steps in a cycle after which it is taken: `overlap` steps before it is due."""
+    """Return for each fragment the inner step of a cycle after which the peer's contribution to it is computed:
+    `overlap` steps before the average is due."""
     whole, fragments = plan.inner_steps, len(plan.fragments)
     due = [-(-(place + 1) * whole // fragments) for place in range(fragments)]
     return [max(0, max(1, each * steps // whole) - overlap) or steps for each in due]
 
 
 def _cycles(plan: Plan, peer: PeerGroup, seconds: float) -> int:
-    """Return the number of cycles, of so many seconds, from one entry with a peer's work to the next; 0 if its lease
-    ends before."""
+    """Return the number of cycles, each of `seconds`, from one entry with a peer's work to the next; 0 if the peer's
+    lease ends before its work can count."""
     trained = plan.training_seconds(peer)
     cycles = 1 if trained <= plan.closes_after else math.ceil(trained / seconds)
     return cycles if cycles <= 1 + plan.staleness else 0
 
 
 def _joining(plan: Plan, peer: PeerGroup, seconds: float, busy: float) -> float | None:
-    """Return the seconds until a newcomer has the state: it fetches a snapshot, then the entries since, and replays
-    them. It fetches from all other peers at once, in the time that rounds leave idle. The snapshot may be as old as the
-    interval between snapshots, and more entries are made meanwhile. Return None if it never catches up."""
+    """Return the seconds until a newcomer has fetched a snapshot and the entries since; None if it never catches up. It
+    fetches from all other peers at once, in the time that rounds leave idle. The snapshot may be as old as the interval
+    between snapshots, and more entries are made meanwhile."""
     idle = 1 - busy / seconds
     if idle < LEAST_IDLE:
         return None
@@ -530,7 +535,7 @@ def _joining(plan: Plan, peer: PeerGroup, seconds: float, busy: float) -> float 
 
 
 def least_bandwidth(plan: Plan, target: float) -> float | None:
-    """Return the bits a second that every link needs, up and down, for this utilisation; None if no bandwidth
+    """Return the bits a second that every link needs, up and down, for the utilisation `target`; None if no bandwidth
     suffices."""
 
     def reaches(bandwidth: float) -> bool:
@@ -555,7 +560,7 @@ TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 
 
 def show(console: Console, plan: Plan, found: Forecast, needed: Mapping[float, float | None]) -> None:
-    """Print the forecast, the cost if all prices are known, and warnings."""
+    """Print the forecast, the cost if all prices are known, warnings, and the bandwidth needed for each utilisation."""
     slowest = bandwidth_in_words(min(peer.rate for peer in plan.peers))
     console.print(
         f"{plan.values:,} parameters in {len(plan.fragments)} fragment{'s' * (len(plan.fragments) > 1)}, {plan.count}"
@@ -610,7 +615,7 @@ def _peers_table(plan: Plan, found: Forecast) -> Table:
 
 
 def _how_often(cycles: int) -> str:
-    """Return in words the entries in which a peer's work counts."""
+    """Return in words how often a peer's work counts: in each entry, in every `cycles`-th, or never (0)."""
     return {0: "never", 1: "each time", 2: "every 2nd", 3: "every 3rd"}.get(cycles, f"every {cycles}th")
 
 
@@ -643,7 +648,7 @@ def _warnings(plan: Plan, found: Forecast) -> list[str]:
 
 
 def _shortage(peer: PeerGroup) -> str | None:
-    """Return in words the memory that a machine needs and does not have; None if it has enough."""
+    """Return a text about the memory that a peer needs and does not have; None if the peer has enough."""
     main, gpu = (peer.main_memory, peer.main_needed), (peer.gpu_memory, peer.gpu_needed)
     for where, (there, needed) in (("main memory", main), ("each GPU", gpu)):
         if there is not None and needed is not None and there < needed:
@@ -652,7 +657,7 @@ def _shortage(peer: PeerGroup) -> str | None:
 
 
 def plain(plan: Plan, found: Forecast, needed: Mapping[float, float | None]) -> dict[str, Any]:
-    """Return the forecast as JSON values, in seconds, bits and bytes."""
+    """Return the forecast and the bandwidths needed as JSON values, in seconds, bits and bytes."""
     return {
         "parameters": plan.values,
         "inner_steps": plan.inner_steps,
@@ -675,7 +680,7 @@ def plain(plan: Plan, found: Forecast, needed: Mapping[float, float | None]) -> 
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in its most readable unit."""
+    """Return `seconds` as text, in the largest unit of which the duration has at least two."""
     for factor, unit in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * factor:
             return f"{seconds / factor:.3g} {unit}"

@@ -1,1 +1,1 @@
-"""The doctor: checks whether this machine can train, how others reach it, and what a run needs of it."""
+"""The doctor: checks if this machine can train, how other peers reach it, and if it meets a run's needs."""

@@ -1,5 +1,5 @@
-"""An examination of this machine: runs all checks in the order of their dependencies, and those of a run if there is
-one."""
+"""The doctor's examination of this machine: runs all checks in the order of their dependencies. With an invite, it adds
+the checks for that run."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ LATENCY = 0.05
 
 @dataclass(frozen=True)
 class _Speed:
-    """The training speed in tokens a second, measured over `steps` inner steps; 0 steps: estimated. `uncompiled` is the
-    reason why training is not compiled although it should be."""
+    """The training speed in tokens a second, measured over `steps` inner steps (0: estimated). `uncompiled` is the
+    reason why training is not compiled although it should be; empty: there is none."""
 
     tokens_per_second: float
     steps: int
@@ -85,8 +85,8 @@ MONTH_DAYS = 31.0
 
 
 def _check_run(view: RunView, format: str | None = None) -> Finding:
-    """Return the progress of a run, by its peers and archives; a failure if it does not allow contributions in the
-    `format` that the owner chose."""
+    """Return the finding on a run: its progress, peers and archives. It is a failure if the run does not allow
+    contributions in `format`, the owner's choice."""
     run, outer_steps, peers = view.run, view.outer_steps, len(view.trainers)
     outer_step = max((beat.index for beat in view.peers), default=0)
     archives = len(view.peers) - peers
@@ -104,7 +104,7 @@ def _check_run(view: RunView, format: str | None = None) -> Finding:
 
 
 def _check_speed(speed: _Speed | None, why_not: str = "") -> Finding:
-    """Return the finding on the training speed. `why_not` is the reason why it was not measured."""
+    """Return the finding on this machine's training speed. `why_not` is the reason why the speed was not measured."""
     if speed is None:
         return skipped("speed", why_not or "only a trial can measure CPUs and GPUs that are not in the table of peaks")
     how = f"measured over {speed.steps} inner steps"
@@ -121,7 +121,7 @@ def _check_speed(speed: _Speed | None, why_not: str = "") -> Finding:
 def _check_round(
     plan: Plan, is_supposed: bool, is_measured: bool, monthly: tuple[float | None, float | None] = (None, None)
 ) -> Finding:
-    """Return the finding on a round in which this machine takes part; it is the first peer of `plan`.
+    """Return the finding on a round with this machine, the first peer of `plan`: its duration and its traffic.
 
     `is_supposed`: the run has no other peers, and the plan assumes one like this machine. `is_measured`: this machine's
     speed was measured, so a machine that is too slow is a failure, not a warning. `monthly` are the owner's limits in
@@ -184,7 +184,8 @@ def _check_round(
 
 # Sizes and speeds, which need torch ----------------------------------------------------------------------------------
 def _size(config: RunConfig, gpus: int, options: WorkerOptions) -> tuple[Any, Needs]:
-    """Return a run's model as a skeleton, and its needs with `gpus` GPUs (0: on the CPU). Raises: DilocoPeerError."""
+    """Return a run's model without weights, and the memory and disk that the run needs with `gpus` GPUs (0: on the
+    CPU). Raises: DilocoPeerError if the model cannot be built."""
     from opendiloco.model.build import sized_skeleton
     from opendiloco.workers.needs import needs_of
 
@@ -193,7 +194,8 @@ def _size(config: RunConfig, gpus: int, options: WorkerOptions) -> tuple[Any, Ne
 
 
 def _estimated_speed(needs: Needs, gpus: Sequence[Gpu]) -> _Speed | None:
-    """Return the estimated speed of GPUs whose peak is known; None for other GPUs and for CPUs."""
+    """Return the training speed estimated from the GPUs' peak rate; None for CPUs and for GPUs whose peak is
+    unknown."""
     from opendiloco.model.utilisation import peak_tokens_per_second
     from opendiloco.workers.needs import UTILISATION
 
@@ -204,7 +206,7 @@ def _estimated_speed(needs: Needs, gpus: Sequence[Gpu]) -> _Speed | None:
 
 
 async def _measured_speed(config: RunConfig, options: WorkerOptions) -> _Speed | None:
-    """Train a few inner steps as `join` would, without keeping their result. Return None if no step ends in time.
+    """Train a few inner steps as `join` would, drop the result, and return the speed; None if no step ends in time.
     Raises: DilocoPeerError if this machine cannot train in the run."""
     from opendiloco.workers.group import WorkerGroup
 
@@ -234,8 +236,8 @@ async def _measured_speed(config: RunConfig, options: WorkerOptions) -> _Speed |
 
 
 def _speed_of(times: Sequence[float], reports: Sequence[Progress], tokens_per_step: int) -> _Speed | None:
-    """Return the speed of the inner steps that ended at these times, without the first; if only one ended, the speed
-    that it reported."""
+    """Return the mean speed of the inner steps that ended at these times (seconds), without the first; if only one step
+    ended, the speed in its report; None if that is 0 or no step ended."""
     if len(times) > 1 and times[-1] > times[0]:
         return _Speed((len(times) - 1) * tokens_per_step / (times[-1] - times[0]), len(times) - 1)
     return _Speed(reports[0].tokens_per_second, 1) if reports and reports[0].tokens_per_second > 0 else None
@@ -244,7 +246,8 @@ def _speed_of(times: Sequence[float], reports: Sequence[Progress], tokens_per_st
 def _plan_among(
     config: RunConfig, skeleton: Any, speed: _Speed, bandwidth: Bandwidth, latency: float, others: Sequence[float]
 ) -> Plan:
-    """Return the plan of the run with this machine and others, given the tokens a second of each other peer.
+    """Return the planner's input for the run with this machine and others. `others` are the other peers' speeds in
+    tokens a second; `latency` is this machine's round trip in seconds.
 
     0 stands for a peer that has not reported its speed, and is taken to be as fast as this machine. The others' links
     are taken to be like this machine's. If there are no others, one peer like this machine is assumed.
@@ -259,7 +262,7 @@ def _plan_among(
 
 
 class Examination:
-    """An examination of this machine, for a `join` with these settings and this key.
+    """The examination of this machine for a `join` with these settings and this key.
 
     Without an invite it covers the machine and the bootstrap nodes that the settings name. Without `tries`, it does not
     train. `report` receives each finding, and `at` the present activity.
@@ -274,7 +277,7 @@ class Examination:
         report: Callable[[Finding], None],
         at: Callable[[str], None],
     ) -> None:
-        """Raises: AdmissionError for an invalid ticket."""
+        """Prepare the examination. Raises: AdmissionError if the settings name an invalid ticket."""
         self._findings: list[Finding] = []
         self._settings = settings
         self._run_id = invite.run_id if invite else None
@@ -297,8 +300,8 @@ class Examination:
             self._listener(finding)
 
     async def run(self) -> list[Finding]:
-        """Run all checks, and return their findings. A check that fails is a finding, too. Raises: ManifestError for an
-        invalid address; LocalNetworkError if libp2p's daemon dies."""
+        """Run all checks and return their findings, also those of failed checks. Raises: ManifestError for an invalid
+        address; LocalNetworkError if libp2p's daemon dies."""
         self._at("looking at this machine")
         torch = await asyncio.to_thread(probed_torch, installed_torch())
         self._report(*await asyncio.to_thread(machine_findings, torch, self._settings.workers))
@@ -312,7 +315,8 @@ class Examination:
         return self._findings
 
     def _skip_until(self, end: str | None, why: str) -> None:
-        """Report as skipped every check before the check `end` that has no finding yet; with None, every such check."""
+        """Report each check before the check `end` that has no finding yet as skipped, with the reason `why`. None: all
+        checks."""
         for name in CHECKS:
             if name == end:
                 break
@@ -338,13 +342,13 @@ class Examination:
         self._nodes = await answering_nodes(self._addresses)
         if ports.verdict is Verdict.PASS:
             links = LinkSettings(settings.data_port)
-        else:  # a running `join` may hold the chosen ports, so use any free ones
+        else:  # a running `join` may hold the chosen ports, so the doctor listens on any free ports
             listen, links = everywhere(0), LinkSettings()
         try:
             async with connected(self._key, self._addresses, listen, settings.announce, links=links) as transport:
                 await self._examine_swarm(transport)
         except DilocoPeerError as lost:
-            if self._is_reported("bootstrap") or isinstance(lost, ManifestError):  # the user typed an invalid address
+            if self._is_reported("bootstrap") or isinstance(lost, ManifestError):  # ManifestError: an invalid address
                 raise
             self._report(check_bootstrap(self._nodes, lost))
             self._skip_until("memory", "the swarm is out of reach")
@@ -368,15 +372,15 @@ class Examination:
         self._report(check_bandwidth(self._bandwidth))
 
     async def _find(self, transport: HivemindTransport, run_id: str) -> Run | None:
-        """Return the run with this machine's own files; None if the run is unknown, or its files may not be opened
-        here."""
+        """Look up the run, report the findings on it, and return it with this machine's files; None if no node knows
+        the run, or if the settings do not name its model or tokenizer files."""
         try:
             run = await find_run(transport, run_id)
         except DilocoPeerError as error:
             self._report(failed_with("run", error))
             return None
         folder = None if self._ticket else RunFolder.at(run.run_id, self._key.peer_id, self._settings.state)
-        try:  # as `join` does, with the given ticket or a stored one
+        try:  # `join` enters the run in the same way: with the given ticket, or else with a stored one
             entered = await enter(transport, run, self._key, self._addresses, folder, self._ticket)
             found = "the run is open to all" if entered is None else "the run accepts the ticket"
             admission = passed("admission", found)
@@ -422,7 +426,7 @@ class Examination:
         self._report(_check_round(plan, is_supposed=not others, is_measured=bool(speed.steps), monthly=limits))
 
     def _gpus(self, torch: Torch | None) -> tuple[Gpu, ...]:
-        """Return the GPUs that would train; none if the CPU would. Raises: MachineError."""
+        """Return the GPUs on which `join` would train; empty if it would train on the CPU. Raises: MachineError."""
         present = (torch.gpus if torch else None) or ()
         devices = choose_devices(self._settings.workers, len(present))
         if devices[0] == "cpu":
@@ -431,8 +435,8 @@ class Examination:
         return tuple(present[number] for number in numbers if number < len(present))
 
     async def _examine_speed(self, config: RunConfig, needs: Needs, gpus: Sequence[Gpu]) -> _Speed | None:
-        """Return the speed measured in a trial, unless a failed check or a running volunteer prevents it; then the
-        estimated one."""
+        """Measure the training speed in a trial, or estimate the speed if no trial is possible; report and return it.
+        Return None if the speed remains unknown."""
         why = ""
         if self._tries and self._has_volunteer:
             why = "a volunteer runs on this machine, and a trial would take memory and time from it"

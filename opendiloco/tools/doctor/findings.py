@@ -1,4 +1,5 @@
-"""The findings of checks: a verdict, an observation and a remedy, shown as lines, as a sentence, or as JSON."""
+"""The findings of the doctor's checks: each has a verdict, an observation and a remedy. They are printed as lines,
+summed up in a sentence, or written as JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ CHECKS: Mapping[str, str] = {
 
 
 class Verdict(StrEnum):
-    """The result of a check. With a `FAIL`, the machine cannot train; with a `WARN`, it can, but could do better."""
+    """The result of a check. `FAIL`: the machine cannot train; `WARN`: it can train, but has a problem with a
+    remedy."""
 
     PASS = "pass"
     WARN = "warn"
@@ -56,8 +58,8 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The finding of one check. `found` is a sentence for people, or the reason why the check was skipped. `values` are
-    the same for programs, in bytes, seconds and bits a second."""
+    """The finding of one check. `found` is a sentence for people, or the reason why the check was skipped. `values`
+    hold the same facts for programs, in bytes, seconds and bits a second."""
 
     name: str
     verdict: Verdict
@@ -86,12 +88,13 @@ def skipped(name: str, reason: str) -> Finding:
 
 
 def failed_with(name: str, error: DilocoPeerError) -> Finding:
-    """Return a failed finding with the message and the remedy of an error."""
+    """Return a failed finding for the check `name`, with the message and the remedy of `error`."""
     return failed(name, error.message, error.remedy)
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:
-    """Return the worst verdict of all findings. Skipped checks do not count."""
+    """Return the worst verdict among these findings. Skipped checks do not count; without findings, the verdict is
+    PASS."""
     verdicts = {finding.verdict for finding in findings}
     return next((verdict for verdict in (Verdict.FAIL, Verdict.WARN) if verdict in verdicts), Verdict.PASS)
 
@@ -108,7 +111,7 @@ def show(console: Console, finding: Finding) -> None:
         remedy = f"\n{'':<{VERDICT_WIDTH + NAME_WIDTH + 2}}-> {finding.remedy}" if finding.remedy else ""
         console.out(line + remedy, highlight=False)
         return
-    from rich.markup import escape  # imported here, because `join` uses findings without rich
+    from rich.markup import escape  # imported only to print on a terminal, because `join` uses this module without rich
     from rich.table import Table
 
     table = Table.grid(padding=(0, 1))
@@ -122,7 +125,8 @@ def show(console: Console, finding: Finding) -> None:
 
 
 def conclusion(findings: Sequence[Finding], run_id: str | None) -> str:
-    """Return the verdict on the machine in a sentence."""
+    """Return a sentence that says if the machine can train, or take part in the run, and names the checks with
+    problems."""
     goal = f"take part in {run_id}" if run_id else "train"
     failing, warning = (
         [finding.name for finding in findings if finding.verdict is verdict] for verdict in (Verdict.FAIL, Verdict.WARN)
@@ -135,14 +139,14 @@ def conclusion(findings: Sequence[Finding], run_id: str | None) -> str:
 
 
 def as_json(findings: Sequence[Finding], run_id: str | None) -> str:
-    """Return all findings as one JSON object."""
+    """Return one JSON object with the worst verdict, the run's id and all findings."""
     checks = [
         {
             "name": finding.name,
             "verdict": finding.verdict.value,
             "found": finding.found,
             "remedy": finding.remedy,
-            "values": {  # JSON has neither infinity nor NaN
+            "values": {  # null replaces infinity and NaN, which JSON does not have
                 name: None if isinstance(value, float) and not math.isfinite(value) else value
                 for name, value in finding.values.items()
             },

@@ -1,4 +1,4 @@
-"""Checks of the machine itself. `join` makes the fast ones before it starts anything."""
+"""Checks of this machine's software and hardware. `join` makes the fast checks before it starts anything."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHM = Path("/dev/shm")
-LEAST_PYTHON = (3, 11)  # `requires-python` of pyproject.toml
+LEAST_PYTHON = (3, 11)  # the oldest supported Python: `requires-python` of pyproject.toml
 LITTLE_MEMORY = 2 * 10**9
 """Bytes for Python's libraries, the peer process and a small model."""
-FULL_DISK, LITTLE_DISK = 10**8, 5 * 10**9  # bytes: for the log and identity; for a small model's checkpoints
+FULL_DISK, LITTLE_DISK = 10**8, 5 * 10**9  # free bytes below which `check_disk` fails, and below which it warns
 LEAST_SHM, LITTLE_SHM = 64 << 20, 1 << 30
 """Bytes of /dev/shm that NCCL needs for several GPUs: with less than Docker's 64 MiB it fails."""
 HOT, HOT_GPU, NEARLY = 95.0, 87.0, 5.0
@@ -46,11 +46,11 @@ LIMITED = 0.6
 
 # The quick checks of `join` ------------------------------------------------------------------------------------------
 def check_quickly(state: Path | None, options: WorkerOptions) -> None:
-    """Log what could be better on this machine. torch is not imported, unless a GPU's driver seems too old. The run's
-    needs of memory and disk are not known yet. Raises: MachineError for a problem that prevents training."""
+    """Log warnings about this machine, without importing torch unless a GPU's driver seems too old. The run's needs of
+    memory and disk are not checked. Raises: MachineError for a problem that prevents training."""
     torch, cards = installed_torch(), _cards_for(options)
     if torch is not None and cards.are_reachable and cards.are_too_old_for(torch.platform):
-        torch = probed_torch(torch)  # NVIDIA's compatibility package may make an old driver usable
+        torch = probed_torch(torch)  # tries the GPU, since NVIDIA's compatibility package may make an old driver usable
     gpus = _gpus_in_use(torch, options)
     findings = [
         _check_python(),
@@ -61,7 +61,7 @@ def check_quickly(state: Path | None, options: WorkerOptions) -> None:
         _check_power(()),
     ]
     disk = check_disk(state)
-    if "free" not in disk.values:  # the folder cannot be written
+    if "free" not in disk.values:  # `check_disk` could not write to the folder
         findings.append(disk)
     for finding in findings:
         if finding.verdict is Verdict.FAIL:
@@ -72,7 +72,7 @@ def check_quickly(state: Path | None, options: WorkerOptions) -> None:
 
 # The checks -----------------------------------------------------------------------------------------------------------
 def machine_findings(torch: Torch | None, options: WorkerOptions) -> list[Finding]:
-    """Return the findings of the checks that need no kernels, network or run."""
+    """Return the findings of all checks of this machine that need no C kernels, network or run."""
     gpus, cards, states = _gpus_in_use(torch, options), _cards_for(options), read_gpus()
     return [
         _check_python(),
@@ -95,8 +95,8 @@ def _check_python() -> Finding:
 
 
 def _check_torch(torch: Torch | None, cards: Cards, optimizer_state: OptimizerState = "device") -> Finding:
-    """Check that torch is installed and was built for the present GPUs, and that torchao is installed if it is
-    needed."""
+    """Check that torch is installed and, on a machine with GPUs, built for GPUs; and that torchao is installed if
+    `optimizer_state` needs it."""
     if torch is None:
         return failed("torch", "torch is not installed", "Install it into this environment: pip install torch")
     values = {"version": torch.version, "platform": torch.platform}
@@ -112,7 +112,7 @@ def _check_torch(torch: Torch | None, cards: Cards, optimizer_state: OptimizerSt
 
 
 def _check_gpu(torch: Torch | None, cards: Cards, device: str = "auto") -> Finding:
-    """Check that torch can compute on this machine's GPUs. `device` is the owner's choice of device."""
+    """Check that torch can compute on this machine's GPUs. `device` is the owner's choice with --device."""
     names = ", ".join(cards.names)
     if torch is None:
         return skipped("gpu", "torch is not installed")
@@ -123,7 +123,7 @@ def _check_gpu(torch: Torch | None, cards: Cards, device: str = "auto") -> Findi
             return failed("gpu", "; ".join(found for found, _ in problems), problems[0][1], gpus=len(torch.gpus))
         return _about_gpus(torch.gpus)
     wants_gpu = device.startswith("cuda")
-    if torch.gpus is None:  # torch was not probed
+    if torch.gpus is None:  # torch was not tested on the GPUs
         return skipped("gpu", f"not tried; on this machine: {names or 'none'}")
     if not names and wants_gpu:
         return failed("gpu", f"there is no GPU for --device {device}", "Train on the CPU: --device cpu.", gpus=0)
@@ -134,7 +134,7 @@ def _check_gpu(torch: Torch | None, cards: Cards, device: str = "auto") -> Findi
         remedy = "Install NVIDIA's driver; start a container with --gpus all."
         return (failed if wants_gpu else warned)("gpu", found, remedy, gpus=0)
     found, remedy = cards.hidden_from(torch.version, torch.platform, torch.error)
-    is_chosen = torch.platform is None and not wants_gpu  # a CPU build of torch, chosen to train on the CPU
+    is_chosen = torch.platform is None and not wants_gpu  # a CPU build suits an owner who wants no GPU
     return (warned if is_chosen else failed)("gpu", found, remedy, gpus=0)
 
 
@@ -158,8 +158,8 @@ def _check_compiler(has_gpu: bool) -> Finding:
 
 
 def _check_shm(gpus: int) -> Finding:
-    """Check the size of /dev/shm. Only NCCL uses it, for several GPUs; the project's own shared memory has no file
-    there."""
+    """Check the free space in /dev/shm, which NCCL needs for several GPUs. The project's own shared memory has no file
+    in it."""
     free = _free_shm()
     found = "there is no /dev/shm" if free is None else f"{in_words(free)} free in /dev/shm"
     if gpus < 2:
@@ -204,13 +204,13 @@ def _check_power(gpus: Sequence[GpuState]) -> Finding:
 
 
 def check_kernels() -> Finding:
-    """Run the kernels' self-test, for two seconds."""
+    """Compare the C kernels' results with the reference, and measure their speed, in about two seconds."""
     try:
         from opendiloco import kernels
 
         speeds = kernels.measure_speeds(threads=1)
         chosen, differing = kernels.chosen_kernels(), kernels.differing_sets()
-    except Exception as error:  # a broken extension and a wrong DILOCO_KERNELS raise many types
+    except Exception as error:  # a broken extension and a wrong DILOCO_KERNELS raise errors of many types
         why = " ".join(str(error).split())
         return failed("kernels", f"the C kernels cannot be used: {why}", "Install diloco-peer again.")
     if differing:
@@ -228,7 +228,8 @@ def check_kernels() -> Finding:
 
 
 def check_memory(gpus: Sequence[Gpu] = (), needs: Needs | None = None) -> Finding:
-    """Compare free memory with the needs of a run on these GPUs (none: on the CPU), or of the smallest run."""
+    """Compare the free memory with the needs of a run on these GPUs (empty: on the CPU). Without `needs`, compare it
+    with the needs of the smallest run."""
     free = available_memory()
     found, values = f"{in_words(free)} of main memory free", {"free": free}
     if needs is None:
@@ -274,8 +275,8 @@ def check_disk(state: Path | None, needs: Needs | None = None) -> Finding:
 
 # Readings -------------------------------------------------------------------------------------------------------------
 def _gpus_in_use(torch: Torch | None, options: WorkerOptions) -> int:
-    """Return the number of GPUs that would train. If torch was not probed, GPUs on the buses count, provided that torch
-    is built for GPUs."""
+    """Return the number of GPUs on which `join` would train. If torch was not tested on the GPUs, count the GPUs on the
+    machine's buses, or 0 if torch is built for CPUs only."""
     if torch is None or options.device == "cpu":
         return 0
     cards = len(read_cards().names) if torch.platform else 0
@@ -285,7 +286,7 @@ def _gpus_in_use(torch: Torch | None, options: WorkerOptions) -> int:
 
 
 def _cards_for(options: WorkerOptions) -> Cards:
-    """Return the GPUs on the buses; none if the owner has chosen the CPU."""
+    """Return the GPUs found on the machine's buses; none if the owner has chosen the CPU."""
     return Cards() if options.device == "cpu" else read_cards()
 
 
@@ -296,8 +297,8 @@ def _free_shm(path: Path = SHM) -> int | None:
 
 
 def _free_disk(path: Path) -> int:
-    """Return the free bytes for a folder, after a test write to it or to its nearest existing parent. Raises:
-    OSError."""
+    """Return the free bytes on the disk of `path`, after a test write to that folder or its nearest existing parent.
+    Raises: OSError if the write fails."""
     folder = path.absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

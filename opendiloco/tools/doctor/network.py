@@ -1,5 +1,5 @@
-"""Checks of the network: libp2p's daemon and ports on this machine, bootstrap nodes, and this machine as others see
-it."""
+"""Checks of the network: libp2p's daemon, this machine's ports and link, the bootstrap nodes, and how others reach this
+machine."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from peers.values.wire import Reach, unpack_from
 logger = logging.getLogger(__name__)
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
-ASKED_NODES = 4  # bootstrap nodes that are asked to dial this machine back
-CLOCK_TRIES = 3  # requests for a node's time; the fastest answer counts
-CALL_SECONDS = 10.0  # limit for a bootstrap node's answer
-MAPPING_SECONDS = 6.0  # limit for a router to open a port
-LINK_SECONDS = 20.0  # limit for finding paths to the peers
-RATING_SECONDS = 30.0  # limit for a measurement with one peer, including the wait until it is free
-RATED = 3  # peers to try for a measurement, because some may be busy
+ASKED_NODES = 4  # number of bootstrap nodes that are asked to dial this machine back
+CLOCK_TRIES = 3  # requests for a bootstrap node's time, of which the fastest answer counts
+CALL_SECONDS = 10.0  # limit in seconds for a bootstrap node's answer
+MAPPING_SECONDS = 6.0  # limit in seconds for a router to open a port
+LINK_SECONDS = 20.0  # limit in seconds for finding paths to the peers
+RATING_SECONDS = 30.0  # limit in seconds for a measurement with one peer, including the wait until that peer is free
+RATED = 3  # number of peers to try for a measurement, because some may be busy
 BUSY_SECONDS, BUSY_PAUSE = 10.0, 0.5
 """Seconds for which a busy peer is asked again, and between two requests. Most are busy with a round."""
-LOOK = 0.5  # seconds between two checks for progress
+LOOK = 0.5  # seconds between two checks for an open port, or for new paths to peers
 CLOCK_WARNS = 1.0
 """Seconds of difference. The DHT refuses peers from 3 seconds on."""
 SLOW_LINK = 5e6
@@ -53,8 +53,8 @@ OPEN_A_PORT = "Turn on UPnP or NAT-PMP in the router, open a TCP port in it and 
 
 @dataclass(frozen=True)
 class Node:
-    """A bootstrap node. `seconds` is the round-trip time; `ahead` is how far its clock is ahead of this machine's, in
-    seconds, ± half of the round trip. None: not known."""
+    """A bootstrap node. `seconds` is the round-trip time; `ahead` is how many seconds its clock is ahead of this
+    machine's, ± half of the round trip. Both are None if unknown."""
 
     address: str
     answers: bool
@@ -64,8 +64,9 @@ class Node:
 
 @dataclass(frozen=True)
 class _DialledBack:
-    """A bootstrap node's view of this machine. `open_port` is a data port of this machine that the node could dial, if
-    any. `keeps_ports`: the router kept the port number of a connection."""
+    """A bootstrap node's view of this machine, which it sees at the address `seen_at`. `port` is a data port of this
+    machine, `open_port` a data port that the node could dial, or None. `keeps_ports`: the router kept a connection's
+    port number."""
 
     seen_at: str
     port: int
@@ -75,20 +76,20 @@ class _DialledBack:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The bandwidth of this machine's link in bits a second, measured with "a peer" or "a bootstrap node"."""
+    """The bandwidth of this machine's link in bits a second. `measured_with` is "a peer" or "a bootstrap node"."""
 
     up: float
     down: float
     measured_with: str
 
     def within(self, upload: float | None, download: float | None) -> Bandwidth:
-        """Return the bandwidth capped by the owner's limits, which are in megabits a second."""
+        """Return the bandwidth capped by the owner's limits, which are in megabits a second (None: no limit)."""
         up, down = (math.inf if limit is None else 1e6 * limit for limit in (upload, download))
         return replace(self, up=min(self.up, up), down=min(self.down, down))
 
 
 async def check_p2pd() -> Finding:
-    """Start libp2p's daemon and stop it."""
+    """Check that libp2p's daemon starts, and stop it again."""
     began = time.monotonic()
     try:
         async with connected(Identity.generate(), (), LOOPBACK, client_mode=True):
@@ -99,8 +100,8 @@ async def check_p2pd() -> Finding:
 
 
 def check_ports(addresses: Sequence[str], data_port: int, has_volunteer: bool) -> Finding:
-    """Check that `join` can listen on these addresses. With `has_volunteer`, the volunteer that runs here may hold a
-    port that is in use."""
+    """Check that `join` can listen on these addresses and on the data port. With `has_volunteer`, a port in use is only
+    a warning, because this machine's volunteer may hold it."""
     asked = [int(parts[4]) for address in addresses if len(parts := address.split("/")) > 4 and parts[4].isdigit()]
     chosen = [port for port in dict.fromkeys([*asked, data_port]) if port]
     try:
@@ -119,8 +120,8 @@ def check_ports(addresses: Sequence[str], data_port: int, has_volunteer: bool) -
 
 
 def check_ipv6() -> Finding:
-    """Check this machine's own addresses. Public IPv6 helps if others cannot dial it over IPv4; `check_reach` shows
-    whether they can."""
+    """Check if this machine has public IPv4 and IPv6 addresses. Public IPv6 helps if others cannot dial the machine
+    over IPv4."""
     ipv4, ipv6 = map(address_towards, SOMEWHERE)
     has_ipv4, has_ipv6 = (address is not None and is_public(address) for address in (ipv4, ipv6))
     values = {"ipv4": ipv4, "ipv6": ipv6, "is_public_ipv4": has_ipv4, "is_public_ipv6": has_ipv6}
@@ -134,8 +135,8 @@ def check_ipv6() -> Finding:
 
 
 def check_bootstrap(nodes: Sequence[Node], error: DilocoPeerError | None) -> Finding:
-    """Check that bootstrap nodes answer. `error` is the reason why this machine could not enter the swarm, even if a
-    node answers."""
+    """Return the finding on the bootstrap nodes. `error` is the reason why this machine could not enter the swarm, even
+    if a node answers; None: it could."""
     silent = [node.address for node in nodes if not node.answers]
     values = {"nodes": len(nodes), "answering": len(nodes) - len(silent)}
     if error is not None:
@@ -149,7 +150,8 @@ def check_bootstrap(nodes: Sequence[Node], error: DilocoPeerError | None) -> Fin
 
 
 def check_clock(nodes: Sequence[Node]) -> Finding:
-    """Compare this machine's clock with that of the node that answered fastest, which gives the most exact value."""
+    """Compare this machine's clock with that of the bootstrap node that answered fastest: its value is the most
+    exact."""
     measured = [(node.seconds, node.ahead) for node in nodes if node.seconds is not None and node.ahead is not None]
     if not measured:
         return skipped("clock", "no bootstrap node has given its time")
@@ -164,7 +166,7 @@ def check_clock(nodes: Sequence[Node]) -> Finding:
 
 
 async def check_reach(transport: HivemindTransport, nodes: Sequence[Node]) -> Finding:
-    """Check how others reach this machine: bootstrap nodes dial it back."""
+    """Check how other peers reach this machine: bootstrap nodes dial it back."""
     seen = await _dialled_back(transport, [node.address for node in nodes])
     if not seen:
         if not any(node.answers for node in nodes):
@@ -187,8 +189,8 @@ async def check_reach(transport: HivemindTransport, nodes: Sequence[Node]) -> Fi
 
 
 def check_peers(ways: Mapping[str, Reach], sought: int, there: int) -> Finding:
-    """Check the paths to a run's peers. `sought` counts peers to which no path was found in time, and `there` all
-    peers. In a large run, no paths are looked for in advance."""
+    """Return the finding on the paths to a run's peers. `sought` is the number of peers whose path is still unknown,
+    and `there` the number of all peers. In a large run, paths are found only when needed."""
     counts = Counter(way for way in ways.values() if way is not Reach.NONE)
     lost = sum(way is Reach.NONE for way in ways.values()) + sought
     values = {way.value: counts[way] for way in Reach if way is not Reach.NONE} | {"none": lost}
@@ -222,14 +224,14 @@ def check_bandwidth(bandwidth: Bandwidth | None) -> Finding:
 
 # Bootstrap nodes and peers --------------------------------------------------------------------------------------------
 async def answering_nodes(addresses: Sequence[str]) -> list[Node]:
-    """Return these nodes with whether each answers. An address that is not plain TCP cannot be tested, and counts as
-    answering."""
+    """Return a node for each address, with `answers` True if it answers. An address that is not plain TCP cannot be
+    tested, and counts as answering."""
     answering = await which_answer(addresses)
     return [Node(address, address in answering or endpoint(address) is None) for address in addresses]
 
 
 async def with_clock(transport: HivemindTransport, node: Node) -> Node:
-    """Return the node with its round-trip time and its clock."""
+    """Return the node with its measured round-trip time and clock; unchanged if it does not answer."""
     measured = []
     with suppress(PeerUnreachableError):
         for _ in range(CLOCK_TRIES if node.answers else 0):
@@ -239,8 +241,8 @@ async def with_clock(transport: HivemindTransport, node: Node) -> Node:
 
 
 async def _dialled_back(transport: HivemindTransport, addresses: Sequence[str]) -> list[_DialledBack]:
-    """Ask bootstrap nodes to dial this machine's data ports, and wait for up to `MAPPING_SECONDS` for the router to
-    open one."""
+    """Ask bootstrap nodes to dial this machine's data ports, and return their views of this machine. Wait up to
+    `MAPPING_SECONDS` for the router to open a port."""
     places = [place for address in addresses[:ASKED_NODES] if (place := await _data_place(transport, address))]
     waits = is_behind_nat() and not all(map(is_loopback, map(host_of, addresses)))
     end = time.monotonic() + (MAPPING_SECONDS if waits else 0.0)
@@ -253,7 +255,7 @@ async def _dialled_back(transport: HivemindTransport, addresses: Sequence[str]) 
 
 
 async def _data_place(transport: HivemindTransport, address: str) -> str | None:
-    """Return the endpoint of a node's data port; None if it has none or does not answer."""
+    """Return the endpoint of a bootstrap node's data port; None if the node has no data port or does not answer."""
     peer, host = peer_id_of(address), host_of(address)
     try:
         info = unpack_from(peer, LinkInfo, await transport.call(peer, LINK_INFO, b"", CALL_SECONDS))
@@ -278,8 +280,8 @@ async def _ask(place: str, ports: Sequence[int]) -> _DialledBack | None:
 
 
 async def ways_to_peers(transport: HivemindTransport, peers: set[str]) -> tuple[dict[str, Reach], int]:
-    """Wait until the paths to these peers are known. Return the paths, and the number of peers to which none was found
-    in time. The transport links to all peers that it knows, unless there are too many."""
+    """Wait up to `LINK_SECONDS` until the paths to these peers are known. Return the known paths, and the number of
+    peers whose path is still sought. In a large run, the transport seeks no paths in advance."""
     end = time.monotonic() + LINK_SECONDS
     while (sought := transport.links.sought() & peers) and time.monotonic() < end:
         await asyncio.sleep(LOOK)
@@ -287,7 +289,8 @@ async def ways_to_peers(transport: HivemindTransport, peers: set[str]) -> tuple[
 
 
 async def _rating(transport: HivemindTransport, peer: str) -> tuple[float, float]:
-    """Return the rates up and down, in bytes a second. Raises: PeerUnreachableError."""
+    """Measure the link to `peer`, and return the rates up and down, in bytes a second. Raises: PeerUnreachableError if
+    the peer cannot be reached, or stays busy for `BUSY_SECONDS`."""
     deadline = asyncio.get_running_loop().time() + BUSY_SECONDS
     while True:
         try:
@@ -302,7 +305,8 @@ async def _rating(transport: HivemindTransport, peer: str) -> tuple[float, float
 async def measured_bandwidth(
     transport: HivemindTransport, ways: dict[str, Reach], nodes: Sequence[Node]
 ) -> Bandwidth | None:
-    """Measure the link with a peer that has a direct path, or else with a bootstrap node."""
+    """Measure the link with a directly reachable peer, or else with a bootstrap node. Return None if no measurement
+    succeeds."""
     direct = [(peer, "a peer") for peer, way in ways.items() if way.is_direct]
     direct = random.sample(direct, min(RATED, len(direct)))
     for peer, name in [*direct, *((peer_id_of(node.address), "a bootstrap node") for node in nodes if node.answers)]:

@@ -1,5 +1,5 @@
-"""The torch installation and the GPUs that it sees. torch is probed in a separate process, so that a driver that hangs
-or crashes cannot stop this one.
+"""The torch installation and the GPUs that torch sees. torch is probed in a separate process, so that a driver that
+hangs or crashes cannot stop the caller.
 
 `python -m opendiloco.tools.doctor.torch_probe` prints the result as JSON; `installed_torch` reads only files.
 """
@@ -27,8 +27,8 @@ NAMES = {"cuda": "CUDA", "hip": "ROCm"}
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as torch sees it, with memory in bytes. `error` is the reason why torch cannot compute on it; empty: it
-    can."""
+    """A GPU as torch sees it; `memory` and `free` are in bytes. `error` is the reason why torch cannot compute on the
+    GPU; empty if torch can."""
 
     name: str
     capability: tuple[int, int]
@@ -40,8 +40,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Torch:
-    """The torch installation. `platform` is the platform that it was built for, such as "CUDA 12.8"; None: CPUs only.
-    `gpus` is None if torch was not probed. `error` is its message if it sees no GPU or cannot be imported."""
+    """The torch installation. `platform` is the GPU platform for which torch was built, such as "CUDA 12.8"; None: CPUs
+    only. `gpus` is None if torch was not probed. `error` is torch's message if it sees no GPU or cannot be imported."""
 
     version: str
     platform: str | None
@@ -50,7 +50,7 @@ class Torch:
 
 
 def installed_torch() -> Torch | None:
-    """Return the torch installation from its files, in milliseconds and without an import; None if torch is not
+    """Return the torch installation, read from its files in milliseconds without an import; None if torch is not
     installed."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
@@ -65,7 +65,8 @@ def installed_torch() -> Torch | None:
 
 
 def probed_torch(torch: Torch | None) -> Torch | None:
-    """Return the installation with the GPUs that torch sees, from a separate process."""
+    """Import torch in a separate process, and return the installation with the GPUs that torch sees, or with an error.
+    Return None if torch is not installed."""
     if torch is None:
         return None
     command = module_command("opendiloco.tools.doctor.torch_probe")
@@ -77,7 +78,7 @@ def probed_torch(torch: Torch | None) -> Torch | None:
 
 
 def _answered(torch: Torch, code: int, out: str, err: str) -> Torch:
-    """Return the installation with the result in the probe's output."""
+    """Return the installation with the GPUs in the probe's output `out`, or with an error if the probe failed."""
     try:
         result: dict[str, Any] = json.loads(last_line(out))
         gpus = tuple(Gpu(**(gpu | {"capability": tuple(gpu["capability"])})) for gpu in result["gpus"])
@@ -88,7 +89,7 @@ def _answered(torch: Torch, code: int, out: str, err: str) -> Torch:
 
 
 def _probe() -> dict[str, object]:
-    """Import torch, compute on each GPU, and return the result as JSON values."""
+    """Import torch, compute on each GPU, and return the GPUs and torch's error as JSON values."""
     import torch
 
     count, error = usable_gpus()
