@@ -228,7 +228,7 @@ class _Rows:
         section = self._section
         rows = self._open(part)
         types = rows.features
-        columns = list(next(iter(rows), {}) if types is None else types)  # safe: `datasets` decodes no untyped row
+        columns = list(next(iter(rows), {}) if types is None else types)  # without types no URL is fetched
         if section.column not in columns:
             is_csv = getattr(self, "_builder", None) is not None and self._builder.name == "csv"
             first = " The first line of a CSV file must name its columns, separated by commas." * is_csv

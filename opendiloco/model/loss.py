@@ -112,8 +112,8 @@ def packing_known(is_packed: bool) -> Iterator[None]:
 
 @cache
 def _patch_transformers() -> None:
-    """Make transformers read `_known` before its own checks, if its version has such checks, for the life of the
-    process."""
+    """Replace transformers' checks of each batch for packing and padding, for the life of the process: they run only
+    while `_known` is None. A check that the installed version does not have is skipped."""
     masks, models = (importlib.import_module(f"transformers.{name}") for name in ("masking_utils", "modeling_utils"))
     find: Callable[[torch.Tensor], torch.Tensor | None] | None = getattr(masks, FINDS_DOCUMENTS, None)
     warn: Callable[..., None] | None = getattr(models.PreTrainedModel, WARNS_OF_PADDING, None)

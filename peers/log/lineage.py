@@ -38,7 +38,7 @@ class Lineage:
         """Create a lineage without entries that begins at the end of `log`."""
         self.doubt: LogState | None = None
         self._starts: OrderedDict[bytes, LogState] = OrderedDict({log.position.head: log})
-        # by head before the entry, and fragment
+        # the header and certificate of each recent entry, by the head before the entry and its fragment
         self._followers: OrderedDict[tuple[bytes, int], tuple[Header, Certificate | None]] = OrderedDict()
         self._end = log.position.index
         """Number of cycles in the log, up to the last of these heads."""

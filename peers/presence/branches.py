@@ -31,7 +31,7 @@ class Branches:
         self._expiry = expiry
         self._pause = pause
         self._gave_nothing_until: dict[str, float] = {}
-        self._passed_over: dict[str, tuple[int, float]] = {}  # by peer: number, end of the last pause
+        self._passed_over: dict[str, tuple[int, float]] = {}  # by peer: number of its pauses, end of the last
         self._claimants: tuple[tuple[object, ...], tuple[str, ...]] = ((), ())
 
     # Donors ---------------------------------------------------------------------------------------------------
@@ -143,7 +143,8 @@ class Branches:
         return state_named(log, self._live().values(), own_digest)
 
     def are_most_elsewhere(self, doubt: LogState, branch: Branch, incarnation: int) -> bool | None:
-        """Return True if a live quorum of the voters at `doubt`, this peer included, is not on `branch`; False if not.
+        """Return True if enough live voters for a quorum are not on `branch`, and False otherwise. The voters are those
+        of the log at `doubt`, from which a minority went on to `branch`. This peer, if it votes, is not on `branch`.
 
         None: it depends on peers that are further on than the branch is known. `incarnation` is ours.
         """

@@ -16,7 +16,7 @@ PEERS_LIMIT = 10_000  # peers that are remembered
 CLOCK_TOLERANCE = 60.0  # seconds that a peer's clock may be ahead of ours
 HEARTBEATS_AT_ONCE = 4.0  # signed heartbeats that a peer may send one after another
 SECONDS_PER_HEARTBEAT = 0.5  # seconds after which a peer may send one more signed heartbeat
-HEARTBEAT_BYTES = 1024  # bytes that count as one heartbeat; a larger one counts as several
+HEARTBEAT_BYTES = 1024  # bytes that cost one of HEARTBEATS_AT_ONCE; a larger heartbeat costs more in proportion
 NEVER = -float("inf")
 
 

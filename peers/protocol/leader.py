@@ -53,7 +53,7 @@ class Leader:
     def __init__(
         self, context: Context, presence: Presence, trainer: Trainer, replica: Replica, seat: EntryRound
     ) -> None:
-        """Lead on behalf of `seat`, this peer's round at the position."""
+        """Create the leader's part of `seat`, this peer's round at one position of the log."""
         self.readiness = Readiness(context, presence, trainer, seat.log)
         self.asked: tuple[str, ...] = ()
         self._context = context

@@ -29,7 +29,8 @@ PLACES: Mapping[Reach | None, int] = {Reach.OPEN: 4, Reach.PUNCHED: 4, None: 4, 
 data only where too few direct donors are left, and an unreachable donor is tried only when it is the last one."""
 RANK: Mapping[Reach | None, int] = {Reach.OPEN: 0, Reach.PUNCHED: 0, None: 1, Reach.RELAYED: 2, Reach.NONE: 3}
 MOST = LONGEST  # seconds after which a request to a donor is given up
-SILENT = 10.0  # seconds without a range after which another donor is added; a new donor is expected to need as long
+# seconds without a range after which another donor is added, and that a new donor is expected to need for its first one
+SILENT = 10.0
 RANGES = 4  # ranges asked of each donor at once: a link of 1 Gbit/s and 40 ms is not idle between two of 8 MiB
 # pulls served to one peer at once: one more than RANGES, since the server may see late that a pull was given up
 PULLS = RANGES + 1
