@@ -86,7 +86,7 @@ class ArchivedRun:
         self._proofs = MissingProofs(transport, self.log)
         self.checkpointer = Checkpointer(KeepingPlan(self.folder.path))
         self._state_bytes = 0  # bytes of theta and momentum; 0 until the model's size is known
-        self.buffers: tuple[PayloadBuffers, ...] = ()  # by fragment; empty until the model's size is known
+        self.buffers: tuple[PayloadBuffers, ...] = ()  # payload buffers; empty until the model's size is known
         self._snapshot: Snapshot | None = None
         self._sequence = 0
         self._peers: frozenset[str] = frozenset()
@@ -105,8 +105,8 @@ class ArchivedRun:
 
     # Stored data ----------------------------------------------------------------------------------------------
     def _load(self) -> None:
-        """Load the newest stored checkpoint, to serve it as a snapshot, and delete the payloads before the oldest
-        one."""
+        """Load the newest stored checkpoint, to serve it as a snapshot. Delete the payloads before the oldest
+        checkpoint."""
         checkpoints = Checkpoints(self.folder.checkpoints, self.run.run_id)
         if (checkpoint := checkpoints.load_newest()) is not None:
             self._snapshot = checkpoint

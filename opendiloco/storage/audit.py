@@ -82,8 +82,8 @@ class _States:
     def __init__(
         self, config: RunConfig, start: OuterState, index: int, origin: str, amendment: Amendment | None = None
     ) -> None:
-        """Begin with the state `start` after `index` outer steps. `origin` names its source in words, such as "the
-        manifest"; `amendment` is the amendment in force then."""
+        """Begin with the state `start` after `index` outer steps. `origin` names the source of `start` in words, such
+        as "the manifest"; `amendment` is the amendment in force at `start`."""
         self._state = start
         self._codecs = [BlockCodec.of(config.codec, part.stop - part.start) for part in start.fragments]
         self._config, self._next = config, index
@@ -195,8 +195,8 @@ class _Proofs:
 
 
 def audit(folder: Path, run: Run, checkpoint: Checkpoint | None, own: OwnFiles) -> Findings:
-    """Return the findings of an audit of the log in `folder`, of all that the stored data allow to check. Raises:
-    LogFolderError, AmendmentError, and the exceptions of building the model."""
+    """Return the findings of an audit of the log in `folder`, as far as the stored data allow. Raises: LogFolderError,
+    AmendmentError, and the exceptions of building the model."""
     findings = Findings()
     try:
         chain = _check_chain(folder / ENTRIES, run, findings)

@@ -1,4 +1,4 @@
-"""Checkpoint files: their names, their format, and the rule by which old files are removed.
+"""Checkpoint files: names, format, and the rule by which old checkpoints are removed.
 
 A checkpoint is a safetensors file with the tensors momentum and theta, so that the bytes after its header are the
 state's bytes in order. This module imports fast, because the writer process must start fast.
