@@ -23,7 +23,8 @@ class RateLimit:
     """A limit on a transfer's rate: waits until `done` bytes have taken at least `done / rate` seconds."""
 
     def __init__(self, rate: float | None, wait: Callable[[float], None] = time.sleep) -> None:
-        """Limit the transfer that begins now to `rate` bytes a second; None: no limit. `wait` sleeps."""
+        """Limit the transfer that begins now to `rate` bytes a second; None: no limit. `wait` sleeps for a number of
+        seconds."""
         self._rate = rate
         self._wait = wait
         self._began = time.monotonic()
@@ -104,7 +105,7 @@ class Remote:
 
     def prune(self, keep_newest: int, keep_every: int, last: int) -> None:
         """Remove the remote checkpoints that `kept` does not name, except that of outer step `last`, which was just
-        sent. Later ones may be from a peer that is ahead. Raises: RemoteError."""
+        sent. Later checkpoints may be from a peer that is ahead. Raises: RemoteError."""
         indices = indices_in(self.names())
         for index in set(indices) - kept(indices, keep_newest, keep_every) - {last}:
             self.remove(file_name(index))

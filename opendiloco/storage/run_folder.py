@@ -82,7 +82,7 @@ class RunFolder:
         except FileNotFoundError:
             return None
         except (OSError, ManifestError) as error:
-            logger.warning("%s is ignored: %s", self.manifest, error)
+            logger.warning("the stored manifest %s is ignored: %s", self.manifest, error)
             return None
 
     def remembered_peers(self) -> RememberedPeers:
