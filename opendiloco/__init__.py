@@ -1,4 +1,4 @@
-"""DiLoCo training over the internet: the pieces that `diloco-peer` is made of, usable on their own."""
+"""DiLoCo training over the internet: the Python packages behind the command `diloco-peer`, also usable without it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ __all__ = ["DiLoCo", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # Names are imported on first use, because importing torch takes seconds, and reading the version milliseconds.
+    # Public names are imported on first use, because importing torch takes seconds and reading the version
+    # milliseconds.
     if name == "DiLoCo":
         from opendiloco.library import DiLoCo
 

@@ -1,4 +1,4 @@
-"""The alignment of fragments in flat vectors."""
+"""The alignment of a model's fragments in flat vectors of parameters."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ codec."""
 
 
 def next_fragment(end: int) -> int:
-    """Return the offset of the fragment that follows one ending at `end`."""
+    """Return the offset, in values, of the fragment after a fragment that ends at the offset `end`."""
     return -(-end // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,4 @@
-"""The number of cores that this process may use."""
+"""The number of CPU cores that this process may use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CPU_LIMIT = "/sys/fs/cgroup/cpu.max"
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may run on, within a container's limit.
+    """Return the number of CPU cores on which this process may run, at most as many as its container may use.
 
     Threads that share a core count once, because both together compute no faster than one.
     """

@@ -1,4 +1,4 @@
-"""The errors of the training side, by cause: the machine, the data or the training."""
+"""The exceptions of `opendiloco`, each with the exit code of a command that fails with it; and error texts."""
 
 from __future__ import annotations
 
@@ -6,90 +6,89 @@ from peers.errors import DilocoPeerError, ManifestError
 
 
 def first_line(error: Exception) -> str:
-    """Return a library's error as the end of a sentence: its first line, and the second one if the first ends in a
-    colon."""
+    """Return an exception's first line with a final full stop; with the second line if the first ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 def fit_for_terminal(text: str) -> str:
-    """Return a text with its control characters replaced, which could rewrite a terminal's screen. Line breaks stay."""
+    """Return a text with its control characters, which could rewrite a terminal, replaced by U+FFFD. Line breaks
+    stay."""
     return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 class AmendmentError(ManifestError):
-    """An amendment in the run's log does not fit the run, or this version does not understand it."""
+    """Error: this version does not understand an amendment in the run's log, or the amendment does not fit the run."""
 
 
 class MachineError(DilocoPeerError):
-    """This machine does not fit the run: its memory, disk, torch, or a device that is missing or that torch cannot
-    use."""
+    """Error: this machine cannot do the work because of its memory, disk or torch, or a missing or unusable device."""
 
     exit_code = 6
 
 
 class DeviceMemoryError(MachineError):
-    """The device ran out of memory during a command."""
+    """Error: a device ran out of memory while a worker executed a command."""
 
 
 class LoopError(MachineError):
-    """A researcher's own training loop has a model, or runs in processes, that cannot form a peer."""
+    """Error: a researcher's own training loop cannot form a peer because of its model or its processes."""
 
 
 class DataError(DilocoPeerError):
-    """The corpus is missing, unreadable or too small, or lies in a folder that the machine's owner has not named."""
+    """Error: training text is missing, unreadable or too small, or lies in a folder that the owner has not named."""
 
     exit_code = 7
 
 
 class WorkerError(DilocoPeerError):
-    """Training failed: the worker process died, or a loss or weight is not finite."""
+    """Error: training failed because a worker process died, or because a loss or a weight is not finite."""
 
     exit_code = 8
 
 
 class DeviceError(WorkerError):
-    """A GPU, its driver or a kernel on it failed during a command."""
+    """Error: a GPU, its driver or a kernel on the GPU failed while a worker executed a command."""
 
 
 class CheckpointError(DilocoPeerError):
-    """A checkpoint is missing, damaged, or from another run."""
+    """Error: a checkpoint is missing, damaged, or from another run."""
 
     exit_code = 9
 
 
 class RemoteError(DilocoPeerError):
-    """A remote folder cannot be used because of its URL, the package for it, or its credentials."""
+    """Error: a remote folder cannot be used because of its URL, its credentials, or a missing Python package."""
 
     exit_code = 10
 
 
 class DamagedLogError(DilocoPeerError):
-    """A log's headers, payloads or states do not match the digests that the log records."""
+    """Error: a log's headers, payloads or states do not match the digests that the log records."""
 
     exit_code = 11
 
 
 class DisagreementError(DilocoPeerError):
-    """A peer reports another state than the one that the run's log leads to."""
+    """Error: a peer reports a state that differs from the state computed from the run's log."""
 
     exit_code = 12
 
 
 class DemoError(DilocoPeerError):
-    """The demo did not show the behaviour that it should demonstrate."""
+    """Error: the demo did not show the behaviour that it is meant to show."""
 
     exit_code = 1
 
 
 class ArgumentError(DilocoPeerError):
-    """A Python program has given the reference an outer optimizer, a codec or a pattern that it cannot use."""
+    """Error: a Python program passed an outer optimizer, a codec or a pattern that the reference cannot use."""
 
     exit_code = 2
 
 
 class SettingsError(DilocoPeerError):
-    """An environment variable or the configuration file has an invalid value for a setting."""
+    """Error: an environment variable or the configuration file contains an invalid value for a setting."""
 
     exit_code = 2

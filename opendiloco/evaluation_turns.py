@@ -1,4 +1,4 @@
-"""The turns of evaluating theta: another peer each time, so that all lose the same training time."""
+"""The turns of peers in evaluating theta, a different peer each time, so that all lose equal training time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from peers.log.state import LogState
 
 
 class HeldOut(NamedTuple):
-    """The loss of theta on held-out text. `is_runs_text` is true if that is the text that the run defines."""
+    """The loss of theta on held-out text, in nats a token. `is_runs_text` is True if the manifest defines the text."""
 
     loss: float
     is_runs_text: bool
 
 
 def is_our_turn(me: str, log: LogState, section: EvaluationSection) -> bool:
-    """Return True if this peer evaluates theta at this place in the log. All peers there compute the same turns."""
+    """Return True if the peer `me` must evaluate theta at the end of `log`. All peers with this log agree on it."""
     index, roster = log.position.index, log.roster
     if not section.every or not roster or index % section.every:
         return False
@@ -25,5 +25,5 @@ def is_our_turn(me: str, log: LogState, section: EvaluationSection) -> bool:
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:
-    """Convert a loss in nats per token to bits per byte of text, which can be compared between tokenizers."""
+    """Return a loss in nats per token as bits per byte of text, which can be compared between tokenizers."""
     return loss / math.log(2) / bytes_per_token

@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs as Linux and their driver list them, and the error texts for GPUs that torch cannot use.
+"""NVIDIA GPUs as Linux and NVIDIA's driver list them, and the error texts for GPUs that torch cannot use.
 
 Only `usable_gpus` imports torch. `join`, the workers and the doctor all use these texts.
 """
@@ -44,7 +44,7 @@ LOOK_AT_DEVICE = (
 
 @dataclass(frozen=True)
 class Cards:
-    """The GPUs of this machine, whether torch can use them or not.
+    """The NVIDIA GPUs of this machine, including those that torch cannot use.
 
     `driver` is the version of NVIDIA's driver, if it can be read. `is_driven` is true if a process here can reach the
     driver: its device file or nvidia-smi exists. In a container both may be missing.
@@ -56,17 +56,16 @@ class Cards:
 
     @property
     def are_reachable(self) -> bool:
-        """True if this machine has GPUs and a driver, so that torch should see them."""
+        """True if this machine has NVIDIA GPUs and this process can reach their driver, so torch should find them."""
         return bool(self.names) and self.is_driven
 
     def are_too_old_for(self, platform: str | None) -> bool:
-        """Return True if the driver is too old for torch's build platform, such as "CUDA 13.0"."""
+        """Return True if NVIDIA's driver is too old for torch's build platform, such as "CUDA 13.0"."""
         least = _least_driver(platform)
         return least is not None and self.driver is not None and int(self.driver.partition(".")[0]) < least
 
     def hidden_from(self, version: str, platform: str | None, reason: str) -> tuple[str, str]:
-        """Return an error text and a remedy for a torch of this `version` that sees no GPU. `reason` is torch's own
-        message."""
+        """Return an error text and a remedy for GPUs that this torch does not find. `reason` is torch's message."""
         driver = f" with driver {self.driver}" if self.driver else ""
         built, why = platform or "CPUs alone", f": {reason}" if reason else ""
         found = f"{', '.join(self.names)} is here{driver}, but torch {version}, built for {built}, cannot use it{why}"
@@ -85,7 +84,7 @@ def _least_driver(platform: str | None) -> int | None:
 
 
 def unusable(name: str, capability: tuple[int, int], version: str, reason: str) -> tuple[str, str]:
-    """Return an error text and a remedy for a GPU that this torch sees but cannot compute on. `reason` is torch's own
+    """Return an error text and a remedy for a GPU that torch finds but cannot compute on. `reason` is torch's
     message."""
     found = f"torch {version} cannot compute on {name} (compute capability {'.'.join(map(str, capability))}): {reason}"
     if capability < TURING:
@@ -94,7 +93,7 @@ def unusable(name: str, capability: tuple[int, int], version: str, reason: str) 
 
 
 def usable_gpus() -> tuple[int, str]:
-    """Return the number of GPUs that torch can use, and torch's message if it is 0.
+    """Return the number of GPUs that torch can use and, if it is 0, torch's message.
 
     `torch.cuda.device_count` alone is not enough, because it also counts GPUs whose driver is too old.
     """
@@ -115,7 +114,7 @@ def first_sentence(message: object) -> str:
 
 # Detection -----------------------------------------------------------------------------------------------------------
 def read_cards(pci: Path = PCI, driver: Path = NVIDIA_DRIVER, devices: tuple[Path, ...] = DEVICE_FILES) -> Cards:
-    """Return NVIDIA's cards, with names if the driver lists them, else those on the PCI bus.
+    """Return this machine's NVIDIA GPUs, with model names if NVIDIA's driver lists them, else as found on the PCI bus.
 
     If the owner hides the cards from all programs (CUDA_VISIBLE_DEVICES), return none.
     """

@@ -1,7 +1,7 @@
-"""The memory that a peer of a run needs, in main memory and on devices. docs/training.md has the formula as a table.
+"""The bytes of main memory and device memory that a peer of a run needs. docs/training.md has the formula as a table.
 
-It counts memory that grows with the model, in the peer process and shared with its workers. It does not count files on
-a disk, which the system keeps in memory only if there is room.
+The formula counts memory that grows with the model, in the peer process and shared with its workers. It does not count
+files on a disk, which the system keeps in memory only if there is room.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from peers.transfer.storage import IN_MEMORY
 from peers.values.chunks import KEPT_BYTES
 
 STATE_BYTES = 2 * VALUE_BYTES
-"""Bytes of theta and momentum for each value."""
+"""Bytes of theta and momentum for each trained value."""
 MOMENTS_BYTES = 2 * VALUE_BYTES
 """Bytes of AdamW's two moments for each value."""
 QUANTIZED_BLOCK = 256
@@ -42,7 +42,8 @@ FETCHED_AT_ONCE = 1 << 27
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of main memory for a model with `values` trained values; a volunteer's unless the property names a role.
+    """The bytes of main memory that a peer needs for a model with `values` trained values: a volunteer, unless a
+    property names another role.
 
     Large snapshots, downloads and recorded payloads lie in the run's folder on a disk, so they are not counted.
     """
@@ -53,17 +54,17 @@ class HostMemory:
 
     @classmethod
     def of(cls, values: int, codec: CodecSection) -> HostMemory:
-        """Return the memory of a run with this codec."""
+        """Return the main memory needed for `values` trained values in a run with this codec."""
         return cls(values, FORMATS[codec.kind], has_error_feedback=codec.error_feedback > 0)
 
     @property
     def shared(self) -> int:
-        """The bytes of theta and local, which the workers share."""
+        """The bytes of theta and of the workers' weights (local), which all workers on the machine share."""
         return 2 * VALUE_BYTES * self.values
 
     @property
     def vectors(self) -> int:
-        """The bytes of the shared vectors and the momentum; with error feedback also of the residual."""
+        """The bytes of theta, local and the momentum; with error feedback also of the residual."""
         return self.shared + (1 + self.has_error_feedback) * VALUE_BYTES * self.values
 
     @property
@@ -72,19 +73,19 @@ class HostMemory:
 
     @property
     def kept(self) -> int:
-        """The bytes of past payloads, kept for peers that fell behind."""
+        """The bytes of earlier payloads that a volunteer keeps in memory for peers that fell behind."""
         return KEPT_BYTES // max(1, self.payload) * self.payload
 
     @property
     def snapshot(self) -> int:
-        """The bytes of the frozen state that joiners may fetch; 0 if it is so large that it lies in a file."""
+        """The bytes of the frozen state that joiners may fetch; 0 if the state is large and so stored in a file."""
         size = STATE_BYTES * self.values
         return 0 if size > IN_MEMORY else size
 
     @property
     def growing(self) -> int:
-        """The bytes that grow with the model: the vectors, and three payloads, among them the pseudo-gradient and the
-        average.
+        """The bytes that grow with the model: `vectors` and three payloads, two of which are the pseudo-gradient and
+        the average.
 
         The third is the last average until it is in the log on the disk, or other members' blocks of this peer's part
         until they are averaged.
@@ -93,43 +94,44 @@ class HostMemory:
 
     @property
     def training(self) -> int:
-        """The bytes in training and in rounds: those that grow with the model, kept payloads, and a constant."""
+        """The bytes needed in training and rounds: `growing`, `kept`, and a constant."""
         return self.growing + self.kept + IN_USE
 
     @property
     def late(self) -> int:
-        """The bytes while others average without this peer: also a copy of its base theta, and ranges of their
-        payload."""
+        """The bytes while other peers average without this peer: `training`, a copy of its base theta, and received
+        ranges."""
         return self.training + VALUE_BYTES * self.values + min(self.payload, FETCHED_AT_ONCE)
 
     @property
     def most(self) -> int:
-        """The most bytes that a volunteer needs in training, rounds or catching up, while it serves a snapshot."""
+        """The most bytes that a volunteer needs in training, rounds or catching up, while it also serves a snapshot."""
         return self.late + self.snapshot
 
     @property
     def joining(self) -> int:
-        """The bytes of a joiner that fetches the state: the vectors, and the state itself if it is small."""
+        """The bytes that a joiner needs while it fetches the state: `vectors`, `snapshot`, and received ranges."""
         return self.vectors + self.snapshot + self._on_their_way
 
     @property
     def beginning_to_follow(self) -> int:
-        """The bytes of a follower that starts: the state, and the snapshot that it fetches."""
+        """The bytes of a starting follower, which applies the log without training: its state, and a fetched
+        snapshot."""
         return 2 * STATE_BYTES * self.values + self._on_their_way
 
     @property
     def following(self) -> int:
-        """The bytes of a follower that has started: the state and a payload."""
+        """The bytes of a follower after its start: the state, a payload, and received ranges of the next payload."""
         return STATE_BYTES * self.values + self.payload + min(self.payload, FETCHED_AT_ONCE)
 
     @property
     def evaluating(self) -> int:
-        """The bytes of `export` and other followers with a worker: the vectors, and the snapshot that they fetch."""
+        """The bytes of a follower with a worker, such as `export`: `vectors`, and the snapshot that it fetches."""
         return self.vectors + STATE_BYTES * self.values + self._on_their_way
 
     @property
     def archive(self) -> int:
-        """The bytes of an archive: a payload on its way to the disk, and ranges of another."""
+        """The bytes of an archive: a payload that it writes to disk, and received ranges of the next payload."""
         return self.payload + min(self.payload, FETCHED_AT_ONCE)
 
     @property
@@ -138,8 +140,8 @@ class HostMemory:
 
 
 def moments_bytes(values: int, kept: OptimizerState, is_on_host: bool = False) -> int:
-    """Return the bytes of AdamW's moments for this many values between two steps: on a device or, if `is_on_host`, in
-    main memory."""
+    """Return the bytes of AdamW's moments of `values` weights between two steps: those on the device, or those in main
+    memory if `is_on_host`."""
     if kept == "8bit":
         return 0 if is_on_host else int(QUANTIZED_BYTES * values)
     return MOMENTS_BYTES * values * ((kept == "host") == is_on_host)
@@ -147,7 +149,7 @@ def moments_bytes(values: int, kept: OptimizerState, is_on_host: bool = False) -
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """Bytes that all workers of a machine need together on their devices; for CPU workers, in main memory.
+    """The bytes that all workers of a machine need together: on their devices or, for CPU workers, in main memory.
 
     The model has `weights` values, and `trained` of them are trained. Activations come on top. `largest` is the size of
     the largest parameter. If the workers share the model, `gathered` is the number of values that FSDP2 holds whole at
@@ -181,18 +183,17 @@ class WorkerMemory:
 
     @property
     def kept(self) -> int:
-        """The bytes of the weights, their gradients, and AdamW's two moments unless these are in main memory."""
+        """The bytes of the weights, their gradients, and AdamW's two moments unless main memory has the moments."""
         return self.evaluating + VALUE_BYTES * self.trained + moments_bytes(self.trained, self.optimizer_state)
 
     @property
     def on_host(self) -> int:
-        """The bytes of moments that a worker keeps in main memory, whatever its device."""
+        """The bytes of AdamW's moments that are kept in main memory, for workers on any device."""
         return moments_bytes(self.trained, self.optimizer_state, is_on_host=True)
 
     @property
     def stepping(self) -> int:
-        """The bytes that AdamW's step needs for itself, including one parameter's moments if they are kept
-        elsewhere."""
+        """The temporary bytes of AdamW's step, with one parameter's moments unless the device keeps all in fp32."""
         step = 0 if self.is_fused else 2 * VALUE_BYTES * self.largest
         whole = 0 if self.optimizer_state == "device" else MOMENTS_BYTES * self.largest
         quantized = min(self.largest, QUANTIZED_AT_ONCE) if self.optimizer_state == "8bit" else 0
@@ -200,15 +201,15 @@ class WorkerMemory:
 
     @property
     def evaluating(self) -> int:
-        """The bytes of the weights alone."""
+        """The bytes needed in an evaluation: those of the weights."""
         return VALUE_BYTES * self.weights
 
     @property
     def training(self) -> int:
-        """The most bytes in training: those kept, and the larger need of the forward and backward passes or AdamW's
+        """The most bytes in training: `kept`, and the larger need of the forward and backward passes or AdamW's
         step."""
         whole = self.gathered + max(self.gathered, self.whole_gradients)
-        head = self.head * (VALUE_BYTES + 2 * (self.copied > 0))  # in bf16, also the matrix itself or its gradient
+        head = self.head * (VALUE_BYTES + 2 * (self.copied > 0))  # in bf16, plus the matrix itself or its gradient
         passes = 2 * self.copied + VALUE_BYTES * whole + head + LOGIT_BYTES * self.logits
         passes = max(passes, 4 * self.copied + VALUE_BYTES * (self.embedding + 3 * self.tied))
         gaps = GAPS_BYTES * self.weights * max(0, self.gathering_on_cpu - 1)

@@ -1,5 +1,4 @@
-"""A run as its two sides need it: the swarm's settings and the training's configuration, both from one signed
-manifest."""
+"""A run: the peers' protocol settings and the training configuration, both from one signed manifest."""
 
 from __future__ import annotations
 
@@ -32,11 +31,10 @@ class Run:
     goes_on_alone: bool = True
     """True if this machine's owner lets it train with a minority when most peers have been gone for long."""
     has_runs_text: bool = True
-    """True if the machine reads the text that the run defines. If volunteers choose the text, only a digest can show
-    this."""
+    """True if this machine trains on the text that the manifest defines. A digest shows it if volunteers choose."""
 
     def __post_init__(self) -> None:
-        """Check that a run with several fragments names their sizes. Raises: ManifestError."""
+        """Check that the manifest of a run with several fragments states their sizes. Raises: ManifestError."""
         streaming = self.config.streaming
         if streaming.layers_per_fragment is not None and streaming.sizes is None:
             raise ManifestError(
@@ -46,25 +44,26 @@ class Run:
 
     @classmethod
     def sign(cls, config: RunConfig, organiser: Identity) -> Run:
-        """Return a new run, signed by its organiser. Raises: ManifestError."""
+        """Return a new run with a manifest that its organiser has signed. Raises: ManifestError."""
         return cls(SignedManifest.create(organiser, config.name, config.to_manifest_content()), config)
 
     @classmethod
     def from_manifest(cls, manifest: SignedManifest) -> Run:
-        """Return the run of a manifest. Raises: ManifestError when this version does not know its configuration."""
+        """Return the run that a manifest defines. Raises: ManifestError if this version cannot read the
+        configuration."""
         return cls(manifest, RunConfig.from_manifest_content(manifest.values))
 
     def with_data(self, folders: Sequence[Path] = ()) -> Run:
-        """Return the run for a volunteer who lets it read only these local folders. Raises: see `volunteered`."""
+        """Return the run with a volunteer's `folders` in place of its local data sources. Raises: see `volunteered`."""
         data, sources = self.config.data, self.config.data.all_sources
         own = [source for source in sources if is_local(source.source)] or sources
-        # A volunteer's own text can only be checked against a digest.
+        # Only a digest can show that a volunteer's folder contains the run's text.
         says_which = self.config.evaluation.digest is not None or all(source.digest for source in own)
         config = self.config.model_copy(update={"data": volunteered(data, folders)})
         return replace(self, config=config, has_runs_text=not folders or says_which)
 
     def with_own(self, own: OwnFiles) -> Run:
-        """Return the run with the volunteer's own files in place of local paths for model and tokenizer.
+        """Return the run with the volunteer's own files in place of the manifest's local paths of model and tokenizer.
 
         Raises: DataError for a local path in the manifest that the volunteer has not replaced.
         """
@@ -82,7 +81,7 @@ class Run:
 
     @property
     def settings(self) -> RunSettings:
-        """The settings that the protocol needs."""
+        """The part of the run's settings that the peer protocol needs."""
         training, rounds = self.config.training, self.config.rounds
         return RunSettings(
             run=self.run_id,
@@ -109,8 +108,8 @@ class Run:
 
 
 def local_tables(config: RunConfig) -> dict[str, str]:
-    """Return the local paths of the run's model and tokenizer, by table. Each volunteer must have its own files for
-    them."""
+    """Return the local paths in the tables `model` and `tokenizer`, by table. Each volunteer must name its own
+    files."""
     paths = {"model": config.model.path, "tokenizer": config.tokenizer.path}
     is_file = config.tokenizer.kind == "file"
     return {
@@ -121,8 +120,8 @@ def local_tables(config: RunConfig) -> dict[str, str]:
 
 
 def with_own_files(config: RunConfig, own: OwnFiles) -> RunConfig:
-    """Return the configuration with these files in place of its local paths. Raises: DataError if the run has no such
-    path."""
+    """Return the configuration with a volunteer's own files in place of its local paths. Raises: DataError if the run
+    has no local path."""
     sections: dict[str, ModelSection | TokenizerSection] = {}
     for table, section, given in (("model", config.model, own.model), ("tokenizer", config.tokenizer, own.tokenizer)):
         if given is None:
@@ -134,7 +133,8 @@ def with_own_files(config: RunConfig, own: OwnFiles) -> RunConfig:
 
 
 async def find_run(network: HivemindTransport, run_id: str, remembered: SignedManifest | None = None) -> Run:
-    """Return a run from the remembered manifest or from the network. Raises: SwarmUnreachableError, ManifestError."""
+    """Return the run `run_id`, by the remembered manifest or from the network. Raises: SwarmUnreachableError,
+    ManifestError."""
     if remembered is not None and remembered.run_id == run_id:
         network.learn(remembered)
         return Run.from_manifest(remembered)

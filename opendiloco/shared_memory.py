@@ -1,7 +1,7 @@
-"""Flat fp32 vectors that the peer process shares with its workers.
+"""Flat fp32 vectors in memory that the peer process shares with its worker processes.
 
-They lie in an anonymous memory file that workers inherit as a descriptor. It has no name, so no process can leave it
-behind in /dev/shm by dying, and Docker's small default /dev/shm does not matter.
+The vectors are in an anonymous memory file, whose descriptor the workers inherit. The file has no name, so a process
+that dies leaves nothing in /dev/shm, and Docker's small default /dev/shm does not matter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 class SharedVectors:
-    """`theta` (the outer parameters) and `local` (the workers' weights), each of `size` fp32 values.
+    """Two vectors of `size` fp32 values in shared memory: `theta` (the outer parameters) and `local` (the workers'
+    weights).
 
     The views keep the mapping alive; the system frees it with the last view.
     """
@@ -38,7 +39,7 @@ class SharedVectors:
 
     @classmethod
     def create(cls, size: int) -> Self:
-        """Return vectors for this process alone. Raises: MachineError when memory is too small."""
+        """Return vectors that only this process uses. Raises: MachineError if too little memory is free."""
         descriptor = create_memory_file()
         try:
             reserve(descriptor, size)
@@ -48,12 +49,12 @@ class SharedVectors:
 
 
 def create_memory_file() -> int:
-    """Return the descriptor of a new, empty memory file. Close it once all processes have inherited and mapped it."""
+    """Return the descriptor of a new, empty memory file. The caller closes it after all processes have mapped it."""
     return os.memfd_create("diloco-peer")
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Allocate memory for two vectors of `size` values, so that no later write fails. Raises: MachineError."""
+    """Allocate memory for two vectors of `size` fp32 values, so that no later write fails. Raises: MachineError."""
     needed = 2 * VALUE_BYTES * size
     check_available("The run's shared vectors", needed)
     try:
@@ -65,7 +66,7 @@ def reserve(descriptor: int, size: int) -> None:
 
 
 def check_available(what: str, needed: int) -> None:
-    """Raise MachineError, which names `what` needs the memory, if fewer than `needed` bytes are available."""
+    """Raise MachineError if fewer than `needed` bytes of memory are available for the purpose `what`."""
     available = available_memory()
     if needed > available:
         remedy = (
@@ -81,7 +82,8 @@ _cap: tuple[int, int] | None = None
 
 
 def cap_memory(limit: int | None, family: int | None = None) -> None:
-    """Limit `available_memory` to this many bytes for a process, by default this one, and all its descendants.
+    """Limit `available_memory` to `limit` bytes for the process `family` (default: this one) and its descendants
+    together.
 
     Memory that several of them share counts once. None removes the limit.
     """
@@ -96,8 +98,7 @@ def _used_by(process: psutil.Process) -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes that this process can still allocate: the free memory, or less if the owner's limit leaves
-    less."""
+    """Return the bytes that this process can still allocate: the free memory, or less if `cap_memory` limits it."""
     free = _free_memory()
     if _cap is None:
         return free
@@ -106,7 +107,7 @@ def available_memory() -> int:
 
 
 def _free_memory() -> int:
-    """Return the kernel's estimate of free memory, or less if the container's limit leaves less.
+    """Return the free memory in bytes as the kernel estimates it, or less if the container's limit leaves less.
 
     Memory that holds recently read files counts against a container's limit, but the kernel frees it on demand.
     """

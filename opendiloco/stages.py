@@ -1,4 +1,4 @@
-"""The stages of a process that starts, and the progress of each."""
+"""The stages of a process's start, such as compiling, and the progress of each stage."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ WITH_A_COMPILER = frozenset({COMPILING, COMPILING_AGAIN, COMPILING_MORE, TRYING_
 """Stages in which PyTorch compiles. The compilers that it calls may hang."""
 NOT_COMPILING = "not compiling, which would be faster"
 NOT_COMPILING_THE_LOSS = "not compiling the loss, which would be faster"
-LOOK_SECONDS = 1.0  # seconds between two reports of the same stage's progress
-QUIET_SECONDS = 10.0  # seconds between two log lines about the same stage
+LOOK_SECONDS = 1.0  # seconds between two reports of the same stage's progress, at least
+QUIET_SECONDS = 10.0  # seconds between two log lines about the same stage, at least
 
 
 _watch: Watch = lambda stage, share: None  # noqa: E731
@@ -30,7 +30,7 @@ _watch: Watch = lambda stage, share: None  # noqa: E731
 
 @contextmanager
 def watched_by(watch: Watch) -> Iterator[None]:
-    """Call `watch` for every stage of this process, in any thread, until the context ends."""
+    """Call `watch` for each stage that any thread of this process reports, until the context ends."""
     global _watch
     before, _watch = _watch, watch
     try:
@@ -40,7 +40,7 @@ def watched_by(watch: Watch) -> Iterator[None]:
 
 
 def at_stage(stage: str, share: float | None = None) -> None:
-    """Report the stage that begins, or the running stage's progress."""
+    """Pass a stage's name, and its finished share from 0 to 1 if known, to the current `Watch`."""
     _watch(stage, share)
 
 
@@ -52,14 +52,14 @@ class Coming:
         self._reported = time.monotonic()
 
     def so_far(self, share: float) -> None:
-        """Report the finished share of the stage, 0 to 1."""
+        """Report the finished share of the stage, from 0 to 1."""
         if time.monotonic() - self._reported > LOOK_SECONDS:
             self._reported = time.monotonic()
             at_stage(self._stage, min(share, 1.0))
 
 
 def passing(items: Iterable[Item], stage: str, total: int | None = None) -> Iterator[Item]:
-    """Yield the items, and report at most once a second how many of `total` were yielded."""
+    """Yield the items, and report the yielded share of `total` items at most once a second as the stage's progress."""
     at_stage(stage, None if total is None else 0.0)
     coming = Coming(stage)
     for number, item in enumerate(items, 1):
@@ -69,7 +69,7 @@ def passing(items: Iterable[Item], stage: str, total: int | None = None) -> Iter
 
 
 class StageLog:
-    """A `Watch` that logs each stage when it begins, and every few seconds its progress and the time left."""
+    """A `Watch` that logs each stage when it begins, and then every `QUIET_SECONDS` its progress and the time left."""
 
     def __init__(self) -> None:
         self._stage = ""

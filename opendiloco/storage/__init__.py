@@ -1,4 +1,4 @@
-"""Storage of a run, on this machine's disk or at a remote: logs, checkpoints, moments, archives and audits.
+"""Storage of a run's data on this machine's disk or in a remote folder, archives of runs, and audits of stored logs.
 
 Needs no torch, except to audit a log from its first entry on.
 

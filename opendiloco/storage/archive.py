@@ -1,4 +1,4 @@
-"""Archives: bootstrap nodes that keep runs, so that a run outlives the last of its volunteers.
+"""Archives: bootstrap nodes that store runs, so that a run can continue after all of its volunteers have left.
 
 An archive keeps, for each run that is announced to it: the headers of all entries, the proofs of the faults that they
 name, the newest snapshots, and the payloads since. It serves them like a peer. It has no worker and no state of its
@@ -59,24 +59,25 @@ from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
-POLL = 5.0  # seconds between two checks for new runs, and between two checks of a run without peers
-SIGNING_PAUSE = 60.0  # least seconds between two heads that this archive signs
-SIGNING_RETRY = 5.0  # seconds until this archive asks the peers again, if none has answered
-ASKED = 32  # peers that are asked for this archive's earlier signed heads before it signs the first one
-SNAPSHOT_SHARE = 4  # every 4th snapshot of the peers is stored: each costs their links 8 bytes a parameter
+POLL = 5.0  # seconds between two checks for new runs to archive, and for peers of a run that has none
+SIGNING_PAUSE = 60.0  # seconds between two signatures of a run's heads by this archive, at least
+SIGNING_RETRY = 5.0  # seconds until an archive asks again for its earlier signed heads, if no peer has answered
+ASKED = 32  # number of peers that an archive asks for its earlier signed heads before it signs the first one
+SNAPSHOT_SHARE = 4  # an archive stores every 4th snapshot of a run, since each costs the donors 8 bytes a parameter
 NO_STATE = bytes(DIGEST_BYTES)
 OF_PEERS = (PeerUnreachableError, RemoteProtocolError, SwarmUnreachableError, LogError, PayloadError, SnapshotError)
 """Errors of peers that do not serve data or serve wrong data. An archive's operator cannot act on them."""
 FAILURES = (*OF_PEERS, OSError)
-ASK_AGAIN = 1.0  # seconds until the first retry after an error of peers; each further wait is twice as long
+ASK_AGAIN = 1.0  # seconds until the first retry after an error of peers; the wait doubles after each further error
 
 
 class ArchivedRun:
-    """The archived data of one run. Implements `peers.transfer.snapshots.SnapshotSource`."""
+    """The archived data of one run: log, proofs, payloads and snapshots. Implements
+    `peers.transfer.snapshots.SnapshotSource`."""
 
     def __init__(self, run: Run, identity: Identity, transport: HivemindTransport, base: Path, room: _DiskRoom) -> None:
-        """Open the archive of a run. This may take long, because all stored data are digested. Raises: DilocoPeerError
-        if the folder cannot be used."""
+        """Open or create the run's folder below `base`, and check the digests of all stored data, which may take long.
+        Raises: DilocoPeerError if the folder cannot be used."""
         self.run = run
         self._transport = transport
         self._room = room
@@ -84,8 +85,8 @@ class ArchivedRun:
         self.log = LogFolder.open(self.folder.log, run.settings.empty_log, block_bytes(run.config.codec))
         self._proofs = MissingProofs(transport, self.log)
         self.checkpointer = Checkpointer(KeepingPlan(self.folder.path))
-        self._state_bytes = 0  # 0 until the model's size is known
-        self.buffers: tuple[PayloadBuffers, ...] = ()  # one for each fragment; empty until the model's size is known
+        self._state_bytes = 0  # bytes of theta and momentum; 0 until the model's size is known
+        self.buffers: tuple[PayloadBuffers, ...] = ()  # payload buffers; empty until the model's size is known
         self._snapshot: Snapshot | None = None
         self._sequence = 0
         self._peers: frozenset[str] = frozenset()
@@ -99,12 +100,12 @@ class ArchivedRun:
 
     @cached_property
     def held_out(self) -> HeldOutCurve:
-        """The held-out losses that are stored beside the log, for displays."""
+        """The curve of held-out losses that peers have reported, which this archive stores for displays."""
         return HeldOutCurve(self.folder.held_out)
 
     # Stored data ----------------------------------------------------------------------------------------------
     def _load(self) -> None:
-        """Load the newest stored checkpoint as the snapshot to serve, and delete the payloads before the oldest
+        """Load the newest stored checkpoint, to serve it as a snapshot. Delete the payloads before the oldest
         checkpoint."""
         checkpoints = Checkpoints(self.folder.checkpoints, self.run.run_id)
         if (checkpoint := checkpoints.load_newest()) is not None:
@@ -134,13 +135,13 @@ class ArchivedRun:
 
     @property
     def _frozen(self) -> LogState:
-        """The state of the log at the snapshot; the empty log without a snapshot."""
+        """The log's state at the outer step of the served snapshot; the empty log's state if there is no snapshot."""
         empty, snapshot = self.log.empty_log, self._snapshot
         return empty if snapshot is None else empty.at(snapshot.last, snapshot.ends)
 
     def answer(self, inquiry: Inquire) -> bytes | None:
-        """Return a message with the entry after the inquired position, or with the end of this log if the log does not
-        contain the position; None if this log ends at the position."""
+        """Return the reply to a peer's inquiry: the entry after the inquired position, or the end of this log if the
+        log does not contain that position; None if this log has no entry after the position."""
         index, fragment = inquiry.position.index, inquiry.position.fragment
         if fragment >= self.end.fragments:
             return None
@@ -153,14 +154,13 @@ class ArchivedRun:
         return pack_message(self.run.run_id, Elsewhere(position=self.end.position), None)
 
     def _log_at(self, position: Position) -> LogState | None:
-        """Return the state of the log at a position; None if neither the stored log nor the snapshot has the
-        position."""
+        """Return the log's state at a position; None if the position is neither in the log nor that of the snapshot."""
         frozen = self._frozen
         log = frozen if position.is_in_cycle_of(frozen.position) else self.log.log_after(position.index)
         return log.of(position.fragment) if log is not None and position.is_in_cycle_of(log.position) else None
 
     async def publish(self, identity: Identity) -> None:
-        """Publish a heartbeat that names this archive and the end of its log."""
+        """Publish a heartbeat with this archive's peer id, its addresses, and the position of its log's end."""
         end = self.end
         before = self._transport.discovery_of(self.run.run_id).copies.highest
         self._sequence = next_sequence(self._sequence, before)
@@ -192,23 +192,22 @@ class ArchivedRun:
     # Signed heads ---------------------------------------------------------------------------------------------
     @property
     def _is_contradicted(self) -> bool:
-        """True if the run's archives have signed another log than the stored one."""
+        """True if the run's archives have signed heads that differ from those of the stored log."""
         return self._signing.believed.contradiction(self._heads) is not None
 
     @property
     def _heads(self) -> dict[int, bytes]:
-        """The heads of the stored log at the indices that archives have signed."""
+        """The heads of the stored log, by index, at all indices whose heads archives have signed."""
         return self.log.heads_at(self._signing.believed.indices)
 
     async def sign(self) -> None:
-        """Sign the newest head that this archive has checked, if its key is one of the run's archives, at most once a
-        minute."""
+        """Sign the newest head of the stored log, at most once a minute, if the manifest names this archive's key."""
         await self._signing.sign(self.log, self._peers)
 
     # Following ------------------------------------------------------------------------------------------------
     async def follow(self) -> bool:
-        """Fetch newer entries from the peers that are furthest ahead. Return True if any peer is ahead of this
-        archive."""
+        """Fetch the run's newer entries, fault proofs and snapshots from peers. Return True if any peer is ahead of
+        this archive."""
         beats = [beat for beat in await self._transport.heartbeats(self.run.run_id) if beat.state in PARTICIPATING]
         beats.sort(key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         self._peers = frozenset(beat.peer for beat in beats)
@@ -229,7 +228,7 @@ class ArchivedRun:
             return False
         for beat in beats:
             await self._transport.connect(beat.peer, beat.addresses)
-        if self.end.last is None:  # no entry has confirmed the model size that a peer named
+        if self.end.last is None:  # no entry confirms the model's size yet, so the peers are asked again
             self.buffers = ()
         if not self.buffers:
             self._set_size(await ask_size(self._transport, donors, self.log.empty_log, available_memory()))
@@ -240,7 +239,7 @@ class ArchivedRun:
                 if await self._keep_up_with(beat, others, beats):
                     donors = [beat.peer, *others]
                     break
-            except FAILURES as error:  # another peer may have the entry
+            except FAILURES as error:  # the next peer may send the entries
                 failures.append(error)
         else:
             if failures:
@@ -249,14 +248,15 @@ class ArchivedRun:
         await asyncio.to_thread(self._proofs.look)
         await self._proofs.fetch(self._peers)
         every = SNAPSHOT_SHARE * self.run.settings.snapshot_every
-        # The first snapshot is due at once: joiners cannot start from an archive without a snapshot.
+        # Joiners cannot start from an archive without a snapshot, so the first snapshot is fetched at once.
         due = self._snapshot.index + every if self._snapshot else 0
         if self.end.position.index > due:
             await self._keep_snapshot(beats, donors, due)
         return True
 
     async def _keep_up_with(self, beat: Heartbeat, others: Sequence[str], beats: Sequence[Heartbeat]) -> bool:
-        """Store the entries of a peer that is ahead. Return True if any were stored. Raises: FAILURES."""
+        """Store the entries of a peer that is ahead, or its snapshot if its log differs. Return True if the end of the
+        stored log has changed. Raises: FAILURES."""
         donors, before = [beat.peer, *others], self.end
         try:
             if self._is_contradicted:
@@ -266,13 +266,13 @@ class ArchivedRun:
             while self.end.position.index < beat.index and await self._keep_next(donors, beats):
                 pass
         except (LogError, PayloadError) as error:
-            logger.info("run %s: %s; fetching a snapshot instead", self.run.run_id, error)
+            logger.info("run %s: cannot store the next entries (%s): fetching a snapshot", self.run.run_id, error)
             await self._keep_snapshot(beats, donors, 0)
         return self.end != before
 
     async def _keep_next(self, donors: Sequence[str], beats: Sequence[Heartbeat]) -> bool:
-        """Store the next cycle, unless too few peers have signed it and others may still sign. Return True if it was
-        stored.
+        """Fetch and store the next cycle, unless too few peers have signed its entries and more may still sign. Return
+        True if the cycle was stored.
 
         There must be room for a snapshot, too: only the next snapshot frees the payloads before the last one. Raises:
         FAILURES, LogFolderError, _NoRoomError.
@@ -295,8 +295,8 @@ class ArchivedRun:
         return True
 
     async def _keep_snapshot(self, beats: Sequence[Heartbeat], donors: Sequence[str], least: int) -> None:
-        """Fetch and store a snapshot whose digest the stored log, or a better log, confirms. Raises: FAILURES,
-        _NoRoomError."""
+        """Fetch and store a snapshot of outer step `least` or later, if the stored log or a peer's better log confirms
+        its digest. Raises: FAILURES, _NoRoomError."""
         fetch = LineageFetch(self._transport, self.log)
         index = next(beat.index for beat in beats if beat.peer == donors[0])
 
@@ -314,7 +314,7 @@ class ArchivedRun:
 
         async def vouch() -> Vouched:
             nonlocal found, index
-            index += 1  # the state's digest is in the next entry, which may not exist yet
+            index += 1  # the next entry, which may not exist yet, records the state's digest
             found = await compare(index)
             return Vouched(found.theirs, partial(reported_state, found.theirs, beats), least, is_wary=True)
 
@@ -331,7 +331,7 @@ class ArchivedRun:
             self.end = self.log.empty_log.at(snapshot.last, snapshot.ends)
 
     async def _complete_log(self, donors: Sequence[str]) -> None:
-        """Fetch headers before the stored ones, back to the manifest. Raises: _NoRoomError."""
+        """Fetch the log's headers that are missing before the first stored header. Raises: _NoRoomError."""
         is_more = True
         while self.log.first and is_more:
             async with self._room.held(self.run.run_id, 0):
@@ -339,13 +339,12 @@ class ArchivedRun:
 
     @property
     def _snapshot_room(self) -> int:
-        """The free bytes of disk that a new snapshot needs: for its download and its checkpoint."""
+        """The bytes of disk that a new snapshot still needs, for its download and for its checkpoint."""
         return 2 * self._state_bytes - folder_bytes(self.folder.download)
 
 
 class _Signing:
-    """The heads of one run that archives have signed. If this node's key is one of the run's archives, it signs heads,
-    too."""
+    """The heads of one run that archives have signed; signs further heads if the manifest names this node's key."""
 
     def __init__(self, run: Run, identity: Identity, transport: HivemindTransport, folder: Path) -> None:
         self._run = run.run_id
@@ -364,22 +363,22 @@ class _Signing:
 
     @property
     def believed(self) -> SignedHeads:
-        """The signed heads that the log is checked against: this node's own if there are any, else those of all
-        archives."""
+        """The signed heads that the log must match: this node's own, or those of all archives if this node has none."""
         known = self._transport.signed_heads_of(self._run)
         own = known.only(self._me)
         return own if own.heads else known
 
     async def sign(self, log: LogFolder, peers: frozenset[str]) -> None:
-        """Sign the newest head of `log` that may be signed, at most once a minute."""
+        """Sign the newest head of `log` that the rules of `HeadSigner` allow, at most once a minute. First ask `peers`
+        for the heads that this node signed before."""
         if self._signer is None or log.first or now() < self._due_at or not (peers or self._has_asked):
             return
         run, runs = self._run, self._transport.runs
         self._due_at = now() + SIGNING_RETRY
-        if not self._has_asked:  # if the disk was restored from a backup, only peers have the latest signed heads
+        if not self._has_asked:  # after a restore from a backup, only peers have this node's latest signed heads
             self._has_asked = await runs.ask_for_heads(self._transport.call, run, sorted(peers)[:ASKED]) > 0
         if not self._has_asked:
-            logger.info("run %s: no peer has reported this archive's earlier signatures: it signs nothing yet", run)
+            logger.info("run %s: no peer has reported this archive's earlier signatures: nothing is signed yet", run)
             return
         self._due_at = now() + SIGNING_PAUSE
         try:
@@ -388,7 +387,7 @@ class _Signing:
             logger.warning("run %s: this archive does not sign its log: %s", run, error)
             return
         if signed is None:
-            self._due_at = 0.0  # the next call tries again, because there was no head to sign
+            self._due_at = 0.0  # lets the next call try again, because the log had no new head to sign
             return
         self.newest = signed
         runs.take_heads(run, [signed])
@@ -396,11 +395,11 @@ class _Signing:
 
 
 class Archive:
-    """All runs that a node archives in a folder."""
+    """All runs that one bootstrap node archives, each in its own subfolder."""
 
     def __init__(self, identity: Identity, folder: Path, limit: int | None = None) -> None:
-        """Create the folder. `limit` is the most bytes that it may take; None: most of the disk. One run may take a
-        quarter of it. Raises: MachineError if the folder cannot be written."""
+        """Create the archive's folder. All runs together may take `limit` bytes of disk (None: most of the free disk),
+        and one run a quarter of the limit. Raises: MachineError if the folder cannot be written."""
         try:
             make_private_folder(folder)
             with TemporaryFile(dir=folder):
@@ -414,16 +413,16 @@ class Archive:
         self._folder = folder
         self._room = _DiskRoom(folder, limit)
         self._runs: dict[str, ArchivedRun] = {}
-        self._without_room = set[str]()  # runs for which the disk had no room at the last try
+        self._without_room = set[str]()  # ids of runs whose last fetch failed for want of disk space
         self._following = RunFailures("following it", OF_PEERS, ASK_AGAIN)
         self._signing = RunFailures("signing its log", OF_PEERS, ASK_AGAIN)
 
     def kept(self, run: str) -> ArchivedRun | None:
-        """Return the archive of a run; None if there is none yet."""
+        """Return the archived data of the run with this id; None if this node has not opened an archive of the run."""
         return self._runs.get(run)
 
     async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
-        """Archive every run of `manifests`, read every `POLL` seconds, until cancelled."""
+        """Archive every run of `manifests` until cancelled. Every `POLL` seconds look for new and dropped runs."""
         sources: dict[str, StretchSource] = {}
         buffers: dict[str, Sequence[PayloadBuffers]] = {}
         logs: dict[str, RunLog] = {}
@@ -440,14 +439,14 @@ class Archive:
             keeping: dict[str, asyncio.Task[None]] = {}
             while True:
                 known = {manifest.run_id: manifest for manifest in manifests}
-                for run_id in keeping.keys() - known.keys():  # runs that the node no longer keeps
+                for run_id in keeping.keys() - known.keys():  # runs whose manifests the node has dropped
                     archived, task = self._runs[run_id], keeping.pop(run_id)
                     await cancel_and_wait(task)
                     for served in (self._runs, sources, buffers, logs):
                         served.pop(run_id, None)
                     transport.forget(run_id)
                     HEALTH.over(_health_part(run_id))
-                    if archived.end.last is None:  # runs with entries stay on disk
+                    if archived.end.last is None:  # only the folder of a run without entries is removed
                         await asyncio.to_thread(archived.folder.remove)
                         self._room.forget(run_id)
                     self._without_room.discard(run_id)
@@ -475,22 +474,23 @@ class Archive:
         if self._following.is_due(run_id):
             with self._following.caught(run_id):
                 try:
-                    # Before the first entry a run's size is a stranger's claim, which must not make this node
-                    # unhealthy.
+                    # Before the first entry, the model's size is only a stranger's claim, and an error about it must
+                    # not mark this node as unhealthy.
                     with _in_health(run_id) if archived.end.last is not None else nullcontext():
                         is_followed = await archived.follow()
                     if is_followed:
                         self._without_room.discard(run_id)
                 except _NoRoomError as error:
                     if run_id not in self._without_room:
-                        logger.error("run %s: %s", run_id, error)
+                        logger.error("run %s: archiving pauses: %s", run_id, error)
                     self._without_room.add(run_id)
-        if self._signing.is_due(run_id):  # the archive signs even if it could not fetch newer entries
+        if self._signing.is_due(run_id):  # signs stored heads even if no newer entries could be fetched
             with self._signing.caught(run_id):
                 await archived.sign()
         if archived.buffers:
             buffers[run_id] = archived.buffers
-        # Members of a run by invitation serve only peers whose heartbeats they have received.
+        # Members of a run by invitation serve only peers whose heartbeats they have received, so an archive sends
+        # heartbeats even before the first entry.
         if archived.end.last is not None or archived.run.manifest.is_by_invitation:
             await archived.publish(self._identity)
         if archived.end.last is not None:
@@ -501,7 +501,7 @@ class Archive:
             try:
                 message = unpack_message(run_id, data, None)
             except WireError:
-                continue  # the message is of another run
+                continue  # the message is for another run
             transport.check_admitted(run_id, sender)
             reply = archived.answer(message) if isinstance(message, Inquire) else None
             if reply is not None:
@@ -517,7 +517,8 @@ def _health_part(run_id: str) -> str:
 
 @contextmanager
 def _in_health(run_id: str) -> Iterator[None]:
-    """Report in the node's health whether this machine's disk or memory keeps entries of a run from its archive."""
+    """Mark the run's archive as unhealthy in the node's health status if the body raises MachineError or
+    LogFolderError, and as healthy if the body succeeds."""
     try:
         yield
     except (MachineError, LogFolderError) as error:
@@ -528,8 +529,8 @@ def _in_health(run_id: str) -> Iterator[None]:
 
 # Disk space -----------------------------------------------------------------------------------------------------------
 # A run may be of any size, so its space is limited.
-DISK_SHARE = 0.9  # share of free space and archived bytes that archives may take, unless the operator sets a limit
-RUN_SHARE = 4  # one run may take a quarter of the limit
+DISK_SHARE = 0.9  # share of the disk's free and archived bytes that all archived runs may take, without --max-disk
+RUN_SHARE = 4  # divisor: one run may take a quarter of the disk space that all runs may take
 
 
 class _NoRoomError(MachineError):
@@ -537,23 +538,24 @@ class _NoRoomError(MachineError):
 
 
 class _DiskRoom:
-    """The limit on the space of archived runs, and their use of it. Each run has a folder with its id as the name."""
+    """The disk space that archived runs take or have reserved, and its limit. A folder's name is its run's id."""
 
     def __init__(self, folder: Path, limit: int | None = None) -> None:
-        """`limit` is in bytes; None: `DISK_SHARE`, so that other programs can still use the disk."""
+        """Limit the disk space of all runs to `limit` bytes; None: `DISK_SHARE`, to leave space to other programs."""
         self._folder = folder
         self._limit = limit
         self._taken: dict[str, int] = {}
-        self._held: defaultdict[str, int] = defaultdict(int)  # bytes reserved for data that are being fetched, by run
+        self._held: defaultdict[str, int] = defaultdict(int)  # by run id: bytes reserved for data being fetched
 
     def measure(self) -> None:
-        """Measure all runs in the folder, including those that are no longer followed."""
+        """Measure the disk space of all runs in the folder, including runs that are no longer archived."""
         if self._folder.is_dir():
             self._taken = {path.name: folder_bytes(path) for path in self._folder.iterdir()}
 
     @asynccontextmanager
     async def held(self, run: str, needed: int) -> AsyncIterator[None]:
-        """Reserve bytes for a run while data are fetched. Raises: _NoRoomError if they do not fit."""
+        """Reserve `needed` bytes of disk for a run while the body fetches data. Raises: _NoRoomError if the bytes
+        exceed the limit for the run or for all runs."""
         own = await asyncio.to_thread(folder_bytes, self._folder / run)
         self._taken[run] = own
         taken, held, limit = sum(self._taken.values()), sum(self._held.values()), self._limit
@@ -575,6 +577,6 @@ class _DiskRoom:
                 self._held[run] -= needed
 
     def forget(self, run: str) -> None:
-        """Stop counting a run whose folder was removed."""
+        """Stop counting the disk space of a run whose folder was removed."""
         self._taken.pop(run, None)
         self._held.pop(run, None)

@@ -1,5 +1,5 @@
-"""The audit of a log on disk: headers, signatures, payloads, and the states that they lead to are checked against their
-digests.
+"""The audit of a stored log: checks of its headers, signatures and payloads, and of the states that its payloads
+produce, against the recorded digests.
 
 It changes nothing on the disk. Only states from the manifest on need torch and the model.
 """
@@ -39,7 +39,7 @@ from peers.values.workload import BadBlocksError, Blocks
 
 @dataclass
 class Findings:
-    """The audit's findings, in words with the indices of their entries; and its errors, each with its entry's index."""
+    """The results of an audit: verified and unverified properties, and errors, all with their entries' indices."""
 
     verified: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     unverified: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -54,7 +54,7 @@ class Findings:
         self.unverified[finding].add(index)
 
     def facts(self) -> dict[str, object]:
-        """Return the findings as JSON values, for scripts."""
+        """Return the findings as a dictionary of JSON values, for scripts."""
         verified, unverified = (
             {what: sorted(indices) for what, indices in found.items()} for found in (self.verified, self.unverified)
         )
@@ -62,14 +62,14 @@ class Findings:
         return {"verified": verified, "not_verified": unverified, "wrong": wrong}
 
     def lines(self) -> Iterable[str]:
-        """Yield the findings as lines, for people."""
+        """Yield the findings as lines of text, for people."""
         for heading, found in (("verified", self.verified), ("not verified", self.unverified)):
             yield from (f"{heading}: {what}: {_entries(sorted(indices))}" for what, indices in found.items())
         yield from (f"wrong: entry {index}: {what}" for index, what in sorted(self.wrong))
 
 
 def _entries(indices: Iterable[int]) -> str:
-    """Return ascending indices in words, such as "entries 0 to 3, 7"."""
+    """Return ascending indices of entries as a text, such as "entries 0 to 3, 7"."""
     runs = [list(run) for _, run in groupby(enumerate(indices), lambda placed: placed[1] - placed[0])]
     ends = [(run[0][1], run[-1][1]) for run in runs]
     text = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in ends)
@@ -77,30 +77,30 @@ def _entries(indices: Iterable[int]) -> str:
 
 
 class _States:
-    """A replay of the run's states: computes the state after each outer step, from a starting state on."""
+    """A replay of a log: computes the state after each outer step, and compares it with the recorded digest."""
 
     def __init__(
         self, config: RunConfig, start: OuterState, index: int, origin: str, amendment: Amendment | None = None
     ) -> None:
-        """`start` is the state after `index` outer steps, from a checkpoint or the manifest, as `origin` names it;
-        `amendment` is the one in force there."""
+        """Begin with the state `start` after `index` outer steps. `origin` names the source of `start` in words, such
+        as "the manifest"; `amendment` is the amendment in force at `start`."""
         self._state = start
         self._codecs = [BlockCodec.of(config.codec, part.stop - part.start) for part in start.fragments]
         self._config, self._next = config, index
         self._amendment = amendment
         self._origin = origin
-        self._broken = ""  # the reason why states can no longer be computed; empty while they can
+        self._broken = ""  # reason why no further states can be computed, in words; empty while they can be
 
     def follow(self, entry: Entry, payload: Blocks | None, findings: Findings) -> None:
         index = entry.index
         if index < self._next:
-            if index < self._next - 1:  # the last entry before the checkpoint was compared with its state
+            if index < self._next - 1:  # the last entry before the checkpoint was compared with the checkpoint's state
                 findings.add_unverified(f"states before {self._origin}", index)
             return
         self._apply(entry, payload, findings)
         if entry.fragment < len(self._codecs) - 1:
             return
-        self._amendment = newest(self._amendment, entry.content.amendment)  # most entries have none
+        self._amendment = newest(self._amendment, entry.content.amendment)  # most entries have no amendment
         if self._broken:
             findings.add_unverified(f"states, {self._broken}", index)
         elif entry.state_digest is None:
@@ -112,7 +112,7 @@ class _States:
             self._broken = f"which follow from the wrong entry {index}"
 
     def _apply(self, entry: Entry, payload: Blocks | None, findings: Findings) -> None:
-        """Apply a fragment's outer step, unless it has no payload or the state before it is unknown."""
+        """Apply an entry's payload to the state, unless the entry has none or the state before is unknown."""
         if self._broken or not _has_payload(entry):
             return
         if payload is None:
@@ -131,7 +131,7 @@ class _States:
 
 
 def _check_signatures(entry: Entry, header: Header, before: LogState, findings: Findings) -> None:
-    """Check an entry's certificate against the log before it."""
+    """Check an entry's certificate with the voters of `before`, the log's state before the entry."""
     if before.position.head != header.previous:
         findings.add_unverified("signatures, because the entries before are missing", entry.index)
         return
@@ -150,7 +150,7 @@ def _check_signatures(entry: Entry, header: Header, before: LogState, findings: 
 
 
 class _Proofs:
-    """The checks of stored proofs of the faults that headers name."""
+    """The checks of the stored fault proofs that headers name."""
 
     def __init__(self, folder: Path, run: Run, findings: Findings) -> None:
         self._folder = folder
@@ -160,7 +160,7 @@ class _Proofs:
         self._findings = findings
 
     def check(self, header: Header, before: LogState) -> None:
-        """Check the proof of each fault in an entry, given the log before the entry. Raises: OSError."""
+        """Check the stored proof of each fault that a header names, given the log before its entry. Raises: OSError."""
         self._heads[before.position.index] = before.position.head
         for fault in header.faults:
             path = proof_path(self._folder, fault.proof)
@@ -170,7 +170,7 @@ class _Proofs:
                 self._findings.add_unverified(f"the proof that {fault.peer} lied, which is missing", header.index)
 
     def _check_proof(self, fault: Fault, data: bytes, index: int) -> None:
-        """Check the stored proof of a fault in entry `index`, as a member does before it signs."""
+        """Check the stored proof `data` of a fault that entry `index` names, as members do before they sign."""
         findings, wrong = self._findings, f"the stored proof does not convict {fault.peer}"
         try:
             proof = read_proof(fault.kind, data)
@@ -195,8 +195,8 @@ class _Proofs:
 
 
 def audit(folder: Path, run: Run, checkpoint: Checkpoint | None, own: OwnFiles) -> Findings:
-    """Verify as much of a log as possible. Raises: LogFolderError, AmendmentError, and the exceptions of building the
-    model."""
+    """Return the findings of an audit of the log in `folder`, as far as the stored data allow. Raises: LogFolderError,
+    AmendmentError, and the exceptions of building the model."""
     findings = Findings()
     try:
         chain = _check_chain(folder / ENTRIES, run, findings)
@@ -214,7 +214,7 @@ def audit(folder: Path, run: Run, checkpoint: Checkpoint | None, own: OwnFiles) 
 
 
 def _check_chain(file: Path, run: Run, findings: Findings) -> Chain:
-    """Return the entries that follow from one another, after checking their signatures and proofs. Raises: OSError."""
+    """Return the valid chain of entries, and add the checks of signatures and proofs to `findings`. Raises: OSError."""
     proofs = _Proofs(file.parent, run, findings)
 
     def see(entry: Entry, header: Header, before: LogState) -> None:
@@ -231,7 +231,7 @@ def _check_chain(file: Path, run: Run, findings: Findings) -> Chain:
 
 
 def _check_signed_heads(folder: Path, run: Run, chain: Chain, findings: Findings) -> None:
-    """Check the log against the heads of the run's archives that this machine has stored. Raises: OSError."""
+    """Compare the log with the heads that the run's archives have signed, if any are stored. Raises: OSError."""
     path = RunFolder(folder.absolute().parent).signed_heads
     if not path.exists():
         return
@@ -249,7 +249,7 @@ def _check_signed_heads(folder: Path, run: Run, chain: Chain, findings: Findings
 
 
 def _check_payload(folder: Path, run: Run, entry: Entry, findings: Findings) -> Blocks | None:
-    """Return the payload if it is stored and has the right digest. Raises: OSError."""
+    """Return an entry's payload; None, with a finding, if the payload is missing or damaged. Raises: OSError."""
     wanted = entry.content.payload
     path = payload_path(folder / PAYLOADS, entry.index, wanted)
     try:
@@ -267,8 +267,8 @@ def _check_payload(folder: Path, run: Run, entry: Entry, findings: Findings) -> 
 def _start_states(
     folder: Path, run: Run, chain: Chain, checkpoint: Checkpoint | None, findings: Findings, own: OwnFiles
 ) -> _States | None:
-    """Return a replay that begins at the given checkpoint, at the run's initial model, or else at a checkpoint beside
-    the log. If there is no start, add a finding and return None.
+    """Return a replay that starts from `checkpoint`, else from the run's initial model, else from a checkpoint in the
+    run's folder; None, with a finding, if all of these are missing.
 
     Raises: CheckpointError if the folder of checkpoints is unreadable.
     """
@@ -289,8 +289,8 @@ def _start_states(
 
 
 def _find_checkpoint(folder: Path, run: Run, chain: Chain) -> Checkpoint | None:
-    """Return the oldest good checkpoint beside a log that has all payloads after it, or else the newest good one; None
-    without any. Raises: CheckpointError."""
+    """Return the oldest intact checkpoint in the run's folder after which no payload is missing, or else the newest
+    intact checkpoint; None if none is intact. Raises: CheckpointError."""
     beside = Checkpoints(RunFolder(folder.absolute().parent).checkpoints, run.run_id)
     gaps = (entry.index + 1 for entry in reversed(chain.entries) if not _can_apply(folder, entry))
     first = next(gaps, chain.first)
@@ -299,12 +299,12 @@ def _find_checkpoint(folder: Path, run: Run, chain: Chain) -> Checkpoint | None:
 
 
 def _has_payload(entry: Entry) -> bool:
-    """Return True if the entry has a payload; it has none if no peer trained its fragment."""
+    """Return True if an entry has a payload. An entry whose fragment no peer trained has none."""
     return entry.content.payload != NO_PAYLOAD
 
 
 def _can_apply(folder: Path, entry: Entry) -> bool:
-    """Return True if an entry needs no payload or its payload is stored."""
+    """Return True if an entry needs no payload, or if its payload is stored in `folder`."""
     return not _has_payload(entry) or payload_path(folder / PAYLOADS, entry.index, entry.content.payload).exists()
 
 

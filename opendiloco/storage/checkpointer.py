@@ -1,4 +1,4 @@
-"""A volunteer's checkpoints: frozen states are passed to a writer process, and its outcome is logged."""
+"""The checkpointer, which passes frozen states of a run to a writer process and logs the outcome."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 5.0  # seconds that a leaving volunteer waits for an unfinished write
+CLOSE_SECONDS = 5.0  # seconds that a leaving volunteer waits for an unfinished checkpoint, at most
 OUTCOMES = {SAVED: "saved", NOT_SENT: "not_sent", NOT_SAVED: "not_saved"}
 CHECKPOINTS = Counter("diloco_peer_checkpoints", "Checkpoints by outcome", ["outcome"])
 
 
 class Checkpointer:
-    """Writes one checkpoint at a time, in a separate process. Failures are logged and never reach the training."""
+    """A writer of checkpoints, one at a time, in a separate process. Failures are logged and do not affect training."""
 
     def __init__(self, plan: KeepingPlan) -> None:
         self.on_saved: Callable[[], None] = lambda: None
@@ -42,19 +42,19 @@ class Checkpointer:
         self._writing: asyncio.Task[None] | None = None
 
     def take(self, state: FrozenSnapshot) -> None:
-        """Queue a state for writing; a newer state replaces a waiting one. Returns at once. The state's memory is held
-        until the state is written."""
+        """Queue a state to be written as a checkpoint, in place of a state that still waits, and return at once. The
+        state's memory is kept until the write ends."""
         if not self._plan.keeps(state.index):
             return
         if self._waiting is not None:
             CHECKPOINTS.labels("skipped").inc()
-            logger.info("skipped the checkpoint of outer step %d: the one before is still written", self._waiting.index)
+            logger.info("skipped the checkpoint of outer step %d: an earlier one is being written", self._waiting.index)
         self._waiting = state
         if self._writing is None or self._writing.done():
             self._writing = start_task(self._write_waiting())
 
     async def idle(self) -> None:
-        """Wait until all states are written or have failed."""
+        """Wait until all queued checkpoints are written or have failed."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
 
@@ -62,7 +62,7 @@ class Checkpointer:
         return self
 
     async def __aexit__(self, *raised: object) -> None:
-        """Wait up to `CLOSE_SECONDS` for the write under way, then kill the writer. Earlier checkpoints stay."""
+        """Wait `CLOSE_SECONDS` at most for an unfinished checkpoint, then kill the writer. Earlier checkpoints stay."""
         if self._writing is None:
             return
         try:
@@ -92,14 +92,14 @@ class Checkpointer:
                 await self._keep_moments(self.workers, state.index)
 
     async def _keep_moments(self, workers: Supervisor, index: int) -> None:
-        """Make the workers write their moments beside the checkpoint, and finish the file in a writer process. Only the
-        newest file is kept."""
+        """Save the moments of the workers' inner optimizer after `index` outer steps beside the checkpoint, in place of
+        the older file of moments."""
         job = MomentsJob(self._plan, index)
         partial = job.path.with_name(job.path.name + PARTIAL)
         try:
             await workers.keep_moments(partial, self._plan.run, index)
             status, report = await _run_writer(job)
-        except (SnapshotError, DilocoPeerError, OSError) as error:  # the trainer handles dead workers
+        except (SnapshotError, DilocoPeerError, OSError) as error:  # the trainer handles worker processes that died
             status, report = NOT_SAVED, str(error)
         finally:
             with suppress(OSError):
@@ -116,14 +116,15 @@ class Checkpointer:
 
 
 def checkpoint_job(plan: KeepingPlan, state: FrozenSnapshot) -> CheckpointJob:
-    """Return the writer process's job for a frozen state."""
+    """Return the job with which a writer process saves a frozen state as a checkpoint."""
     metadata = metadata_of(plan.run, state.last, state.state_digest, state.ends)
     return CheckpointJob(plan, state.index, metadata, state.memory.descriptor, state.memory.data.nbytes)
 
 
 async def _run_writer(job: CheckpointJob | MomentsJob, *descriptors: int) -> tuple[int, str]:
-    """Run a job in a process. Return its exit status and its last line. A cancellation kills it. Raises: OSError."""
-    with signals_held_back():  # Ctrl-C must not end the writer, which gets a few more seconds
+    """Run a job in a writer process, which a cancellation kills. Return the process's exit status and its last line on
+    stderr. Raises: OSError if the process cannot be started."""
+    with signals_held_back():  # Ctrl-C must not end the writer process, which gets `CLOSE_SECONDS` to finish
         process = await asyncio.create_subprocess_exec(
             *module_command("opendiloco.storage.writer"),
             pass_fds=descriptors,

@@ -1,4 +1,4 @@
-"""Checkpoint files: their names, their format, and the rule for which are kept.
+"""Checkpoint files: names, format, and the rule by which old checkpoints are removed.
 
 A checkpoint is a safetensors file with the tensors momentum and theta, so that the bytes after its header are the
 state's bytes in order. This module imports fast, because the writer process must start fast.
@@ -24,42 +24,43 @@ NAME = re.compile(r"outer-step-(\d{6,18})\.safetensors")
 
 
 class DamagedFileError(ValueError):
-    """Error: a checkpoint file is damaged. The message continues a sentence that begins with the file's name."""
+    """Error: a checkpoint file is damaged. The message is the rest of a sentence that begins with the file's name."""
 
 
 def file_name(index: int) -> str:
-    """Return the name of the checkpoint after `index` outer steps."""
+    """Return the file name of the checkpoint after `index` outer steps."""
     return f"outer-step-{index:06}.safetensors"
 
 
 def moments_name(index: int, peer_id: str) -> str:
-    """Return the name of a peer's moments after `index` outer steps. Moments differ between peers, so the name has the
-    peer's id."""
+    """Return the file name of a peer's optimizer moments after `index` outer steps. The name contains the peer's id,
+    because moments differ between peers."""
     return f"outer-step-{index:06}.{peer_id}.moments.safetensors"
 
 
 def index_of(name: str) -> int | None:
-    """Return the number of outer steps in a checkpoint's file name; None if the name is not a checkpoint's."""
+    """Return the number of outer steps in a checkpoint's file name; None if `name` is not a checkpoint's name."""
     match = NAME.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 def indices_in(names: Iterable[str]) -> list[int]:
-    """Return the indices of all checkpoints among these names, newest first."""
+    """Return the outer steps of all checkpoints among these file names, newest first."""
     found = {index for name in names if (index := index_of(name)) is not None and file_name(index) == name}
     return sorted(found, reverse=True)
 
 
 def kept(indices: Iterable[int], keep_newest: int, keep_every: int) -> set[int]:
-    """Return the `keep_newest` largest indices, and all multiples of `keep_every` (0: none)."""
+    """Return the outer steps whose checkpoints are kept: the `keep_newest` largest, and multiples of `keep_every` (0:
+    none)."""
     newest_first = sorted(indices, reverse=True)
     multiples = {index for index in newest_first if keep_every and index % keep_every == 0}
     return multiples | set(newest_first[:keep_newest])
 
 
 def prune(folder: Path, keep_newest: int, keep_every: int, last: int | None = None) -> None:
-    """Remove the checkpoints that need not be kept. Raises: OSError. `last` is the one just written. Later ones belong
-    to a lineage that was left for a heavier one, and are removed, too."""
+    """Remove the checkpoints that `kept` does not name, and all after outer step `last`, because they belong to an
+    abandoned branch of the log. Raises: OSError."""
     indices = indices_in(path.name for path in folder.iterdir())
     lineage = [index for index in indices if last is None or index <= last]
     for index in set(indices) - kept(lineage, keep_newest, keep_every):
@@ -75,18 +76,18 @@ def sweep(folder: Path) -> None:
 
 
 def _tensors(values: int) -> tuple[Parameter, Parameter]:
-    """Return the header's description of a state's two tensors, with `values` values each."""
+    """Return the file header's description of the tensors momentum and theta, with `values` values each."""
     return Parameter("momentum", (values,), 0), Parameter("theta", (values,), values)
 
 
 def file_header(state_bytes: int, metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes of a checkpoint file before the state."""
+    """Return the header of a checkpoint file, with `metadata`, for a state of `state_bytes` bytes."""
     return header_of(_tensors(state_bytes // 8), metadata)
 
 
 def read_file_header(file: BinaryIO) -> tuple[dict[str, str], int]:
-    """Return the metadata, and the offset of the state. Raises: DamagedFileError if the writer did not produce this
-    header; OSError."""
+    """Return a checkpoint file's metadata, and the offset of its state in bytes. Raises: DamagedFileError if the header
+    is not as the writer produces it; OSError."""
     try:
         metadata, tensors, start = read_header(file)
     except ValueError as error:

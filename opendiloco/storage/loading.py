@@ -1,5 +1,4 @@
-"""The run's state on this machine's disk: checkpoints and moments, with their checks, and the replay of the log from a
-checkpoint on."""
+"""The loading of a run's state from this machine's disk: checkpoints, moments, and the replay of the log."""
 
 from __future__ import annotations
 
@@ -36,14 +35,15 @@ FIELDS = {"format", "run", "last", "head", "ends", "state_digest"}
 
 @dataclass(eq=False)
 class Checkpoint(Snapshot):
-    """A snapshot that is mapped from the file at `path`: the bytes of the momentum, then those of theta. Its bytes
-    match its digest. Its values may still be infinite or NaN."""
+    """A snapshot mapped from the checkpoint file at `path`: the momentum, then theta. The digest has been checked, but
+    values may be infinite or NaN."""
 
     path: Path = field(kw_only=True)
 
 
 def metadata_of(run: str, last: Header | None, state_digest: bytes, ends: Sequence[bytes] = ()) -> dict[str, str]:
-    """Return the metadata of a checkpoint; `ends` are the digests of the last cycle's entries."""
+    """Return the metadata of a checkpoint file. `last` is the header of the last entry before the state; `ends` are the
+    digests of the last cycle's entries."""
     head = b"" if last is None else cycle_head(ends or (last.digest,))
     return {
         "format": FORMAT,
@@ -57,14 +57,14 @@ def metadata_of(run: str, last: Header | None, state_digest: bytes, ends: Sequen
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run, by its id, in a folder that need not exist."""
+    """The checkpoint files in `folder` of the run with the id `run`. The folder need not exist."""
 
     folder: Path
     run: str
 
     def indices(self) -> list[int]:
-        """Return the indices of all checkpoints, intact or not, newest first. Raises: CheckpointError if the folder is
-        unreadable."""
+        """Return the outer steps of all checkpoints, intact or damaged, newest first. Raises: CheckpointError if the
+        folder is unreadable."""
         try:
             return indices_in(path.name for path in self.folder.iterdir())
         except FileNotFoundError:
@@ -75,24 +75,24 @@ class Checkpoints:
             ) from error
 
     def load_newest(self, at_most: int | None = None) -> Checkpoint | None:
-        """Return the newest intact checkpoint, or the newest up to outer step `at_most`; None without one. Raises: see
-        `indices`."""
+        """Return the newest intact checkpoint, of outer step `at_most` or earlier if given; None if there is none.
+        Raises: CheckpointError if the folder is unreadable."""
         return self.load_first(index for index in self.indices() if at_most is None or index <= at_most)
 
     def load_first(self, indices: Iterable[int]) -> Checkpoint | None:
-        """Return the first intact checkpoint of these, and log a warning for each damaged one; None if none is
-        intact."""
+        """Return the first intact checkpoint of those at `indices`, and log a warning for each damaged one before it;
+        None if all are damaged."""
         for index in indices:
             try:
                 return load_checkpoint(self.folder / file_name(index), self.run)
             except CheckpointError as error:
-                logger.warning("%s It is skipped; another checkpoint is used if there is one.", error.message)
+                logger.warning("%s Another checkpoint is used if there is one.", error.message)
         return None
 
 
 def load_checkpoint(path: Path, run: str) -> Checkpoint:
-    """Return a run's checkpoint. Raises: CheckpointError if the file is unreadable, damaged, or does not match its name
-    or the run's id."""
+    """Return the checkpoint in a file. Raises: CheckpointError if the file is unreadable, damaged, of another run than
+    `run`, or of another outer step than its name states."""
     try:
         with path.open("rb") as file:
             metadata, offset = read_file_header(file)
@@ -113,7 +113,8 @@ def load_checkpoint(path: Path, run: str) -> Checkpoint:
 
 
 def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None, bytes, tuple[bytes, ...]]:
-    """Return the last header, the state digest, and the last cycle's digests. Raises: DamagedFileError."""
+    """Return the last entry's header, the state's digest, and the digests of the last cycle's entries from a
+    checkpoint's metadata. Raises: DamagedFileError if the metadata are invalid."""
     if metadata.get("format") != FORMAT or metadata.keys() != FIELDS:
         raise DamagedFileError(f"is not of the format {FORMAT!r}")
     if metadata["run"] != run:
@@ -133,18 +134,18 @@ def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None
 
 # Moments --------------------------------------------------------------------------------------------------------------
 MOMENTS_NAME = re.compile(r"outer-step-(\d{6,18})\.(\w+)\.moments\.safetensors")
-CHECKED_AT_ONCE = 1 << 22  # values in one step of a check, to bound its memory
+CHECKED_AT_ONCE = 1 << 22  # values that are read and checked at a time, which bounds the memory of a check
 
 
 def newest_moments(folder: Path, peer_id: str) -> Path | None:
-    """Return a peer's newest file of moments; None if there is none."""
+    """Return the path of a peer's newest file of moments; None if there is no such file."""
     paths = folder.glob(f"*.{peer_id}.moments.safetensors")
     found = {int(match[1]): path for path in paths if (match := MOMENTS_NAME.fullmatch(path.name))}
     return found[max(found)] if found else None
 
 
 def check_moments_file(path: Path) -> None:
-    """Check the digest of a file of moments, and that its values are finite. Raises: SnapshotError, OSError."""
+    """Check that a file of moments matches its digest and has finite values. Raises: SnapshotError, OSError."""
     with path.open("rb") as file:
         try:
             metadata, _, start = read_header(file)
@@ -164,8 +165,8 @@ def check_moments_file(path: Path) -> None:
 async def resume(
     workload: Workload, log: RunLog, checkpoint: Snapshot | None = None, until: int | None = None
 ) -> LogState:
-    """Load a checkpoint into a workload that has the run's initial state, and replay the log after it; at most up to
-    the state after `until` outer steps, unless the checkpoint is later.
+    """Restore a workload from a checkpoint, or keep the run's initial state if none is given, and apply the later
+    entries of the log, up to `until` outer steps or the log's end.
 
     Each state is compared with the digest that was recorded when it was first reached. If an entry or its payload is
     missing, or gives another state, a warning names the entry, and the workload keeps the state before it.
@@ -188,11 +189,11 @@ async def resume(
         if wrong is None:
             return reached
         stop = wrong
-        await workload.restore(checkpoint.data, checkpoint.state_digest)  # a wrong state cannot be undone, so restart
+        await workload.restore(checkpoint.data, checkpoint.state_digest)  # undoes the cycle that led to a wrong state
 
 
 async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> tuple[LogState, int | None]:
-    """Apply the cycles before `stop`, until one is missing or damaged.
+    """Apply the log's cycles from the state `at` to outer step `stop`, or to the first missing or damaged cycle.
 
     Return the log at the state that was reached, and the index of a cycle that led to a wrong state, or None. After a
     wrong cycle, the workload has the wrong state.

@@ -16,29 +16,30 @@ from opendiloco.errors import RemoteError, first_line
 from opendiloco.storage.files import file_name, indices_in, kept
 from peers.values.system import PARTIAL, make_private_folder
 
-PIECE = 1 << 20  # bytes sent between two pauses of the rate limit, at most
+PIECE = 1 << 20  # bytes sent between two waits for the rate limit, at most
 
 
 class RateLimit:
-    """A rate limit that waits: `done` bytes take at least `done / rate` seconds since its creation."""
+    """A limit on a transfer's rate: waits until `done` bytes have taken at least `done / rate` seconds."""
 
     def __init__(self, rate: float | None, wait: Callable[[float], None] = time.sleep) -> None:
-        """`rate` is in bytes a second; None: no limit."""
+        """Limit the transfer that begins now to `rate` bytes a second; None: no limit. `wait` sleeps for a number of
+        seconds."""
         self._rate = rate
         self._wait = wait
         self._began = time.monotonic()
 
     def piece(self, limit: int) -> int:
-        """Return the number of bytes to transfer before the next wait: a tenth of a second's worth, at most `limit`."""
+        """Return the number of bytes to transfer before the next wait: those of 0.1 seconds, at most `limit`."""
         return limit if self._rate is None else max(1, min(limit, int(self._rate / 10)))
 
     def passed(self, done: int) -> None:
-        """Wait until the rate allows `done` bytes."""
+        """Wait until the rate allows a total of `done` bytes since the transfer began."""
         if self._rate is not None:
             self._wait(max(0.0, self._began + done / self._rate - time.monotonic()))
 
     def read(self, file: BinaryIO, limit: int) -> Iterator[bytes]:
-        """Yield the rest of a file in pieces of at most `limit` bytes."""
+        """Yield the rest of a file in pieces of at most `limit` bytes, at the limited rate."""
         done = 0
         while piece := file.read(self.piece(limit)):
             yield piece
@@ -47,7 +48,7 @@ class RateLimit:
 
 
 def check_url(url: str) -> None:
-    """Raise RemoteError unless fsspec and its package for this URL are installed. This does not connect."""
+    """Check, without connecting, that fsspec and its package for this URL are installed. Raises: RemoteError if not."""
     import fsspec
 
     with _as_remote_error(url):
@@ -55,10 +56,10 @@ def check_url(url: str) -> None:
 
 
 class Remote:
-    """The folder at a URL, created if it does not exist."""
+    """A remote folder at a URL, created if the folder does not exist."""
 
     def __init__(self, url: str) -> None:
-        """Raises: RemoteError."""
+        """Open or create the folder at `url`. Raises: RemoteError."""
         import fsspec
 
         self._url = url
@@ -78,14 +79,14 @@ class Remote:
         return [str(path).rstrip("/").rpartition("/")[2] for path in found]
 
     def send(self, path: Path, name: str) -> None:
-        """Copy a file into the remote folder by the storage's fastest method. Raises: RemoteError."""
+        """Copy the local file `path` into the remote folder under `name`, without a rate limit. Raises: RemoteError."""
         with _as_remote_error(self._url):
             self._make_folder(self._path(name).rpartition("/")[0])
             self._files.put_file(str(path), self._path(name))
 
     def send_whole(self, path: Path, name: str, owner: str, rate: float | None = None) -> None:
-        """Copy a file at a limited rate in bytes a second. The file gets its name only when it is complete. It also
-        removes partial files of earlier senders with the same `owner`. Raises: RemoteError."""
+        """Copy the local file `path` into the remote folder at `rate` bytes a second, and name the copy `name` when it
+        is complete. Remove partial copies of earlier senders with the same `owner`. Raises: RemoteError."""
         suffix = f".{owner}{PARTIAL}"
         for left in self.names():
             if left.endswith(suffix):
@@ -103,14 +104,14 @@ class Remote:
                 raise
 
     def prune(self, keep_newest: int, keep_every: int, last: int) -> None:
-        """Remove the checkpoints that need not be kept, except `last`, which was just sent. Later checkpoints may be
-        another peer's, which is ahead. Raises: RemoteError."""
+        """Remove the remote checkpoints that `kept` does not name, except that of outer step `last`, which was just
+        sent. Later checkpoints may be from a peer that is ahead. Raises: RemoteError."""
         indices = indices_in(self.names())
         for index in set(indices) - kept(indices, keep_newest, keep_every) - {last}:
             self.remove(file_name(index))
 
     def remove(self, name: str) -> None:
-        """Remove a file if it exists. Raises: RemoteError."""
+        """Remove a file from the remote folder if the file exists. Raises: RemoteError."""
         with _as_remote_error(self._url), suppress(FileNotFoundError):
             self._files.rm_file(self._path(name))
 
@@ -127,7 +128,8 @@ class Remote:
 
 
 def push_folder(folder: Path, url: str) -> None:
-    """Copy a folder to a URL, its README last, so that a new README means a complete copy. Raises: RemoteError."""
+    """Copy a local folder to a URL, with README.md as the last file, so that a new README.md shows that the copy is
+    complete. Raises: RemoteError."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     remote = Remote(url)
     for path in sorted(paths, key=lambda path: (path.name == "README.md", path.stat().st_size)):

@@ -1,4 +1,4 @@
-"""The folder in which a machine keeps its data of a run, one for each run and peer; and the files of lines in it."""
+"""The folder of one peer's data of a run on this machine, the file of held-out losses in it, and the journal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def default_state_folder() -> Path:
-    """Return `diloco-peer` in XDG_STATE_HOME, or else in `~/.local/state`."""
+    """Return the folder `diloco-peer` in XDG_STATE_HOME, or in `~/.local/state` if that variable is unset."""
     base = os.environ.get("XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local" / "state") / "diloco-peer"
 
@@ -37,7 +37,7 @@ COMPILED = "compiled"
 
 
 class RunFolder:
-    """The paths of a run's data for one peer. Two peers on one machine share no data. `open` creates the folder."""
+    """The paths of one peer's data of a run on this machine. Two peers share no data. `open` creates the folders."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,12 +51,12 @@ class RunFolder:
 
     @classmethod
     def at(cls, run_id: str, peer_id: str, base: Path | None = None) -> RunFolder:
-        """Return the folder `base`/<run id>/<peer id>, which need not exist."""
+        """Return the RunFolder at `base`/<run id>/<peer id>, which need not exist."""
         return cls(((default_state_folder() if base is None else base) / run_id / peer_id).absolute())
 
     @classmethod
     def open(cls, run: Run, peer_id: str, base: Path | None = None) -> RunFolder:
-        """Create the folder, with the run's manifest in it. Raises: MachineError if it cannot be written."""
+        """Create and return the folder of a peer's data, with the run's manifest in it. Raises: MachineError."""
         folder = cls.at(run.run_id, peer_id, base)
         try:
             for path in (folder.path, folder.checkpoints, folder.log, folder.download):
@@ -70,41 +70,41 @@ class RunFolder:
         return folder
 
     def remove(self) -> None:
-        """Remove the folder and its content, as far as possible."""
+        """Remove the peer's folder with its content, and the run's folder if it is then empty. Ignore errors."""
         shutil.rmtree(self.path, ignore_errors=True)
-        with suppress(OSError):  # the run's folder still has another peer's folder
+        with suppress(OSError):  # fails if the run's folder contains another peer's folder
             self.path.parent.rmdir()
 
     def remembered_manifest(self) -> SignedManifest | None:
-        """Return the run's manifest from an earlier session; None if there is none or it cannot be read."""
+        """Return the run's manifest from an earlier session; None if the file is missing, unreadable or invalid."""
         try:
             return SignedManifest.unpack(self.manifest.read_bytes(), self.run_id)
         except FileNotFoundError:
             return None
         except (OSError, ManifestError) as error:
-            logger.warning("%s is ignored: %s", self.manifest, error)
+            logger.warning("the stored manifest %s is ignored: %s", self.manifest, error)
             return None
 
     def remembered_peers(self) -> RememberedPeers:
-        """Return the addresses of peers from an earlier session; empty if there was none."""
+        """Return the peers' addresses that an earlier session stored; empty if there was no earlier session."""
         return RememberedPeers(self.path / FILE_NAME, self.run_id)
 
 
 def remembered_addresses(run_id: str, base: Path | None = None) -> tuple[str, ...]:
-    """Return the addresses of a run's peers that volunteers of this machine have met, most useful first."""
+    """Return addresses of a run's peers that volunteers on this machine have stored, `CONTACT_LIMIT` at most."""
     folder = (default_state_folder() if base is None else base) / run_id
     found = [RememberedPeers(path, run_id).addresses() for path in sorted(folder.glob(f"*/{FILE_NAME}"))]
     return tuple(dict.fromkeys(address for addresses in found for address in addresses))[:CONTACT_LIMIT]
 
 
 def kept_losses(run_id: str, base: Path | None = None) -> dict[int, float]:
-    """Return the held-out losses that volunteers of this machine have stored, by outer step."""
+    """Return the held-out losses of a run that the volunteers on this machine have stored, by outer step."""
     folder = (default_state_folder() if base is None else base) / run_id
     return {step: loss for path in sorted(folder.glob(f"*/{CURVE}")) for step, loss in read_curve(path).items()}
 
 
 def read_manifest(path: Path) -> Run:
-    """Return the run of a signed manifest's file. Raises: ManifestError."""
+    """Return the run that a signed manifest's file defines. Raises: ManifestError if it is unreadable or invalid."""
     try:
         packed = path.read_bytes()
     except OSError as error:
@@ -120,14 +120,16 @@ MOST_LOSSES = 100_000
 
 
 class HeldOutCurve:
-    """Held-out losses by outer step. With a file, each new one is appended to it, until a write fails."""
+    """A run's held-out losses by outer step. New losses are appended to the file `path`, if given, until a write
+    fails."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self.losses: dict[int, float] = {} if path is None else read_curve(path)
 
     def add(self, outer_step: int, loss: float) -> bool:
-        """Add a finite loss, unless its outer step has one or the curve is full. Return True if it was added."""
+        """Add a finite loss, unless its outer step has a loss or the curve is full. Return True if the loss was
+        added."""
         if outer_step in self.losses or not math.isfinite(loss) or len(self.losses) >= MOST_LOSSES:
             return False
         self.losses[outer_step] = loss
@@ -142,8 +144,8 @@ class HeldOutCurve:
 
 
 def read_curve(path: Path) -> dict[int, float]:
-    """Return the losses in a file by outer step; empty if there is no file. Invalid lines are skipped, such as half a
-    line of a peer that was killed."""
+    """Return the held-out losses in a file, by outer step; empty if the file cannot be read. Skip invalid lines, such
+    as a half line of a killed peer."""
     losses = dict[int, float]()
     try:
         with path.open("rb") as file:
@@ -166,16 +168,16 @@ def read_curve(path: Path) -> dict[int, float]:
 # index, its header (canonical bytes, in hexadecimal) and the state digest after it.
 @dataclass(frozen=True)
 class Journal:
-    """A journal: an append-only file of the entries that a peer has applied."""
+    """A journal: an append-only file of the entries that a peer has applied, with the state digests after them."""
 
     path: Path
 
     def __post_init__(self) -> None:
-        """Create the file at once, so that a wrong path fails at the start. Raises: MachineError."""
+        """Create the journal's file at once, so that a wrong path fails when the peer starts. Raises: MachineError."""
         self._write("")
 
     def append(self, header: Header, state_digest: bytes) -> None:
-        """Append an entry. Raises: MachineError if the file cannot be written."""
+        """Append an entry, and the state digest after the entry. Raises: MachineError if the file cannot be written."""
         line = {"index": header.index, "header": pack(header).hex(), "state_digest": state_digest.hex()}
         self._write(json.dumps(line) + "\n")
 
@@ -190,7 +192,7 @@ class Journal:
             ) from error
 
     def __iter__(self) -> Iterator[tuple[Header, bytes]]:
-        """Yield headers and state digests in the order in which they were applied."""
+        """Yield the applied entries' headers, with the state digest after each entry, in the order of application."""
         for text in self.path.read_text().splitlines():
             line = json.loads(text)
             yield unpack(Header, bytes.fromhex(line["header"])), bytes.fromhex(line["state_digest"])

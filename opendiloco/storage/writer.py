@@ -1,5 +1,5 @@
-"""The process that writes a checkpoint from shared memory to disk, or finishes a file of moments, and sends the file to
-a remote folder.
+"""The writer process, which writes a checkpoint from shared memory to disk, or completes a file of moments, and copies
+the file to a remote folder.
 
 It is started as `python -m opendiloco.storage.writer`, with a job as JSON on its standard input and a checkpoint's
 state as an inherited descriptor. It reports its outcome in one line on stderr and in its exit status (SAVED and so on).
@@ -37,15 +37,15 @@ from opendiloco.storage.remote import RateLimit, Remote
 from opendiloco.training.moments_file import digest_place, read_header
 from peers.values.system import PARTIAL, make_private_folder, sync_folder
 
-SAVED, NOT_SENT, NOT_SAVED = 0, 5, 6  # exit statuses of the writer process; 1 and 2 are Python's own
+SAVED, NOT_SENT, NOT_SAVED = 0, 5, 6  # exit statuses of the writer process; Python itself exits with 1 or 2
 PIECE = 4 << 20  # bytes copied by one system call, at most
-FLUSH = 64 << 20  # bytes of a checkpoint between two flushes to the disk
+FLUSH = 64 << 20  # bytes of a checkpoint that are written between two flushes to the disk
 
 
 @dataclass(frozen=True)
 class KeepingPlan:
-    """The plan for checkpoints and moments of a run: how many are kept, and where. Rates are in bytes a second; None:
-    no limit."""
+    """The settings for a run's checkpoints and moments on this machine: how many are kept, and where. Rates are in
+    bytes a second; None: no limit."""
 
     folder: Path
     """The path of a `RunFolder`."""
@@ -72,12 +72,12 @@ class KeepingPlan:
         return self.folder / CHECKPOINTS_FOLDER
 
     def keeps(self, index: int) -> bool:
-        """Return True if the plan keeps a checkpoint after `index` outer steps."""
+        """Return True if the checkpoint of outer step `index` is kept."""
         return index in kept([index], self.keep_newest, self.keep_every)
 
 
 def main() -> int:
-    """Run the job on the standard input. Return the exit status."""
+    """Read a job from the standard input and run it. Return the writer process's exit status."""
     kind, values = json.load(sys.stdin)
     plan = values.pop("plan")
     job = JOBS[kind](KeepingPlan(**plan | {"folder": Path(plan["folder"])}), **values)
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def _end(status: int, line: str) -> int:
-    with suppress(OSError):  # the parent process may have ended
+    with suppress(OSError):  # the parent process, which reads stderr, may have ended
         print(line, file=sys.stderr, flush=True)
     return status
 
@@ -106,7 +106,7 @@ def _end(status: int, line: str) -> int:
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class CheckpointJob:
-    """One checkpoint to write."""
+    """The job of writing one checkpoint from the memory file `descriptor`."""
 
     plan: KeepingPlan
     index: int
@@ -123,8 +123,8 @@ class CheckpointJob:
         return self.plan.remote
 
     def write(self) -> int:
-        """Write the checkpoint, and remove those that the plan does not keep. Return its bytes. Raises: OSError;
-        ValueError if it exceeds the limit on disk space."""
+        """Write the checkpoint, and remove the checkpoints that the plan does not keep. Return the state's size in
+        bytes. Raises: OSError; ValueError if the limit on disk space does not allow the checkpoint."""
         plan, limit = self.plan, self.plan.disk_limit
         if limit is not None and folder_bytes(plan.folder) + self.state_bytes > limit:
             raise ValueError(
@@ -136,8 +136,8 @@ class CheckpointJob:
         return self.state_bytes
 
     def send(self, remote: Remote) -> None:
-        """Send the checkpoint to the run's remote folder, and prune that folder by the same rule. Raises:
-        RemoteError."""
+        """Copy the checkpoint to the run's remote folder, and remove the checkpoints there that the plan does not keep.
+        Raises: RemoteError."""
         plan, manifest = self.plan, self.plan.folder / MANIFEST
         if manifest.exists():
             remote.send(manifest, MANIFEST)
@@ -145,7 +145,7 @@ class CheckpointJob:
         remote.prune(plan.keep_newest, plan.keep_every, self.index)
 
     def cause(self, error: Exception) -> str:
-        """Return the reason why the checkpoint was not written, and the remedy."""
+        """Return the reason why the checkpoint was not written, and the remedy, as a text for the operator."""
         if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             reason = getattr(error, "strerror", None) or error
             return f"{reason}. Training goes on; without checkpoints only the run's peers have its state."
@@ -157,10 +157,10 @@ class CheckpointJob:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the bytes of disk that the files in a folder take."""
+    """Return the bytes of disk that all files in a folder and its subfolders take."""
     found = 0
     for path in folder.rglob("*"):
-        with suppress(OSError):  # the file was removed meanwhile
+        with suppress(OSError):  # another process may have removed the file
             found += path.lstat().st_blocks * 512
     return found
 
@@ -168,24 +168,25 @@ def folder_bytes(folder: Path) -> int:
 def _write_checkpoint(
     path: Path, descriptor: int, state_bytes: int, metadata: Mapping[str, str], rate: float | None = None
 ) -> None:
-    """Write the state that begins at offset 0 of `descriptor`. The file gets its name only when it is complete on disk.
-    The kernel copies between the two descriptors, so memory never holds a second copy of the state. Raises: OSError."""
+    """Write a checkpoint of `metadata` and the first `state_bytes` bytes of the memory file `descriptor`, and name it
+    `path` when it is complete on disk. The kernel copies the bytes, so memory never holds a second copy of the state.
+    Raises: OSError."""
     header = file_header(state_bytes, metadata)
     make_private_folder(path.parent)
     sweep(path.parent)
     if shutil.disk_usage(path.parent).free < len(header) + state_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # keeps space for other programs
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # refuses to fill the disk, which other programs need
     partial = path.with_name(path.name + PARTIAL)
     try:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)  # truncates only under the lock: another process may be writing
+            file.truncate(0)  # empties the file only under the lock, since another process may be writing
             file.write(header)
             _copy(descriptor, file.fileno(), state_bytes, RateLimit(rate))
             os.fsync(file.fileno())
             os.replace(partial, path)
     except BlockingIOError:
-        raise  # the lock is held by another process, which is writing the file
+        raise  # keeps the partial file, which another process has locked and is writing
     except OSError:
         partial.unlink(missing_ok=True)
         raise
@@ -193,8 +194,8 @@ def _write_checkpoint(
 
 
 def _copy(source: int, target: int, count: int, limit: RateLimit) -> None:
-    """Copy the first `count` bytes of a file to another file's current position. The source offset is explicit, because
-    both processes share the file's own offset."""
+    """Copy the first `count` bytes of the descriptor `source` to the current position of `target`. The offset in
+    `source` is explicit, because this process and its parent share the descriptor's own offset."""
     done = flushed = 0
     while done < count:
         copied = os.sendfile(target, source, done, min(limit.piece(PIECE), count - done))
@@ -211,8 +212,8 @@ def _copy(source: int, target: int, count: int, limit: RateLimit) -> None:
 # Moments --------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class MomentsJob:
-    """One file of moments to finish, which the workers have written with the suffix PARTIAL: add its digest, flush it
-    to disk, and rename it. The peer's older files of moments are removed."""
+    """The job of completing a file of moments that the workers wrote with the suffix PARTIAL: add the digest, rename
+    the file, and remove the peer's older files of moments."""
 
     plan: KeepingPlan
     index: int
@@ -227,11 +228,12 @@ class MomentsJob:
 
     @property
     def _ending(self) -> str:
-        """The common suffix of the names of all of the peer's moments."""
+        """The suffix that the names of all of this peer's files of moments share."""
         return self.path.name.removeprefix(f"outer-step-{self.index:06}")
 
     def write(self) -> int:
-        """Finish the file, and remove the peer's older ones. Return its bytes. Raises: OSError, ValueError."""
+        """Complete the file of moments, and remove the peer's older ones. Return its bytes. Raises: OSError,
+        ValueError."""
         size = _finish(self.path, self.plan.rate)
         for old in self.plan.checkpoints.glob(f"*{self._ending}"):
             if old != self.path:
@@ -239,7 +241,8 @@ class MomentsJob:
         return size
 
     def send(self, remote: Remote) -> None:
-        """Send the file to the run's remote folder, where it replaces the peer's last one. Raises: RemoteError."""
+        """Copy the file of moments to the run's remote folder, and remove the peer's older files of moments there.
+        Raises: RemoteError."""
         remote.send_whole(self.path, self.path.name, self.plan.peer_id, self.plan.remote_rate)
         for name in remote.names():
             if name.endswith(self._ending) and name != self.path.name:
@@ -250,7 +253,8 @@ class MomentsJob:
 
 
 def _finish(path: Path, rate: float | None) -> int:
-    """Write the digest into the partial file, and rename it. Return its bytes. Raises: OSError, ValueError."""
+    """Write the digest into the partial file of moments, and rename the file to `path`. Return its size in bytes.
+    Raises: OSError; ValueError if the file's header is invalid."""
     from blake3 import blake3
 
     partial, digest = path.with_name(path.name + PARTIAL), blake3()
