@@ -213,7 +213,7 @@ class Residual:
     """
 
     def __init__(self, codec: CodecSection, values: int) -> None:
-        """Start with an error of zero for each of `values` fp32 values. Memory is used only from the first error on."""
+        """Create zero errors for `values` fp32 values. They use memory only from the first stored error on."""
         self._codec = codec
         self._values = values
         self._share = codec.error_feedback  # share of the last payload's error to add to the next pseudo-gradient

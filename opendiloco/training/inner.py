@@ -95,8 +95,8 @@ class InnerSteps:
         steps: int,
         tokens: int,
     ) -> None:
-        """Plan the inner steps of a lease. `take` trains on one batch; index, lease, steps and tokens are as in
-        `ModelReplica.inner_steps`.
+        """Create an iterator over a lease's inner steps. `take` trains on one batch; index, lease, steps and
+        tokens are as in `ModelReplica.inner_steps`.
 
         `take(batch, step, tokens)` trains on a batch of shape (windows, window_length). `step` is the run's number of
         the inner step, and `tokens` the number of tokens that the run has trained after it. It returns the loss, the
@@ -197,8 +197,8 @@ class LossScale:
     LARGEST = 2.0**24
 
     def __init__(self, factor: float = 2.0**16) -> None:
-        """Set the first factor. All factors are powers of two, so that dividing gradients by a factor rounds
-        nothing."""
+        """Create the scale with its first `factor`. All factors are powers of two, so that dividing gradients by a
+        factor rounds nothing."""
         self.factor = factor
         self._steps = 0  # number of inner steps since the factor changed
         self._attempts = 0  # number of times that the current batch has overflowed
@@ -238,8 +238,8 @@ class ModelReplica:
         layout: Layout | None = None,
         optimizer_state: OptimizerState = "device",
     ) -> None:
-        """Build the inner optimizer and this worker's shards. If `reduces_once`, workers sum their gradients only after
-        the last micro-batch of a batch. `layout` is by default the run's.
+        """Create the replica, with its inner optimizer. If `reduces_once`, workers sum their gradients only after the
+        last micro-batch of a batch. `layout` is by default the run's.
 
         Raises: MachineError when the optimizer's state cannot be kept as `optimizer_state` asks.
         """

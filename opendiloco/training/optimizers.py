@@ -114,7 +114,7 @@ def step_if(optimizer: Any, is_wanted: torch.Tensor) -> None:
 
 def check_inner_optimizer(section: InnerOptimizerSection, kept: OptimizerState = "device") -> None:
     """Raise ManifestError unless torch has this optimizer with these options, and MachineError unless this machine can
-    keep its state as `kept` asks."""
+    keep its state in the place `kept`."""
     build_inner_optimizer(torch.nn.Linear(1, 1), section, kept)
 
 
@@ -246,7 +246,7 @@ class _Packed(NamedTuple):
 
     @classmethod
     def like(cls, tensor: torch.Tensor, kept: OptimizerState, is_signed: bool) -> _Packed:
-        """Return pieces with unset values for this worker's part of a tensor, stored as `kept` asks."""
+        """Return pieces with unset values for this worker's part of a tensor, stored in the place `kept`."""
         count, device = local_part(tensor).numel(), tensor.device
         if kept == "host":
             is_pinned = device.type == "cuda"
@@ -443,7 +443,7 @@ class _StateTensors(Mapping[str, torch.Tensor]):
     memory."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Collect the tensors of the state. Raises: SnapshotError when a file cannot hold one of them."""
+        """Create the mapping of a state's tensors. Raises: SnapshotError when a file cannot hold one of them."""
         self._parameters = parameters
         self._values: dict[str, torch.Tensor | _Packed] = {}
         for name, parameter in parameters.items():

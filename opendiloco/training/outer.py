@@ -95,8 +95,8 @@ class OuterState:
     def __init__(
         self, theta: Vector, optimizer: OuterOptimizerSection, fragments: Sequence[slice] | None = None
     ) -> None:
-        """Start with a momentum of zeros. `fragments` are the slices of theta that are fragments; by default all of
-        theta is one fragment."""
+        """Create the state with a momentum of zeros. `fragments` are the slices of theta that are fragments; by default
+        all of theta is one fragment."""
         self.theta = theta
         self.fragments = tuple(fragments or [slice(0, theta.size)])
         self.momentum: Vector = np.zeros_like(theta)
@@ -116,7 +116,7 @@ class OuterState:
             kernels.outer_step(payload, theta, momentum, rate, coefficient)
             return
         kernels.gradient_step(payload, theta, rate)
-        if coefficient:  # divided by mu, because the last of `every` steps multiplies the sum by mu
+        if coefficient:  # add the average / mu: the last of `every` steps multiplies the sum by mu
             kernels.accumulate(payload, 1 / coefficient, momentum)
 
     def learning_rate(self, index: int, overrides: Overrides = NO_OVERRIDES) -> float:
@@ -158,8 +158,8 @@ class LocalState:
     """
 
     def __init__(self, theta: Vector, config: RunConfig, fragments: Sequence[slice] | None = None) -> None:
-        """Start with a momentum of zeros. `theta` is changed in place. `fragments` are the slices of the layout's
-        fragments; by default all of theta is one."""
+        """Create the state with a momentum of zeros. Outer steps change `theta` in place. `fragments` are the slices of
+        theta that are fragments; by default all of theta is one fragment."""
         self.outer = OuterState(theta, config.outer_optimizer, fragments)
         self._config = config
         self.fragments = [BlockCodec.of(config.codec, part.stop - part.start) for part in self.outer.fragments]
@@ -270,7 +270,7 @@ class Measuring:
     def __init__(
         self, state: OuterState, contributions: Sequence[Callable[[], Payload]], trains_on: bool = False
     ) -> None:
-        """Prepare to measure. With `trains_on`, workers train during outer steps, so there is no pause to measure."""
+        """Create the measurer. With `trains_on`, workers train during outer steps, so there is no pause to measure."""
         self.on_outer_step: Callable[[OuterStepTaken], None] | None = None
         """Called with each outer step once all of its fragments are measured."""
         self._state = state
@@ -290,7 +290,7 @@ class Measuring:
         self._trained_at.clear()
 
     def taken(self, average: Payload, index: int, fragment: int, keeps_work: bool, overrides: Overrides) -> None:
-        """Start to measure the outer step that a fragment has just taken, if `on_outer_step` is set.
+        """Start to measure the outer step that a fragment has just taken, if `on_outer_step` is set to a function.
 
         If this machine `keeps_work` for a later cycle, the step does not include its contribution.
         """

@@ -165,7 +165,7 @@ class StreamingDiLoCo:
         outer_optimizer: OuterOptimizer | None = None,
         codec: Codec | None = None,
     ) -> None:
-        """Start a run. `theta` is changed in place, and must have zeros in the layout's padding.
+        """Create a run at its start. Outer steps change `theta` in place; it must have zeros in the layout's padding.
 
         A given outer optimizer replaces `config.outer_optimizer` and amendments. A given codec replaces `config.codec`
         except for its error feedback.
@@ -327,7 +327,7 @@ class Reference(StreamingDiLoCo):
         pattern: Pattern | None = None,
         device: torch.device = CPU,
     ) -> None:
-        """Build the run's model and data. `outer_optimizer` and `codec` are as in `StreamingDiLoCo`.
+        """Create the run, with its model and data. `outer_optimizer` and `codec` are as in `StreamingDiLoCo`.
 
         The fragments are the run's unless a pattern is given. All replicas train on `device`. A swarm's bits are the
         CPU's.

@@ -54,7 +54,7 @@ class Cycles:
         fragments: int,
         streaming: StreamingSection,
     ) -> None:
-        """Start before the first inner step. `store` and `merge` are methods of a `ModelReplica`."""
+        """Create the sequence, before its first inner step. `store` and `merge` are methods of a `ModelReplica`."""
         self._store_weights, self._merge_theta = store, merge
         self._fragments = fragments
         self._alpha = streaming.mixing
@@ -143,7 +143,7 @@ class FragmentWork:
     def __init__(
         self, theta: Vector, local: Vector, codec: BlockCodec, residual: Residual, outlives_encoding: bool
     ) -> None:
-        """Begin work from the present theta. `theta` and `local` are the fragment's slices of the run's vectors."""
+        """Create work from the present theta. `theta` and `local` are the fragment's slices of the run's vectors."""
         self.theta = theta
         self.local = local
         self.codec = codec

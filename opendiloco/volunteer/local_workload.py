@@ -103,8 +103,8 @@ class TrainerWorkload(Generic[InnerTrainer_co]):
         config: RunConfig,
         run_is_over: Callable[[int], object] = lambda outer_steps: None,
     ) -> None:
-        """Prepare the outer state and the fragments. `run_is_over` is called with the run's number of outer steps when
-        the run's training is complete."""
+        """Create the workload, with a momentum of zeros. `run_is_over` is called with the run's number of outer steps
+        when the run's training is complete."""
         self.trainer = trainer
         vectors = trainer.vectors
         self._state = state = LocalState(vectors.theta, config, trainer.fragments)

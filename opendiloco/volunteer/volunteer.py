@@ -72,7 +72,7 @@ ALONE = (
     "only one beginning is kept"
 )
 HAND_OVER_SECONDS = 10.0  # seconds that a leaving volunteer waits until another machine has the newest outer step
-HAND_OVER_LOOK = 0.2  # seconds between two checks for such a machine
+HAND_OVER_LOOK = 0.2  # seconds between two checks that another machine has the newest outer step
 LAST_SECONDS = 2.0  # seconds in which the last volunteer receives news of others that leave at the same time
 
 
@@ -262,7 +262,7 @@ class Volunteer:
         admission: RunAdmission | None = None,
         remembered: RememberedPeers | None = None,
     ) -> None:
-        """Connect the volunteer's parts. With an `admission`, the volunteer leaves when its ticket is no longer valid.
+        """Create the volunteer of these parts. With an `admission`, it leaves when its ticket is no longer valid.
 
         The addresses of other peers are kept in `remembered`, so that this machine finds the run again without its
         bootstrap nodes.

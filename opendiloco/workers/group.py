@@ -306,7 +306,7 @@ class Overlap:
     """
 
     def __init__(self, config: RunConfig, own: str | None) -> None:
-        """Set the overlap to `own`, the owner's choice, or to the run's if that is None or "auto". Raises: MachineError
+        """Create the overlap: `own`, the owner's choice, or the run's if `own` is None or "auto". Raises: MachineError
         when the run does not allow the owner's choice."""
         self.steps = config.streaming.overlap
         self._most = config.training.inner_steps - 1

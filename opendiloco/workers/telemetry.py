@@ -182,7 +182,7 @@ class Telemetry:
             self._tell(tracker, lambda tracker: tracker.record(inner_step, known))
 
     def _tell(self, tracker: Tracker, say: Callable[[Tracker], None]) -> None:
-        """Call `say` with a tracker. If that fails, remove the tracker, so that training continues."""
+        """Call the function `say` with a tracker. If the call fails, remove the tracker, so that training continues."""
         try:
             say(tracker)
         except Exception as error:  # each tracker's library raises its own errors

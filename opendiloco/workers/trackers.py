@@ -93,7 +93,7 @@ class WeightsAndBiases:
     remedy = "Run `wandb login` first, or set WANDB_MODE=offline and upload later with `wandb sync`."
 
     def __init__(self, project: str, run_id: str, peer_id: str) -> None:
-        """Log in and create this peer's record. Raises: ImportError; wandb's errors without a login or network."""
+        """Create the tracker, logged in to wandb. Raises: ImportError; wandb's errors without a login or network."""
         import wandb
 
         quiet = {"console": "off"}  # do not upload this process's printed output

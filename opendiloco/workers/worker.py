@@ -472,7 +472,8 @@ class InnerLoops:
         self._replica, self._team, self._vectors, self._channel = replica, team, vectors, channel
         self._carry_out_asides = carry_out_asides
         self._cycles = Cycles(self.store, self.merge, len(replica.layout.fragments), config.streaming)
-        self._stored: dict[int, tuple[int, float]] = {}  # by fragment: number of the last training, monotonic time
+        #: By fragment: the number of the training that last stored it, and the time of that store in monotonic seconds.
+        self._stored: dict[int, tuple[int, float]] = {}
         self._number = 0
         self.idled = 0.0
         """Seconds for which the worker had nothing to do since its last training."""
