@@ -326,7 +326,7 @@ def _nearby(run_id: str) -> tuple[str, ...]:
 
 
 def known_addresses(addresses: tuple[str, ...], why: str = "no address of the swarm is known") -> tuple[str, ...]:
-    """Return the addresses as multiaddrs. Raises: UsageError for none, whose text lists the ways to get an address."""
+    """Return the addresses as multiaddrs. Raises: UsageError for none, with the ways to get an address."""
     if not addresses:
         raise click.UsageError(
             f"{why}: add --initial-peer, set {INITIAL_PEERS}, or initial_peers in the configuration file, or give the "

@@ -163,8 +163,8 @@ def _processor_time() -> float:
 
 
 def _with_needs(found: Iterable[_ListedRun], clock: Callable[[], float] = _processor_time) -> Iterator[_ListedRun]:
-    """Yield the runs with their needs of memory, disk and traffic; after `MOST_SECONDS` of `clock`, with a reason why
-    the needs are unknown."""
+    """Yield the runs with their needs of memory, disk and traffic; after `MOST_SECONDS` on `clock` (in seconds), with
+    a reason why the needs are unknown."""
     ends = clock() + MOST_SECONDS
     for each in found:
         if each.view is None:
@@ -297,7 +297,7 @@ def _picture(view: RunView, signed: SignedHeads, here: Mapping[str, VolunteerSta
         return Group(run.run_id, "no live peers: this run is not training now", *signed_lines(signed), *own)
     table = peers_table([row_of(beat, run.config) for beat in view.peers], run.run_id)
     lines = *held_out_lines(view), *reach_lines(view.peers), *view.amended.lines(), *signed_lines(signed)
-    return Group(table, *map(Text, [*lines, str(view.agreement), *own]))  # Text: rich finds no markup in peers' words
+    return Group(table, *map(Text, [*lines, str(view.agreement), *own]))  # as Text, in which rich reads no markup
 
 
 def _volunteers_here(run_id: str) -> dict[str, VolunteerStatus]:

@@ -360,8 +360,8 @@ READ_FORMATS = ("arrow", "csv", "json", "parquet", "text")
 GZIP = ".gz"
 COMPRESSED = frozenset({GZIP, ".bz2", ".xz", ".zst"})
 HUB_SECONDS = 100.0  # seconds to wait for one answer of the hub, as in `datasets`
-ROWS_AT_ONCE = 16  # rows of a Parquet file read at once: few, because their size is known only afterwards
-TABLE_BYTES = 1 << 24  # bytes of rows, at least, in each table but the last, because each table has a fixed cost
+ROWS_AT_ONCE = 16  # rows of a Parquet file read at once: few, because their size is known only once they are read
+TABLE_BYTES = 1 << 24  # least bytes of rows in each table but the last, because every table takes some time of its own
 PIECE_BYTES, PARQUET_GROWTH = 1 << 30, 1000
 """A Parquet file's rows may take PIECE_BYTES plus PARQUET_GROWTH times the file's bytes. A file of another format that
 is read as a whole may have PIECE_BYTES, uncompressed."""
@@ -434,7 +434,7 @@ def _format_of(source: str, files: Sequence[Path]) -> str:
 
 
 def _read_only(builder: Any, column: str) -> None:
-    """Make a `datasets` builder read only one column, which some files may not have. Other columns may differ."""
+    """Make a `datasets` builder read only one column, which some files may lack. Files may differ in other columns."""
     import datasets
     import pyarrow as pa
 
@@ -462,7 +462,7 @@ def _read_only(builder: Any, column: str) -> None:
 
 
 def _naming_files(section: SourceSection, generate: Callable[..., Iterator[Any]], **files: Any) -> Iterator[Any]:
-    """Yield the tables that `generate` reads from files. Raises: DataError that names the file that cannot be read."""
+    """Yield the tables that the function `generate` reads from files. Raises: DataError that names the bad file."""
     opened = [""]
 
     def recorded(paths: Iterable[str]) -> Iterator[str]:
@@ -552,8 +552,8 @@ def _json_tables(
 
 
 def _json_rows(file: Any) -> Iterator[list[tuple[int, Any]]]:
-    """Yield lists of (number, value) pairs for a JSON file's lines, or for the items of its one list. The value is None
-    for a line that is not JSON, and `_NOT_UTF8` for a line that is not UTF-8. Raises: _TooLongError."""
+    """Yield lists of pairs (number of line or item, value) for a JSON file's lines, or the items of its one list. The
+    value is None for a line that is not JSON, and `_NOT_UTF8` for a line that is not UTF-8. Raises: _TooLongError."""
     begun, first = file.read(LINES_AT_ONCE).removeprefix(codecs.BOM_UTF8), 1
     if begun.lstrip().startswith(b"["):
         whole = begun + file.read(max(PIECE_BYTES + 1 - len(begun), 0))
@@ -586,7 +586,7 @@ def _json_value(line: bytes) -> Any:
 def _parquet_tables(
     builder: Any, section: SourceSection, part: slice, files: Iterable[str], **_: object
 ) -> Iterator[Any]:
-    """Yield (key, table) pairs with the rows of Parquet files, or of `part` of each file, about 16 MiB in a table.
+    """Yield tables of about 16 MiB, each after its `datasets` key: the rows of Parquet files, or of a `part` of each.
 
     A part is every n-th row group, or every n-th row of a file with fewer than n row groups. The reader of `datasets`
     reads a whole row group at once. In a file of some hundred bytes, a row group can hold many gigabytes: one long text
@@ -654,7 +654,7 @@ def _too_long(source: str, error: _TooLongError) -> DataError:
 
 
 def _open_bounded(opening: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return the file that `opening` opens, with a limit on the bytes or characters that each read may return."""
+    """Return the file that the function `opening` opens, with a limit on the bytes or characters of each read."""
     file = opening(*arguments, **options)
     file.read = partial(_read_some, file.read, PIECE_BYTES)
     if not hasattr(file, "readuntil"):  # an fsspec file, which has `readuntil`, takes no size in readline

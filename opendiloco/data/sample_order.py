@@ -82,7 +82,7 @@ class Mixture:
         self.shares = np.array(shares, np.int64)
         self.cycle = int(self.shares.sum())
         self._source = np.empty(self.cycle, np.int64)
-        self._place = np.empty(self.cycle, np.int64)  # for each number in a cycle: index among its source's numbers
+        self._place = np.empty(self.cycle, np.int64)  # index of each number of a cycle among its source's numbers
         behind, dealt = np.zeros_like(self.shares), np.zeros_like(self.shares)
         for number in range(self.cycle):
             behind += self.shares
@@ -169,7 +169,7 @@ class Shuffled:
         self._windows_per_shard = windows_per_shard
         self._seed = seed
         self._soon = soon
-        self._following: dict[int, int] = {}  # by number of a shard's visit: the visit expected next
+        self._following: dict[int, int] = {}  # number of each expected visit to a shard, by that of the visit before it
 
     @classmethod
     def whole(cls, windows: Windows, seed: int) -> Shuffled:
@@ -181,7 +181,7 @@ class Shuffled:
         1)."""
         visits, places = np.divmod(positions, self._windows_per_shard)
 
-        def read(visit: int, here: NDArray[np.bool_]) -> Numbers:  # `visit` counts the shards read in all epochs
+        def read(visit: int, here: NDArray[np.bool_]) -> Numbers:  # `visit`: number of shards earlier in the order
             windows = self._shard(self._visited(visit))
             chosen = _Permutation(self._windows_per_shard, self._seed, visit)(places[here])
             found = windows.read(chosen % windows.count)
@@ -198,7 +198,7 @@ class Shuffled:
         self._following = dict(pairwise(dict.fromkeys(visits.tolist())))
 
     def _visited(self, visit: int) -> int:
-        """Return the number of the shard that is read in a visit. Visits are numbered over all epochs."""
+        """Return the number of the shard that is read in visit number `visit`, counted from 0 over all epochs."""
         epoch, place = divmod(visit, self._shards)
         return int(_Permutation(self._shards, self._seed, epoch)(np.array([place]))[0])
 
@@ -287,7 +287,7 @@ class HeldOutWindows:
 
 
 def _groups(keys: Numbers) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-    """Yield each distinct value of `keys` with a mask of the elements of `keys` that equal the value."""
+    """Yield each distinct value in the array `keys`, with a mask that is True at the elements equal to the value."""
     for key in np.unique(keys):
         yield int(key), keys == key
 

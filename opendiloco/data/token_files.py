@@ -180,7 +180,7 @@ class TokenCache:
         return written
 
     def once(self, key: str, check: Callable[[], None]) -> None:
-        """Call `check` unless it has passed before for this key on this machine. Raises: exceptions of `check`;
+        """Call the function `check`, unless a `check` with this key has passed on this machine. Raises: its exceptions;
         MachineError if the cache folder cannot be written."""
         passed = self._folder / f"{key}{CHECKED}"
         if passed.exists():

@@ -194,7 +194,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 def _until(pieces: Iterable[Piece], enough: int, held_out: bool, coming: Coming | None = None) -> Iterator[Piece]:
     """Yield pieces until they have `enough` tokens, of held-out documents if `held_out`, else of training documents;
-    report the share reached to `coming`."""
+    report the share of `enough` reached so far to the progress stage `coming`."""
     counted = 0
     for piece in pieces:
         yield piece

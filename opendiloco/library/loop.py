@@ -73,7 +73,8 @@ class CyclePlan:
         """Inner steps of this cycle: planned, and taken so far."""
 
     def begin(self, planned: int, goes_on: bool, is_last: bool) -> None:
-        """Plan a cycle of `planned` inner steps. For `goes_on` and `is_last`, see `Cycles.begin`."""
+        """Plan a cycle of `planned` inner steps. With `goes_on`, the model continues from the previous cycle's end,
+        else from theta. `is_last` is True for the run's last cycle."""
         self.planned, self.steps_done = planned, 0
         self._actions, self._step = {}, 0
         nothing = np.empty(0, np.float32)
@@ -195,7 +196,7 @@ class DiLoCo:
             if kind is None:
                 self._ranks.from_first(self._swarm.leave)
             else:
-                self._ranks.part()  # before leaving, because other processes may wait for this process
+                self._ranks.part()  # before this peer leaves: other processes may wait for this process
                 if self._ranks.is_first:
                     self._swarm.leave()
         except BaseException:  # after an interrupt, leave at once, not at the round's end
@@ -413,7 +414,7 @@ class DiLoCo:
 
     def _local_of(self, fragment: int, storing: ExitStack) -> Vector | None:
         """Return the flat vector to write a fragment's weights into; None if the outer step is void. The fragment is
-        published for averaging when `storing` closes."""
+        published for averaging when the exit stack `storing` closes."""
         assert self._outer_step is not None
         claim = self._claim(self._outer_step)
         return storing.enter_context(self._worker.storing(self._outer_step, fragment, claim))

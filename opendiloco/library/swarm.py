@@ -112,7 +112,7 @@ class OuterStep:
     @contextmanager
     def storing(self, fragment: int, trained: Trained, is_last: bool) -> Iterator[bool]:
         """Publish a fragment's weights when the context ends. Yield True, or False if the outer step is void and
-        nothing is published. With `is_last`, the contribution is final."""
+        nothing is published. `is_last` is True for the step's last fragment, which makes the contribution final."""
         with self._storing:
             yield not self.is_void
             self._is_known = is_last
@@ -164,7 +164,7 @@ class LoopWorker:
         self._outer_steps: queue.SimpleQueue[OuterStep | Future[HeldOut | None] | BaseException | None]
         self._outer_steps = queue.SimpleQueue()
         self._newest: OuterStep | None = None
-        self._averages: dict[int, bool] = {}  # for each fragment whose average is decided: True if the values changed
+        self._averages: dict[int, bool] = {}  # by each decided fragment's number: True if averaging changed its values
         self._decided = threading.Condition()
 
     async def run_inner_loop(

@@ -163,7 +163,7 @@ def _skeleton_of(source: _Source, config: RunConfig, tokenizer: Tokenizer) -> An
 def sized_skeleton(config: RunConfig) -> Any:
     """Return the run's model on the meta device, to compute its size, without downloading the tokenizer. Raises: see
     `build_skeleton`; DataError if the run's tokenizer is a file that is missing."""
-    tokenizer: Tokenizer = ByteTokenizer()  # serves any run, because a model's size does not depend on the tokenizer
+    tokenizer: Tokenizer = ByteTokenizer()  # usable for any run: a model's size does not depend on the tokenizer
     if config.tokenizer.kind == "file":
         tokenizer = build_tokenizer(config.tokenizer)  # the model may have fewer ids than the byte tokenizer
     return build_skeleton(config, tokenizer)
@@ -346,7 +346,7 @@ def _build_and_end(build: Callable[[], object], origin: str, limit: int, writing
 
 
 def _bytes_of(name: str) -> int:
-    """Return the figure `name`, such as VmPeak, of this process in /proc/self/status, in bytes."""
+    """Return, in bytes, the memory figure of this process that /proc/self/status has under `name`, such as VmPeak."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
@@ -373,8 +373,8 @@ class _PortableNormal(TorchDispatchMode):
     calls; without a seed, `normal_` writes zeros."""
 
     def __init__(self, seed: int | None, total: int | None = None, threads: int | None = None) -> None:
-        """Create the mode. With `total`, the number of values that will be drawn, progress is reported. For `threads`,
-        see `_draw`."""
+        """Create the mode. With `total`, the number of values that will be drawn, progress is reported. `threads`
+        is the number of threads that draw (None: the usable cores, up to THREADS_AT_MOST)."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
         self._total = total
@@ -397,8 +397,8 @@ class _PortableNormal(TorchDispatchMode):
 
 
 def _draw(seed: int, call: int, out: Vector, threads: int | None = None) -> None:
-    """Fill `out` with the normal values of call number `call`, of mean 0 and standard deviation 1. `threads` (None: the
-    usable cores, up to THREADS_AT_MOST) does not change the values."""
+    """Fill `out` with the values of call number `call` of `normal_`, of mean 0 and standard deviation 1. The number of
+    `threads` (None: the usable cores, up to THREADS_AT_MOST) does not change the values."""
     blocks = range(-(-out.size // BLOCK))
     if len(blocks) == 1:  # for so few values, starting threads takes longer than drawing
         _draw_block(seed, call, 0, out)

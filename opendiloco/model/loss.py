@@ -275,8 +275,8 @@ class _LogitsLoss(NamedTuple):
 def _model_and_loss(
     model: Any, inputs: Mapping[str, Any], targets: torch.Tensor, loss: _LogitsLoss, slope: float | None
 ) -> tuple[Any, torch.Tensor]:
-    """Return the model's output and the mean loss of its logits. The output's logits must not be used. For `slope`, see
-    `window_loss`.
+    """Return the model's output and the mean loss of its logits. The output's logits must not be used. `slope` is the
+    number by which the caller multiplies the loss before the backward pass; None if unknown.
 
     There is one target for each position. A sharded model keeps its head whole until the backward pass.
     """
@@ -308,13 +308,13 @@ def _give_up_pieces(model: Any) -> None:
 
 def positions_at_once(vocabulary: int, device: torch.device) -> int:
     """Return the most positions whose logits are computed at once, in one piece."""
-    at_once = LOGITS_AT_ONCE.get(device.type, LOGITS_AT_ONCE["cpu"])  # other device types: only in a user's own loop
+    at_once = LOGITS_AT_ONCE.get(device.type, LOGITS_AT_ONCE["cpu"])  # other types occur only in a user's own loop
     return min(max(1, at_once // vocabulary), _most.get())
 
 
 def fitting_logits(device: torch.device, room: int) -> int:
-    """Return the number of logits in a piece that fits into `room` bytes of a device: a power of two, at least
-    LEAST_LOGITS."""
+    """Return the most logits that a piece may have to fit into `room` bytes of a device's memory: a power of two, at
+    least LEAST_LOGITS."""
     fitting: int = 1 << max(1, room // LOGIT_BYTES).bit_length() - 1
     return min(max(LEAST_LOGITS, fitting), LOGITS_AT_ONCE[device.type])
 
@@ -408,7 +408,7 @@ def with_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 
 class _LossByPieces(torch.autograd.Function):
     """The mean loss of hidden states over `count` targets, computed in pieces. The forward pass also computes the
-    gradients; the backward pass multiplies them by the slope, unless the gradients already include the slope."""
+    gradients; the backward pass multiplies them by the loss's own gradient, unless a given `slope` is in them."""
 
     @staticmethod
     def forward(

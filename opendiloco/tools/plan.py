@@ -386,8 +386,8 @@ CYCLES = 2
 
 @dataclass(frozen=True)
 class _PeerForecast:
-    """The forecast for a kind of peer with `count` equal peers. A peer makes `inner_steps` for an entry; its work
-    counts in an entry every `cycles` cycles (0: never). `utilisation` is the share of its time spent on them,
+    """The forecast for a kind of peer with `count` equal peers. A peer takes `inner_steps` for each lease; its work
+    counts in a log entry every `cycles` cycles (0: never). `utilisation` is the share of its time spent on inner steps,
     `link_share` the share of time in which its link is busy. `formats` of its contributions end with the thinnest;
     `joining` is the seconds until a newcomer has the state, None if it never catches up."""
 
@@ -480,7 +480,7 @@ def _cycle_seconds(plan: Plan, peer: PeerGroup) -> float:
     steps = plan.own_steps(peer)
     overlap = min(plan.overlap, steps - 1)
     taken = sorted(zip(_taken_after(plan, steps, overlap), plan.rounds, strict=True), key=lambda each: each[0])
-    due = deque[tuple[int, float]]()  # each awaited result: inner step that needs it, second of its arrival
+    due = deque[tuple[int, float]]()  # each awaited average: the inner step that needs it, its arrival in seconds
     done, now, link_free, all_there, ends = 0, 0.0, 0.0, 0.0, list[float]()
 
     def train(until: int) -> None:
@@ -512,15 +512,15 @@ def _taken_after(plan: Plan, steps: int, overlap: int) -> Sequence[int]:
 
 
 def _cycles(plan: Plan, peer: PeerGroup, seconds: float) -> int:
-    """Return the number of cycles, each of `seconds`, from one entry with a peer's work to the next; 0 if the peer's
-    lease ends before its work can count."""
+    """Return the number of cycles, each of `seconds`, from one log entry with a peer's work to the next; 0 if the
+    peer's lease ends before its work can count."""
     trained = plan.training_seconds(peer)
     cycles = 1 if trained <= plan.closes_after else math.ceil(trained / seconds)
     return cycles if cycles <= 1 + plan.staleness else 0
 
 
 def _joining(plan: Plan, peer: PeerGroup, seconds: float, busy: float) -> float | None:
-    """Return the seconds until a newcomer has fetched a snapshot and the entries since; None if it never catches up. It
+    """Return the seconds until a newcomer has a snapshot and all later log entries; None if it never catches up. It
     fetches from all other peers at once, in the time that rounds leave idle. The snapshot may be as old as the interval
     between snapshots, and more entries are made meanwhile."""
     idle = 1 - busy / seconds

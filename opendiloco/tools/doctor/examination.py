@@ -315,8 +315,8 @@ class Examination:
         return self._findings
 
     def _skip_until(self, end: str | None, why: str) -> None:
-        """Report each check before the check `end` that has no finding yet as skipped, with the reason `why`. None: all
-        checks."""
+        """Report each check before the check `end` that has no finding yet as skipped, with the reason `why`. If `end`
+        is None, report all checks that have no finding."""
         for name in CHECKS:
             if name == end:
                 break
