@@ -81,7 +81,7 @@ def test_nobody_is_there_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
 
     asyncio.run(scenario())
     messages = [record.message for record in caplog.records if record.name == "opendiloco.volunteer.tracking"]
-    assert [message.rpartition(" ")[2] for message in messages] == ["peer.", "on"] * 2
+    assert [message.rpartition(" ")[2] for message in messages] == ["peer.", "again"] * 2
     assert messages[0].startswith("no peer trains in the run tiny now")
 
 
