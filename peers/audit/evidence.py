@@ -73,12 +73,12 @@ class ProofLimits:
     """Limits on the proofs checked and shown in one cycle, so that liars cost a bounded time and bandwidth."""
 
     def __init__(self, pause: float) -> None:
-        """Set the `pause` in seconds until a proof is shown to the same peer a second time."""
+        """Create the limits. `pause` is the seconds until a proof is shown to the same peer a second time."""
         self._pause = pause
-        self._looked_at = Counter[str]()  # number of checked proofs and late certificates, by sender
+        self._looked_at = Counter[str]()  # number of each sender's checked proofs and late certificates
         self._misled = set[str]()  # senders of false proofs in this cycle
         self._wanted: dict[bytes, None] = {}
-        self._shown: dict[tuple[str, bytes], tuple[int, float]] = {}  # by peer and proof: how often shown, and when
+        self._shown: dict[tuple[str, bytes], tuple[int, float]] = {}  # by peer and proof: times shown, time of the last
 
     def want(self, proofs: Iterable[bytes]) -> None:
         """Accept the proofs with these digests from any sender. Only the newest WANTED digests are kept."""
@@ -119,7 +119,7 @@ class Evidence:
     """
 
     def __init__(self, settings: RunSettings, verify: Verify, payloads: Sequence[PayloadKind]) -> None:
-        """Check proofs with `payloads`, the payload kind of each fragment."""
+        """Create empty evidence. `payloads` has the payload kind of each fragment, with which proofs are checked."""
         self._verifier = Verifier(settings.run, verify, payloads)
         self._pause = settings.timing.heartbeat_expiry
         self._statements = Statements(self._verifier)

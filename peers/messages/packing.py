@@ -18,7 +18,7 @@ from peers.messages.messages import KINDS, Certified, Message, Ready, Unread
 from peers.messages.short_forms import FORMS, Form
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, decode, from_plain, pack_plain
 
-DEFLATED_FROM = 256  # bytes of a message's body from which on it is compressed
+DEFLATED_FROM = 256  # a message's body of this many bytes or more is compressed
 PLACE = len(Position.model_fields)  # number of values for the position, at the start of a body
 
 
@@ -159,7 +159,7 @@ class Packer:
         self._run = peer.log.run
         self._last: dict[type[Message], tuple[Message, bytes]] = {}  # last packed message of each kind, with its bytes
         self._here = peer.log
-        self._read_here: dict[str, tuple[bytes, Message | Unread | None]] = {}  # last Ready of each sender
+        self._read_here: dict[str, tuple[bytes, Message | Unread | None]] = {}  # last Ready, by sender: bytes, message
 
     def pack(self, message: Message) -> bytes:
         """Return the bytes of a message. Raises: LogError when the message's position is no longer in this peer's

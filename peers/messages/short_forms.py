@@ -62,7 +62,7 @@ class _ShortPeers(Value):
 
 
 class _ShortCounts(Value):
-    """The short form of numbers by peer."""
+    """The short form of a mapping that has one count for each peer."""
 
     counts: Annotated[tuple[tuple[Named, Count], ...], Field(max_length=MEMBER_LIMIT)]
 

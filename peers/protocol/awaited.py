@@ -83,7 +83,7 @@ class Awaited:
         self._log = log
         self._settings = settings
         self._away: dict[str, float] = {}  # minimum seconds until each peer is ready; 0 if its heartbeat does not tell
-        self._passed_over = set[str]()  # expected peers that the leader does not wait for, since they need too long
+        self._passed_over = set[str]()  # expected peers not awaited: they would be ready only after the wait's end
 
     def look(self, live: Mapping[str, Heartbeat], granted: Mapping[str, int], unreached: Collection[str]) -> None:
         """Update `peers`: the live and reached peers that are at work on the entry with a lease and not late, or that

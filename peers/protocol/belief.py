@@ -141,8 +141,8 @@ class Belief:
         return theirs if theirs.is_better_than(ours) else None
 
     def _is_followed(self, doubt: LogState, branch: Branch) -> bool | None:
-        """Return True if this peer believes the entries that a minority made after the place `doubt`; None while it
-        cannot decide."""
+        """Return True if this peer believes the entries of a branch that a minority made; None while it cannot decide.
+        `doubt` is the log before these entries."""
         if self._presence.are_all_gone(doubt):
             return True
         if not (are_most(doubt, branch.end.roster) or self._context.settings.goes_on_alone):

@@ -109,7 +109,7 @@ class Search:
     def _far_behind(self, donor: str, common: int = 0) -> FarBehind:
         """Return the donor and the lowest useful index of its snapshot: later than this peer's entry, and so recent
         that other peers still have the entries after it (archives have all). If the donor is on a better branch but not
-        ahead, any index from `common` on is useful."""
+        ahead, any index from `common`, the last place of both branches, on is useful."""
         index, beat = self._replica.log.position.index, self._presence.live()[donor]
         known_from = 0 if beat.state is PeerState.ARCHIVING else beat.index - RECENT_ENTRIES // 2
         return FarBehind(donor, max(index + 1 if beat.index > index else common, known_from))

@@ -101,7 +101,7 @@ class OwnVotes:
     reason why this peer does not vote; empty if it votes."""
 
     def __init__(self, context: Context, record: VotingRecord) -> None:
-        """Start with a voting record that is on the disk already, or empty."""
+        """Create the votes from a voting record that is on the disk already, or that is empty."""
         self.record = record
         self.trouble = ""
         self._context = context
@@ -110,8 +110,8 @@ class OwnVotes:
         self._entered: dict[Position, Ballot] = {}
 
     def enter(self, position: Position, began: Ballot) -> bool:
-        """Record that this peer enters the round that ballot `began` started, and return True. Return False if it has
-        entered this round or a newer one at the position: it would average anew (R10)."""
+        """Record that this peer enters the round that the ballot `began` started, and return True. Return False if this
+        peer has entered that round or a newer one at the position: it would average its chunks anew (R10)."""
         if began <= self._entered.get(position, FIRST):
             return False
         self._entered.pop(position, None)

@@ -113,7 +113,7 @@ class OwnersSignatures:
     """The signatures of the members' commitments, received with their chunks. Each is verified once in a round."""
 
     def __init__(self, round: Round, keys: Keys | None) -> None:
-        """Skip the verification of signatures if `keys` is None."""
+        """Create the store for one round. If `keys` is None, it verifies no signature."""
         self._members = {member.peer: member for member in round.contributors}
         self._round = round
         self._keys = keys

@@ -362,7 +362,7 @@ class Reducing:
         """Members that have sent this peer no blocks: as an heir, this peer does not wait for their blocks again."""
         self._givers = frozenset(givers)
         self._me = me
-        self._times: dict[int, tuple[float, float]] = {}  # end of the wait for unheard members, and for all
+        self._times: dict[int, tuple[float, float]] = {}  # by chunk: end of the wait for unheard members, and for all
         self._arrived: defaultdict[int, set[str]] = defaultdict(set)
         self._bad: defaultdict[int, set[str]] = defaultdict(set)
 
@@ -444,7 +444,7 @@ class Outbox:
         self.later: defaultdict[int, set[str]] = defaultdict(set)
         """By chunk: the members that asked for its average before this peer had it. They get it when it arrives."""
         self.asked_blocks: Counter[str] = Counter()
-        self._owed: dict[Flight, bool] = {}  # True while the chunk is under way
+        self._owed: dict[Flight, bool] = {}  # unconfirmed transfers: True while under way, False once reported unsent
         self._resend = resend
         self._again_at = now + resend
 
@@ -489,13 +489,13 @@ class AverageSearch:
     """
 
     def __init__(self, me: str, members: Sequence[str], reducers: Reducers, longest: float) -> None:
-        """Limit the wait for one chunk to `longest` seconds, even if the member asked still delivers other chunks."""
+        """Create a search that waits at most `longest` seconds for one chunk, even if its member delivers others."""
         place = members.index(me) if me in members else 0
         self._others = [*members[place + 1 :], *members[:place]]
         self._me = me
         self._reducers = reducers
         self._longest = longest
-        self._asked: dict[int, tuple[str, float]] = {}  # the member that sends each chunk or was asked, and since when
+        self._asked: dict[int, tuple[str, float]] = {}  # by chunk: the member that should send it, and since when
         self._came: dict[str, float] = {}  # time at which each member last delivered an average
 
     def begin(self, lacking: Iterable[int], replaced: Collection[int], now: float) -> None:

@@ -38,8 +38,8 @@ class Joiner:
         return self._presence.membership.polled and not self._presence.seeks_links
 
     def may_start(self) -> bool:
-        """Return True if the run goes on or may be founded now. A founding needs the minimum of peers, time for them to
-        hear each other, and no head signed by an archive."""
+        """Return True if this peer has entries of the run or hears peers at work, or if it may found the run now. A
+        founding needs the minimum of peers, time for them to hear each other, and no head signed by an archive."""
         live = self._presence.live()
         if self._replica.needs_signed_log:
             return False

@@ -53,7 +53,7 @@ class Leader:
     def __init__(
         self, context: Context, presence: Presence, trainer: Trainer, replica: Replica, seat: EntryRound
     ) -> None:
-        """Create the leader's part of `seat`, this peer's round at one position of the log."""
+        """Create the leader of one position. `seat` is this peer's own round at that position."""
         self.readiness = Readiness(context, presence, trainer, seat.log)
         self.asked: tuple[str, ...] = ()
         self._context = context

@@ -59,7 +59,7 @@ class Pacemaker:
         self._times = times
         self._now = now
         self._floor = 0  # highest view that a quorum has reached, or in which this peer has voted
-        self._stalled = 0  # number of views that ended after their leader had begun
+        self._stalled = 0  # number of views that timed out after their leader's Begin or Propose
         self._spent: dict[int, float] = {}  # seconds for which the timer has run in each view
         self._begun: dict[int, float] = {}  # time limit in seconds of each exchange, by the view whose leader began it
 

@@ -72,7 +72,7 @@ class Averages:
     """The signed averages of one round that this peer has received or made."""
 
     def __init__(self, me: str, round: Round, keys: Keys | None) -> None:
-        """Check no signature if `keys` is None, and leave this peer's own signatures empty."""
+        """Create an empty store. Without `keys` it checks no signature, and leaves this peer's own signatures empty."""
         self.ours: dict[int, Averaged] = {}
         """The averages that this peer has signed. In `_here` another reducer's may have replaced them."""
         self.marks = b""
@@ -83,7 +83,7 @@ class Averages:
         self._here: dict[int, Averaged] = {}
         self._marks_here: dict[int, bytes] = {}
         self._squares: dict[int, float] = {}
-        self._given: defaultdict[str, float] = defaultdict(float)  # each reducer's squared norm over stored averages
+        self._given: defaultdict[str, float] = defaultdict(float)  # by reducer: squared norm of its stored averages
 
     def sign(self, chunk: int, digest: bytes, absent: tuple[str, ...]) -> Averaged:
         """Return this peer's signed average of a chunk. A peer may sign only one average of a chunk in a round."""
@@ -204,7 +204,7 @@ class Parts:
     """The averages that a round's leader has received in the reducers' Parts."""
 
     def __init__(self, round: Round, keys: Keys | None = None) -> None:
-        """Check no signature if `keys` is None."""
+        """Create an empty store, which checks no signature if `keys` is None."""
         self._round = round
         self._reducers = Reducers(round)
         self._averages = Averages("", round, keys)

@@ -103,8 +103,8 @@ def shares(
 def seconds_for(
     round: Round, links: Mapping[str, MemberLink], size: PayloadSize, timing: Timing, overlap: float = 0.0
 ) -> float:
-    """Return the time limit of a round's exchange in seconds: at least the seconds of the `overlap`, in which members
-    go on training."""
+    """Return the time limit of a round's exchange in seconds: at least the `overlap`, the seconds that members train
+    during the exchange."""
     rates = believed_rates(round.peers, links)
     measured = {peer: rates[peer] for peer in round.peers if peer in links and links[peer].rate}
     dealt = {share.member.peer: share.chunks for share in round.shares}
@@ -283,8 +283,8 @@ def foreseen(
 # Contributions --------------------------------------------------------------------------------------------------------
 def seconds_to_send(allowed: float | None, timing: Timing, overlap: float = 0.0) -> float:
     """Return the seconds within which a member should send its blocks, so that no other member waits: the longer of the
-    time that most links need and half of the `overlap` (seconds). `allowed` is the time limit of the last exchange in
-    seconds; None before the first."""
+    time that most links need and half of the `overlap`, the seconds that members train
+    during the exchange. `allowed` is the time limit of the last exchange in seconds; None before the first."""
     allowed = UNMEASURED * timing.round_timeout if allowed is None else allowed
     return max(allowed / MARGIN, OVERLAP * min(overlap, allowed))
 

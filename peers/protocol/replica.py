@@ -75,14 +75,14 @@ class Replica(StateMachine):
     state: ReplicaState
 
     def __init__(self, context: Context, presence: Presence, lineage: Lineage, state_digest: bytes) -> None:
-        """Start at the end of `lineage`, with the state that has this digest."""
+        """Create the replica at the end of the log `lineage`. `state_digest` is the digest of the state there."""
         super().__init__(LEVEL)
         self.lineage = lineage
         self.log = self.settled = lineage.log
         self.state_digest = state_digest
         self.undigested: LogState | None = None
         self._behind: Behind | None = None
-        self._waiting: deque[EntryMade] = deque()  # other fragments' entries, to be applied next
+        self._waiting: deque[EntryMade] = deque()  # entries of other fragments that this peer applies next
         self._advanced_at = context.now
         self._archives = SignedHeadsSeen(NOTHING_SIGNED)
         self._context = context
@@ -188,7 +188,7 @@ class Replica(StateMachine):
         before = self.claimant, self.furthest
         self._presence.branches.gave_nothing(failed.donor)
         after = self.claimant, self.furthest
-        if after.count(None) > before.count(None):  # no other peer is ahead, and going on alone would be worse
+        if after.count(None) > before.count(None):  # without this donor, no peer to catch up with is left
             self._presence.branches.ask_again(failed.donor)
         self._context.emit(Note("info", f"{failed.donor} gave no state: {failed.reason}"))
         self._enter(LEVEL)

@@ -309,7 +309,7 @@ class StepCycle:
             self._drop_work()
             self.replica.take(NoneAhead())
             self._ask_at_once()
-        else:  # the entry's round goes on: a peer that has the entry sends it again
+        else:  # the entry's round stays open: a peer that has the entry sends it again
             self.replica.take(NoneAhead())
             self._turn()
 
