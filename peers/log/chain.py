@@ -269,7 +269,7 @@ class Chain:
         self.end = empty_log
         """The log after the last entry."""
         self.empty_log = empty_log
-        self._frames: dict[int, tuple[bytes, tuple[bytes, ...]]] = {}  # by cycle: closing header, `LogState.ends`
+        self._frames: dict[int, tuple[bytes, tuple[bytes, ...]]] = {}  # closing header and `LogState.ends`, by cycle
 
     def __len__(self) -> int:
         """Return the number of whole cycles in this chain."""

@@ -192,7 +192,7 @@ class RunLog:
     def __init__(self, empty_log: LogState, kept_bytes: int = KEPT_BYTES) -> None:
         self.empty_log, self._chain = empty_log, Chain(empty_log)
         self._payloads = KeptPayloads(kept_bytes)
-        self._made: dict[int, tuple[Entry, Header]] = {}  # the incomplete cycle's entries, by fragment
+        self._made: dict[int, tuple[Entry, Header]] = {}  # incomplete cycle's entries and headers, by fragment
 
     def __len__(self) -> int:
         return len(self._chain)

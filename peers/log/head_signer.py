@@ -39,7 +39,8 @@ class HeadSigner:
     """The archive of one run on this machine, which signs heads of the run's log. Not thread-safe."""
 
     def __init__(self, run: str, me: str, keys: Keys, folder: Path) -> None:
-        """Read the archive's last signed head from `folder`. Raises: SignedFileError when it cannot be read."""
+        """Create a signer with the archive's last signed head, read from `folder`. Raises: SignedFileError when that
+        head cannot be read."""
         self._run = run
         self._me = me
         self._keys = keys

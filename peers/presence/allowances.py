@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SENDERS_LIMIT = 1024  # senders with an allowance of their own
+SENDERS_LIMIT = 1024  # maximum number of senders with an allowance of their own
 STRANGER = "stranger"
 """The one sender that stands for all strangers where they share an allowance, since identities cost nothing."""
 
@@ -37,7 +37,7 @@ class Allowances:
         self._burst = burst
         self._rate = rate
         self._all = Allowance(together * burst, together * rate)
-        self._senders: dict[str, Allowance] = {}  # by sender; the one used last is at the end
+        self._senders: dict[str, Allowance] = {}  # each sender's own allowance; the one used last is at the end
 
     def has_some(self, sender: str, now: float) -> bool:
         """Return True if both the sender's allowance and that of all senders together have something left."""

@@ -25,7 +25,7 @@ class Branches:
     """Other peers' claims about their places in the log, and the peers without useful answers, across all entries."""
 
     def __init__(self, presence: Presence, me: str, expiry: float, pause: float) -> None:
-        """Start without claims. `expiry` and `pause` are in seconds, as in Presence."""
+        """Create an object without claims. `expiry` and `pause` are in seconds, as in Presence."""
         self._presence = presence
         self._me = me
         self._expiry = expiry

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from peers.presence.heartbeat import Heartbeat, PeerState
 
-PEERS_LIMIT = 10_000  # peers that are remembered
+PEERS_LIMIT = 10_000  # maximum number of peers that are remembered
 CLOCK_TOLERANCE = 60.0  # seconds that a peer's clock may be ahead of ours
 HEARTBEATS_AT_ONCE = 4.0  # signed heartbeats that a peer may send one after another
 SECONDS_PER_HEARTBEAT = 0.5  # seconds after which a peer may send one more signed heartbeat

@@ -69,7 +69,8 @@ class Membership:
     """The other peers of the run, judged by their heartbeats, received messages, and failed deliveries to them."""
 
     def __init__(self, me: str, expiry: float, is_farewell: IsFarewell) -> None:
-        """Start without other peers. `expiry` is in seconds; `is_farewell` checks the signature of a farewell."""
+        """Create a membership without other peers. `expiry` is in seconds; `is_farewell` checks the signature of a
+        farewell."""
         self._me = me
         self._is_farewell = is_farewell
         self._expiry = expiry

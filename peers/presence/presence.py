@@ -21,7 +21,7 @@ class Presence:
     """
 
     def __init__(self, me: str, expiry: float, pause: float, now: float, is_farewell: IsFarewell) -> None:
-        """Start at the time `now` without other peers.
+        """Create an object without other peers, at the time `now`.
 
         Args:
         expiry: seconds of silence after which a peer is not live.

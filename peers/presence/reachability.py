@@ -16,7 +16,7 @@ class Reachability:
     """Reach of each other peer of a run. A peer counts as reachable until the links or failed chunks show otherwise."""
 
     def __init__(self, patience: float) -> None:
-        """Doubt a peer when no chunk sent to it has arrived for `patience` seconds."""
+        """Create an object that doubts a peer when no chunk sent to it has arrived for `patience` seconds."""
         self._patience = patience
         self._reach: dict[str, Reach] = {}
         self.unreached: frozenset[str] = frozenset()

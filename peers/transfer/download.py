@@ -143,10 +143,10 @@ class Download:
         self._wanted = wanted
         self._data = data
         self._missing = deque(_ranges(range(len(wanted.digests)), wanted.range))
-        # requests by range, oldest range first
+        # the pending requests of each range, by the range; the range asked for first comes first
         self._asked: dict[Range, dict[asyncio.Task[tuple[bytes, bytearray]], _Request]] = {}
-        self._reasons: dict[str, str] = {}  # reason of failure, by donor
-        # donor by worker; a worker asks its donor for one range after another
+        self._reasons: dict[str, str] = {}  # the reason why each failed donor was given up, by donor
+        # the donor of each worker, by the worker; a worker asks its donor for one range after another
         self._workers: dict[asyncio.Task[None], str] = {}
         self._gave_at: dict[str, float] = {}  # when each donor sent its last range, or was first asked
         self._pace = _DonorPace()
@@ -220,7 +220,7 @@ class Download:
                 logger.debug("%s", error)
                 workers = sum(other == donor and not worker.done() for worker, other in self._workers.items())
                 if isinstance(error, PeerRefusedError) and workers > 1:
-                    return  # the donor serves fewer pulls at once
+                    return  # the donor serves fewer pulls at once than it has workers here
                 self._reasons[donor] = str(error)
             finally:
                 self._notify()

@@ -163,8 +163,8 @@ class LineageFetch:
         ours: RunLog,
         recent: Callable[[Position], HeaderAndCertificate | None] = lambda position: None,
     ) -> None:
-        """Compare other logs with `ours`. `recent` returns the entry that this peer made at a position, and that may
-        not be in `ours` yet; None without one."""
+        """Create an object that compares other logs with `ours`. `recent` returns the entry that this peer made at
+        a position, and that may not be in `ours` yet; None without one."""
         self._transport = transport
         self._ours = ours
         self._recent = recent
@@ -333,7 +333,7 @@ async def best_branch(
             await asyncio.to_thread(log.follow, found.chain, found.theirs.end.position.index)
     if best.end.last is None:
         raise LineageError("; ".join(reasons) or "no peer shows the run's log; try again when a peer trains")
-    # the branch may be of another founding that has not yet come so far
+    # the branch may be of another founding of the run, with fewer outer steps than archives have signed
     if signed.indices and not signed.vouched(best.heads):
         raise LineageError(f"no peer shows a log up to outer step {min(signed.indices)}, which archives have signed")
     return best, log

@@ -87,7 +87,7 @@ class Payloads:
     """One peer's fetching of one run's payloads."""
 
     def __init__(self, transport: PullTransport, run: str, buffers: Sequence[PayloadBuffers]) -> None:
-        """Fetch payloads into `buffers`, with one element for each fragment."""
+        """Create an object that fetches payloads into `buffers`, which has one element for each fragment."""
         self._transport = transport
         self._run = run
         self._buffers = buffers

@@ -1,4 +1,4 @@
-"""Snapshots of the outer state: frozen while training goes on, held for a while, and served to peers that join. A
+"""Snapshots of the outer state: frozen while training continues, held for a while, and served to peers that join. A
 joining peer fetches the snapshot that the log vouches for and that most peers have.
 
 After every `snapshot_every`-th cycle each peer copies momentum and theta; in larger swarms a few peers do, in turn. The
@@ -52,7 +52,7 @@ SLOWEST = 500_000  # bytes a second; the second snapshot is held for as long as 
 SETTLE_TIMEOUT = 20.0  # seconds that a joiner may wait for this peer to finish an outer step
 NOT_YET = "the snapshot is made when the outer step under way ends; ask again then"
 NO_ROOM = "as many snapshots as there is room for are being fetched; ask again later"
-SNAPSHOT_PEERS = 8  # number of peers that freeze the same entry in a larger swarm
+SNAPSHOT_PEERS = 8  # maximum number of peers chosen to freeze the state after one cycle
 ASKED = 16  # maximum number of peers that a joiner asks for an offer
 OFFER_TIMEOUT = 60.0  # seconds for an offer: the slowest peer may have to finish an outer step first
 PATIENCE, PAUSE = 10.0, 1.0  # seconds until the log must vouch for a snapshot, and between two checks
@@ -334,7 +334,7 @@ class Snapshotter:
             self._refusal = "this peer cannot make a snapshot; ask another one"
 
     def hold(self, snapshot: FrozenSnapshot) -> None:
-        """Make this snapshot the first one. Keep the former first one only as long as a peer fetches it."""
+        """Make this snapshot the first one. Keep the former first one only while a peer fetches it."""
         self._cache.add_chosen(self._peer.log.at(snapshot.last, snapshot.ends).position.head, snapshot)
         self._on_snapshot(snapshot)
 
@@ -442,7 +442,8 @@ class Vouched:
         return {place.position.index: place for place in (*claimed, self.branch.end)}
 
     def _doubts(self, position: Position) -> int:
-        """Return the number of entries before a position that too few voters have signed; 0 unless `is_wary`."""
+        """Return the number of entries before a position that too few voters have signed; 0 unless `is_wary`, which
+        makes `choose` prefer snapshots from before such entries."""
         return self.is_wary and sum(doubt.position.index < position.index for doubt in self.branch.doubts)
 
     def choose(self, offered: Mapping[str, Offered]) -> list[str]:

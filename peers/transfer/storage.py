@@ -31,8 +31,8 @@ class MemoryFile:
     of it is left."""
 
     def __init__(self, descriptor: int, size: int, is_reserved: bool = True) -> None:
-        """Map the file of this descriptor, which the object then owns. With `is_reserved` the system provides all bytes
-        now.
+        """Create the object for the file of this descriptor, which the object then owns. With `is_reserved` the system
+        provides all bytes now.
 
         Raises: OSError when there is no room.
         """

@@ -74,7 +74,7 @@ class SamplePool:
         free, cursor = list(reversed(self.free)), self.cursor
         dealt: list[Lease] = []
         for count in counts:
-            if not free and count > 0:  # the usual case: of a thousand grants all but a few
+            if not free and count > 0:  # true of most grants, since the first few use up the free ranges
                 dealt.append((SampleRange(cursor, cursor + count),))
                 cursor += count
                 continue
