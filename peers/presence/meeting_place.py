@@ -68,5 +68,6 @@ class MeetingPlace:
 
 
 def _place(peer: str, period: str) -> bytes:
-    """Return a peer's lot in a period's draw; the smallest win. It is a hash, so no peer can choose its lot."""
+    """Return a peer's lot for a SAMPLE_PERIOD: the peers with the smallest lots keep their heartbeats in the DHT. A lot
+    is a hash, so no peer can choose its own."""
     return digest_of(f"{period} {peer}".encode())
