@@ -86,7 +86,7 @@ class Checkpoints:
             try:
                 return load_checkpoint(self.folder / file_name(index), self.run)
             except CheckpointError as error:
-                logger.warning("%s Another checkpoint is used if there is one.", error.message)
+                logger.warning("%s The file is skipped; another checkpoint is used if there is one.", error.message)
         return None
 
 
