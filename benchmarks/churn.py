@@ -169,7 +169,7 @@ class Churn:
                 lasts = self.random.uniform(*(STOPPED if is_stop else DOWN))
                 if victim is not None:
                     faults.create_task(self._stop(victim, lasts) if is_stop else self._kill(victim, lasts))
-                    await asyncio.sleep(0)  # starts the fault's task before the next victim is chosen
+                    await asyncio.sleep(0)  # lets the fault's task start before the next victim is chosen
             await asyncio.sleep(max(0.0, deadline - time.monotonic()))
 
     def _victim(self) -> RestartingPeer | None:

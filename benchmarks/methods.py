@@ -203,7 +203,7 @@ def _rosters(method: Method, outer_steps: int, batch_size: int, fragments: int) 
     the second one of those in between.
     """
     pool, even = SamplePool(), method.replicas - method.slow - method.late
-    under_way: dict[int, Work] = {}  # late replicas' work, by number, for the next outer step
+    under_way: dict[int, Work] = {}  # late replicas' work for the next outer step, by the replica's number
     for cycle in range(outer_steps):
         done, under_way = under_way, {}
         roster = list(done.values())

@@ -105,7 +105,7 @@ class NoSamples:
 
 
 class FragmentPlaces(NamedTuple):
-    """A stand-in for a model's layout that has only the fragments."""
+    """A stand-in for a model's layout that has only the fragments' slices of the vector."""
 
     fragments: list[slice]
 

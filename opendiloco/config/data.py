@@ -27,7 +27,7 @@ PART = r"\w[\w.-]*(\[[-\d%:]*\])?(\(\w+\))?"
 
 
 def _check_split(value: str) -> str:
-    if not re.fullmatch(rf"{PART}( *\+ *{PART})*", value):  # a split can become the name of a folder
+    if not re.fullmatch(rf"{PART}( *\+ *{PART})*", value):  # strict, because a split can become the name of a folder
         raise PydanticCustomError("split", 'not a split such as "train" or "train[:10%]"')
     return value
 

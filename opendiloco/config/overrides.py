@@ -35,7 +35,7 @@ class Decay(Section):
         return self.after + self.outer_steps
 
     def fraction(self, inner_steps: int, done: int) -> float:
-        """Return the fraction of the decay, 0 to 1, that is over after `done` inner steps. `inner_steps`: H."""
+        """Return the share (0 to 1) of the decay that is over after `done` inner steps, `inner_steps` an outer step."""
         return min(1.0, max(0.0, (done - self.after * inner_steps) / (self.outer_steps * inner_steps)))
 
 
@@ -148,7 +148,7 @@ def mixture_phases(amendments: Sequence[LoggedAmendment], config: RunConfig) -> 
     for logged in amendments:
         weights = Overrides.of(logged.amendment, config).weights
         shares = config.data.shares if weights is None else shares_of(weights)
-        if phases[-1].first == logged.cursor > 0:  # no sample has used the phase before
+        if phases[-1].first == logged.cursor > 0:  # no sample has used the preceding phase
             phases.pop()
         if shares != phases[-1].shares:
             phases.append(MixturePhase(logged.cursor, shares))
@@ -172,7 +172,7 @@ def value_in_words(name: str, value: Any) -> str:
 
 
 def bare_in_words(name: str, value: Any) -> str:
-    """Return the value of one item of `Overrides.values`, as text for people."""
+    """Return the value of one item of `Overrides.values`, without its name, as text for people."""
     if name == "decay":
         return "the schedule's" if value is None else f"of {value['outer_steps']} outer steps after {value['after']}"
     if name == "weights":

@@ -70,7 +70,7 @@ class CodecSection(Section):
     Default: `kind` and `"sparse"`; for `"int8"` also `"e2m1"`, for `"fp16"` also `"int8"` and `"e2m1"`."""
 
     def number_of(self, kind: str) -> int:
-        """Return the index of a format among the allowed contributions. Raises: ManifestError if it is not allowed."""
+        """Return the index of the format `kind` among the allowed formats of contributions, or raise ManifestError."""
         if kind not in self.contributions:
             allowed = ", ".join(self.contributions)
             raise ManifestError(

@@ -44,7 +44,7 @@ def _check_link(value: str) -> str:
 # A manifest may come from a stranger. The bounds are far above any sensible value, and keep every number computed from
 # them within the range of the wire format, fp32 and the clocks.
 LARGEST_NUMBER = 1e30
-VALUES_LIMIT = 10**12  # values of a model
+VALUES_LIMIT = 10**12  # most values (parameters) of a model
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
 StepCount = Annotated[int, Field(ge=0, le=10**9)]
 ValueCount = Annotated[int, Field(ge=1, le=VALUES_LIMIT)]
@@ -57,7 +57,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
 Words = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_check_words)]
 Link = Annotated[str, Field(max_length=500), AfterValidator(_check_link)]
-# The reference page shows these formats.
+# The reference page of `run.toml` shows the `format` that each JSON schema here names.
 Digest = Annotated[str, AfterValidator(_check_digest), WithJsonSchema({"type": "string", "format": "digest"})]
 PeerName = Annotated[str, AfterValidator(_check_peer_id), WithJsonSchema({"type": "string", "format": "peer id"})]
 
@@ -116,7 +116,7 @@ def read_toml(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def describe_validation_error(origin: str, error: ValidationError, model: type[BaseModel]) -> str:
-    """Return one line for each problem, each with its own remedy."""
+    """Return `error` as text for people: one line for each problem, with its remedy."""
     found = error.errors()
     # A list with wrong elements is also reported as too short: that line would mislead.
     problems = [each for each in found if each["type"] != "too_short" or len(found) == 1]
@@ -154,7 +154,7 @@ def _shown(value: Any) -> str:
 
 
 def _resolve(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None]:
-    """Return the keys that lead to a place in the file, and the table there, or None if it is not a table.
+    """Return the keys that lead to the place `location` in the file, and the table there (None: no table).
 
     For a table with several kinds, pydantic's location also contains the kind, which is no key of the file.
     """

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 # Connections ----------------------------------------------------------------------------------------------------------
-MOST_CONNECTIONS = 250  # above it, the network with the most connections loses its oldest
-REQUEST_SECONDS = 10.0  # limit for the headers of a connection's first request; the server reads no body
-WRITE_SECONDS = 30.0  # the server aborts a connection whose client reads nothing for so long
+MOST_CONNECTIONS = 250  # open connections; above this number, the network with the most loses its oldest
+REQUEST_SECONDS = 10.0  # seconds in which the headers of a connection's first request must arrive; no body is read
+WRITE_SECONDS = 30.0  # seconds after which the server aborts a connection whose client reads nothing
 END_OF_REQUEST = b"\r\n\r\n"
 
 
@@ -59,8 +59,8 @@ class _Connection(asyncio.Protocol):
         self._count(network_of(transport.get_extra_info("peername")[0]))
 
     def _count(self, network: str) -> None:
-        """Add this connection; above the limit, abort the oldest connection of the network that has the most. So a
-        flood from one network closes only that network's connections."""
+        """Add this connection; above `MOST_CONNECTIONS`, abort the oldest connection of the network that has the most.
+        So a flood from one network closes only that network's connections."""
         self._networks[self] = network
         if len(self._networks) > MOST_CONNECTIONS:
             counts = Counter(self._networks.values())
@@ -107,8 +107,8 @@ class _Connection(asyncio.Protocol):
 # The server -----------------------------------------------------------------------------------------------------------
 logger = logging.getLogger(__name__)
 requests_logger = logging.getLogger(f"{__name__}.requests")
-SHUTDOWN_SECONDS = 1.0  # the server waits so long for open pages before it closes them
-REFRESH_SECONDS = 3.0  # a request for a run's JSON waits at most so long for newer data
+SHUTDOWN_SECONDS = 1.0  # seconds that the server waits for open pages before it closes them
+REFRESH_SECONDS = 3.0  # most seconds that a request for a run's JSON waits for newer data
 STATIC = {
     "/": ("index.html", "text/html"),
     "/app.js": ("app.js", "text/javascript"),
@@ -167,7 +167,7 @@ def url_of(listening: socket.socket) -> str:
 
 @asynccontextmanager
 async def dashboard(listening: socket.socket | None, sources: Callable[[], Iterable[Source]]) -> AsyncIterator[None]:
-    """Serve the runs of `sources` until the context ends; do nothing if `listening` is None."""
+    """Serve the runs of `sources` on the socket `listening` until the context ends; do nothing without a socket."""
     if listening is None:
         yield
         return
@@ -245,7 +245,7 @@ def _application(watching: RunWatches, is_local: bool) -> web.Application:
 async def _stream(request: web.Request, board: Board) -> web.StreamResponse:
     """Send a board's sections as server-sent events until the client closes the connection."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
-    with suppress(ConnectionError):  # the page was closed
+    with suppress(ConnectionError):  # the client has closed the page
         await response.prepare(request)
         async for section in board.changes():
             event = ": nothing new\n\n" if section is None else f"event: {section[0]}\ndata: {section[1]}\n\n"

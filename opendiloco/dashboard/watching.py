@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from peers.network.transport import HivemindTransport
 
 # Sources --------------------------------------------------------------------------------------------------------------
-UPDATE_SECONDS = 10.0  # between two updates of the list of runs that a node knows
+UPDATE_SECONDS = 10.0  # seconds between two updates of the list of runs that a node knows
 NO_ARCHIVE = (
     "This node does not keep the run's log. Start it with --archive FOLDER to see entries, signatures and "
     "contributions."
@@ -68,7 +68,7 @@ class Source:
 
 def follower_source(run: Run, network: HivemindTransport, log: Callable[[], RunLog | None]) -> Source:
     """Return the source for a run that this process follows."""
-    signed = Run.from_manifest(run.manifest)  # without the owner's own settings, such as folders
+    signed = Run.from_manifest(run.manifest)  # the run without the owner's own settings, such as folders
     return Source(signed, lambda: network.heartbeats(run.run_id), log, lambda: network.signed_heads_of(run.run_id))
 
 
@@ -133,13 +133,13 @@ class NodeSources:
 # History of a run ----------------------------------------------------------------------------------------------------
 Plain = dict[str, Any]
 
-SHOWN_PEERS = 200  # rows of the table of peers; each change sends the whole table
-SHOWN_ABSENT = 16  # absent peers that are listed for an entry
-REMEMBERED_SECONDS = 600.0  # a peer that is gone stays in the table for so long
+SHOWN_PEERS = 200  # most rows of the table of peers, because each change sends the whole table
+SHOWN_ABSENT = 16  # most absent peers that are listed for an entry
+REMEMBERED_SECONDS = 600.0  # seconds for which a peer that is gone stays in the table of peers
 BUCKET = 0.25  # outer steps between two points of a training curve, until it has too many points
-MOST_POINTS = 1000  # points of a curve
-SHOWN_SPANS = 240  # newest entries whose times are kept
-USUAL = 20  # newest entries whose median is the usual time of an outer step
+MOST_POINTS = 1000  # most points of a curve
+SHOWN_SPANS = 240  # number of newest entries whose times are kept
+USUAL = 20  # number of newest entries whose median time is the usual time of an outer step
 
 
 class _Curve:
@@ -148,7 +148,7 @@ class _Curve:
 
     def __init__(self, width: float) -> None:
         self._width = width
-        self._buckets: dict[int, tuple[float, int]] = {}  # sum and count
+        self._buckets: dict[int, tuple[float, int]] = {}  # sum and number of a bucket's values, by the bucket's index
 
     def add(self, x: float, y: float) -> None:
         """Add the point (x, y). With more than `MOST_POINTS` buckets, double their width."""
@@ -175,7 +175,7 @@ class _Span(NamedTuple):
     at: float
     seconds: float | None
     round_seconds: float | None
-    present: int  # peers that worked on it
+    present: int  # number of peers that worked on the entry
 
 
 class _Timeline:
@@ -183,7 +183,7 @@ class _Timeline:
     differ. The times are as exact as the updates are frequent."""
 
     def __init__(self) -> None:
-        self.spans: dict[int, _Span] = {}  # by the index of the entry
+        self.spans: dict[int, _Span] = {}  # the times of each entry, by the entry's index
         self._step: int | None = None
         self._since: float | None = None  # when this process saw the present outer step begin
         self._round_since: float | None = None
@@ -205,7 +205,7 @@ class _Timeline:
                 del self.spans[next(iter(self.spans))]
         if outer_step != self._step:
             self._since = None if self._step is None else at
-            if self._step is not None and outer_step < self._step:  # another lineage, or a liar
+            if self._step is not None and outer_step < self._step:  # another lineage of the log, or peers that lie
                 self.spans = {index: span for index, span in self.spans.items() if index < outer_step}
             self._step, self._round_since = outer_step, None
         if is_averaging and self._round_since is None:
@@ -232,12 +232,12 @@ class RunHistory:
         self._no_log = no_log
         self._chronicle = Chronicle()
         self._has_log = False
-        self._teams: dict[str, str] = {}  # by peer; a contributor's team is kept after it has gone
+        self._teams: dict[str, str] = {}  # each peer's team, by peer id; kept for contributors that have gone
         self._held_out = held_out or HeldOutCurve()
         self._losses = _Curve(BUCKET)
         self._heartbeats: tuple[Heartbeat, ...] = ()
         self.view = RunView(run)  # the run at the last update
-        self._seen: dict[str, tuple[Heartbeat, float]] = {}  # with the time of the peer's last new heartbeat
+        self._seen: dict[str, tuple[Heartbeat, float]] = {}  # each peer's newest heartbeat and its time, by peer id
         self._looked_at: float | None = None
         self._signed: dict[str, object] | None = None
 
@@ -425,12 +425,12 @@ def _plain_change(change: Change, run: Run) -> Plain:
 # Updates --------------------------------------------------------------------------------------------------------------
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.5  # between two checks for runs that are due
-WATCHED_SECONDS = 2.0  # between two updates of a run with an open page
-UNWATCHED_SECONDS = 30.0  # between two updates of a run without one; these are updated one at a time
+LOOK_SECONDS = 0.5  # seconds between two checks for runs that are due for an update
+WATCHED_SECONDS = 2.0  # seconds between two updates of a run with an open page
+UNWATCHED_SECONDS = 30.0  # seconds between two updates of a run without an open page; one such run at a time
 LOOK_LIMIT = 20.0  # seconds in which a run's heartbeats must arrive
-PAUSE_SECONDS = 0.05  # between two slices of a long log, for other tasks
-PING_SECONDS = 15.0  # between two comments that keep an idle event stream open
+PAUSE_SECONDS = 0.05  # seconds left to other tasks between reading two slices of a long log
+PING_SECONDS = 15.0  # seconds between two comments that keep an idle event stream open
 
 
 class Board:
@@ -479,7 +479,7 @@ class RunWatch:
         self.board = Board()
         self.history = RunHistory(source.run, source.me, source.held_out, source.no_log, source.addresses)
         self.summary = self.history.summary()  # the run's row in the list of runs
-        self.updated_at = float("-inf")  # on this machine's monotonic clock
+        self.updated_at = float("-inf")  # time of the last update on this machine's monotonic clock
         self._updating = asyncio.Lock()
 
     def is_due(self, now: float) -> bool:
@@ -524,17 +524,17 @@ class RunWatch:
 
 
 class RunWatches:
-    """All runs of the dashboard, by id. `sources` returns the present ones, and is called again at each update."""
+    """All runs of the dashboard, by id. `sources` returns the present runs' sources, and is called at each update."""
 
     def __init__(self, sources: Callable[[], Iterable[Source]]) -> None:
         self._sources = sources
         self._is_failing = False
         self._failures = RunFailures("making its page")
         self.runs: dict[str, RunWatch] = {}
-        self.board = Board()  # the list of runs
+        self.board = Board()  # the page with the list of runs
 
     async def keep_updating(self) -> None:
-        """Update runs until cancelled."""
+        """Update the list of runs, and each run that is due for an update, until the task is cancelled."""
         updating: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
@@ -551,7 +551,7 @@ class RunWatches:
                 await cancel_and_wait(*updating.values())
 
     def _update(self) -> None:
-        """Update the set of runs. While `sources` fails, keep the known ones."""
+        """Update the set of runs from their sources. While the sources cannot be read, keep the known runs."""
         try:
             sources = {source.run.run_id: source for source in self._sources()}
         except Exception:

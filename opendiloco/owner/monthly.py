@@ -35,7 +35,7 @@ KEPT_MONTHS = 4
 """Months in the file, those counted last. A clock that is wrong for a while adds another month."""
 LEAST_SHARE = 1e-6
 """The smallest share of a contribution's bytes. It selects the thinnest format."""
-DIRECTIONS, MEASURED_AS = ("up", "down"), ("sent", "received")  # words for people, and labels of metrics
+DIRECTIONS, MEASURED_AS = ("up", "down"), ("sent", "received")  # both directions as words for people, and as labels
 
 
 _Bytes = Annotated[int, Field(ge=0, le=1 << 63)]
@@ -193,7 +193,7 @@ class MonthlyTraffic:
         return self.uses()[0].share
 
     def lines(self) -> list[str]:
-        """Return lines about the month's traffic and a near upload limit; an empty list without limits."""
+        """Return lines about the month's traffic, and about an upload limit that is near; none without limits."""
         if not any(self._limits):
             return []
         up, down = self.uses()

@@ -24,7 +24,7 @@ from peers.values.system import cancel_and_wait, start_task
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 2.0  # between two looks at the machine, which are cheap
+LOOK_SECONDS = 2.0  # seconds between two looks at the machine, which are cheap
 CALM_SECONDS = 30.0
 """Seconds for which a condition must be gone before training goes on, so that a short gap does not end the pause."""
 LONGEST_HOLD = 60.0
@@ -32,7 +32,7 @@ LONGEST_HOLD = 60.0
 SHORTEST_HOLD = CALM_SECONDS + 2 * LOOK_SECONDS
 """Least seconds for which a volunteer that pauses for a condition keeps its place and memory. The end of a condition
 shows only after CALM_SECONDS, and joining again costs more than waiting."""
-NOTICED_SLEEP = 2.0  # seconds of sleep that are reported: two clocks, read in turn, differ a little
+NOTICED_SLEEP = 2.0  # shortest reported sleep in seconds: two clocks, read in turn, differ a little
 
 
 ASKED = "you asked for it"
@@ -53,7 +53,7 @@ class _OwnerRequests:
         self.is_asked = False
         self.is_finishing = False
         self._overruled = set[str]()  # names of conditions that the owner overruled, until they end
-        self._held = dict[str, tuple[str, float]]()  # reason and last time, by name, of conditions that count
+        self._held = dict[str, tuple[str, float]]()  # reason and last time of each condition in force, by its name
         self._seen = set[str]()  # names of conditions that held at the last look
 
     @property
@@ -184,7 +184,7 @@ class OwnersWatch:
         """Wait until there is no reason to pause. Return True then, or False if the volunteer should end."""
         if self.comes_back:
             self._is_leaving = self._comes_back = False
-        is_sure = not self._requests.conditions  # a condition needs two looks to count
+        is_sure = not self._requests.conditions  # a condition counts only after two looks in a row
         while True:
             await self._look_around()
             if self._is_leaving or self._requests.is_finishing:
