@@ -67,7 +67,7 @@ class _Flights:
         self.usual = usual
         """Seconds from sending a chunk until its answer; 0 if unknown."""
         self._clock = clock
-        # By chunk number, and True for an average; the chunk whose last sending is the oldest comes first.
+        # The unanswered chunks, by number and True for an average; the one whose last sending is oldest comes first.
         self._flights: dict[tuple[int, bool], _Flight] = {}
 
     def begin(self, send: SendChunk, stream: object) -> None:
@@ -149,8 +149,8 @@ class Uplink:
         return max(LEAST_PATIENCE, LATE_CHUNK * (SECONDS_UNDER_WAY + streams * chunk / rate)) if rate else math.inf
 
     async def turn(self, sending: Outgoing, to: str) -> None:
-        """Wait until no earlier round has chunks to send to a member, at most PATIENCE seconds; then mark it as
-        hanging."""
+        """Wait until no earlier round has chunks to send to a member. After PATIENCE seconds, mark the earlier rounds
+        that still have some as hanging, and return."""
         try:
             async with asyncio.timeout(PATIENCE):
                 while self._earlier(sending, to):
@@ -183,7 +183,7 @@ class Outgoing:
         self._queues: dict[str, asyncio.Queue[SendChunk | None]] = {}
         self._senders: dict[str, list[asyncio.Task[None]]] = {}
         self._flights: dict[str, _Flights] = {}
-        self._usual: dict[str, float] = {}  # seconds from a chunk to its answer in the last round, by member
+        self._usual: dict[str, float] = {}  # average seconds from sending a chunk to its answer, by member
         self.hangs_at = set[str]()
         """Members to which no chunk was sent for long, although chunks wait. Later rounds do not wait for them."""
 
@@ -281,8 +281,8 @@ class Outgoing:
     async def _next(
         self, to: str, queue: asyncio.Queue[SendChunk | None], flights: _Flights, stream: object
     ) -> SendChunk | None:
-        """Return the next chunk to send on a stream, if none waits a chunk that hangs on another stream; None ends the
-        stream."""
+        """Return the next waiting chunk for a stream to send, or if no chunk waits, one that hangs on another stream.
+        Return None to end the stream."""
         while not (self._is_over and queue.empty() and flights.are_answered):
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK):

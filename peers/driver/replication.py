@@ -52,7 +52,7 @@ class _Recorder:
     """The writer of entries and payloads to the disk, in order, in the background."""
 
     def __init__(self, log: RunLog, transport: PullTransport, buffers: Sequence[PayloadBuffers], host: Driver) -> None:
-        """Create a recorder. `buffers` has an item for each fragment, in which payloads on the disk are marked."""
+        """Create a recorder. `buffers` has one item for each fragment, the memory in which its payloads are kept."""
         self._log = log
         self._transport = transport
         self._buffers = buffers
@@ -145,7 +145,7 @@ class Replication:
         on_entry: Callable[[Header, bytes], None],
         on_snapshot: Callable[[FrozenSnapshot], None],
     ) -> None:
-        """Create the replication of a workload's state. `buffers` has an item for each fragment."""
+        """Create the replication of a workload's state. `buffers` holds the payloads of each fragment in memory."""
         self.worker = asyncio.Lock()
         """Held while the workers train, and while another state is fetched, so that they do not train from the old
         state."""
@@ -186,7 +186,7 @@ class Replication:
         header = apply.header
         kept = self._buffers[header.fragment].kept.get(header.payload)
         async with self.snapshotter.changing():
-            if kept is None and header.payload != NO_PAYLOAD:  # a payload of an older vote may be on the disk only
+            if kept is None and header.payload != NO_PAYLOAD:  # not in memory, but perhaps on the disk
                 kept = await asyncio.to_thread(self._buffers[header.fragment].find, header.payload)
                 if kept is None:
                     raise LocalProtocolError(f"entry {header.index} is to be applied, but its payload is not here")
@@ -199,7 +199,7 @@ class Replication:
                 await self._workload.apply(kept.data, *step, amendment=apply.amendment)
             self._applying.discard(header.fragment)
             metrics.ENTRIES_APPLIED.inc()
-            if header.fragment == len(self._buffers) - 1:  # once a cycle, since all its entries count the same tokens
+            if header.fragment == len(self._buffers) - 1:  # counts tokens once a cycle: all entries have the same
                 metrics.TOKENS_COUNTED.inc(header.tokens_of(me))
             self._host.handle(Applied(header))
             state_digest = None

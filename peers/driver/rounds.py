@@ -45,7 +45,7 @@ class Rounds:
     def __init__(
         self, transport: HivemindTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Driver
     ) -> None:
-        """Create the rounds. `buffers` has an item for each fragment."""
+        """Create the rounds. `buffers` holds the blocks and averages of each fragment in memory."""
         self._transport = transport
         self._workload = workload
         self._buffers = buffers

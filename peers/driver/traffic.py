@@ -41,7 +41,7 @@ class Traffic:
     def __init__(
         self, transport: HivemindTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Driver
     ) -> None:
-        """Create the traffic of all fragments. `buffers` has an item for each fragment."""
+        """Create the traffic of all fragments. `buffers` holds the chunks of each fragment in memory."""
         self.uplink = Uplink()
         self.received_bytes = 0
         """Bytes of chunks from other members, in all rounds."""

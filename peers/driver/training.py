@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FIRST_STEP_LIMIT = 1800.0  # seconds for the first inner step, at most; a compiler may run during it
 STEP_LIMIT = 600.0  # seconds from one inner step to the next, at most
 STUCK = "training has not gone on"
-USUAL_STEPS = 10  # an inner step may take this many times the longest so far, beyond FIRST_STEP_LIMIT and STEP_LIMIT
+USUAL_STEPS = 10  # a step may take this many times as long as the longest so far, if that exceeds the limits above
 
 
 class Sending(NamedTuple):

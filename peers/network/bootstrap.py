@@ -95,7 +95,7 @@ class _BootstrapNode:
     """A bootstrap node, which keeps runs' manifests in its store and in the DHT, and answers calls."""
 
     def __init__(self, transport: HivemindTransport, store: ManifestStore, shown: Mapping[str, bytes]) -> None:
-        """Create the runs of a node; `shown` maps the id of each run by invitation to the node's packed ticket."""
+        """Create a bootstrap node; `shown` maps the id of each run by invitation to the node's packed ticket."""
         self.transport = transport
         self.store = store
         self._shown = shown

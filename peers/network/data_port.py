@@ -65,7 +65,7 @@ STRANGERS_OF_ONE_NETWORK = 80  # connections without an opening from one network
 PAUSE = 1.0  # seconds without accepting connections, after too many files were open
 UNKNOWN_OF_ONE_NETWORK = 160  # linked peers of one network without a known heartbeat, at most; a NAT may hide many
 NEWCOMERS_PER_SECOND = 2.0  # linked peers of one network per second, after the first UNKNOWN_OF_ONE_NETWORK
-ALL_NETWORKS = 10**6  # all networks together may link this many times the peers of one: in effect no limit
+ALL_NETWORKS = 10**6  # all networks together may add this many times as many peers as one: in effect no limit
 
 TOKEN_LIFETIME = 30.0  # seconds for which a token is valid; both peers must connect within them
 TOKENS = 1024  # valid tokens at once, at most
@@ -93,7 +93,7 @@ class Hello(Value):
 
 
 class Splice(Value):
-    """The opening that asks a relay to join this connection with another of the same token and `number`."""
+    """The opening that asks a relay to join this connection with one that has the same token and pair `number`."""
 
     token: Token
     number: Annotated[int, Field(strict=True, ge=0, lt=64)]
@@ -172,7 +172,7 @@ class Listener:
     """The data port, listening at all of these hosts. Without a `splicer`, this node does not relay."""
 
     def __init__(self, hosts: Sequence[str], port: int, accept: Accept, splicer: Splicer | None) -> None:
-        """Listen. Each socket with a Hello goes to `accept`. Raises: LocalNetworkError if the port cannot be used."""
+        """Create a data port; each socket with a Hello goes to `accept`. Raises: LocalNetworkError for a used port."""
         self._listeners = listen(hosts, port)
         self._accept = accept
         self._splicer = splicer

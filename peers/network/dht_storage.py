@@ -78,7 +78,7 @@ class _RecordBudget:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._total = 0
-        self._kept: dict[Hashable, tuple[float, int]] = {}  # by record: expiration (seconds since the epoch), bytes
+        self._kept: dict[Hashable, tuple[float, int]] = {}  # each record's expiration (epoch seconds), and bytes
         self._order = count()
         self._expiring: list[tuple[float, int, Hashable]] = []
 

@@ -213,7 +213,7 @@ class PeerDiscovery:
             self._asked_at = now()
 
     async def _ask_one(self, peer: str, known: set[str]) -> bool:
-        """Ask a peer, page after page, for heartbeats of peers that are not `known`. Return True if it answered."""
+        """Ask a peer, page after page, for heartbeats of peers not `known`. Return True if the peer answered."""
         timeout = ANSWER_SHARE * self.beats.lifetime / 2
         try:
             for _ in range(PAGES_LIMIT):

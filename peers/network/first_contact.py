@@ -71,7 +71,7 @@ class RememberedPeers:
     """The peers of one run that others can dial, in memory and in a file. Times are in seconds since the epoch."""
 
     def __init__(self, path: Path, run_id: str) -> None:
-        """Read the remembered peers from the file. An unreadable or other run's file is ignored with a warning."""
+        """Create the record of the peers in the file. An unreadable or other run's file is ignored with a warning."""
         self._path = path
         self._run_id = run_id
         self._peers: dict[str, _Known] = {}

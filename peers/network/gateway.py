@@ -38,7 +38,7 @@ PCP_MAP = 1  # PCP's code for the operation that maps a port
 EXTERNAL_ADDRESS, MAP_TCP = 0, 2  # NAT-PMP's codes for operations: report the external address, map a TCP port
 IS_ANSWER = 0x80  # the bit of an operation's code that marks an answer
 SUCCESS, UNSUPPORTED_VERSION = 0, 1  # result codes, the same in both protocols
-TCP = 6  # number of TCP in the Internet Protocol
+TCP = 6  # the number that stands for TCP in IP packets
 PCP_LIMIT = 1100  # bytes of a PCP message, at most
 
 PCP_REQUEST = struct.Struct("!BBxxI16s 12sB3xHH16s")

@@ -60,7 +60,7 @@ class Admissions:
 
     def __init__(self) -> None:
         self._ours: dict[str, RunAdmission] = {}
-        self._others: OrderedDict[str, RunAdmission | None] = OrderedDict()  # by run id; None: an open run
+        self._others: OrderedDict[str, RunAdmission | None] = OrderedDict()  # admissions by run id; None: open run
         self._asked: dict[str, float] = {}
         self._asking: asyncio.Task[None] | None = None
         self._sought: OrderedDict[str, float] = OrderedDict()

@@ -61,7 +61,7 @@ class Link:
         self._on_change = on_change
         self.connections: dict[Connection, None] = {}  # an ordered set: the oldest connection first
         self._idle: list[Connection] = []  # our unused connections; the last one was used last, and is reused first
-        self._wanted = self._dialling = 0  # conversations that wait for a connection; connections being dialled
+        self._wanted = self._dialling = 0  # counts: conversations that wait for a connection; connections being dialled
         self._changed = asyncio.Event()
         self._caller: asyncio.Future[_Caller] | None = None
 
@@ -325,7 +325,7 @@ async def answer_calls(channel: Channel, answer: Answer) -> None:
     await channel.read_prelude()
     await channel.accept()
     writing = asyncio.Lock()
-    replies: dict[asyncio.Task[None], int] = {}  # running replies, and the bytes of each question
+    replies: dict[asyncio.Task[None], int] = {}  # running replies, each with its question's size in bytes
 
     async def reply(question: _Question, payload: bytes) -> None:
         try:

@@ -46,11 +46,11 @@ class ManifestStore:
     """The manifests in a directory, one file per run. `check` raises ManifestError for a manifest to be rejected."""
 
     def __init__(self, directory: Path, check: Callable[[SignedManifest], object] = lambda manifest: None) -> None:
-        """Create the directory, and read the runs' origins from it. Raises: LocalNetworkError if that fails."""
+        """Create the store in this directory, and read the runs' origins. Raises: LocalNetworkError if that fails."""
         self._directory = directory
         self._check = check
-        self._read = dict[str, SignedManifest | None]()  # by run id; None: the run's file is invalid
-        self._origins = dict[str, _Origin]()  # by run id; none for files that the operator added
+        self._read = dict[str, SignedManifest | None]()  # manifests read so far, by run id; None: the file is invalid
+        self._origins = dict[str, _Origin]()  # origins by run id; none for files that the operator added
         try:
             make_private_folder(directory)
             for path in directory.glob(f"*{ORIGIN_SUFFIX}"):

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 SERVICE = "_diloco-peer._tcp.local."
 LOOK_SECONDS = 3.0  # seconds to wait for announcements, which take half a second if no packet is lost
 MORE_SECONDS = 0.5  # seconds to wait for further announcements, once a peer of the run is found
-MOST_HEARD, MOST_ADDRESSES, ASK_SECONDS = 32, 4, 1.0  # at most: peers; addresses of a peer; seconds for a peer's reply
-TEXT_BYTES = 200  # bytes of an announced address: a TXT record's string has up to 255, with its key
+MOST_HEARD, MOST_ADDRESSES, ASK_SECONDS = 32, 4, 1.0  # limits: peers heard, addresses per peer, seconds for a reply
+TEXT_BYTES = 200  # bytes of an announced address, at most: a TXT record's string has at most 255, its key included
 
 
 def _local_interfaces() -> list[str]:

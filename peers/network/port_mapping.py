@@ -24,7 +24,7 @@ class PortMapper:
     which others can dial us; None without a mapping."""
 
     def __init__(self, port: int, routers: Sequence[Gateway | Upnp] = ()) -> None:
-        """Set the port, and `routers`: clients of the router, one per protocol, that renew their last mapping."""
+        """Create the mapper of our TCP `port`; `routers` are clients of the home router, one for each protocol."""
         self._port = port
         self._routers = routers or (Gateway(), Upnp())
         self._router: Gateway | Upnp | None = None

@@ -38,10 +38,10 @@ class Rater:
     share the link, and find too low rates."""
 
     def __init__(self, is_free: asyncio.Event) -> None:
-        """Refuse measurements while `is_free` is not set, because other data on the link is then more important."""
+        """Create a rater, which refuses measurements while `is_free` is not set: other data is then more important."""
         self._is_free = is_free
         self._measuring = asyncio.Lock()
-        self._ended_at: dict[str, float] = {}  # by peer: the time at which the last measurement for it ended
+        self._ended_at: dict[str, float] = {}  # time at which the last measurement for each peer ended, by peer id
 
     @property
     def is_idle(self) -> bool:

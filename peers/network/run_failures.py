@@ -1,4 +1,4 @@
-"""Failures of work for single runs, at a node that serves many runs and goes on working for the others."""
+"""Failures of a node's work for one of its runs, which do not stop the node's work for the other runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RunFailures:
     """The runs for which a node's work failed, and the times to retry it. Repeated failures are logged once."""
 
     def __init__(self, work: str, others_fault: tuple[type[Exception], ...] = (), first: float = RETRY_FIRST) -> None:
-        """Retry the work named `work` after `first` seconds, and after twice as many for each further failure.
+        """Create a record of failures of the work named `work`, retried after `first` seconds, doubled at each failure.
 
         The operator cannot repair an error of `others_fault`, so it is logged as information, once a minute and run at
         most.
@@ -29,8 +29,8 @@ class RunFailures:
         self._work = work
         self._others_fault = others_fault
         self._first = first
-        self._failed: dict[str, tuple[int, float]] = {}  # by run: failures in a row, and the time of the next try
-        self._quiet: dict[str, float] = {}  # by run: the time until which others' faults are not logged
+        self._failed: dict[str, tuple[int, float]] = {}  # by run id: count of failures in a row; time of the next try
+        self._quiet: dict[str, float] = {}  # time until which others' faults are not logged, by run id
 
     def is_due(self, run: str) -> bool:
         """Return True if the run has no failure, or the pause after its last failure is over."""

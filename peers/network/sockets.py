@@ -13,7 +13,9 @@ from typing import Any
 from peers.errors import InUseError, LocalNetworkError
 
 CONGESTION_CONTROL = b"bbr"  # keeps its rate in spite of lost packets; the kernel may forbid it
-KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES = 15, 5, 3  # seconds, seconds, number: NATs drop idle connections
+# TCP keepalive, since NATs drop idle connections: seconds without data before the first probe, seconds between probes,
+# and unanswered probes after which the connection counts as dead.
+KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES = 15, 5, 3
 SILENCE_MS = 40_000  # milliseconds after which unacknowledged bytes end a connection; streams time out earlier
 CAN_DIAL_TIMEOUT = 3.0  # seconds to wait for a connection, as a firewall may drop our packets
 BACKLOG = 512  # connections waiting to be accepted, at most: hundreds of peers may dial a node that has just started

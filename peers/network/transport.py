@@ -93,7 +93,7 @@ class HivemindTransport:
         )
         self._membership: DhtMembership | None = None
         self._discoveries: dict[str, PeerDiscovery] = {}
-        self._unmet: dict[str, tuple[str, ...]] = {}  # addresses of peers of a large run, to be dialled when needed
+        self._unmet: dict[str, tuple[str, ...]] = {}  # addresses of a large run's peers, by peer id; dialled if needed
 
     @classmethod
     async def create(
