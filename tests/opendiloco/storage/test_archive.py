@@ -96,11 +96,6 @@ def run(small_config: RunConfig) -> Run:
     return Run.sign(small_config, Identity.generate())
 
 
-@pytest.fixture(autouse=True)
-def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HEALTH, "_failures", {})
-
-
 def archive(run: Run, folder: Path, limit: int | None = None) -> ArchivedRun:
     return ArchivedRun(run, NODE, cast(HivemindTransport, Network(run.manifest)), folder, _DiskRoom(folder, limit))
 
