@@ -201,14 +201,11 @@ class Exchange:
         if want.round != self.name or sender not in self.round.peers or sender == self.me:
             return []
         mask = slice(-(-self.round.chunks // 8))  # a few bytes can name half a million chunks that are not in the round
-        averages = [chunk for chunk in chunks_in(want.averages[mask]) if chunk < self.round.chunks]
-        now = [chunk for chunk in averages if self.averages.is_right(chunk)]
-        now = now[: max(0, GIVEN * self.round.chunks - self._outbox.asked[sender])]
-        self._outbox.asked[sender] += len(now)
-        for chunk in averages:
-            if not self.averages.is_right(chunk):
-                self._outbox.later[chunk].add(sender)
-        effects = self._owe([sender], True, now)
+        asked = [chunk for chunk in chunks_in(want.averages[mask]) if chunk < self.round.chunks]
+        missing = set(filter(self.wants_average, asked))
+        for chunk in missing:
+            self._outbox.later[chunk].add(sender)
+        effects = self._give(sender, [chunk for chunk in asked if chunk not in missing])
         if self.me in self._weights:
             own = self._reducers.chunks_of(sender)
             lacking = self._outbox.not_under_way(sender, set(chunks_in(want.blocks[mask])).intersection(own))
@@ -308,7 +305,8 @@ class Exchange:
         if event.sender == self.me:
             effects += self._owe(self.round.peers, True, [chunk])
         elif self.averages.is_right(chunk):
-            effects += self._owe(sorted(self._outbox.later.pop(chunk, ())), True, [chunk])
+            for peer in sorted(self._outbox.later.pop(chunk, ())):
+                effects += self._give(peer, [chunk])
         if self.averages.are_whole:
             effects.append(AssemblePayload(self.name))
         return effects
@@ -317,6 +315,12 @@ class Exchange:
     def _owe(self, peers: Iterable[str], reduced: bool, chunks: Iterable[int]) -> list[Effect]:
         others = [peer for peer in peers if peer != self.me]
         return self._send(self._outbox.owe(others, reduced, chunks))
+
+    def _give(self, peer: str, averages: Sequence[int]) -> list[Effect]:
+        """Return the effects that send averages to a member that has asked for them, as far as GIVEN allows."""
+        averages = averages[: max(0, GIVEN * self.round.chunks - self._outbox.asked[peer])]
+        self._outbox.asked[peer] += len(averages)
+        return self._owe([peer], True, averages)
 
     def _send(self, flights: Iterable[Flight]) -> list[Effect]:
         effects: list[Effect] = []

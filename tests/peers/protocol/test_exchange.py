@@ -518,6 +518,24 @@ def test_an_average_that_a_member_asks_for_too_early_is_sent_once_it_arrives() -
     assert exchange.hear("a", wanted(averages=[2])) == [average("a", 2)], "asked again, as it got lost"
 
 
+def test_r3_an_average_that_was_asked_for_too_early_counts_as_given() -> None:
+    exchange, given = opened("b"), 0
+    for sender in "ac":
+        exchange.hear(sender, wanted(averages=[0, 2]))
+    for event in (arrived(signed("a", 0)), arrived(signed("c", 2))):
+        for effect in exchange.handle(event):
+            if isinstance(effect, SendChunk) and effect.to == "a":
+                given += 1
+                exchange.handle(ChunkSent(AT, "a", effect.chunk, reduced=True))
+    assert given == 2
+    for _ in range(10):
+        for effect in exchange.hear("a", wanted(averages=[0, 2])):
+            assert isinstance(effect, SendChunk)
+            given += 1
+            exchange.handle(ChunkSent(AT, effect.to, effect.chunk, reduced=True))
+    assert given == GIVEN * 3
+
+
 def test_another_average_than_the_proposed_one_is_not_given() -> None:
     exchange = whole()
     exchange.proposed(marks(*OTHERWISE))
