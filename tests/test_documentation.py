@@ -24,19 +24,17 @@ from opendiloco.config.run_config import RunConfig
 from peers.messages.messages import KINDS
 from peers.protocol.diagrams import PARTS, diagram
 from peers.protocol.state_machine import StateMachine
+from tests.documents import DOCUMENTS, ROOT, blocks, commands
 
-ROOT = Path(__file__).parent.parent
 README, RUNS, ARCHITECTURE, PROTOCOL = (
     (ROOT / name).read_text(encoding="utf-8")
     for name in ("README.md", "docs/runs.md", "docs/architecture.md", "docs/protocol.md")
 )
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
 DOCKERFILES = sorted(ROOT.glob("docker/*Dockerfile*"))
 VOLUNTEER = (ROOT / "docs" / "volunteer.md").read_text(encoding="utf-8")
 REMEDIES = VOLUNTEER.split("## Errors and remedies")[1].split("\n## ")[0]
 NAVIGATION = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 COMPOSE = ROOT / "docker" / "compose.yaml"
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)[^)]*\)")
 ADDRESS = "/ip4/192.0.2.2/tcp/31337/p2p/12D3KooWADA2vJXLmyk1SHLyFogztmUkYfacm9C2finbispzbjcL"
 # Prints the distributions of everything that a bootstrap node has imported by the time that it runs.
@@ -59,19 +57,6 @@ possible = {{owner for name in new for owner in owners.get(name.split(".")[0], [
 # Several share a name such as `google`.
 print(*sorted(one for one in possible if files & {{str(path.locate()) for path in distribution(one).files or ()}}))
 """
-
-
-def blocks(text: str, *languages: str) -> list[str]:
-    return [body for language, body in FENCE.findall(text) if language in languages]
-
-
-def commands(text: str) -> Iterator[list[str]]:
-    """The arguments of each `diloco-peer …` in the shell blocks of a document."""
-    for block in blocks(text, "sh"):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            if words[:1] == ["diloco-peer"]:
-                yield words[1 : words.index(">") if ">" in words else None]
 
 
 def assert_is_a_command(arguments: list[str]) -> None:

@@ -218,26 +218,25 @@ def status(run: str, initial_peers: tuple[str, ...], identity: Path | None, as_j
 async def _show_status(invite: Invite, key: Identity, as_json: bool, watch: bool) -> None:
     """Print the state of the run, once or, with `watch`, again and again until cancelled. Raises: DilocoPeerError."""
     from rich.console import Console
-    from rich.live import Live
 
     from opendiloco.run import find_run
     from opendiloco.view.run_view import plain_signed
     from opendiloco.volunteer.admission import ask_for_signed_heads
     from opendiloco.volunteer.volunteer import connected
 
+    console = Console()
     async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)
         await ask_for_signed_heads(transport, run, invite.addresses)
         if watch:
-            with Live(auto_refresh=False) as live:
-                async for view in _views(transport, run):
-                    signed, here = transport.signed_heads_of(run.run_id), _volunteers_here(run.run_id)
-                    live.update(_picture(view, signed, here), refresh=True)
+            async for view in _views(transport, run):
+                console.clear()  # does nothing where the output is no terminal
+                console.print(_picture(view, transport.signed_heads_of(run.run_id), _volunteers_here(run.run_id)))
         view = await _compare(transport, run)
         signed = transport.signed_heads_of(run.run_id)
     here = _volunteers_here(run.run_id)
     if not as_json:
-        Console().print(_picture(view, signed, here))
+        console.print(_picture(view, signed, here))
         return
     shown = {
         "run": run.run_id,
