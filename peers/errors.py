@@ -1,4 +1,4 @@
-"""All error classes. Every error that a user can meet says its cause and a remedy.
+"""The error classes of all packages. The message of an error that a user can see says its cause and a remedy.
 
 The class says whose mistake it was, as in h11: `LocalProtocolError` is a bug of this program, `RemoteProtocolError` is
 a peer's fault, and the other errors come from outside (a wrong file, an unreachable address, a full disk).
@@ -31,7 +31,7 @@ class ManifestError(DilocoPeerError):
 
 
 class SwarmUnreachableError(DilocoPeerError):
-    """No bootstrap node answered, or none knows the run."""
+    """A run that cannot be reached: no bootstrap node answers or knows it, or no peer has its state."""
 
     exit_code = 4
 
@@ -56,13 +56,14 @@ class InUseError(LocalNetworkError):
 
 
 class AdmissionError(DilocoPeerError):
-    """A run by invitation that refuses this machine: its ticket is missing, expired, revoked or for another peer."""
+    """A refusal by a run by invitation, because this machine's ticket is missing, expired, revoked or for another
+    peer."""
 
     exit_code = 13
 
 
 class CopiedKeyError(DilocoPeerError):
-    """Another machine that takes part in the run with the same key."""
+    """Another machine takes part in the run with the same key."""
 
     exit_code = 14
 

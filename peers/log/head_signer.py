@@ -32,7 +32,7 @@ class SignedFileError(DilocoPeerError):
 
 
 class CannotSignError(LogError):
-    """A reason why an archive does not sign a log, as the end of a sentence about the log."""
+    """Error: an archive must not sign a log. The message is the end of a sentence that begins with the log."""
 
 
 class HeadSigner:
@@ -71,7 +71,7 @@ class HeadSigner:
         elif other is None:
             return None
         signed = SignedHead.sign(self._run, wanted, log.heads_at([wanted])[wanted], self._me, self._keys)
-        if self.last is None or signed.index > self.last.index:  # earlier heads follow from the newest one
+        if self.last is None or signed.index > self.last.index:  # store only the newest head, which implies the others
             self._write(signed)
             self.last = signed
         return signed
@@ -90,13 +90,13 @@ class HeadSigner:
             return
         if (other := known.contradiction(heads)) is not None:
             raise CannotSignError(f"the archive {other.archive} has signed another outer step {other.index}")
-        # the signed head may be of another lineage
+        # the log may not contain the newest signed head, because it may be of another lineage
         if (newest := known.newest) is not None and newest.index > log.next_index:
             raise CannotSignError(f"it ends before outer step {newest.index}, which {newest.archive} has signed")
 
     def _certified_until(self, log: RunLog, first: int, last: int) -> int:
-        """Return the index up to which the entries of `log` from `first` on are certified, at most `last`. Raises:
-        CannotSignError when not even entry `first` is certified."""
+        """Check the certificates of entries from cycle `first` on, at most up to `last`. Return the index up to which
+        all entries are certified. Raises: CannotSignError when not even entry `first` is certified."""
         before = log.log_after(first)
         if before is None:
             raise CannotSignError(f"its entries before {first} are missing here")

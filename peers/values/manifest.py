@@ -39,10 +39,10 @@ from peers.values.wire import (
 )
 
 SIZE_LIMIT = 64 * 1024  # maximum bytes of a packed manifest
-# maximum bytes of a manifest's content; the rest is for name, organiser and signature
+# maximum bytes of a manifest's content, so that there is room for name, organiser and signature
 CONTENT_LIMIT = SIZE_LIMIT - 1024
 NAME = re.compile(r"[a-z0-9-]{1,40}")
-DIGEST_CHARACTERS = 32  # characters of lower-case base32 in a run id: 160 bits
+DIGEST_CHARACTERS = 32  # number of lower-case base32 characters of the digest in a run id: 160 bits
 RUN_ID = re.compile(rf"(?P<name>[a-z0-9-]{{1,40}})-[a-z2-7]{{{DIGEST_CHARACTERS}}}")
 ADDRESS = re.compile(r"(/[A-Za-z0-9.:%_-]+)+/p2p/[A-Za-z0-9]+")
 # prefix of signed bytes, so that no other signature is valid as a manifest's
@@ -53,8 +53,8 @@ INVITE_PREFIX = "diloco:"
 ASK_AGAIN = "Ask the organiser for the invite again."
 # prefix of signed bytes, so that no other signature is valid as an amendment's
 AMENDMENT_CONTEXT = b"diloco-peer amendment\0"
-AMENDMENT_LIMIT = 512  # maximum bytes of an amendment's content; a heartbeat has room for two amendments
-AMENDMENTS_LIMIT = 64  # maximum amendments of a run, since its headers have all of them
+AMENDMENT_LIMIT = 512  # maximum bytes of an amendment's content, so that a heartbeat has room for two amendments
+AMENDMENTS_LIMIT = 64  # maximum number of amendments of a run, since each header has all of them
 
 
 class SignedManifest(Value):
@@ -234,7 +234,6 @@ class Amendment(Value):
         return _is_signed(self._text(run), self.signature, organiser)
 
     def _text(self, run: str) -> bytes:
-        """Return the bytes that the organiser signs for this amendment."""
         return AMENDMENT_CONTEXT + pack_plain([run, self.number, self.content])
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-UNSEEN_SECONDS = 1.0  # seconds after a task's end, in which its owner should take its exception
+UNSEEN_SECONDS = 1.0  # seconds after a failed task's end in which a caller should retrieve its exception
 PARTIAL = ".partial"
 """The suffix of a file's name while it is written. A killed process leaves the file behind."""
 
@@ -34,7 +34,7 @@ def now() -> float:
 
 
 def start_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Start a task, whose exception is logged if no caller takes it. All tasks outside of a TaskGroup must be started
+    """Start a task, and log its exception if no caller retrieves it. All tasks outside of a TaskGroup must be started
     by this function."""
     import asyncio  # imported late: the process that writes checkpoints needs no asyncio and must start fast
 
@@ -44,7 +44,7 @@ def start_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 
 def _look_later(task: asyncio.Task[Any]) -> None:
-    # `_log_traceback` is true while no caller has taken the exception; asyncio itself logs it only when the task is
+    # `_log_traceback` is true while no caller has retrieved the exception; asyncio itself logs it only when the task is
     # deleted.
     if task._log_traceback:
         # A weak reference, because the traceback keeps the frames' memory alive. asyncio logs the exception of a
@@ -59,8 +59,8 @@ def _report_unseen(reference: weakref.ref[asyncio.Task[Any]]) -> None:
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel these tasks, and return when all have ended. If a task had failed before and no caller has taken its
-    error, log the error; log errors during the cancellation for debugging only."""
+    """Cancel these tasks, and return when all have ended. If a task had failed before and no caller has retrieved its
+    error, log the error. Log errors during the cancellation for debugging only."""
     import asyncio
 
     failed = [task for task in tasks if task.done() and task._log_traceback]
@@ -91,7 +91,7 @@ def make_private_folder(folder: Path) -> None:
 
 
 def open_private(path: str, flags: int) -> int:
-    """Return the descriptor of an opened file. If the file is created now, only this user may read it. Used as `opener`
+    """Open a file, and return its descriptor. If the file is created now, only this user may read it. Used as `opener`
     for secrets. Raises: OSError."""
     return os.open(path, flags, 0o600)
 
@@ -155,8 +155,7 @@ def _shared(folder: Path) -> int | None:
 
 
 def sweep_folders(base: Path, prefix: str) -> None:
-    """Remove the folders in `base`, with names that begin with `prefix`, that killed processes of this user left
-    behind."""
+    """Remove folders in `base` that killed processes of this user left behind, if their names begin with `prefix`."""
     for folder in base.glob(f"{prefix}*"):
         with suppress(OSError):
             if folder.lstat().st_uid == os.getuid():
