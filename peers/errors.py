@@ -49,21 +49,19 @@ class IdentityFileError(LocalNetworkError):
 
 
 class InUseError(LocalNetworkError):
-    """A port or an identity file that another program on this machine uses, so that a person must choose another
-    one."""
+    """A port or identity file that another program on this machine uses, so that a person must choose another one."""
 
     exit_code = 15
 
 
 class AdmissionError(DilocoPeerError):
-    """A refusal by a run by invitation, because this machine's ticket is missing, expired, revoked or for another
-    peer."""
+    """A refusal by a run by invitation, since this machine's ticket is missing, expired, revoked or another peer's."""
 
     exit_code = 13
 
 
 class CopiedKeyError(DilocoPeerError):
-    """Another machine takes part in the run with the same key."""
+    """Error: another machine takes part in the run with this machine's key."""
 
     exit_code = 14
 

@@ -41,7 +41,7 @@ class Health:
 
     def __init__(self, clock: Callable[[], float] = now) -> None:
         self._clock = clock
-        # By part: the time of its last sign of life, the time by which the next is due, and the reason if that is late.
+        # By part: the time of its last sign of life, the latest time for the next, and the reason to report without it.
         self._due: dict[str, tuple[float, float, str]] = {}
         self._failures: dict[str, str] = {}
 
@@ -131,8 +131,7 @@ _metrics: Callable[..., Iterable[bytes]] = make_wsgi_app()
 
 
 class MetricsServer:
-    """A server for GET /metrics and /healthz, in a thread of its own, so that it can report that everything else
-    hangs."""
+    """A server for GET /metrics and /healthz, in its own thread, so that it can report that everything else hangs."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         """Start serving, by default for this machine only. Raises: LocalNetworkError if the port is in use."""

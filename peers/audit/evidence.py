@@ -82,8 +82,7 @@ class ProofLimits:
         self._shown: dict[tuple[str, bytes], tuple[int, float]] = {}
 
     def want(self, proofs: Iterable[bytes]) -> None:
-        """Let `is_due` accept the proofs with these digests from any sender. Only the newest WANTED digests are
-        kept."""
+        """Let `is_due` accept the proofs with these digests from any sender. Keep only the newest WANTED digests."""
         self._wanted |= dict.fromkeys(proofs)
         for oldest in list(self._wanted)[:-WANTED]:
             del self._wanted[oldest]
@@ -121,7 +120,6 @@ class Evidence:
     """
 
     def __init__(self, settings: RunSettings, verify: Verify, payloads: Sequence[PayloadKind]) -> None:
-        """Create empty evidence. `payloads` has the payload kind of each fragment, with which proofs are checked."""
         self._verifier = Verifier(settings.run, verify, payloads)
         self._pause = settings.timing.heartbeat_expiry
         self._statements = Statements(self._verifier)
@@ -170,8 +168,7 @@ class Evidence:
         return ours + self._observe_certificate(certificate, before, lineage)
 
     def observe_split(self, one: Branch, other: Branch, lineage: Lineage) -> tuple[Fault, ...]:
-        """Remember the verified votes for the entries in which two branches first differ. Return the faults that they
-        prove."""
+        """Remember the verified votes where two branches first differ. Return the faults that they prove."""
         faults: tuple[Fault, ...] = ()
         for fragment in sorted(one.certificates.keys() & other.certificates.keys()):
             for branch in (one, other):
@@ -197,8 +194,7 @@ class Evidence:
         return tuple(faults)
 
     def observe_farewell(self, peer: str, leaving: Leaving, lineage: Lineage) -> tuple[Fault, ...]:
-        """Remember a farewell, if it is of the incarnation in which the peer votes. Return the faults that it
-        proves."""
+        """Remember a farewell of the incarnation in which the peer votes. Return the faults that it proves."""
         if lineage.log.incarnations.get(peer) != leaving.incarnation:
             return ()
         run, incarnation, index = self._verifier.run, leaving.incarnation, leaving.departure
@@ -211,15 +207,13 @@ class Evidence:
         return self._found(self._statements.farewell(farewell), lineage) if is_known else ()
 
     def observe_average(self, round: Round, average: Averaged, lineage: Lineage) -> tuple[Fault, ...]:
-        """Remember an average of a known round. The caller must have verified its signature. Return the faults that it
-        proves."""
+        """Remember an average whose signature is verified. Return the faults that it proves."""
         if not self._may_matter(average.origin.reducer, round.name.position, lineage):
             return ()
         return self._found(self._statements.average(round, average), lineage)
 
     def observe_commitment(self, author: Author, commitment: Commitment, lineage: Lineage) -> tuple[Fault, ...]:
-        """Remember a commitment to a contribution. Return the faults that it proves together with earlier
-        commitments."""
+        """Remember a commitment to a contribution. Return the faults that it proves with earlier commitments."""
         if not self._may_matter(author.peer, author.position, lineage):
             return ()
         return self._found(self._statements.commitment(author, commitment), lineage)
@@ -323,28 +317,26 @@ class Evidence:
         return tuple(faults.values())[:FAULT_LIMIT] if log.closes else ()
 
     def missing_proofs(self, faults: Iterable[Fault], lineage: Lineage) -> tuple[bytes, ...]:
-        """Return the digests of the proofs of `faults` that this peer does not have. From now on, accept them from any
-        sender."""
+        """Return the digests of those proofs of `faults` that are missing here, and accept these from any sender."""
         self._follow(lineage)
         missing = tuple(fault.proof for fault in faults if self._proven.get(fault.proof, (None,))[0] != fault)
         self._limits.want(missing)
         return missing
 
     def has(self, faults: Iterable[Fault], lineage: Lineage) -> bool:
-        """Return True if this peer has a proof of each of these faults, recent enough for the next entry to name the
-        fault."""
+        """Return True if this peer has, for each of these faults, a proof that is recent enough for the next entry."""
         return not self.missing_proofs(faults, lineage)
 
     # Showing proofs -------------------------------------------------------------------------------------------
     def behind(self, faults: Iterable[Fault]) -> tuple[Known, ...]:
-        """Return the proofs of those of these faults whose proofs this peer still stores."""
+        """Return the proofs of these faults that this peer still stores; some may be dropped."""
         return tuple(self._proofs[fault.proof] for fault in faults if fault.proof in self._proofs)
 
     def show(
         self, peer: str, faults: Iterable[Fault], position: Position, now: float, again: bool = False
     ) -> tuple[Proof, ...]:
-        """Return messages that show a peer the proofs of these faults, each proof once in a cycle. With `again`, show
-        it once more after a pause that doubles each time, because the peer may not have received it."""
+        """Return messages that show a peer the proofs of these faults, each proof once in a cycle. With `again`, show a
+        proof once more after a pause that doubles each time, because the peer may not have received it."""
         return tuple(
             Proof(position=position, fault=known.fault.kind, proof=known.data)
             for known in self.behind(faults)

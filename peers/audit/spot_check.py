@@ -50,8 +50,7 @@ class Sample:
 
 
 def choose(averages: Sequence[Averaged], members: int, draw: Callable[[], float]) -> Averaged | None:
-    """Choose an average at random, and return it, to check it after a round with this number of members. Return None to
-    check none.
+    """Choose at random, and return, an average to check after a round with this number of members, or None.
 
     `averages` are those of other members; `draw` returns a number in [0, 1).
     """

@@ -76,8 +76,6 @@ share one such allowance."""
 
 
 class _Messenger:
-    """The sender and receiver of one peer's protocol messages."""
-
     def __init__(self, transport: HivemindTransport, host: Driver) -> None:
         self._transport = transport
         self._host = host
@@ -94,8 +92,7 @@ class _Messenger:
             self._host.start(self._send(send.to, self._packer.pack(send.message)))
 
     def farewells(self) -> list[Awaitable[object]]:
-        """Return the calls that send this peer's farewell to all live peers, to be awaited. Return none if there is no
-        farewell."""
+        """Return calls, to be awaited, that send this peer's farewell to all live peers; none without a farewell."""
         peer = self._host.peer
         if peer.goodbye is None:
             return []
@@ -161,8 +158,7 @@ class _VotesKeeper:
             self._host.handle(VotesNotKept(trouble) if trouble else VotesKept())
 
     async def write(self, record: VotingRecord) -> str:
-        """Write a voting record, after the log entries that it depends on. Return the reason of a failure, otherwise
-        ""."""
+        """Write a voting record after the log entries that it depends on. Return the reason of a failure, or ""."""
         if self._file is None:
             return ""
         await self._host.replication.recorder.finish()
@@ -215,8 +211,7 @@ def _trouble(effect: Trouble) -> None:
 
 
 class Driver:
-    """The driver of one peer in one run. `run` returns when the peer has left, and raises the error that stopped the
-    peer.
+    """The driver of a peer in a run. `run` returns when the peer has left, and raises the error that stopped the peer.
 
     `entries` is the log, as far as it is on this machine.
     """
@@ -316,7 +311,8 @@ class Driver:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 living = self.start(self._live())
-                await self._stopped.wait()  # not a wait for the task `_live`, which may hang if libp2p's daemon is dead
+                # does not wait for the task `_live`, which may hang if libp2p's daemon is dead
+                await self._stopped.wait()
                 living.cancel()  # no heartbeat or message may follow the farewell
                 await self._say_goodbye()
                 await self.replication.recorder.finish()
@@ -345,8 +341,7 @@ class Driver:
             await asyncio.sleep(TICK)
 
     async def _keep_pulse(self) -> None:
-        """Publish this peer's heartbeat, and pass other peers' heartbeats to the protocol, once per heartbeat
-        interval."""
+        """Publish this peer's heartbeat, and pass those of other peers to the protocol, in each heartbeat interval."""
         timing = self.peer.settings.timing
         while True:
             with suppress(TimeoutError):
@@ -374,8 +369,7 @@ class Driver:
         self.handle(LeaveRequested(at_once))
 
     def rest(self) -> None:
-        """Expect no more training, because the run has had its last outer step. This peer then only sends the state to
-        others."""
+        """Expect no more training: the run has had its last outer step, and this peer only sends its state."""
         self._training.rest()
         self.handle(NothingToTrain())
 

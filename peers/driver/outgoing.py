@@ -1,5 +1,4 @@
-"""Sending of a round's chunks, with a queue and several streams for each member, and one uplink that all rounds
-share."""
+"""Sending of a round's chunks, with a queue and several streams for each member, and one uplink for all rounds."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 CHUNKS = "chunks"
 CLOSING_TIME = 5.0  # maximum seconds for a stream to end properly, so that its connection can be used again
 LATE_FLIGHT = 2.0  # a chunk is late after this many times the member's usual answer time
-MEMORY = 0.25  # weight of the last chunk in the average answer time
+MEMORY = 0.25  # weight of the last chunk's answer time in the average
 LATE_CHUNK = 1.5  # a chunk is sent again on another stream after this many times the seconds expected for it
 LEAST_PATIENCE = 1.0  # minimum seconds before a chunk is sent again on another stream
 PATIENCE = 5.0  # maximum seconds for which a chunk waits for chunks of earlier rounds
@@ -95,8 +94,8 @@ class _Flights:
         self._flights = {key: flight for key, flight in self._flights.items() if flight.send.reduced}
 
     def late(self, stream: object, patience: float) -> SendChunk | None:
-        """Return a chunk that another stream sent more than `patience` seconds, and LATE_FLIGHT usual answer times,
-        ago; otherwise None. The limit doubles with each stream, so that copies do not fill a slow link.
+        """Return a chunk that another stream sent more than `patience` seconds and LATE_FLIGHT times the usual answer
+        time ago; otherwise None. The limit doubles with each stream, so that copies do not fill a slow link.
 
         The chunk counts as sent on this stream from now on, so that no other stream sends it, too.
         """
@@ -138,7 +137,7 @@ class Uplink:
         metrics.ROUND_BYTES.labels("sent").inc(count)
 
     def under_way(self, streams: int) -> int:
-        """Return the maximum unconfirmed bytes on each stream if there are `streams` streams. Few are best, because
+        """Return the maximum unconfirmed bytes on each stream if there are `streams` streams. The limit is low, because
         bytes in buffers cannot be recalled for a more urgent chunk, or for an idle stream."""
         rate = self.meter.rate
         return int(min(BYTES_UNDER_WAY, SECONDS_UNDER_WAY * rate / max(streams, 1))) if rate else BYTES_UNDER_WAY
@@ -308,7 +307,6 @@ class Outgoing:
 
     @property
     def _streams(self) -> int:
-        """The number of streams that the current round uses, to all members together."""
         return sum(len(tasks) for tasks in self._senders.values())
 
     def _data(self, send: SendChunk) -> memoryview:
@@ -327,8 +325,7 @@ class Outgoing:
             self._host.handle(ChunksUnsent(send.round_name, send.to, (send.chunk,), send.reduced))
 
     def _widen(self, round_name: RoundName, count: int) -> None:
-        """Open more streams to each member if `count` newly confirmed bytes show that the present streams are too
-        few."""
+        """Open more streams to each member if `count` newly confirmed bytes show that the present ones are too few."""
         has_more = any(queue.qsize() for queue in self._queues.values())
         if self._uplink.lanes.passed(count, has_more) and round_name == self._round:
             for peer in list(self._senders):

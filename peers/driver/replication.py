@@ -49,7 +49,7 @@ FINISH_TIMEOUT = 10.0  # maximum seconds to wait until all entries are on the di
 
 
 class _Recorder:
-    """The writer of entries and payloads to the disk. It writes in the background, one after another."""
+    """The writer of entries and payloads to the disk, which works in the background and keeps their order."""
 
     def __init__(self, log: RunLog, transport: PullTransport, buffers: Sequence[PayloadBuffers], host: Driver) -> None:
         self._log = log
@@ -68,8 +68,7 @@ class _Recorder:
         self._last = self._host.start(self._add(made, state_digest, payload))
 
     async def keep_payload(self, index: int, payload: ChunkedPayload) -> str:
-        """Write the payload of entry `index`, before this peer votes for it. Return the reason of a failure, otherwise
-        ""."""
+        """Write the payload of entry `index`, before this peer votes for it. Return the reason of a failure, or ""."""
         if self._log.is_on_disk:
             try:
                 await asyncio.to_thread(self._log.keep_payload, index, payload)
@@ -78,8 +77,7 @@ class _Recorder:
         return ""
 
     async def follow(self, chain: Chain, end: int) -> None:
-        """Write the entries of `chain`, the log that was fetched with a snapshot, to the disk, up to cycle `end`
-        (exclusive)."""
+        """Write the entries of `chain`, the log fetched with a snapshot, to the disk, up to cycle `end` (exclusive)."""
         async with self._turn:
             try:
                 await asyncio.to_thread(self._log.follow, chain, end)
@@ -199,7 +197,7 @@ class Replication:
                 await self._workload.apply(kept.data, *step, amendment=apply.amendment)
             self._applying.discard(header.fragment)
             metrics.ENTRIES_APPLIED.inc()
-            if header.fragment == len(self._buffers) - 1:  # count tokens once a cycle, as all entries have the same
+            if header.fragment == len(self._buffers) - 1:  # count tokens once a cycle: each of its entries has them
                 metrics.TOKENS_COUNTED.inc(header.tokens_of(me))
             self._host.handle(Applied(header))
             state_digest = None
@@ -246,7 +244,7 @@ class Replication:
     async def fetch_snapshot(self, fetch: FetchSnapshot) -> None:
         donors = (fetch.donor, *fetch.others)
         size = self._workload.state_size
-        vouching: Compared  # the result of comparing the donor's log, by which the snapshot is checked
+        vouching: Compared  # comparison with the donor's log, by which the snapshot is checked
 
         async def vouch() -> Vouched:
             nonlocal vouching

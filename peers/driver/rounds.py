@@ -40,7 +40,7 @@ class RoundCosts(NamedTuple):
 
 
 class Rounds:
-    """The driver's part for one peer's rounds, at most one at a time for each fragment."""
+    """The part of the driver that handles the data of rounds, at most one round at a time for each fragment."""
 
     def __init__(
         self, transport: HivemindTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Driver
@@ -129,8 +129,7 @@ class Rounds:
             self._host.handle(AverageRefuted(exchange.name, average.reducer, average.chunk))
 
     def follow(self) -> None:
-        """Release the data of rounds that are over. Mark the link as busy while a round exchanges data, and otherwise
-        as free."""
+        """Release the data of rounds that are over. Mark the link as busy only while a round exchanges data."""
         peer = self._host.peer
         if peer.is_exchanging:
             self._transport.no_round.rate = self.traffic.rate
@@ -148,7 +147,6 @@ class Rounds:
         self.traffic.tidy(rounds.values())
 
     def _end_clock(self) -> None:
-        """Add the seconds since the present rounds began to the total; do nothing if no round is under way."""
         if self._began_at is not None:
             seconds = now() - self._began_at
             self._began_at = None

@@ -100,8 +100,7 @@ class Traffic:
                 asyncio.get_running_loop().call_later(CLOSING_TIME, self._cut, task, (round_name, peer))
 
     def _cut(self, receiver: asyncio.Task[None], of: tuple[RoundName, str]) -> None:
-        """Cancel the task of an earlier round's stream, unless the task already handles another stream on the same
-        connection."""
+        """Cancel an earlier round's stream, unless its task already handles another stream on the same connection."""
         if self._receivers.get(receiver) == of:
             receiver.cancel()
 
@@ -154,7 +153,7 @@ class Traffic:
 
 
 class _StreamArrivals:
-    """The receiver of one stream's chunks: the header of the announced chunk, and memory for its data."""
+    """The receiver of one stream's chunks. It holds the announced chunk's header, and memory for the chunk's data."""
 
     def __init__(self, traffic: Traffic, sender: str, round_name: RoundName) -> None:
         self._traffic = traffic
@@ -165,8 +164,7 @@ class _StreamArrivals:
         self._spare = bytearray()
 
     def expect(self, header: bytes, length: int) -> bytearray:
-        """Return memory for an announced chunk. Raises: RemoteProtocolError if `length` is not that of a whole
-        chunk."""
+        """Return memory for an announced chunk. Raises: RemoteProtocolError if `length` is not a whole chunk's."""
         self._header = unpack_from(self._sender, ChunkHeader, header)
         self._admission.check_size(self._sender, self._round, self._header, length)
         self._data = self._spare if len(self._spare) == length else self._buffers.room(length)

@@ -44,8 +44,7 @@ class Phase(IntEnum):
 
 
 class Ballot(Value):
-    """The number of one proposal for an entry: the view, and the attempt of the view's leader. Later ballots are
-    greater."""
+    """The number of one proposal for an entry: view, and attempt of the view's leader. Later ballots are greater."""
 
     view: Count
     attempt: Count
@@ -96,8 +95,7 @@ class Choice(Value):
 
     @property
     def weight(self) -> tuple[bool, int, int]:
-        """The sort key of locks: a choice of the whole run comes after a minority's, and a later ballot after an
-        earlier one."""
+        """The sort key of locks: the whole run's choices come after a minority's, later ballots after earlier ones."""
         return not self.alone, *self.ballot.order
 
     def text(self, position: Position, incarnation: int) -> bytes:
@@ -107,8 +105,7 @@ class Choice(Value):
 
 
 class Departure(Value):
-    """The statement that a leaving peer signs: in this incarnation it has not voted from entry `index` on, and will
-    not."""
+    """A leaving peer's signed statement: in this incarnation it has not voted from entry `index` on, and will not."""
 
     run: RunId
     peer: PeerId
@@ -140,8 +137,7 @@ class Electorate:
     quorum: Quorum
 
     def is_enough(self, signers: int, farewells: int = 0) -> bool:
-        """Return True if `signers` votes are a quorum, given that `farewells` of the voters have left and are not
-        counted."""
+        """Return True if `signers` votes are a quorum when `farewells` of the voters have left and do not count."""
         return self.quorum.is_enough(signers, len(self.voters) - farewells)
 
 
@@ -183,8 +179,8 @@ class Certificate(Value):
 
 @dataclass(frozen=True, order=True)
 class Support:
-    """The strength of an entry's certificate, to compare entries at one position: an entry that a quorum has signed is
-    stronger than others, then the entry with more signatures of the log's voters."""
+    """The strength of an entry's certificate, to compare entries at one position. An entry that a quorum has signed is
+    stronger than others; otherwise the entry with more signatures of the log's voters is stronger."""
 
     is_certified: bool
     signers: int
@@ -236,8 +232,7 @@ def shortened(certificate: Certificate, log: LogState, header: Header) -> Certif
 def prove(
     certificate: Certificate, log: LogState, header: Header, verify: Verify, phase: Phase = Phase.COMMIT
 ) -> Support:
-    """Check that a certificate is valid for this header and phase, and return the entry's support. `log` ends before
-    the entry.
+    """Check that a certificate is valid for this header and phase, and return its support. `log` ends before the entry.
 
     Raises:
         CertificateError: it is of another header or phase, a signature is false, or there are too few.

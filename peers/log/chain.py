@@ -1,5 +1,4 @@
-"""Consecutive entries of a run, stored and sent in brief: as outcomes, which leave out the data that follows from the
-log.
+"""Consecutive entries of a run, stored and sent in brief: as outcomes, which omit the data that follows from the log.
 
 A header repeats data that follows from the log: all names, the samples of each peer, and all next leases. With a
 thousand members that is 200 KB. A round decides little of it: which of the expected members are missing, which peers
@@ -114,8 +113,7 @@ class Outcome(Value):
 
 
 def outcome_of(log: LogState, header: Header) -> Outcome:
-    """Return the outcome of an entry of the log's present cycle. Raises: LogError when the entry does not follow from
-    the log."""
+    """Return the outcome of an entry of the log's present cycle. Raises: LogError when the entry does not follow."""
     return _outcome_of(log.opening(header.fragment), header)
 
 
@@ -219,8 +217,7 @@ class Entry:
         )
 
     def after(self, log: LogState) -> LogState:
-        """Return `log` with this entry appended. If the log before the entry is unknown, accept the entry's header
-        almost without checks.
+        """Return `log` with this entry appended. If earlier entries are unknown, most of its header cannot be checked.
 
         Raises:
             LogError: the entry does not follow; the message names the most likely cause.
@@ -316,8 +313,7 @@ class Chain:
         return cycle_head([entry.digest for entry in cycle]) if cycle else None
 
     def add(self, entry: Entry) -> Entry:
-        """Append the next entry. Return it as stored: as an outcome if possible. Raises: LogError when it does not
-        follow."""
+        """Append an entry. Return it as stored: as an outcome if possible. Raises: LogError when it does not follow."""
         end = entry.after(self.end)
         if entry.is_whole and entry.index == self.end.position.index:
             entry = entry.brief(self.end, newest(end))
@@ -328,8 +324,8 @@ class Chain:
         return entry
 
     def complete(self, entry: Entry) -> bool:
-        """Add the certificate and the state digest of `entry`, which the chain already has, where the chain has none.
-        The state digest is added to the closing entry of the cycle. Return True if either was added."""
+        """Add the certificate of `entry` to the chain's copy of that entry, and the state digest to the closing entry
+        of the cycle, where the chain has none yet. Return True if either was added."""
         place, closing = self._place(entry.index, entry.fragment), self._place(entry.index)
         assert place is not None
         assert closing is not None
@@ -378,8 +374,7 @@ class Chain:
 
     def stretch(self, first: int, last: int, is_whole: bool) -> Stretch:
         """Return as many of the chain's cycles [first, last) as a stretch may have; none if the chain does not have
-        `first`. The first cycle is in headers if the reader (`is_whole`) or this chain does not know the log before
-        it."""
+        `first`. The first cycle is in headers if the reader (`is_whole`) or this chain lacks the log before it."""
         entries = self.cycles(first, min(last, first + max(1, STRETCH_LIMIT // self.fragments)))
         if not entries or entries[0].index != first:
             return Stretch()

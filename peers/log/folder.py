@@ -81,8 +81,7 @@ def _entry_line(entry: Entry) -> bytes:
 
 
 def _read_entry(line: bytes) -> Entry:
-    """Return the entry in a line of entries.jsonl. Raises: LogError unless `_entry_line` has written exactly these
-    bytes."""
+    """Return the entry in a line of entries.jsonl. Raises: LogError unless `_entry_line` has written these bytes."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         fields = json.loads(line)
         is_whole = "header" in fields
@@ -297,8 +296,7 @@ class RunLog:
                 self.keep_payload(header.index, payload)
 
     def prepend(self, stretch: Stretch) -> None:
-        """Add earlier cycles, which must end where this log begins. Any peer may send them, because this log's digests
-        prove them.
+        """Add earlier cycles, which end where this log begins. Any peer may send them: this log's digests prove them.
 
         Raises:
             LogError: they do not lead up to it; nothing is changed.
@@ -324,8 +322,7 @@ class RunLog:
         return self._payloads.get(digest)
 
     def keep_payload(self, index: int, payload: ChunkedPayload) -> None:
-        """Store the payload of an entry that this peer votes for or has applied. Thread-safe. Raises:
-        LogFolderError."""
+        """Store the payload of an entry voted for or applied by this peer. Thread-safe. Raises: LogFolderError."""
         self._payloads.keep(payload)
 
     def prune(self, before: int) -> None:

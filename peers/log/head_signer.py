@@ -25,14 +25,13 @@ STRETCH = 256  # maximum number of cycles that one call of `sign` checks
 
 
 class SignedFileError(DilocoPeerError):
-    """Error: the file with an archive's last signed head cannot be read or written, so that the archive must not sign
-    any more."""
+    """Error: the file with an archive's last signed head cannot be read or written, so the archive must not sign."""
 
     exit_code = 6
 
 
 class CannotSignError(LogError):
-    """Error: an archive must not sign a log. The message is the end of a sentence that begins with the log."""
+    """Error: an archive must not sign a log. The message is the end of a sentence about the log."""
 
 
 class HeadSigner:
@@ -49,8 +48,7 @@ class HeadSigner:
         """The furthest head that this archive has signed, as far as this machine knows."""
 
     def sign(self, log: RunLog, known: SignedHeads) -> SignedHead | None:
-        """Sign the newest head of `log` that this archive may sign, and return it. Return None if there is nothing new
-        to sign.
+        """Sign the newest head of `log` that this archive may sign, and return it; None if nothing new can be signed.
 
         One call checks a limited number of entries, so many entries take several calls. If another archive has signed a
         different head at an index of this log, this archive signs its own head at that index, to show that the two keys

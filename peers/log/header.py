@@ -85,8 +85,7 @@ class Tenure(Value):
 
 
 class Bystander(Value):
-    """A voter that is not in an entry's roster but votes on the next entry, in the incarnation that the log last named
-    for it."""
+    """A voter outside an entry's roster that votes on the next entry, in the incarnation that the log last named."""
 
     peer: PeerId
     incarnation: Count
@@ -166,8 +165,7 @@ class Header(Value):
 
     @property
     def amendment(self) -> Amendment | None:
-        """The amendment in force from the next cycle on. None if there is none, or if the entry does not close its
-        cycle."""
+        """The amendment in force from the next cycle on; None if there is none, also if the entry closes no cycle."""
         return self.amendments[-1].amendment if self.amendments else None
 
     def tokens_of(self, peer: str) -> int:
@@ -201,12 +199,11 @@ class Position(Value):
 
 
 def cycle_head(entries: Sequence[bytes]) -> bytes:
-    """Return the head of a lineage after a cycle, given the digests of the cycle's entries in the order of
-    fragments."""
+    """Return the head of a lineage after a cycle, given the digests of the cycle's entries in fragment order."""
     return entries[0] if len(entries) == 1 else digest_of(b"".join(entries))
 
 
 def may_be_named(lied_at: int, index: int, exclusion: int) -> bool:
-    """Return True if entry `index` may name a lie about entry `lied_at`, because the lie is less than FAULT_AGE cycles
-    old, and an exclusion for it would not have ended. Lies about the first entry exclude no peer (R9)."""
+    """Return True if entry `index` may name a lie about entry `lied_at`. The lie must be less than FAULT_AGE cycles
+    old, and an exclusion for it must not be over yet. Lies about the first entry exclude no peer (R9)."""
     return 0 < lied_at <= index < lied_at + min(FAULT_AGE, exclusion)

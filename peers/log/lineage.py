@@ -1,5 +1,4 @@
-"""Lineages (the recent entries of one peer's log), branches that split off from them, and the choice of the better of
-two branches.
+"""Lineages (recent entries of a peer's log), branches that split off from them, and the better one of two branches.
 
 Without liars no place has two certified entries. So of two branches that split, the one whose first own entry is
 certified is the run's, whatever the other one has trained. Otherwise the better branch is the one with more signatures
@@ -69,8 +68,7 @@ class Lineage:
         return self._followers.get((position.head, position.fragment))
 
     def start(self, head: bytes) -> LogState | None:
-        """Return the log that ends with this head, if a recent cycle of this lineage begins there. Otherwise return
-        None."""
+        """Return the log that ends with this head if a recent cycle of this lineage begins there; otherwise None."""
         return self._starts.get(head)
 
     def lacks(self, index: int, head: bytes) -> bool:
@@ -85,7 +83,7 @@ class Lineage:
 
     @property
     def is_short(self) -> bool:
-        """True if earlier heads, which this lineage does not know, could be added to it."""
+        """True if this lineage does not know some earlier heads, and has room for them."""
         return self.known_from > 1 and len(self._heads) < RECENT_ENTRIES
 
     def recall(self, index: int, heads: Sequence[bytes]) -> None:
@@ -137,8 +135,7 @@ class Lineage:
 
 @dataclass(frozen=True)
 class Branch:
-    """A part of a peer's log, to be compared with another peer's: the entries from `start`, which both logs have, to
-    `end`.
+    """A part of a peer's log, to compare with another log: the entries from `start`, which both logs have, to `end`.
 
     `first` has the entries of the first cycle: by fragment, the digest and the support. `certificates` are theirs, with
     checked signatures. `heads` has the log's head after each cycle, from `start` on, by index. `states` has the digests
@@ -232,8 +229,7 @@ class Branch:
         return signed.contradiction(self.heads)
 
     def _split(self, other: Branch) -> int | None:
-        """Return the first fragment whose entries in the first cycle differ between the branches; None if all are
-        equal."""
+        """Return the first fragment whose entries in the first cycle differ between the branches; None if none do."""
         both = sorted(self.first.keys() & other.first.keys())
         return next((one for one in both if self.first[one][0] != other.first[one][0]), None)
 

@@ -112,7 +112,7 @@ class LogState:
         return Position(index=self.last.index + 1, head=cycle_head(self.ends), fragment=self.fragment)
 
     def of(self, fragment: int) -> LogState:
-        """Return the log with `fragment` as the fragment of the next entry, whose position the log then has."""
+        """Return the log with `fragment` as the fragment of the next entry."""
         return self if fragment == self.fragment else replace(self, fragment=fragment)
 
     def opening(self, fragment: int) -> LogState:
@@ -126,8 +126,7 @@ class LogState:
 
     @property
     def closes(self) -> bool:
-        """True if the next entry is of the last fragment. Only this closing entry names the trained samples, and gives
-        leases."""
+        """True if the next entry is of the last fragment. Only this closing entry names samples, and gives leases."""
         return self.fragment == self.fragments - 1
 
     def is_closing(self, header: Header) -> bool:
@@ -173,8 +172,7 @@ class LogState:
         return {peer: self.incarnations[peer] for peer in self.voters}
 
     def counts(self, peer: str, incarnation: int) -> bool:
-        """Return True if the peer is a voter in this incarnation. In another incarnation it does not remember its votes
-        (R12)."""
+        """Return True if the peer votes in this incarnation. In another one it does not remember its votes (R12)."""
         return self.voter_incarnations.get(peer) == incarnation
 
     @cached_property
@@ -189,8 +187,7 @@ class LogState:
 
     @cached_property
     def served(self) -> dict[str, int]:
-        """The number of outer steps that have had each peer in their roster, by peer, counted up to the manifest's
-        `probation`."""
+        """The number of outer steps with a peer in the roster, by peer id, counted up to the manifest's `probation`."""
         return {tenure.peer: tenure.served for tenure in self.last.tenures} if self.last else {}
 
     def is_on_probation(self, peer: str) -> bool:
@@ -233,8 +230,7 @@ class LogState:
 
     @cached_property
     def excluded(self) -> dict[str, int]:
-        """The peers that are excluded from the present cycle for a proven lie, each with the index of the last cycle of
-        its exclusion."""
+        """The peers excluded from the present cycle for a proven lie, each with the last cycle of its exclusion."""
         return {exclusion.peer: exclusion.until for exclusion in self.last.excluded} if self.last else {}
 
     # Amendments ---------------------------------------------------------------------------------------------------
@@ -301,8 +297,7 @@ class LogState:
 
     @cached_property
     def _before(self) -> dict[str, tuple[int, int]]:
-        """The number of samples that each member of the last cycle wanted next, and the format of its contribution, by
-        peer id."""
+        """The number of samples wanted by each member of the last cycle, and its contribution's format, by peer id."""
         return {member.peer: (member.wants, member.format) for member in self.last.roster} if self.last else {}
 
     @cached_property
@@ -327,14 +322,12 @@ class LogState:
         return lease
 
     def age(self, peer: str) -> int:
-        """Return the number of cycles that were closed without the peer since it got its lease; 0 for a peer without
-        one."""
+        """Return the number of cycles closed without the peer since it got its lease; 0 for a peer without one."""
         given = self._given_at.get(peer)
         return 0 if given is None else self.position.index - 1 - given
 
     @cached_property
     def _given_at(self) -> dict[str, int]:
-        """The index of the entry that gave each peer its lease, by peer id."""
         return {lease.peer: lease.since for lease in self.last.leases} if self.last else {}
 
     def check_member(self, member: Member) -> None:
@@ -356,8 +349,7 @@ class LogState:
             raise LogError(f"{member.peer}: it wants {member.wants} samples; a lease has {self.samples_per_lease}")
 
     def has_trained(self, member: Member) -> bool:
-        """Return True if at least half of the tokens in a member's samples count. Otherwise peers train these samples
-        again."""
+        """Return True if at least half of the tokens in a member's samples count; otherwise these are trained again."""
         return 2 * member.tokens >= sample_count(member.samples) * self.tokens_per_sample
 
     def carried(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> tuple[Assignment, ...]:
@@ -398,8 +390,7 @@ class LogState:
         amendment: Amendment | None = None,
     ) -> Header:
         """Return the only valid next header, given the members, the payload's digest, the leader (None unless the entry
-        closes its cycle), the proven faults, the voters that lose their vote, and the amendment that the entry adds to
-        the log.
+        closes its cycle), the proven faults, the voters that lose their vote, and the amendment to add to the log.
 
         Voters must check that it was the leader's turn, since that depends on the view. Raises: LogError.
         """
@@ -411,8 +402,7 @@ class LogState:
         return tuple(peer for peer in self.voters if peer not in here) if self.closes else ()
 
     def append(self, header: Header) -> LogState:
-        """Return the log with the next entry appended. Raises: LogError naming the first field that does not follow
-        from the log."""
+        """Return the log with the next entry appended. Raises: LogError naming the first field that does not follow."""
         return _append(self, header)
 
     def check_next(self, header: Header) -> None:
@@ -445,8 +435,7 @@ def _closing(
     log: LogState, roster: tuple[Member, ...], faults: tuple[Fault, ...], gone: tuple[str, ...]
 ) -> dict[str, Any]:
     """Return the header fields that only a closing entry has: the next leases, the pool, the tokens so far, the
-    tenures, the excluded peers, and the bystanders. Cached, since a round needs them when it begins and when its entry
-    is made.
+    tenures, the excluded peers, and the bystanders. Cached, since a round needs them when it begins and when it ends.
 
     Raises:
         LogError: a member trained samples that are not its own.
@@ -532,8 +521,7 @@ def _next_header(
 
 @lru_cache(maxsize=8)
 def _append(log: LogState, header: Header) -> LogState:
-    """Return the log with the next entry appended. Cached, since each vote and each message about an entry needs the
-    same result."""
+    """Return the log with the next entry appended. Cached, since each vote or message about an entry needs it."""
     if header.fragment not in log.pending:
         raise LogError(f"entry {header.index}: its fragment does not follow from the log")
     if log.made and header.state != log.made[0].state:
@@ -608,8 +596,7 @@ def committee(voters: tuple[tuple[str, int], ...], seed: bytes) -> tuple[tuple[s
 
 
 def _check_annex(faults: Sequence[Fault], known: Collection[str], roster: Collection[str]) -> None:
-    """Raise LogError if an entry's annex names a peer twice, a member of the entry, or a peer with neither lease nor
-    vote.
+    """Raise LogError if an entry's annex names a peer twice, a member of the entry, or a peer without lease and vote.
 
     Only peers with a lease or a vote can be excluded, so that a liar cannot fill the log with peers that it has made
     up. Members of the entry cannot be excluded: a peer that is needed for it is excluded later.

@@ -1,5 +1,4 @@
-"""The file `votes` in the log's folder: a peer's record of its own votes, written whole before the peer sends each vote
-(R10).
+"""The file `votes` in the log's folder: a peer's record of its own votes, written whole before it sends a vote (R10).
 
 A copy of the file is no reliable memory of this machine's votes: the machine that it came from may have voted since, or
 this one, if the copy is a backup. So the file names the machine, and itself by its inode and the inode's generation,

@@ -1,5 +1,4 @@
-"""The checks that arriving chunks of a round must pass, and the averaging of chunks. Simulated peers run this code,
-too.
+"""Checks that arriving chunks of a round must pass, and the averaging of chunks. Simulated peers run this code, too.
 
 Until it has trained again, each member serves its contribution to the other members of its round. It serves single
 chunks, each with the Merkle path to its commitment, so that others can repeat an average (spot checks).
@@ -75,7 +74,7 @@ class Admitted(NamedTuple):
 
 
 class Admission:
-    """The checker of the chunks that arrive at one peer. It stores a chunk that a round waits for in the round's
+    """The checker of the chunks that arrive at one peer. It stores chunks that a round waits for in the round's
     buffers.
 
     Any other chunk is not stored, and its sender learns whether to send it again. A wrong chunk is its sender's fault:
@@ -131,8 +130,8 @@ class Admission:
         return Admitted(ContributionArrived(round_name, sender, chunk), is_taken=True)
 
     def _take_average(self, sender: str, exchange: Exchange, header: ChunkHeader, data: Blocks) -> Admitted:
-        """Store a chunk's average if its reducer has signed it; any member may send it. Once a leader has proposed an
-        average of the chunk, store no other."""
+        """Store an average, which any member may send, if the chunk's reducer has signed it. Once the leader has
+        proposed an average of the chunk, store no other."""
         chunk, digest, origin, name = header.chunk, digest_of(data), header.origin, exchange.name
         unsigned = BadBlocks(name, sender, chunk, "its reducer has not signed it", reduced=True)
         if origin is None:
@@ -153,7 +152,7 @@ class Admission:
 
     def _fault(self, sender: str, exchange: Exchange, header: ChunkHeader, data: bytes | bytearray) -> BadBlocks | None:
         """Return the fault in the blocks that a member sent; None if they are valid. The fault contains evidence if the
-        member committed to the blocks and they are short enough."""
+        member committed to the blocks and the blocks are short enough."""
         round_name, chunk, proof = exchange.name, header.chunk, header.proof
         if proof is None or not exchange.contributions.has(sender, chunk, digest_of(data), proof):
             return BadBlocks(round_name, sender, chunk, "it has not committed to these blocks")
@@ -251,8 +250,7 @@ class ContributionRequest(Value):
 async def serve_contributions(
     transport: PullTransport, run: str, buffers: Sequence[PayloadBuffers], is_member: Callable[[int, str], bool]
 ) -> None:
-    """Begin to answer requests for chunks of this peer's last contributions. Only members of the fragment's last round
-    get an answer."""
+    """Begin to answer requests by members of a fragment's last round for chunks of this peer's contribution to it."""
     places = Places(READERS, 1)
 
     @asynccontextmanager

@@ -25,8 +25,6 @@ SPARE_BYTES = 1 << 25  # maximum bytes of chunk memory kept from one round to th
 
 @dataclass
 class _RoundBuffers:
-    """The memory of one round: the members' blocks, and the averages made from them."""
-
     name: RoundName
     average: memoryview
     is_kept: bool = False  # True once the average is kept as a payload, so that it must not change
@@ -37,8 +35,7 @@ class _RoundBuffers:
 
 
 class PayloadBuffers:
-    """The memory of one fragment's rounds. It stores the blocks of the present round, and keeps payloads of earlier
-    rounds."""
+    """The memory of one fragment's rounds. It stores the present round's blocks, and keeps earlier rounds' payloads."""
 
     def __init__(
         self,
@@ -101,7 +98,7 @@ class PayloadBuffers:
         self._round, self._last = _RoundBuffers(name, self.room_for_payload()), None
 
     def room_for_payload(self) -> memoryview:
-        """Return memory for a whole payload: that of `prepare` if it is unused, otherwise new memory."""
+        """Return memory for a whole payload: what `prepare` reserved, if it is still unused, or else new memory."""
         spare, self._spare = self._spare, None
         return empty(self.size.bytes) if spare is None else spare
 
@@ -132,8 +129,7 @@ class PayloadBuffers:
         return self._last if self._last and self._last.name == name else None
 
     def room(self, length: int) -> bytearray:
-        """Return memory for a chunk of `length` bytes: memory of an earlier chunk if possible, since new memory is slow
-        to get."""
+        """Return memory for a chunk of `length` bytes, an earlier chunk's if possible: new memory is slow to get."""
         if self._used and len(self._used[-1]) == length:
             return self._used.pop()
         return bytearray(length)

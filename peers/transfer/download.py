@@ -47,14 +47,12 @@ class PullTransport(Protocol):
 
 
 def _best_first(transport: PullTransport, donors: Collection[str]) -> list[str]:
-    """Return the donors sorted by reach: direct ones first, unreachable ones last. Donors of equal reach stay in their
-    order."""
+    """Return the donors sorted by reach: direct ones first, unreachable ones last. Ties stay in their order."""
     return sorted(donors, key=lambda donor: RANK[transport.reach_of(donor)])
 
 
 def shuffled(transport: PullTransport, donors: Collection[str]) -> list[str]:
-    """Return the donors sorted by reach: direct ones first, unreachable ones last. Donors of equal reach are in random
-    order."""
+    """Return the donors sorted by reach: direct ones first, unreachable ones last. Ties are in random order."""
     return _best_first(transport, CHANCE.sample(list(donors), len(donors)))
 
 
@@ -83,8 +81,7 @@ class _DonorPace:
         self._seconds_per_byte: dict[str, float] = {}
 
     def answered(self, request: _Request, now: float) -> None:
-        """Record that a donor has sent a range. In the donor's pace this range counts as much as all earlier ranges
-        together."""
+        """Record that a donor has sent a range. In the pace it counts as much as all earlier ranges together."""
         latest = (now - request.at) / max(1, request.size)
         self._seconds_per_byte[request.donor] = (self._seconds_per_byte.get(request.donor, latest) + latest) / 2
 
@@ -185,7 +182,7 @@ class Download:
             self._data = memoryview(b"")  # release the data, since tracebacks of failed pulls refer to this object
 
     def _ask_more_of(self, waiting: deque[str]) -> None:
-        """Start workers for waiting donors until all places are taken. Each of these donors is asked for one range
+        """Start workers for waiting donors while PLACES allows more donors. Each of these donors is asked for one range
         before any of them is asked for a second."""
         begun: list[str] = []
         while waiting and self._has_place_for(waiting[0], begun):

@@ -174,8 +174,7 @@ class Donors:
         return beats
 
     async def state_size(self, memory: int) -> int:
-        """Return the size of the run's state in bytes, as most donors report it. `memory` is this machine's free memory
-        in bytes.
+        """Return the size of the run's state in bytes, as most donors report it. `memory` is the free memory in bytes.
 
         Raises: SwarmUnreachableError.
         """
@@ -244,8 +243,7 @@ class Following:
         raise _no_state_given("; ".join(reasons))
 
     async def advance(self) -> tuple[Header, bytes] | None:
-        """Apply the next outer step. Return the header of its closing entry, and the digest of the state after the
-        step.
+        """Apply the next outer step. Return its closing entry's header, and the digest of the state after the step.
 
         Return None when no peer is further on, and while the next entry has no quorum's signatures but may still get
         them.
@@ -301,8 +299,7 @@ class Following:
         )
 
     async def _next(self, beat: Heartbeat, donors: Sequence[str]) -> _Next | None:
-        """Return the next cycle of a peer's log; None if the peer's log split off from this follower's and is no
-        better.
+        """Return the next cycle of a peer's log; None if that log split off from this follower's and is no better.
 
         Raises: PeerUnreachableError, RemoteProtocolError, LogError; _OtherLineageError if its log is better.
         """
@@ -318,8 +315,7 @@ class Following:
             raise
 
     async def _payloads(self, headers: Sequence[Header], donors: Sequence[str]) -> dict[int, memoryview]:
-        """Fetch and return the payloads of a cycle's entries, by fragment. A fragment that the cycle leaves unchanged
-        has none.
+        """Fetch and return the payloads of a cycle's entries, by fragment. Unchanged fragments have no payload.
 
         Raises: PayloadError.
         """

@@ -32,7 +32,7 @@ from peers.values.system import now
 from peers.values.wire import Buffer, Count, RunId, Value, pack, unpack_from
 
 HEADERS = "headers"
-READERS = 8  # maximum requests of peers with a lease answered at once; each may use megabytes meanwhile
+READERS = 8  # maximum requests of peers with a lease answered at once; each may use megabytes of memory
 STRANGERS = 4  # maximum requests of other peers answered at once; some of them may only want to keep this peer busy
 PULLS = 1  # maximum requests of one peer answered at once, since packing entries of a large run blocks the event loop
 PACKING_BURST, PACKING_SHARE = 30.0, 0.25
@@ -310,8 +310,7 @@ class LineageFetch:
 async def best_branch(
     transport: PullTransport, beats: Sequence[Heartbeat], empty_log: LogState, signed: SignedHeads = NOTHING_SIGNED
 ) -> tuple[Branch, RunLog]:
-    """Compare the logs of some of these peers, from the run's start on. Return the best branch, and a log with its
-    entries.
+    """Compare the logs of some of these peers from the start on. Return the best branch, and a log with its entries.
 
     Raises: LineageError when no peer shows a branch, or none contains the heads that the run's archives signed.
     """
@@ -340,8 +339,7 @@ async def best_branch(
 
 
 def _go_on(walk: Walk, chain: Chain, stretch: Stretch) -> int:
-    """Check a stretch's entries, and append them to the chain until one fails. Return the number of appended
-    entries."""
+    """Check a stretch's entries, and append them to the chain until one fails. Return how many were appended."""
     taken = 0
     with suppress(LogError):
         for content, certificate in stretch.contents:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 PAYLOAD = "payload"
 READERS = 16  # maximum number of requests for payloads answered at once
 RANGE = 16  # maximum number of chunks in one request for a payload
-RANGES_AT_LEAST = 32  # minimum number of ranges of a payload with as many chunks, so that several donors take part
+RANGES_AT_LEAST = 32  # minimum number of ranges of a payload, if it has enough chunks, so that several donors take part
 DIGESTS_TIMEOUT = 60.0  # seconds for a donor to send the digests of a payload's chunks
 STAGGER = 3.0  # seconds after which another donor is asked for the digests, too
 

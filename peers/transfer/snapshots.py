@@ -47,19 +47,19 @@ READERS = 16  # maximum requests of live peers of the run answered at once
 STRANGERS = 6
 OFFERED = 15.0  # seconds for which a snapshot is held after an offer, even if it is no longer the newest
 IN_USE = 60.0  # seconds for which a snapshot is held after its last pull
-LEAVE = 600.0  # minimum seconds for which joiners may fetch the snapshot in the second place
-SLOWEST = 500_000  # bytes a second of a slow joiner, which must be able to fetch the snapshot in the second place
+LEAVE = 600.0  # minimum seconds for which the second of a peer's two snapshots may be fetched
+SLOWEST = 500_000  # bytes a second; a joiner with this rate has time to fetch the second of a peer's two snapshots
 SETTLE_TIMEOUT = 20.0  # maximum seconds for which a joiner waits for this peer to finish an outer step
 NOT_YET = "the snapshot is made when the outer step under way ends; ask again then"
 NO_ROOM = "as many snapshots as there is room for are being fetched; ask again later"
-SNAPSHOT_PEERS = 8  # maximum number of peers chosen to freeze the state after one cycle
+SNAPSHOT_PEERS = 8  # maximum number of peers chosen to make a snapshot after one cycle
 ASKED = 16  # maximum number of peers that a joiner asks for an offer
 OFFER_TIMEOUT = 60.0  # seconds for an offer: the slowest peer may have to finish an outer step first
 PATIENCE, PAUSE = 10.0, 1.0  # maximum seconds until the log vouches for a snapshot; seconds between two checks of this
-RANGES_AT_LEAST = 64  # minimum number of ranges of a snapshot with as many chunks, so that the last ones end soon
+RANGES_AT_LEAST = 64  # minimum number of ranges of a snapshot, if it has enough chunks, so that the last ones end soon
 RANGE = 8  # maximum number of chunks in one request for a snapshot
 DIGESTS_LIMIT = 1 << 26  # maximum bytes of the digests of a snapshot's chunks: enough for a state of 2 TiB
-MEMORY_SHARE = 4096  # digests may use 1/MEMORY_SHARE of free memory, enough for a state 8 times as large as it
+MEMORY_SHARE = 4096  # digests may use 1/MEMORY_SHARE of free memory, enough for a state of 8 times the free memory
 
 
 class SnapshotRequest(Value):
@@ -88,8 +88,7 @@ class SnapshotOffer(Value):
 
 @dataclass(eq=False)
 class Snapshot:
-    """The run's state after a cycle. The header `last` closes the cycle, and `ends` are the digests of the cycle's
-    entries.
+    """The run's state after a cycle. The header `last` closes the cycle, whose entries have the digests `ends`.
 
     Its memory is released when no reference to it is left.
     """
@@ -114,8 +113,7 @@ class Snapshot:
 
     @asynccontextmanager
     async def being_read(self) -> AsyncIterator[None]:
-        """Mark the snapshot as in use while one pull sends it. Raises: TimeoutError when `let_go` is called
-        meanwhile."""
+        """Mark the snapshot as in use while a pull sends it. Raises: TimeoutError if `let_go` is called meanwhile."""
         async with asyncio.timeout(None) as pull:
             self._pulls.add(pull)
             try:
@@ -193,7 +191,7 @@ class _SnapshotCache:
         return next((snapshot for at, snapshot in self._all if at == head), None)
 
     def new_enough(self, least: int) -> Snapshot | None:
-        """Return a held snapshot of outer step `least` or later; None if there is none. Prefer the first snapshot,
+        """Return a held snapshot of outer step `least` or later; None if there is none. Prefer the first of the two,
         because other peers have it, too.
 
         A second snapshot that was replaced as the first is not returned: it may be of a log that was left.
@@ -202,15 +200,14 @@ class _SnapshotCache:
         return next((snapshot for _, snapshot in given if snapshot.index >= least), None)
 
     def reuse(self, head: bytes) -> bool:
-        """Make the snapshot at this head the first one. Return False if it is not held."""
+        """If the snapshot at this head is held, make it the first one. Return True if it is held."""
         snapshot = self.held(head)
         if snapshot is not None and self._second is not None and self._second[1] is snapshot:
             self.add_chosen(head, snapshot)
         return snapshot is not None
 
     def has_room(self, is_chosen: bool) -> bool:
-        """Return True if there is room for another snapshot: of a chosen entry (if `is_chosen`), or one that a joiner
-        asked for.
+        """Return True if there is room for another snapshot: one that is due (`is_chosen`), or that a joiner asked for.
 
         Drop the second one if no peer fetches it any more, its time is over, or a chosen one replaces it.
         """
@@ -223,7 +220,7 @@ class _SnapshotCache:
         return True
 
     def add_chosen(self, head: bytes, snapshot: Snapshot) -> None:
-        """Make this snapshot the first one. Keep the former first one as the second while a peer fetches it."""
+        """Make this snapshot the first one. If a peer still fetches the former first one, keep that as the second."""
         before, self._first = self._first, (head, snapshot)
         if before is not None and before[0] != head and before[1].is_in_use(self._clock()):
             self._put_second(*before, is_asked_for=False)
@@ -257,8 +254,6 @@ logger = logging.getLogger(__name__)
 
 
 class _Host(Protocol):
-    """The interface of the driver that a Snapshotter uses."""
-
     async def until(self, condition: Callable[[Peer], bool]) -> None: ...
     def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]: ...
 
@@ -335,7 +330,7 @@ class Snapshotter:
             self._refusal = "this peer cannot make a snapshot; ask another one"
 
     def hold(self, snapshot: FrozenSnapshot) -> None:
-        """Make this snapshot the first one. Keep the former first one only while a peer fetches it."""
+        """Make this snapshot the first one. Keep the former first one only if a peer still fetches it."""
         self._cache.add_chosen(self._peer.log.at(snapshot.last, snapshot.ends).position.head, snapshot)
         self._on_snapshot(snapshot)
 
@@ -444,8 +439,8 @@ class Vouched:
         return {place.position.index: place for place in (*claimed, self.branch.end)}
 
     def _doubts(self, position: Position) -> int:
-        """Return the number of entries before a position that too few voters have signed. `choose` prefers positions
-        with few of them. Always 0 unless `is_wary`."""
+        """Return the number of entries with too few signatures before a position. `choose` prefers positions with few
+        such entries. Always 0 unless `is_wary`."""
         return self.is_wary and sum(doubt.position.index < position.index for doubt in self.branch.doubts)
 
     def choose(self, offered: Mapping[str, Offered]) -> list[str]:
@@ -513,8 +508,7 @@ async def fetch_snapshot(
 
 
 async def _choose(offered: Mapping[str, Offered], vouch: Callable[[], Awaitable[Vouched]]) -> list[str]:
-    """Wait until the log vouches for an offered snapshot, for at most PATIENCE seconds. Return the donors of that
-    snapshot.
+    """Wait at most PATIENCE seconds until the log vouches for an offered snapshot. Return the donors of that snapshot.
 
     Raises: SnapshotError; the exceptions of `vouch`.
     """
@@ -570,8 +564,7 @@ async def ask_size(transport: PullTransport, donors: Sequence[str], log: LogStat
 async def _ask_offer(
     transport: PullTransport, donor: str, log: LogState, least: int, limit: int, size: int | None
 ) -> Offered:
-    """Ask a donor for an offer, and return it. Raises: PeerUnreachableError; RemoteProtocolError when the offer is not
-    valid."""
+    """Return a donor's offer. Raises: PeerUnreachableError; RemoteProtocolError when the offer is not valid."""
     request = pack(SnapshotRequest(run=log.run, head=None, least=least, first=0, last=0))
     packed, digests = await transport.pull(donor, SNAPSHOT, request, limit, OFFER_TIMEOUT)
     offer = unpack_from(donor, SnapshotOffer, packed)

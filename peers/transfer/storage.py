@@ -18,8 +18,7 @@ IN_MEMORY = 1 << 26  # maximum bytes of a snapshot that FolderStorage keeps in m
 
 
 def empty(size: int) -> memoryview:
-    """Return `size` bytes of memory, in huge pages if possible. The system provides each page when it is first
-    written."""
+    """Return `size` bytes of memory, if possible in huge pages. The system provides a page when it is first written."""
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # some kernels have no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -31,8 +30,7 @@ class MemoryFile:
     of it is left."""
 
     def __init__(self, descriptor: int, size: int, is_reserved: bool = True) -> None:
-        """Create the object for an open file, and own its `descriptor`. With `is_reserved`, the system provides all
-        bytes now.
+        """Create the object, which then owns `descriptor`. With `is_reserved`, the system provides all bytes now.
 
         Raises: OSError when there is no room.
         """
@@ -99,8 +97,7 @@ class Storage:
 
 
 class FolderStorage(Storage):
-    """Storage in a folder, for snapshots over 64 MiB, and for downloads, which can then be continued after a
-    restart."""
+    """Storage in a folder, for snapshots over 64 MiB, and for downloads, which can then continue after a restart."""
 
     def __init__(self, folder: Path, available_memory: Callable[[], int]) -> None:
         self._folder = folder
@@ -119,8 +116,7 @@ class FolderStorage(Storage):
         return MemoryFile.ready_in_memory(size)
 
     def download(self, digest: bytes, size: int) -> MemoryFile:
-        """Open the folder's file for fetching the state with this digest, and delete the files of other states. Raises:
-        OSError."""
+        """Open the folder's file for fetching this state, and delete the files of other states. Raises: OSError."""
         path = self._folder / f"{digest.hex()}{SUFFIX}"
         self._drop(but=path)
         return MemoryFile(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), size)

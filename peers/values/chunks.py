@@ -1,5 +1,4 @@
-"""The chunks of payloads and of states: their bounds, their digests, and the Merkle tree by which a peer commits to
-them.
+"""Chunks of payloads and of states: their bounds, their digests, and the Merkle tree by which a peer commits to them.
 
 A chunk of a payload is a run of consecutive blocks. Its bounds follow from the number of blocks alone, so the digest of
 a payload, taken over the digests of its chunks, is the same everywhere, and each chunk can be checked by itself. The
@@ -24,7 +23,7 @@ from peers.errors import RemoteProtocolError
 from peers.values.wire import DIGEST_BYTES, Buffer, digest_of
 
 CHUNK_BLOCKS = 128  # maximum blocks in a chunk: with int8 half a MiB, the size at which hivemind's streams are fastest
-CHUNKS = 64  # minimum number of chunks of a payload that has as many blocks, so that small ones can be pipelined
+CHUNKS = 64  # minimum number of chunks of a payload, if it has enough blocks, so that small ones can be pipelined
 CONTEXT = b"diloco-peer sum\0"
 NODE = struct.Struct(f"<{DIGEST_BYTES}sd")
 MOST_LEVELS = 24  # maximum levels of the tree over a payload's chunks: enough for 8 TiB
@@ -56,8 +55,8 @@ class Chunking:
 
 @dataclass(frozen=True)
 class PayloadSize:
-    """The size of a payload: its chunks, and its bytes as an average. `thinner` has the bytes of a contribution in each
-    other format, from the largest to the smallest."""
+    """The size of a payload: its number of chunks, and its bytes in the format of averages. `thinner` has the bytes of
+    a contribution in each other format, from the largest to the smallest."""
 
     chunks: int
     bytes: int
@@ -172,7 +171,7 @@ def root_of(chunk: int, count: int, leaf: Sum, path: bytes) -> Sum | None:
     if len(path) % NODE.size:
         return None
     nodes = [Sum(*fields) for fields in NODE.iter_unpack(path)]
-    if any(not 0 <= node.squares < math.inf for node in nodes):  # `not` is also true for NaN
+    if any(not 0 <= node.squares < math.inf for node in nodes):  # also true for NaN
         return None
     node, place, left = leaf, chunk, count
     while left > 1:
@@ -259,8 +258,7 @@ class StateChunking:
 
 
 def chunk_digests(vectors: Sequence[Buffer]) -> tuple[bytes, ...]:
-    """Return the digests of all chunks of the state in these buffers, computed on up to 8 cores because training waits
-    for them."""
+    """Return the digests of all chunks of the state in these buffers, on up to 8 cores, as training waits for them."""
     views = [memoryview(vector).cast("B") for vector in vectors]
     chunking = StateChunking(sum(view.nbytes for view in views))
 
@@ -277,8 +275,8 @@ def chunk_digests(vectors: Sequence[Buffer]) -> tuple[bytes, ...]:
 
 
 def chunks_of(peer: str, what: str, digests: Buffer, count: int, digest: bytes) -> tuple[bytes, ...]:
-    """Split the bytes `digests`, which `peer` sent, into the digests of `count` chunks, and return them. `digest` is
-    the digest of the data, which `what` names.
+    """Split the bytes `digests`, which `peer` sent, into the digests of `count` chunks, and check them against
+    `digest`, the digest of all chunks. `what` names the data in the error.
 
     Raises:
         RemoteProtocolError: they do not have this number or this digest.

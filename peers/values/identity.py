@@ -176,11 +176,10 @@ Verify: TypeAlias = Callable[[str, bytes, bytes], bool]
 
 
 class Keys(Protocol):
-    """The interface of one peer's key pair, which signs, and checks the signatures of other peers by the keys in their
-    ids."""
+    """The interface of a peer's key pair, which signs, and checks other peers' signatures by the keys in their ids."""
 
     def sign(self, data: bytes) -> bytes:
         """Return this peer's signature of these bytes, 64 bytes."""
 
     def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
-        """Return True if the signature of these bytes is that of the peer with this id."""
+        """Return True if `signature` is the peer's signature of `data`."""

@@ -62,15 +62,14 @@ def prefix(lease: Sequence[SampleRange], count: int) -> Lease:
 
 @dataclass(frozen=True)
 class SamplePool:
-    """The samples that no peer has trained or leased: the `free` ranges below `cursor`, and all samples from `cursor`
-    on."""
+    """The samples that no peer has trained or leased: the `free` ranges below `cursor`, and all from `cursor` on."""
 
     cursor: int = 0
     free: Lease = ()
 
     def deal(self, counts: Iterable[int]) -> tuple[list[Lease], SamplePool]:
-        """Return leases with exactly these numbers of samples, in at most PIECE_LIMIT ranges each, and the pool without
-        the leases."""
+        """Return leases with the numbers of samples in `counts`, in at most PIECE_LIMIT ranges each, and the pool
+        without these leases."""
         free, cursor = list(reversed(self.free)), self.cursor
         dealt: list[Lease] = []
         for count in counts:
@@ -114,8 +113,7 @@ class SamplePool:
         return SamplePool(cursor, _merge(left))
 
     def bounded(self, limit: int) -> SamplePool:
-        """Return the pool with only its `limit` largest free ranges. Of equally large ranges, the earlier ones are
-        kept.
+        """Return the pool with only its `limit` largest free ranges. Of equally large ranges, it keeps the earlier.
 
         The dropped ranges are below the cursor, and no peer has them, so they are never trained.
         """

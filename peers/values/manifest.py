@@ -58,8 +58,7 @@ AMENDMENTS_LIMIT = 64  # maximum number of amendments of a run, since each heade
 
 
 class SignedManifest(Value):
-    """The manifest of a run. `content` is the checked run.toml as canonical JSON; only the training side interprets
-    it."""
+    """The manifest of a run. `content` is the checked run.toml as canonical JSON; only the training side reads it."""
 
     version: Count
     name: Annotated[str, Field(strict=True)]
@@ -126,8 +125,7 @@ class SignedManifest(Value):
 
     @classmethod
     def unpack(cls, data: bytes, expected_run_id: str | None = None) -> SignedManifest:
-        """Return the manifest in untrusted bytes, after all checks. Raises: ManifestError naming the check that
-        failed."""
+        """Return the manifest in untrusted bytes, after all checks. Raises: ManifestError naming the failed check."""
         try:
             manifest = unpack(cls, data, SIZE_LIMIT)
         except WireError as error:
@@ -195,7 +193,6 @@ class Invite:
 
 
 def _check_name(name: str) -> None:
-    """Raise ManifestError when the name is not allowed for a run."""
     if NAME.fullmatch(name) is None:
         raise ManifestError(
             f"the run's name {quoted(name, 60)} is not allowed.", "Use 1 to 40 lower-case letters, digits and hyphens."
@@ -252,5 +249,5 @@ def _is_signed(text: bytes, signature: bytes, organiser: str) -> bool:
 
 
 def newest(*amendments: Amendment | None) -> Amendment | None:
-    """Return the amendment with the highest number, the first one of equals; None if there are no amendments."""
+    """Return the amendment with the highest number (the first one, if several have it); None if there are none."""
     return max(filter(None, amendments), key=lambda amendment: amendment.number, default=None)

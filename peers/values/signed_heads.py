@@ -31,8 +31,7 @@ CONTRADICTED = -1  # standing of a branch that a signed head contradicts: lower 
 
 
 class SignedHeadsError(ValueError):
-    """Error: the heads are not all signed by archives of the run. The message gives the reason, as the end of a
-    sentence."""
+    """Error: not all heads are signed by archives of the run. The message is the reason, as the end of a sentence."""
 
 
 class SignedHead(Value):
@@ -129,7 +128,7 @@ class SignedHeads:
 
     @property
     def newest(self) -> SignedHead | None:
-        """The head in `believed` with the highest index; None without one."""
+        """The head in `believed` with the highest index; None if no head counts."""
         return self.believed[-1] if self.believed else None
 
     # Branches -------------------------------------------------------------------------------------------------
@@ -158,7 +157,6 @@ NOTHING_SIGNED = SignedHeads("")
 
 
 def _text(run: str, index: int, head: bytes) -> bytes:
-    """Return the bytes that an archive signs: the log of this run has this head after `index` outer steps."""
     return SIGNING_CONTEXT + pack_plain([run, index, head])
 
 

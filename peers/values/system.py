@@ -28,8 +28,7 @@ PARTIAL = ".partial"
 
 
 def now() -> float:
-    """Return the time in seconds since boot. Unlike the monotonic clock, it also counts while the machine is
-    suspended."""
+    """Return the seconds since boot, including the time in which the machine was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -79,8 +78,7 @@ def next_sequence(*last: int) -> int:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Create a folder, and missing parents, that only this user may enter. An existing folder stays as it is. Raises:
-    OSError."""
+    """Create a folder, and missing parents, that only this user may enter; keep an existing one. Raises: OSError."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except FileNotFoundError:
@@ -141,8 +139,7 @@ def shared_folder(folder: Path) -> Iterator[None]:
 
 
 def _shared(folder: Path) -> int | None:
-    """Return a descriptor that locks a folder against removal; None if another process has removed the folder. Raises:
-    OSError."""
+    """Return a descriptor that locks a folder against removal; None if another process removed it. Raises: OSError."""
     make_private_folder(folder)
     with suppress(FileNotFoundError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -113,8 +113,7 @@ class Ticket(Value):
         return peer_id_of_bytes(self.key) if self.secret is None else None
 
     def shown_by(self, peer: str) -> bytes:
-        """Return the packed ShownTicket for a peer's heartbeats. Raises: AdmissionError when the ticket is for another
-        peer."""
+        """Return the packed ShownTicket for `peer`'s heartbeats. Raises: AdmissionError for another peer's ticket."""
         if self.peer not in (None, peer):
             raise AdmissionError(
                 f"the ticket is for the peer {self.peer}; this machine is {peer}.",
@@ -156,8 +155,7 @@ class Revocations(Value):
 
     @classmethod
     def unpack(cls, packed: bytes, run: str, organiser: str) -> Self:
-        """Unpack a list of revoked tickets from untrusted bytes, check its signature, and return it. Raises:
-        TicketError."""
+        """Return the list of revoked tickets in untrusted bytes, once its signature is checked. Raises: TicketError."""
         try:
             found = unpack(cls, packed, LIST_BYTES)
         except WireError as error:
@@ -168,5 +166,4 @@ class Revocations(Value):
 
 
 def _revocation(run: str, number: int, revoked: tuple[bytes, ...]) -> bytes:
-    """Return the bytes that the organiser signs for a list of revoked tickets."""
     return REVOCATION_CONTEXT + pack_plain([run, number, revoked])

@@ -31,8 +31,7 @@ OnCaptured: TypeAlias = Callable[[int], Awaitable[None]]
 
 
 async def captures_nothing(fragment: int) -> None:
-    """Do nothing, as the default for `on_captured`: in a run with one fragment no values are stored before training
-    ends."""
+    """Do nothing; the default for `on_captured`: with one fragment no values are stored before training ends."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,7 @@ class Blocked(Protocol):
         """Return the byte offsets [start, stop) of blocks [first_block, last_block) within a payload."""
 
     def check(self, blocks: Blocks, first_block: int) -> None:
-        """Raise BadBlocksError unless these bytes are whole blocks, from `first_block` on, that an encoder can
-        produce."""
+        """Raise BadBlocksError unless these bytes are whole blocks, from `first_block` on, that an encoder can make."""
 
 
 class ReplicatedState(Protocol):
@@ -181,8 +179,7 @@ class Workload(ReplicatedState, Protocol):
 
     async def contribution(self, fragment: int = 0, format: int = 0) -> Blocks:
         """Return a fragment's pseudo-gradient as a payload in a format: theta before its training, minus the local
-        values. Called once each time the workers have stored these values. The bytes may reuse the previous call's
-        memory."""
+        values. Called once each time the workers have stored these. The bytes may reuse the previous call's memory."""
 
     async def reduce(self, reduction: Reduction) -> Blocks:
         """Return the weighted average of the blocks: summed in fp32, in their order, and quantized once.
@@ -209,9 +206,8 @@ class Workload(ReplicatedState, Protocol):
         *,
         amendment: Amendment | None = None,
     ) -> None:
-        """Apply an outer step as `ReplicatedState.apply` does. With `keeps_work`, training that is under way or
-        finished still counts, relative to its first theta. `counts` is True if the average includes this peer's
-        contribution."""
+        """Apply an outer step as `ReplicatedState.apply` does. With `keeps_work`, training under way or finished still
+        counts, relative to the theta that it began with. `counts` is True if the average includes this peer's work."""
 
     async def unchanged(self, index: int, fragment: int) -> None:
         """Record that outer step `index` leaves a fragment unchanged, since no peer has trained it. Workers that wait
