@@ -37,7 +37,7 @@ class SwarmUnreachableError(DilocoPeerError):
 
 
 class LocalNetworkError(DilocoPeerError):
-    """A failure of this machine's side of the network: an address, or libp2p's daemon."""
+    """A failure on this machine's side of the network, such as a bad address, or a failure of libp2p's daemon."""
 
     exit_code = 5
 

@@ -306,7 +306,7 @@ class Evidence:
 
     def provable(self, log: LogState, lineage: Lineage, members: Collection[str]) -> tuple[Fault, ...]:
         """Return the faults that the entry after `log` may name: their proofs are short enough to show to all members.
-        The entry needs its members, so only a later entry can name these."""
+        The entry needs its members, so only a later entry can name their faults."""
         self._follow(lineage)
         faults: dict[str, Fault] = {}
         room = min(SHOWN_TO_EACH, SHOWN_BYTES // max(1, len(members)))

@@ -92,7 +92,7 @@ class _Messenger:
             self._host.start(self._send(send.to, self._packer.pack(send.message)))
 
     def farewells(self) -> list[Awaitable[object]]:
-        """Return calls, to be awaited, that send this peer's farewell to all live peers; none without a farewell."""
+        """Return calls, to be awaited, that send this peer's farewell to all live peers; none if it has no farewell."""
         peer = self._host.peer
         if peer.goodbye is None:
             return []

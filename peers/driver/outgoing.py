@@ -219,7 +219,7 @@ class Outgoing:
         self._uplink.end_round(self)
 
     def _end_streams_to(self, peer: str) -> None:
-        """Drop the chunks that wait for a member, and end its streams within CLOSING_TIME seconds."""
+        """Drop the chunks that wait for a member, and end the streams to it within CLOSING_TIME seconds."""
         queue = self._queues.pop(peer)
         while not queue.empty():
             queue.get_nowait()

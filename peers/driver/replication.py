@@ -276,8 +276,8 @@ class Replication:
         self.download = download
 
     async def _vouching(self, fetch: FetchSnapshot) -> Compared:
-        """Compare the donor's log with this peer's. Return the result, with only those entries of the donor's that this
-        peer believes. Raises: LineageError."""
+        """Compare the donor's log with this peer's, and return the result. It has only those of the donor's entries
+        that this peer believes. Raises: LineageError."""
         peer = self._host.peer
         beat = peer.presence.live().get(fetch.donor)
         index = beat.index if beat is not None else fetch.least

@@ -349,7 +349,8 @@ class LogState:
             raise LogError(f"{member.peer}: it wants {member.wants} samples; a lease has {self.samples_per_lease}")
 
     def has_trained(self, member: Member) -> bool:
-        """Return True if at least half of the tokens in a member's samples count; otherwise these are trained again."""
+        """Return True if at least half of the tokens in a member's samples count; else the samples are trained
+        again."""
         return 2 * member.tokens >= sample_count(member.samples) * self.tokens_per_sample
 
     def carried(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> tuple[Assignment, ...]:

@@ -87,7 +87,7 @@ class PayloadBuffers:
             return payload
 
     def prepare(self) -> None:
-        """Reserve memory for the next round's average now, because the operating system may take long."""
+        """Reserve memory for the next round's average now, because the operating system is slow to provide memory."""
         if self._spare is None:
             spare = empty(self.size.bytes)
             for offset in range(0, self.size.bytes, mmap.PAGESIZE):

@@ -196,7 +196,7 @@ class Download:
     def _forget_those_that_ended(self) -> None:
         for worker in [worker for worker in self._workers if worker.done()]:
             del self._workers[worker]
-            worker.result()  # raises the worker's error, which is no donor's fault
+            worker.result()  # raises the worker's error, if any, which no donor has caused
 
     def _has_place_for(self, donor: str, begun: Sequence[str]) -> bool:
         """Return True if fewer donors are at work than PLACES has for this donor's reach. Silent donors do not count as
